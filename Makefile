@@ -1,0 +1,53 @@
+# One short command each. Needs Python 3.10 or later with venv, and make; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TYPED  := $(wildcard elastic horovod examples benchmarks tests)
+
+.PHONY: help install train test check fix bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make install   create .venv with everything that tests, examples and benchmarks need"
+	@echo "make train     two minutes: train a small GPT, lose a worker, gain one, write out/report.html"
+	@echo "make test      install, then every test"
+	@echo "make check     format, lint, types, unit and simulation tests: under a minute"
+	@echo "make fix       apply the formatter and the linter's safe fixes"
+	@echo "make bench     every benchmark: a table each"
+	@echo "make clean     remove .venv and everything that was generated"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "$(PYTHON) is missing or older than 3.10; install Python 3.10+ or run: make install PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/python examples/train.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/python -m pytest --quiet tests/unit tests/simulation
+
+fix: $(STAMP)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(STAMP)
+	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,199 @@
+"""How long does a killed worker cost? SIGKILL of a random worker -> the slowest survivor's next
+step in the new world.
+
+Beside it, in the same run, the same loss survived by bare Gloo: processes that do nothing but
+allreduce, are told by their parent at once, destroy the group, make a new one and allreduce again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import statistics
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from disturbed import Disturbed, percentile
+from rich.console import Console
+from rich.table import Table
+
+
+def kill_one(job: Disturbed, workers: int, rng: random.Random) -> tuple[float, int]:
+    """Returns milliseconds to the slowest survivor's next step in a new world, and the victim's
+    rank.
+    """
+    last = job.wait("a full world", lambda: job.full(workers, 20), 60)
+    victim = rng.choice(last)
+    survivors = {s.pid for s in last} - {victim.pid}
+    killed_at = time.monotonic()
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def resumed() -> dict[int, float] | None:
+        first: dict[int, float] = {}
+        for step in job._recent():
+            if step.generation > victim.generation and step.pid in survivors:
+                first[step.pid] = min(step.at, first.get(step.pid, step.at))
+        return first if first.keys() == survivors else None
+
+    first = job.wait("the survivors' next step", resumed, 60)
+    return (max(first.values()) - killed_at) * 1e3, victim.rank
+
+
+def lost_commits(job: Disturbed) -> int:
+    """Steps that every worker had to do again: the newest world's first step must follow the best
+    survivor's commit.
+    """
+    steps = job.steps()
+    lost = 0
+    by_generation: dict[int, dict[int, list[int]]] = {}
+    for step in steps:
+        by_generation.setdefault(step.generation, {}).setdefault(step.pid, []).append(step.step)
+    for generation in sorted(by_generation):
+        after = by_generation.get(generation + 1)
+        if not after:
+            continue
+        survivors = by_generation[generation].keys() & after.keys()
+        # The last line of a worker may be a step that it had not committed yet; the one before it
+        # was.
+        committed = max(
+            (s[-1] - 1 for p, s in by_generation[generation].items() if p in survivors), default=0
+        )
+        first = min(s[0] for s in after.values())
+        lost += max(0, committed + 1 - first)
+    return lost
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+
+def _bare_worker(orders: Connection) -> None:
+    import torch
+    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+    torch.set_num_threads(1)
+    group: Any = None
+    while True:
+        order = orders.recv()
+        if order is None:
+            os._exit(0)
+        generation, rank, size, port = order
+        del group
+        store = TCPStore(
+            "127.0.0.1", port, None, rank == 0, timedelta(seconds=20), wait_for_workers=False
+        )
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+        options._timeout = timedelta(seconds=20)
+        group = ProcessGroupGloo(PrefixStore(f"{generation}", store), rank, size, options)
+        tensor = torch.ones(10_000)
+        group.allreduce([tensor]).wait()
+        orders.send(time.monotonic())
+        try:
+            while True:
+                group.allreduce([tensor]).wait()
+                time.sleep(0.005)
+        except RuntimeError:
+            pass
+
+
+def bare_gloo(workers: int, kills: int, rng: random.Random) -> list[float]:
+    """Milliseconds from the kill to the slowest survivor's next allreduce; a fresh set of processes
+    for each kill.
+    """
+    context = multiprocessing.get_context("spawn")
+    times = []
+
+    def port() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    for _ in range(kills):
+        pipes = [context.Pipe() for _ in range(workers)]
+        processes = [context.Process(target=_bare_worker, args=(p[1],)) for p in pipes]
+        for process in processes:
+            process.start()
+        where = port()
+        for rank, (pipe, _) in enumerate(pipes):
+            pipe.send((1, rank, workers, where))
+        for pipe, _ in pipes:
+            pipe.recv()
+        time.sleep(0.3)
+        victim = rng.randrange(workers)
+        where = port()
+        killed_at = time.monotonic()
+        processes[victim].kill()
+        left = [p for i, (p, _) in enumerate(pipes) if i != victim]
+        for rank, pipe in enumerate(left):
+            pipe.send((2, rank, workers - 1, where))
+        times.append((max(pipe.recv() for pipe in left) - killed_at) * 1e3)
+        for process in processes:
+            process.kill()
+            process.join()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--reference-kills", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the figures to this file")
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+
+    bare = bare_gloo(options.workers, options.reference_kills, rng)
+    times, ranks = [], []
+    with Disturbed(options.workers) as job:
+        for _ in range(options.kills):
+            ms, rank = kill_one(job, options.workers, rng)
+            times.append(ms)
+            ranks.append(rank)
+        job.wait("a full world", lambda: job.full(options.workers, 20), 60)
+        (job.directory / "stop").touch()
+        code = job.driver.wait(60)
+        lost = lost_commits(job)
+        phases = [a for a in job.actions("ReportRecovery") if a["kind"] == "recovery"]
+
+    table = Table(
+        title=f"SIGKILL of one of {options.workers} workers -> slowest survivor's next step"
+    )
+    for column in ("", "kills", "p50 ms", "p90 ms", "max ms"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, values in (("hvd-elastic", times), ("bare Gloo rebuild", bare)):
+        table.add_row(
+            name,
+            str(len(values)),
+            f"{statistics.median(values):.0f}",
+            f"{percentile(values, 0.9):.0f}",
+            f"{max(values):.0f}",
+        )
+    console = Console()
+    console.print(table)
+    ratio = statistics.median(times) / statistics.median(bare)
+    console.print(
+        f"ratio of medians {ratio:.2f}; victims by rank {sorted(ranks)};"
+        f" committed steps lost {lost}; exit code {code}"
+    )
+    if phases:
+        names = sorted({n for p in phases for n in p["phases_ms"]})
+        means = {n: statistics.median([p["phases_ms"].get(n, 0.0) for p in phases]) for n in names}
+        console.print("median ms by phase (slowest worker of each):", means)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(
+                {"hvd_elastic_ms": times, "bare_gloo_ms": bare, "lost": lost, "ranks": ranks}, file
+            )
+
+
+if __name__ == "__main__":
+    main()

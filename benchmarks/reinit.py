@@ -1,0 +1,49 @@
+"""How long does shutdown() + init() take in one process? All workers of a job do it together, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+from rich.console import Console
+
+import elastic
+
+
+def rounds(number: int) -> list[float]:
+    """Milliseconds of each shutdown() + init() at this worker, with a collective between two of them."""
+    import torch
+
+    torch.set_num_threads(1)
+    elastic.init()
+    times = []
+    for _ in range(number):
+        elastic.allreduce(torch.ones(4), op=elastic.Sum)
+        began = time.perf_counter()
+        elastic.shutdown()
+        elastic.init()
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", help="write the figures to this file")
+    options = parser.parse_args()
+    found = elastic.launch(rounds, (options.rounds,), np=options.workers, log_level="WARNING")
+    slowest = [max(times) for times in zip(*found, strict=True)]
+    Console().print(
+        f"shutdown() + init() of {options.workers} workers, slowest of each round:"
+        f" median {statistics.median(slowest):.1f} ms, max {max(slowest):.1f} ms"
+    )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"reinit_ms": slowest}, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The job that the recovery and join benchmarks disturb: small steps, a commit after each, one line
+per step.
+
+Each worker appends ``time generation size rank step`` to ``DIR/<pid>.steps``; the time is
+CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+
+import elastic
+
+
+def main(directory: str, steps: int, width: int) -> None:
+    torch.set_num_threads(1)
+    elastic.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
+    )
+    optimizer = elastic.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4),
+        named_parameters=model.named_parameters(),
+    )
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    log = os.open(f"{directory}/{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> None:
+        from elastic import runtime
+
+        rt = runtime.current()
+        while state.step < steps and not os.path.exists(f"{directory}/stop"):
+            generator = torch.Generator().manual_seed(state.step * 1000 + elastic.rank())
+            inputs = torch.randn(16, 64, generator=generator)
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            state.step += 1
+            line = f"{time.monotonic():.6f} {rt.generation} {rt.place.size} {rt.place.rank} {state.step}\n"
+            os.write(log, line.encode())
+            state.commit()
+
+    train(state)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

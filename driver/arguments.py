@@ -1,0 +1,149 @@
+"""How a command line is read: a parser that raises instead of exiting, the values it takes, where the program starts.
+
+Knows no flag by name; those are in `flags`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from elastic.errors import Invalid
+
+LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+
+Group = Callable[..., None]
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises Invalid where argparse would print its usage and exit."""
+
+    def __init__(self, **rest: Any) -> None:
+        super().__init__(formatter_class=_Help, allow_abbrev=False, add_help=False, **rest)
+        self.actions: list[argparse.Action] = []
+
+    def group(self, title: str, description: str | None = None) -> Group:
+        """A function that adds a flag to a new group: its names, its value, the value's type, its help."""
+        group = self.add_argument_group(title, description)
+
+        def add(
+            names: str,
+            value: str | tuple[str, str] | None,
+            convert: Callable[[str], object] | None,
+            text: str,
+            **rest: Any,
+        ) -> None:
+            if value is not None:
+                rest.update(metavar=value, type=convert)
+            elif "action" not in rest:
+                rest["action"] = "store_true"
+            rest.setdefault(
+                "dest", argparse.SUPPRESS if rest.get("action") == "help" else _dest(names)
+            )
+            action = group.add_argument(
+                *names.split(), default=argparse.SUPPRESS, help=text, **rest
+            )
+            self.actions.append(action)
+
+        return add
+
+    def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Our flags, and the program, which starts at the first word that is neither a flag nor a flag's value."""
+        # Not argparse.REMAINDER, which looks for our flags among the arguments of the user's program first.
+        takes: dict[str, int] = {}
+        for action in self.actions:
+            values = action.nargs if isinstance(action.nargs, int) else 1
+            takes.update(dict.fromkeys(action.option_strings, values))
+        position = 0
+        while position < len(arguments):
+            word = arguments[position]
+            if word == "--":
+                return list(arguments[:position]), list(arguments[position + 1 :])
+            if not word.startswith("-"):
+                break
+            position += 1 + takes.get(word, 0)
+        return list(arguments[:position]), list(arguments[position:])
+
+    def error(self, message: str) -> NoReturn:
+        raise Invalid(
+            message.removeprefix("argument ").replace("expected one argument", "needs a value")
+        )
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Shows ``-np, --num-proc N`` rather than the value after each spelling."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        value = self._format_args(action, action.metavar or "") if action.nargs != 0 else ""
+        return f"{', '.join(action.option_strings)} {value}".strip()
+
+
+class Names(argparse.Action):
+    """Repeatable, and each value may hold several names with commas between them."""
+
+    def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
+        names = [name.strip() for name in values.split(",") if name.strip()]
+        if not names:
+            raise argparse.ArgumentError(self, "names no interface; give one, such as eth0")
+        options.network_interfaces = [*(options.network_interfaces or []), *names]
+
+
+class WithoutEffect(argparse.Action):
+    """Remembers that the flag was given. ``const`` is False for a switch that turns off what is off anyway."""
+
+    def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
+        options.without_effect[self.dest] = bool(self.const)
+
+
+def _dest(names: str) -> str:
+    """The field of Options: the longest name says it best."""
+    return max(names.split(), key=len).lstrip("-").replace("-", "_")
+
+
+def whole(smallest: int) -> Callable[[str], int]:
+    """A type of argparse: whole numbers from ``smallest`` on."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = smallest - 1
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, {smallest} or more")
+        return value
+
+    return convert
+
+
+def number(text: str) -> float:
+    """A finite number, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, 0 or more")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A positive, finite number."""
+    try:
+        value = number(text)
+    except argparse.ArgumentTypeError:
+        value = 0.0
+    if value == 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, more than 0")
+    return value
+
+
+def log_level(text: str) -> str:
+    """One of LOG_LEVELS, in any case."""
+    if text.upper() not in LOG_LEVELS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(LOG_LEVELS)}")
+    return text.upper()

@@ -1,0 +1,303 @@
+"""The program ``elasticrun`` (also ``horovodrun``): from flags to a checked Job, and to an exit code.
+
+The only place of the driver that reads the environment. Every mistake that can be found before something is started
+is found here, and told in one sentence with exit code 2. A flag given on the command line wins over the config file,
+that over the environment, that over the default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from elastic.driver import check_build, flags
+from elastic.driver.command import check_command
+from elastic.driver.config_file import read_config
+from elastic.driver.discovery.local import NOT_AVAILABLE
+from elastic.driver.discovery.script import find_script
+from elastic.driver.flags import Options
+from elastic.driver.hosts import (
+    SLOTS_LIMIT,
+    ThisHost,
+    interface_address,
+    parse_hosts,
+    read_hostfile,
+    show,
+)
+from elastic.driver.job import Job
+from elastic.driver.launch.environment import threads_per_worker
+from elastic.driver.settings import UNBOUNDED, Settings
+from elastic.errors import Invalid
+
+T = TypeVar("T")
+
+_FROM_ENVIRONMENT = {
+    "HOROVOD_START_TIMEOUT": "--start-timeout",
+    "HOROVOD_ELASTIC_TIMEOUT": "--elastic-timeout",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "--gloo-timeout-seconds",
+    "HOROVOD_LOG_LEVEL": "--log-level",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code. ``arguments`` are those of the process by default."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    environ = dict(os.environ)
+    try:
+        options = read_options(arguments, environ)
+        if options.version:
+            print(check_build.version())
+            return 0
+        if options.check_build:
+            print(check_build.describe(check_build.probe()))
+            return 0
+        return asyncio.run(_run(make_job(options, environ)))
+    except Invalid as error:
+        print("elasticrun:", str(error).replace("\n", " "), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"elasticrun: the driver can't start: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _run(job: Job) -> int:
+    from elastic.driver.start import start
+
+    return (await start(job)).code
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """The options of command line, config file and environment together. Raises Invalid."""
+    options = flags.parse(arguments)
+    words = [
+        (f"{flag}={environ[name]}", f"environment variable {name}")
+        for name, flag in _FROM_ENVIRONMENT.items()
+        if environ.get(name)
+    ]
+    if options.config_file is not None:
+        words += read_config(options.config_file)
+    for word, source in words:
+        try:
+            flags.parse([word])
+        except Invalid as error:
+            raise Invalid(f"{source}: {error}") from None
+    # The last one given wins, so the command line comes last.
+    return flags.parse([*(word for word, _ in words), *arguments])
+
+
+# ---- the job ---------------------------------------------------------------------------------------------------------
+
+
+def make_job(
+    options: Options,
+    environ: Mapping[str, str],
+    *,
+    this_host: ThisHost | None = None,
+    cores: int | None = None,
+) -> Job:
+    """Checks everything and fills in the defaults. Creates the output directory. Raises Invalid.
+
+    ``cores`` are those that the workers may share, by default those of this process.
+    """
+    if options.controller != "gloo":
+        raise Invalid(
+            f"--{options.controller} is not available; leave it out: workers are started directly"
+            " and talk over Gloo or NCCL"
+        )
+    check_command(options.command, path=environ.get("PATH"))
+    np, workers_min, workers_max, elastic = _workers(options)
+    hosts = _hosts(options, workers_max, this_host or ThisHost())
+    script = None
+    if hosts is None:
+        assert options.host_discovery_script is not None, "no other source is left"
+        script = find_script(options.host_discovery_script, path=environ.get("PATH"))
+    elif np > sum(hosts.values()):
+        raise Invalid(
+            f"{np} workers need {np} slots, but {show(hosts)} has {sum(hosts.values())} available;"
+            " list more slots, or lower -np"
+        )
+    if options.ssh_port is not None or options.ssh_identity_file is not None:
+        raise Invalid(
+            "-p and -i are for other hosts, and all hosts are this machine; leave them out"
+        )
+
+    env = _worker_additions(options)
+    notes = _notes(options, elastic=elastic)
+    if "OMP_NUM_THREADS" not in environ:
+        cores = cores or len(os.sched_getaffinity(0))
+        most = min(workers_max, sum(hosts.values()) if hosts is not None else UNBOUNDED)
+        workers = most if most < UNBOUNDED else np
+        threads = threads_per_worker(cores, workers)
+        env["OMP_NUM_THREADS"] = str(threads)
+        told = f"OMP_NUM_THREADS={threads} ({cores} cores, up to {workers} workers)"
+        notes.append(("info", f"each worker gets {told}; set it yourself to change that"))
+    cooldown_min_s, cooldown_max_s = _given(
+        options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)
+    )
+    return Job(
+        command=options.command,
+        settings=Settings(
+            np=np,
+            workers_min=workers_min,
+            workers_max=workers_max,
+            elastic=elastic,
+            start_timeout_s=_given(options.start_timeout, Settings.start_timeout_s),
+            elastic_timeout_s=_given(options.elastic_timeout, Settings.elastic_timeout_s),
+            reset_limit=options.reset_limit,
+            cooldown_min_s=cooldown_min_s,
+            cooldown_max_s=cooldown_max_s,
+            slot_attempts=_given(options.slot_attempts, Settings.slot_attempts),
+            host_attempts=options.host_attempts,
+            env=env,
+        ),
+        hosts=hosts,
+        script=script,
+        slots_per_host=_given(options.slots_per_host, 1),
+        environ=dict(environ),
+        bind=interface_address(options.network_interfaces[0])
+        if options.network_interfaces
+        else "127.0.0.1",
+        journal=_writable_file(options.journal),
+        output_dir=_writable_dir(options.output_filename),
+        prefix_timestamps=options.prefix_output_with_timestamp,
+        log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
+        notes=notes,
+    )
+
+
+def _worker_additions(options: Options) -> dict[str, str]:
+    """What flags add to the environment of every worker."""
+    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, 30.0):g}"}
+    if options.tcp:
+        env["NCCL_IB_DISABLE"] = "1"
+    if options.log_level is not None:
+        env["HOROVOD_LOG_LEVEL"] = options.log_level
+    return env
+
+
+def _workers(options: Options) -> tuple[int, int, int, bool]:
+    """np, min, max, and whether the job is elastic."""
+    np, least, most = options.num_proc, options.min_num_proc, options.max_num_proc
+    elastic = not (least is None and most is None and options.host_discovery_script is None)
+    if not elastic:
+        if np is None:
+            late = " before the program" if "-np" in options.command else ""
+            raise Invalid(f"-np is missing; say how many workers to start, as in -np 4{late}")
+        return np, np, np, False
+    if np is None and least is None:
+        raise Invalid("-np and --min-np are missing; say how many workers to start, as in -np 4")
+    if np is None:
+        assert least is not None, "one of the two is given"
+        np = least
+    least = _given(least, np)
+    most = _given(most, np if options.host_discovery_script is None else UNBOUNDED)
+    if least > most:
+        raise Invalid(f"--min-np {least} is greater than --max-np {most}; give min <= max")
+    if np < least:
+        raise Invalid(f"-np {np} is smaller than --min-np {least}; give min <= np <= max")
+    if np > most:
+        raise Invalid(f"-np {np} is greater than --max-np {most}; give min <= np <= max")
+    return np, least, most, True
+
+
+def _hosts(options: Options, workers_max: int, this_host: ThisHost) -> dict[str, int] | None:
+    """The list that never changes, or None where a script gives it. Refuses hosts that are not this machine."""
+    sources = {
+        "-H": options.hosts,
+        "--hostfile": options.hostfile,
+        "--host-discovery-script": options.host_discovery_script,
+    }
+    given = [flag for flag, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise Invalid(f"{' and '.join(given)} are given together; keep one of them")
+    slots = _given(options.slots_per_host, 1)
+    if options.hosts is not None:
+        hosts = parse_hosts(options.hosts, default_slots=slots)
+    elif options.hostfile is not None:
+        hosts = read_hostfile(options.hostfile, default_slots=slots)
+    elif options.host_discovery_script is not None:
+        return None
+    elif workers_max > SLOTS_LIMIT:
+        raise Invalid(
+            f"{workers_max} workers are too many for one machine; it has {SLOTS_LIMIT} slots"
+        )
+    else:
+        return {"localhost": workers_max}
+    for host in hosts:
+        reason = this_host.elsewhere(host)
+        if reason is not None:
+            raise Invalid(f"{given[0]} lists {host}: {reason}, {NOT_AVAILABLE}")
+    return hosts
+
+
+def _notes(options: Options, *, elastic: bool) -> list[tuple[str, str]]:
+    """What must not be accepted in silence."""
+    notes: list[tuple[str, str]] = []
+    other = check_build.other_horovod()
+    if other is not None:
+        notes.append(("warning", other))
+    unused = [flag for flag, on in options.without_effect.items() if on]
+    if unused:
+        notes.append(("warning", f"without effect yet: {', '.join(unused)}"))
+    if not elastic:
+        of_elastic = {
+            "--reset-limit": options.reset_limit,
+            "--blacklist-cooldown-range": options.cooldown_range,
+            "--slot-attempts": options.slot_attempts,
+            "--host-attempts": options.host_attempts,
+        }
+        unused = [flag for flag, value in of_elastic.items() if value is not None]
+        if unused:
+            notes.append(
+                ("warning", f"without effect unless --min-np is given: {', '.join(unused)}")
+            )
+    if options.network_interfaces and len(options.network_interfaces) > 1:
+        first, *rest = options.network_interfaces
+        notes.append(("warning", f"only network interface {first} is used, not {', '.join(rest)}"))
+    return notes
+
+
+def _writable_dir(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except FileExistsError:
+        raise Invalid(f"--output-filename {path} is a file; give a directory") from None
+    except OSError as error:
+        raise Invalid(
+            f"--output-filename {path} can't be written to: {error.strerror}; give another directory"
+        ) from None
+    return os.path.abspath(path)
+
+
+def _writable_file(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise Invalid(
+            f"--journal {path} can't be written to: {error.strerror}; give another file"
+        ) from None
+    return os.path.abspath(path)
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

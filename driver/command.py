@@ -1,0 +1,47 @@
+"""Checks, before anything is started, that the program to run exists and can be run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+
+from elastic.errors import Invalid
+
+_EXAMPLE = "elasticrun -np 4 python train.py"
+
+
+def check_command(command: Sequence[str], *, path: str | None) -> None:
+    """Raises Invalid with a sentence that says what to write instead. ``path`` is the value of PATH."""
+    if not command:
+        raise Invalid(f"there is no program to run; put it after the flags, as in: {_EXAMPLE}")
+    program = command[0]
+    if program.endswith(".py") and os.path.isfile(program) and not _runs_itself(program):
+        raise Invalid(f"put python before {program}: python {shlex.join(command)}")
+    if shutil.which(program, path=path) is None:
+        raise Invalid(_why_not(program))
+    if os.path.basename(program).startswith("python") and len(command) > 1:
+        script = command[1]
+        if script.endswith(".py") and not script.startswith("-") and not os.path.isfile(script):
+            raise Invalid(
+                f"there is no file {script} in {os.getcwd()}; give the path of the script"
+            )
+
+
+def _runs_itself(script: str) -> bool:
+    if not os.access(script, os.X_OK):
+        return False
+    with open(script, "rb") as file:
+        return file.read(2) == b"#!"
+
+
+def _why_not(program: str) -> str:
+    if os.path.isdir(program):
+        return f"{program} is a directory; give a program, as in: {_EXAMPLE}"
+    if os.path.isfile(program):
+        quoted = shlex.quote(program)
+        return f"{program} can't be run; make it executable with chmod +x {quoted}, or write its interpreter before it"
+    if os.sep in program:
+        return f"there is no program {program}; give a path that exists"
+    return f"there is no program {program} on the PATH; check its name, or give its whole path"

@@ -1,0 +1,159 @@
+"""Writes to the driver's own stdout and stderr without ever holding up its event loop. Decides nothing.
+
+A terminal that is paused, a pager or a full disk may block a write for as long as they like, so a thread per stream
+does the writing, from a bounded queue. When the queue is full, training goes on and output is dropped; a line says how
+much. A closed pipe ends the output, never the job.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO
+
+Write = Callable[[bytes], None]  # writes all of it, or raises OSError or ValueError
+
+QUEUE_LIMIT = 16 * 1024 * 1024  # bytes
+BATCH_LIMIT = 1024 * 1024  # bytes
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31"}
+
+
+class Writer:
+    """A queue of bytes and the thread that writes them, in order. Any thread may call ``put``.
+
+    ``failed`` is told the first time a write fails, in the writing thread.
+    """
+
+    def __init__(self, name: str, failed: Callable[[str], None], limit: int = QUEUE_LIMIT) -> None:
+        self._name = name
+        self._failed = failed
+        self._limit = limit
+        self._queue: deque[tuple[Write, bytes]] = deque()
+        self._queued = 0  # bytes
+        self._dropped = 0  # bytes
+        self._writing = False
+        self._closed = False
+        self._failure_told = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def put(self, write: Write, data: bytes) -> None:
+        """Have ``write(data)`` called soon. Never blocks; drops the data if too much is waiting already."""
+        with self._changed:
+            if self._closed or not data:
+                return
+            if self._queued + len(data) > self._limit:
+                self._dropped += len(data)
+                return
+            if self._dropped:
+                notice = f"elastic | {self._dropped} bytes of output were dropped: {self._name} is slow\n"
+                self._dropped = 0
+                self._queue.append((write, notice.encode()))
+                self._queued += len(notice)
+            self._queue.append((write, data))
+            self._queued += len(data)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"writes {self._name}", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """Wait until everything is written, but no longer than this. False if something is left unwritten."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
+            complete = not self._queue and not self._writing
+            self._closed = True
+            self._changed.notify_all()
+        if complete and self._thread is not None:
+            self._thread.join(timeout_s)
+        return complete
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return
+                write, data = self._take()
+                self._writing = True
+            try:
+                write(data)
+            except (OSError, ValueError) as error:
+                if not self._failure_told:
+                    self._failure_told = True
+                    self._failed(f"cannot write to {self._name}: {error}; this output is lost")
+
+    def _take(self) -> tuple[Write, bytes]:
+        """The next pieces that go to the same place, joined."""
+        write, data = self._queue.popleft()
+        pieces, size = [data], len(data)
+        # Bound methods are equal when their object and function are.
+        while self._queue and self._queue[0][0] == write and size < BATCH_LIMIT:
+            pieces.append(self._queue.popleft()[1])
+            size += len(pieces[-1])
+        self._queued -= size
+        return write, b"".join(pieces)
+
+
+def write_to(stream: TextIO) -> Write:
+    """How to write to a stream such as sys.stdout: to its descriptor if it has one.
+
+    A thread that hangs in a Python stream's lock would make the interpreter fail at exit; one that hangs in the system
+    call does not.
+    """
+    try:
+        fd = stream.fileno()
+    except (AttributeError, OSError, ValueError, io.UnsupportedOperation):
+
+        def write_text(data: bytes) -> None:
+            stream.write(data.decode(errors="replace"))
+            stream.flush()
+
+        return write_text
+
+    def write_fd(data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:  # somebody made the terminal nonblocking
+                select.select([], [fd], [], 1.0)
+
+    return write_fd
+
+
+class Console:
+    """The driver's own lines: ``elastic | 12:01:33 | text``. Call it with a level and a text of one or more lines."""
+
+    def __init__(
+        self,
+        put: Callable[[bytes], None],
+        *,
+        level: str = "info",
+        colour: bool = False,
+        clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
+    ) -> None:
+        self._put = put
+        self._least = LEVELS[level]
+        self._colour = colour
+        self._clock = clock
+
+    def __call__(self, level: str, text: str) -> None:
+        if LEVELS[level] < self._least:
+            return
+        mark = "" if level in ("debug", "info") else f"{level}: "
+        first, *more = text.splitlines() or [""]
+        lines = [f"elastic | {self._clock()} | {mark}{first}", *(f"elastic |   {m}" for m in more)]
+        if self._colour and (code := COLOURS[level]):
+            lines = [f"\x1b[{code}m{line}\x1b[0m" for line in lines]
+        self._put("".join(f"{line}\n" for line in lines).encode(errors="replace"))

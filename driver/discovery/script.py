@@ -1,0 +1,191 @@
+"""Asks a script which hosts there are: it prints ``host`` or ``host:slots``, one a line.
+
+A script that fails, hangs or prints nonsense changes nothing: the last good list stays, and the trouble is reported
+once, and once more when it is over. No hosts at all counts as such a trouble, because a source that is out of order
+often prints nothing, and taking that at its word would stop a healthy job.
+
+The script runs in a process group of its own, beside the event loop: however long it hangs, nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from elastic.driver.discovery.interface import Log
+from elastic.driver.hosts import parse_lines, show
+from elastic.errors import Invalid
+
+_OUTPUT_LIMIT = 1 << 20  # bytes of each of stdout and stderr that are kept
+
+
+def find_script(text: str, *, path: str | None = None) -> list[str]:
+    """The command that ``--host-discovery-script`` names, with an absolute program: a path, or a path and arguments.
+
+    Raises Invalid if it is missing or not executable.
+    """
+    try:
+        words = [text] if os.path.exists(text) else shlex.split(text)
+    except ValueError:
+        words = [text]
+    script = words[0] if words else text
+    local = os.path.abspath(script)
+    found = shutil.which(local) or shutil.which(script, path=path)
+    if found:
+        return [os.path.abspath(found), *words[1:]]
+    if os.path.isfile(local):
+        raise Invalid(
+            f"discovery script {script} is not executable; run: chmod +x {shlex.quote(script)}"
+        )
+    raise Invalid(
+        f"discovery script {script!r} does not exist; give the path of an executable file"
+    )
+
+
+class ScriptDiscovery:
+    """Runs ``command`` every ``interval_s`` seconds; one run may last ``timeout_s`` seconds.
+
+    ``known`` is the list of a run that was made before (see `ask`): it is yielded first, without another run.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        log: Log,
+        *,
+        default_slots: int = 1,
+        known: dict[str, int] | None = None,
+        interval_s: float = 1.0,
+        timeout_s: float = 10.0,
+        ask: Callable[[], Awaitable[dict[str, int]]] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._command = command
+        self._log = log
+        self._default_slots = default_slots
+        self._known = known
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._ask = ask or self.ask
+        self._sleep = sleep
+
+    async def ask(self) -> dict[str, int]:
+        """One run: the list that the script prints. Raises Invalid with one sentence if there is none to take."""
+        name = f"discovery script {self._command[0]}"
+        try:
+            code, output, errors = await _execute(self._command, self._timeout_s)
+        except asyncio.TimeoutError:
+            raise Invalid(f"{name} has not ended within {self._timeout_s:g} s") from None
+        except OSError as error:
+            raise Invalid(f"{name} can't be started: {error.strerror}") from None
+        if code != 0:
+            ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise Invalid(f"{name} {ending}{_tail(errors)}")
+        if len(output) >= _OUTPUT_LIMIT:
+            raise Invalid(f"{name} printed more than {_OUTPUT_LIMIT} bytes; print one host a line")
+        try:
+            return parse_lines(
+                output.decode("utf-8", "replace"),
+                source=f"the output of {name},",
+                default_slots=self._default_slots,
+                slots_min=0,
+            )
+        except Invalid as error:
+            raise Invalid(f"{error}{_tail(errors)}") from None
+
+    async def watch(self) -> AsyncIterator[dict[str, int]]:
+        if self._known is not None:
+            yield dict(self._known)
+            await self._sleep(self._interval_s)
+        trouble = ""
+        while True:
+            try:
+                hosts = await self._ask()
+                if not hosts and self._known:
+                    raise Invalid(f"discovery script {self._command[0]} printed no host")
+            except Invalid as error:
+                # One line for each kind of trouble, not one a second.
+                if str(error) != trouble:
+                    trouble = str(error)
+                    kept = f"keeping {show(self._known)}" if self._known else "waiting for hosts"
+                    self._log("warning", f"{trouble}; {kept}")
+            else:
+                if trouble:
+                    trouble = ""
+                    self._log("info", f"discovery script {self._command[0]} works again")
+                # The order is the preference, so a list in another order is another list.
+                if self._known is None or list(hosts.items()) != list(self._known.items()):
+                    self._known = hosts
+                    yield dict(hosts)
+            await self._sleep(self._interval_s)
+
+
+class _Output:
+    """Reads one pipe as it fills, for as long as the script lives and no longer.
+
+    Not asyncio's own pipes: there, the end of a process is told only once nobody holds its pipes, and a program that
+    the script left in the background may hold them for ever.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._reader, self._read)
+        self._kept = bytearray()
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(self._reader)
+        os.close(self._reader)
+        os.close(self.writer)
+
+    def _read(self) -> bool:
+        try:
+            data = os.read(self._reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        self._kept += data[: _OUTPUT_LIMIT - len(self._kept)]
+        return bool(data)
+
+    def bytes(self) -> bytes:
+        """What there is by now. A program left in the background may write on, so the reading is bounded."""
+        for _ in range(_OUTPUT_LIMIT >> 16):
+            if not self._read():
+                break
+        return bytes(self._kept)
+
+
+async def _execute(command: list[str], timeout_s: float) -> tuple[int, bytes, bytes]:
+    """Exit code (minus the signal, if one killed it), stdout and stderr. Raises TimeoutError or OSError."""
+    with _Output() as output, _Output() as errors:
+        process = await asyncio.create_subprocess_exec(
+            # The shell starts at once and then becomes the script, whose own file may hang (a dead network disk).
+            *("/bin/sh", "-c", 'exec "$@"', "sh", *command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output.writer,
+            stderr=errors.writer,
+            start_new_session=True,
+        )
+        try:
+            code = await asyncio.wait_for(process.wait(), timeout_s)
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                # Reaps it; one that hangs in the kernel is left to the event loop.
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(process.wait(), 1.0)
+        return code, output.bytes(), errors.bytes()
+
+
+def _tail(errors: bytes) -> str:
+    lines = errors.decode("utf-8", "replace").strip().splitlines()[-3:]
+    return f"; it said: {' | '.join(line.strip() for line in lines)[-400:]}" if lines else ""

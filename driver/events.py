@@ -1,0 +1,258 @@
+"""What membership is told (events, past tense) and what it asks for (actions, imperative). Values
+only.
+
+They are msgspec structs, so that the journal can write each as one JSON object and read it back.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastic.protocol import Address, Commit, Place, Worker
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    """Something that happened outside."""
+
+
+class HostsChanged(Event):
+    """Discovery's whole list, in order of preference."""
+
+    hosts: dict[str, int]
+
+
+class WorkerConnected(Event):
+    """The process has called ``init()``."""
+
+    worker: Worker
+    pid: int
+
+
+class WorkerReady(Event):
+    """It waits for a world; see protocol.Ready."""
+
+    worker: Worker
+    generation: int
+    commit: Commit | None
+    store: Address
+    layout: str = ""
+    running: bool = True
+
+
+class WorkerFailed(Event):
+    """A collective broke at this worker."""
+
+    worker: Worker
+    generation: int
+    reason: str
+
+
+class WorkerStranded(Event):
+    """A collective broke at a worker that cannot recover: it is outside ``elastic.run``."""
+
+    worker: Worker
+    generation: int
+    reason: str
+
+
+class WorkerChecked(Event):
+    """Answer to PrepareChange."""
+
+    worker: Worker
+    generation: int
+    change: int
+    check: int
+
+
+class WorkerLeaving(Event):
+    """It got SIGTERM and wants to leave at its next commit."""
+
+    worker: Worker
+    reason: str
+
+
+class WorkerResumed(Event):
+    """Its first collective of the generation completed."""
+
+    worker: Worker
+    generation: int
+    phases_ms: dict[str, float]
+    copied_bytes: int = 0
+
+
+class WorkerDigested(Event):
+    """The digest of its parameters under a commit."""
+
+    worker: Worker
+    generation: int
+    commit: Commit
+    digest: int
+    buffers: int = 0
+
+
+class WorkerRaised(Event):
+    """User code raised; the process is about to exit."""
+
+    worker: Worker
+    generation: int
+    commit: Commit | None
+    summary: str
+    traceback: str
+
+
+class WorkerReturned(Event):
+    """The function under ``elastic.run`` returned."""
+
+    worker: Worker
+    generation: int
+
+
+class WorkerDisconnected(Event):
+    """Its control connection closed. An exit usually follows at once; if none does, it must be
+    fenced.
+    """
+
+    worker: Worker
+
+
+class WorkerExited(Event):
+    """The process is gone and reaped. ``code``: exit status, or minus the signal, as in subprocess.
+
+    ``reason`` is set when it could not even be started. ``output`` is the tail of its stderr.
+    """
+
+    worker: Worker
+    code: int
+    reason: str = ""
+    output: str = ""
+
+
+class StopRequested(Event):
+    """Ctrl-C or SIGTERM at the driver, or a caller's request."""
+
+    reason: str
+
+
+class TimePassed(Event):
+    """A deadline that ``next_deadline()`` named was reached."""
+
+
+class Action(msgspec.Struct, frozen=True, tag=True):
+    """Something to do outside."""
+
+
+class StartWorker(Action):
+    """Start this incarnation, with a provisional place."""
+
+    worker: Worker
+    place: Place
+    reason: str
+
+
+class KillWorker(Action):
+    """SIGKILL the worker's whole process group; its exit comes back as WorkerExited."""
+
+    worker: Worker
+    reason: str
+
+
+class BreakWorld(Action):
+    """Tell these members that the generation is over."""
+
+    generation: int
+    members: list[Worker]
+    reason: str
+
+
+class Member(msgspec.Struct, frozen=True):
+    worker: Worker
+    place: Place
+
+
+class PublishWorld(Action):
+    """A new generation; see protocol.World for what each member is told."""
+
+    generation: int
+    members: list[Member]  # in rank order
+    store: Address
+    holders: int
+    commit: Commit | None
+    reason: str
+
+
+class WelcomeWorker(Action):
+    worker: Worker
+    place: Place
+    newcomer: bool
+    elastic: bool
+
+
+class PrepareChange(Action):
+    generation: int
+    change: int
+    members: list[Worker]
+    reason: str
+
+
+class StopMembersAt(Action):
+    generation: int
+    change: int
+    check: int
+    members: list[Worker]
+
+
+class CallOffChange(Action):
+    generation: int
+    change: int
+    members: list[Worker]
+    reason: str
+
+
+class LetGo(Action):
+    """Tell the worker to leave: it ends with exit code 0."""
+
+    worker: Worker
+    reason: str
+
+
+class RejectWorker(Action):
+    """Its layout differs from the world's. The loop words the difference from the two texts."""
+
+    worker: Worker
+    layout: str
+    expected: str
+
+
+class FinishWorld(Action):
+    generation: int
+    members: list[Worker]
+
+
+class EndJob(Action):
+    """The job is over. Code 0 is success. On failure every worker that is left is told and then
+    killed.
+    """
+
+    code: int
+    reason: str
+
+
+class Report(Action):
+    """A line for the log. Levels: info, warning, error."""
+
+    level: str
+    text: str
+
+
+class ReportRecovery(Action):
+    """Every member has resumed after a failure or a planned change. Milliseconds since the cause
+    was noticed.
+    """
+
+    generation: int
+    kind: str  # "recovery" or "change"
+    reason: str
+    size: int
+    total_ms: float
+    phases_ms: dict[str, float]
+    copied_bytes: int

@@ -1,0 +1,283 @@
+"""The flags of elasticrun: names, types, help. Reads no file and no environment, and decides nothing.
+
+The names are Horovod's, so that a horovodrun command line works unchanged. Horovod's flags for which there is nothing
+here to set are accepted, but remembered, so that the caller can say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.driver.arguments import (
+    LOG_LEVELS,
+    Group,
+    Names,
+    Parser,
+    WithoutEffect,
+    log_level,
+    number,
+    seconds,
+    whole,
+)
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Trains with PyTorch in several worker processes, and goes on when some are lost or others join."""
+
+EXAMPLES = """\
+examples:
+  elasticrun -np 4 python train.py --lr 0.1
+      four workers on this machine; the first that fails ends the job
+  elasticrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py
+      start with four, go on with as few as two, grow to as many as eight as the script lists more slots
+  elasticrun -np 4 --min-np 2 -H localhost:2,127.0.0.2:2 --output-filename out python train.py
+      this machine plays two hosts; what each worker prints goes to out/rank.0/stdout and so on
+"""
+
+
+@dataclass
+class Options:
+    """Flags as given. None means not given, so that the file, the environment and the defaults can fill it in."""
+
+    command: list[str] = field(default_factory=list)
+    num_proc: int | None = None
+    min_num_proc: int | None = None
+    max_num_proc: int | None = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    host_discovery_script: str | None = None
+    slots_per_host: int | None = None
+    start_timeout: float | None = None  # seconds
+    elastic_timeout: float | None = None  # seconds
+    reset_limit: int | None = None
+    cooldown_range: Sequence[float] | None = None  # two numbers of seconds
+    slot_attempts: int | None = None
+    host_attempts: int | None = None
+    output_filename: str | None = None
+    prefix_output_with_timestamp: bool = False
+    journal: str | None = None
+    log_level: str | None = None
+    verbose: bool = False
+    config_file: str | None = None
+    network_interfaces: list[str] | None = None
+    gloo_timeout_seconds: float | None = None
+    tcp: bool = False
+    controller: str = "gloo"  # "mpi" and "jsrun" are there to be refused
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    disable_cache: bool = False
+    check_build: bool = False
+    version: bool = False
+    without_effect: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """The options of a command line without its program name. Raises Invalid; prints and exits for ``--help``."""
+    parser = _parser()
+    own, command = parser.split(arguments)
+    options = Options()
+    _, unknown = parser.parse_known_args(own, namespace=options)
+    if unknown:
+        flags = [name for action in parser.actions for name in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see elasticrun --help"
+        raise Invalid(f"unknown flag {unknown[0]}; {hint}")
+    options.command = command
+    return options
+
+
+def build_parser() -> Parser:
+    """All flags, in groups."""
+    parser = Parser(
+        prog="elasticrun",
+        usage="elasticrun [flags] program [arguments of the program]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    _add_workers(parser.group("workers"))
+    _add_hosts(
+        parser.group(
+            "hosts",
+            "At most one of the first three; without any, this machine has as many slots as it needs.",
+        )
+    )
+    _add_communication(parser.group("communication"))
+    _add_output(parser.group("output"))
+    _add_general(parser.group("general"))
+    _add_without_effect(
+        parser.group(
+            "accepted from Horovod, without effect yet",
+            "A line at the start names those that were given.",
+        )
+    )
+    return parser
+
+
+_parser = functools.cache(build_parser)
+
+
+def _add_workers(add: Group) -> None:
+    add("-np --num-proc", "N", whole(1), "Workers to start with (elastic: default --min-np).")
+    add("--min-np --min-num-proc", "N", whole(1), "Elastic: go on with as few (default: -np).")
+    add(
+        "--max-np --max-num-proc",
+        "N",
+        whole(1),
+        "Elastic: never use more workers (default: as many as there are slots with a discovery"
+        " script, otherwise -np).",
+    )
+    add(
+        "--elastic-timeout",
+        "S",
+        seconds,
+        "Give up after waiting this long for --min-np workers (default: 600, or"
+        " HOROVOD_ELASTIC_TIMEOUT).",
+    )
+    add(
+        "--start-timeout",
+        "S",
+        seconds,
+        "Give a worker this long from its start to hvd.init() (default: 120, or"
+        " HOROVOD_START_TIMEOUT).",
+    )
+    add(
+        "--reset-limit",
+        "N",
+        whole(0),
+        "Survive N failures, then end the job; planned changes do not count (default: no limit).",
+    )
+    add(
+        "--blacklist-cooldown-range",
+        ("MIN", "MAX"),
+        seconds,
+        "Use a slot again MIN seconds after its worker failed, doubling up to MAX (default: 1 60).",
+        dest="cooldown_range",
+        nargs=2,
+    )
+    add(
+        "--slot-attempts",
+        "N",
+        whole(1),
+        "Give a slot up after N workers in a row died there before they trained (default: 5).",
+    )
+    add(
+        "--host-attempts",
+        "N",
+        whole(1),
+        "Give a host up once N of its slots were given up (default: never).",
+    )
+
+
+def _add_hosts(add: Group) -> None:
+    add("-H --hosts", "LIST", str, "Hosts and slots, as in gpu1:4,gpu2:4 or [::1]:2, each once.")
+    add("-hostfile --hostfile", "FILE", str, "A file with one host a line, as in gpu1 slots=4.")
+    add(
+        "--host-discovery-script",
+        "SCRIPT",
+        str,
+        "A program that is run every second and prints the hosts there are now, one host or"
+        " host:slots a line.",
+    )
+    add("--slots-per-host", "N", whole(1), "Slots of a host listed without a number (default: 1).")
+    add(
+        "--network-interface --network-interfaces",
+        "NAME",
+        str,
+        "Talk over this network interface; of several, the first (default: loopback).",
+        action=Names,
+        dest="network_interfaces",
+    )
+    add("-p --ssh-port", "PORT", whole(1), "For other hosts, where launching is not available yet.")
+    add("-i --ssh-identity-file", "FILE", str, "For other hosts, as -p.")
+
+
+def _add_communication(add: Group) -> None:
+    add(
+        "--gloo", None, None, "Start workers without MPI, as is always done.", **_controller("gloo")
+    )
+    add("--mpi", None, None, "Refused: MPI does not start our workers.", **_controller("mpi"))
+    add("--jsrun", None, None, "Refused: jsrun does not start our workers.", **_controller("jsrun"))
+    add(
+        "--gloo-timeout-seconds",
+        "S",
+        seconds,
+        "End a collective that has waited this long (default: 30, or"
+        " HOROVOD_GLOO_TIMEOUT_SECONDS).",
+    )
+    add("--tcp", None, None, "Keep NCCL off InfiniBand (sets NCCL_IB_DISABLE=1).")
+
+
+def _add_output(add: Group) -> None:
+    add(
+        "--output-filename",
+        "DIR",
+        str,
+        "Also write what each worker prints to DIR/rank.N/stdout and DIR/rank.N/stderr.",
+    )
+    add(
+        "-prefix-timestamp --prefix-output-with-timestamp",
+        None,
+        None,
+        "Put the time before each line that a worker prints.",
+    )
+    add("--journal", "FILE", str, "Write every event and decision of the driver to FILE.")
+    add(
+        "--log-level",
+        "LEVEL",
+        log_level,
+        f"Show messages from this level on: {', '.join(LOG_LEVELS)} (default: INFO, or"
+        " HOROVOD_LOG_LEVEL).",
+    )
+    add("--verbose", None, None, "The same as --log-level DEBUG.")
+
+
+def _add_general(add: Group) -> None:
+    add("--config-file", "FILE", str, "Read a YAML file of Horovod's form; flags given here win.")
+    add("-cb --check-build", None, None, "Show what is available here, and end.")
+    add("-v --version", None, None, "Show the version, and end.")
+    add("-h --help", None, None, "Show this, and end.", action="help")
+    add("--disable-cache", None, None, "Accepted: no checks are cached anyway.")
+
+
+def _add_without_effect(add: Group) -> None:
+    for flag, convert, text in (
+        ("--fusion-threshold-mb", whole(0), "Size of a fusion buffer."),
+        ("--cycle-time-ms", number, "Time between two rounds of fusion."),
+        ("--cache-capacity", whole(0), "Size of the cache of negotiated tensors."),
+        ("--autotune-log-file", str, "Where autotuning writes its trials."),
+        ("--autotune-warmup-samples", whole(0), "Samples that autotuning discards first."),
+        ("--autotune-steps-per-sample", whole(0), "Steps in a sample of autotuning."),
+        ("--autotune-bayes-opt-max-samples", whole(0), "Most samples of autotuning."),
+        ("--autotune-gaussian-process-noise", number, "Noise that autotuning assumes."),
+        ("--timeline-filename", str, "Where a timeline is written."),
+        ("--stall-check-warning-time-seconds", number, "When to warn of a stalled collective."),
+        ("--stall-check-shutdown-time-seconds", number, "When to end a stalled job."),
+        ("--num-nccl-streams", whole(0), "Number of NCCL streams."),
+        ("--thread-affinity", whole(0), "Core of the background thread."),
+        ("--mpi-args", str, "Arguments of mpirun."),
+        ("--binding-args", str, "Binding of processes under MPI."),
+    ):
+        add(flag, "X", convert, text, action=WithoutEffect, dest=flag, const=True)
+    for on, off, text in (
+        ("--hierarchical-allreduce", "--no-hierarchical-allreduce", "Allreduce in two levels."),
+        ("--hierarchical-allgather", "--no-hierarchical-allgather", "Allgather in two levels."),
+        ("--torus-allreduce", "--no-torus-allreduce", "Allreduce on a torus."),
+        ("--autotune", "--no-autotune", "Tune the parameters above while training."),
+        ("--timeline-mark-cycles", "--no-timeline-mark-cycles", "Mark cycles in the timeline."),
+        ("--stall-check", "--no-stall-check", "Watch for stalled collectives."),
+        ("--mpi-threads-disable", "--no-mpi-threads-disable", "Turn MPI's threads off."),
+        ("--log-with-timestamp", "--log-without-timestamp", "Time before our own messages."),
+        ("--no-log-hide-timestamp", "--log-hide-timestamp", "The same, by an older name."),
+    ):
+        rest = {"action": WithoutEffect, "dest": on, "nargs": 0}
+        add(on, None, None, f"{text} Off: {off}.", const=True, **rest)
+        add(off, None, None, argparse.SUPPRESS, const=False, **rest)
+
+
+def _controller(name: str) -> dict[str, Any]:
+    return {"action": "store_const", "dest": "controller", "const": name}

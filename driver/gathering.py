@@ -1,0 +1,78 @@
+"""Decides whom a gathering waits for, until when, and who of those that are ready may be in one world. Pure.
+
+A world is of one kind: that of ``init()``, of workers outside elastic.run, or that of elastic.run. A gathering waits
+for every old member, because each will come or die; it does not wait for newcomers, which can join later.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from elastic.driver.roster import Roster, Stage, Standing
+from elastic.driver.settings import Settings
+from elastic.protocol import Worker
+
+
+class Kind(enum.Enum):
+    START = "start"  # init() or entering elastic.run: nobody is interrupted
+    CHANGE = "change"  # all have stopped at an agreed check
+    RECOVERY = "recovery"  # the world broke
+
+
+@dataclass
+class Gathering:
+    """Between two worlds. ``_by`` and ``_at`` are times on the caller's clock."""
+
+    kind: Kind
+    reason: str
+    began_at: float
+    settings: Settings
+    somebody_lost: bool = False
+    late: bool = (
+        False  # ``late_at`` has passed: old members outside elastic.run are no longer awaited
+    )
+    short_by: float | None = None  # too few, nobody awaited: until then
+    said: str = ""  # the last word about being short
+
+    @property
+    def late_at(self) -> float:
+        """Until when old members may take to be ready."""
+        return self.began_at + self.settings.elastic_timeout_s
+
+    def lost(self, reason: str) -> None:
+        """One more is gone. Who is lost explains a broken collective better than the worker that noticed."""
+        self.reason = f"{self.reason}; {reason}" if self.somebody_lost else reason
+        self.somebody_lost = True
+
+    def awaited(self, roster: Roster, members: Sequence[Worker]) -> Iterator[Standing]:
+        """Old members that it does not go on without."""
+        for standing in self.missing(roster, members):
+            if standing.running or not self.late:
+                yield standing
+
+    def missing(self, roster: Roster, members: Sequence[Worker]) -> Iterator[Standing]:
+        """Old members that are not ready."""
+        for standing in roster.live(members):
+            if standing.in_plans and standing.stage is not Stage.READY:
+                yield standing
+
+
+def candidates(
+    ready: Sequence[Standing], members: Sequence[Worker]
+) -> tuple[list[Standing], list[Standing], list[Standing]]:
+    """Ready old members in rank order, ready newcomers, and those whose kind of world this one is not."""
+    rank = {worker: index for index, worker in enumerate(members)}
+    old = sorted((s for s in ready if s.worker in rank), key=lambda s: rank[s.worker])
+    new = [s for s in ready if s.worker not in rank]
+    running = any(s.running for s in old or new)
+    others = [s for s in ready if s.running is not running]
+    if members and not running:
+        # Nobody joins in init(): a newcomer waits until elastic.run is entered.
+        others, new = [*others, *new], []
+    return (
+        [s for s in old if s.running is running],
+        [s for s in new if s.running is running],
+        others,
+    )

@@ -1,0 +1,243 @@
+"""Reads lists of hosts, and tells which names mean this machine. Starts nothing; every name lookup has a deadline.
+
+A host is written ``name``, ``name:slots`` or ``name slots=N``; an IPv6 address stands in brackets, ``[::1]:4``. A name
+is kept as it was written, because it is the host's identity: ``localhost`` and ``127.0.0.2`` are two hosts, although
+both are this machine. One name listed twice is an error: adding the slots up would overload a host without a word.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import re
+import socket
+import threading
+from collections.abc import Callable
+
+from elastic.errors import Invalid
+
+SLOTS_LIMIT = 4096  # more on one host is a typing error, or a port
+RESOLVE_S = 5.0
+_FILE_LIMIT = 1 << 20
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_LINE = re.compile(r"(?P<host>\S+?)(\s+slots\s*=\s*(?P<slots>\S+))?")
+
+
+def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int]:
+    """``"gpu7:4"`` -> ``("gpu7", 4)``; without slots ``default_slots``. Raises Invalid with a clause, no sentence."""
+    if text.startswith("["):
+        name, bracket, rest = text[1:].partition("]")
+        if not bracket or not _is_ipv6(name) or (rest and not rest.startswith(":")):
+            raise Invalid(f"{text!r} is no address in brackets; write it as in [::1]:4")
+        slots = rest[1:] if rest else None
+    elif text.count(":") > 1:
+        raise Invalid(
+            f"{text!r} has several colons; write IPv6 addresses in brackets, as in [::1]:4"
+        )
+    else:
+        name, colon, rest = text.partition(":")
+        if not _NAME.fullmatch(name):
+            raise Invalid(f"{text!r} has no valid host name; write host:slots, as in gpu7:4")
+        slots = rest if colon else None
+    return name, default_slots if slots is None else _slots(text, slots, slots_min)
+
+
+def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int] | None:
+    """One line of a hostfile or of a script's output; None for blank lines and comments. Raises Invalid."""
+    text = line.partition("#")[0].strip()
+    if not text:
+        return None
+    match = _LINE.fullmatch(text)
+    if match is None:
+        raise Invalid("it is neither host:slots nor host slots=N")
+    host, slots = parse_host(match["host"], default_slots=default_slots, slots_min=slots_min)
+    if match["slots"] is not None:
+        if match["host"] not in (host, f"[{host}]"):
+            raise Invalid("it gives the slots twice; write host:slots or host slots=N")
+        slots = _slots(text, match["slots"], slots_min)
+    return host, slots
+
+
+def parse_hosts(text: str, *, default_slots: int = 1) -> dict[str, int]:
+    """``"localhost:2,127.0.0.2:2"``, in order. Raises Invalid with a whole sentence."""
+    hosts: dict[str, int] = {}
+    try:
+        for entry in text.split(","):
+            _add(hosts, *parse_host(entry.strip(), default_slots=default_slots))
+    except Invalid as error:
+        raise Invalid(f"-H {text}: {error}") from None
+    return hosts
+
+
+def parse_lines(
+    text: str, *, source: str, default_slots: int = 1, slots_min: int = 1
+) -> dict[str, int]:
+    """One host a line, in order; with ``slots_min`` 0 a host of no slots is left out.
+
+    Raises Invalid with a sentence that names ``source``, the number of the line, and the line.
+    """
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            entry = parse_line(line, default_slots=default_slots, slots_min=slots_min)
+            if entry is not None:
+                _add(hosts, *entry)
+        except Invalid as error:
+            shown = line.strip()[:80]
+            raise Invalid(f"{source} line {number} reads {shown!r}: {error}") from None
+    return {host: slots for host, slots in hosts.items() if slots}
+
+
+def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
+    """The hosts of a file, in order. Raises Invalid where it can't be read, is empty, or has a wrong line."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_FILE_LIMIT)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise Invalid(f"hostfile {path} can't be read: {reason}") from None
+    hosts = parse_lines(text, source=f"hostfile {path}", default_slots=default_slots)
+    if not hosts:
+        raise Invalid(f"hostfile {path} names no host; write lines such as: gpu7 slots=4")
+    return hosts
+
+
+def show(hosts: dict[str, int]) -> str:
+    """The way ``-H`` takes them; a long list is cut."""
+    entries = [f"[{h}]:{n}" if ":" in h else f"{h}:{n}" for h, n in hosts.items()]
+    more = f" and {len(entries) - 8} more" if len(entries) > 8 else ""
+    return (",".join(entries[:8]) or "none") + more
+
+
+class ThisHost:
+    """Tells which names mean this machine: loopback in every spelling, its addresses, its name, what resolves to them.
+
+    Addresses and the plain host name need no lookup. Anything else is resolved, once, within ``resolve_s`` seconds.
+    The three functions are parameters so that tests need no network.
+    """
+
+    def __init__(
+        self,
+        *,
+        hostname: str | None = None,
+        resolve: Callable[[str], list[str]] | None = None,
+        has_address: Callable[[str], bool] | None = None,
+        resolve_s: float = RESOLVE_S,
+    ) -> None:
+        self._names = {"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"}
+        self._names.add((hostname or socket.gethostname()).lower())
+        self._resolve = resolve or _resolve
+        self._has_address = has_address or _has_address
+        self._resolve_s = resolve_s
+        self._known: dict[str, str | None] = {}
+
+    def elsewhere(self, host: str) -> str | None:
+        """None if ``host`` is this machine, else a clause that says why it is not. Blocks up to ``resolve_s``."""
+        if host not in self._known:
+            reason = self._judge(host)
+            if reason is not None and reason.startswith("it could not be resolved"):
+                return reason  # A name server may come back: ask again next time.
+            self._known[host] = reason
+        return self._known[host]
+
+    def _judge(self, host: str) -> str | None:
+        if host.lower().rstrip(".") in self._names:
+            return None
+        address = literal_address(host)
+        if address is not None:
+            return None if self._is_here(address) else "it is no address of this machine"
+        answer: list[list[str] | str] = []
+
+        def ask() -> None:
+            try:
+                answer.append(self._resolve(host))
+            except (OSError, UnicodeError) as error:
+                answer.append(getattr(error, "strerror", None) or str(error))
+
+        # A daemon thread: a lookup that hangs must hold up neither us nor the end of the process.
+        thread = threading.Thread(target=ask, name=f"resolve {host}", daemon=True)
+        thread.start()
+        thread.join(self._resolve_s)
+        if not answer:
+            return f"it could not be resolved within {self._resolve_s:g} s"
+        if isinstance(answer[0], str):
+            return f"it could not be resolved: {answer[0]}"
+        here = any(self._is_here(address) for address in answer[0])
+        return None if here else f"it is another machine ({', '.join(answer[0][:3])})"
+
+    def _is_here(self, address: str) -> bool:
+        ip = ipaddress.ip_address(address)
+        ip = getattr(ip, "ipv4_mapped", None) or ip
+        return ip.is_loopback or (not ip.is_unspecified and self._has_address(address))
+
+
+def literal_address(host: str) -> str | None:
+    """The address that ``host`` spells, normalised (``127.1`` and ``0x7f.1`` -> ``127.0.0.1``); None for a name."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return socket.inet_ntoa(socket.inet_aton(host))
+    except OSError:
+        return None
+
+
+def interface_address(interface: str) -> str:
+    """The first IPv4 address of a network interface. Raises Invalid, with those that exist, if there is none."""
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise Invalid(
+            f"--network-interface {interface} does not exist here; there is {', '.join(names) or 'none'}"
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            siocgifaddr = 0x8915
+            answer = fcntl.ioctl(probe, siocgifaddr, interface.encode()[:15].ljust(40, b"\0"))
+        except OSError:
+            raise Invalid(
+                f"--network-interface {interface} has no IPv4 address; bring it up, or take another"
+                f" of {', '.join(names)}"
+            ) from None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _add(hosts: dict[str, int], host: str, slots: int) -> None:
+    if host in hosts:
+        raise Invalid(f"host {host} is listed twice; list it once, with all its slots")
+    hosts[host] = slots
+
+
+def _slots(text: str, slots: str, slots_min: int) -> int:
+    number = int(slots) if re.fullmatch(r"[0-9]{1,9}", slots) else -1
+    if number < slots_min:
+        raise Invalid(f"{text!r} needs a whole number of slots, {slots_min} or more, as in gpu7:4")
+    if number > SLOTS_LIMIT:
+        raise Invalid(
+            f"{text!r} gives one host more than {SLOTS_LIMIT} slots; write host:slots, no port"
+        )
+    return number
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
+
+
+def _resolve(name: str) -> list[str]:
+    addresses = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[4][0]) for address in addresses))
+
+
+def _has_address(address: str) -> bool:
+    """Only an address of this machine can be bound."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

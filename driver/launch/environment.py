@@ -1,0 +1,61 @@
+"""The environment of a worker that is about to be started. Pure: what it is built from arrives as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elastic.protocol import Address, Place, Worker
+
+
+def worker_environment(
+    inherited: Mapping[str, str],
+    *,
+    worker: Worker,
+    place: Place,
+    driver: Address,
+    secret: str,
+    bind: str,
+    elastic: bool,
+    gloo_timeout_s: float,
+    threads: int,
+    extra: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Everything a worker is told before it connects.
+
+    ``inherited`` is the driver's own environment, ``extra`` the job's additions; both give way to the worker's
+    identity, and go before the defaults. ``place`` is provisional. ``secret`` is hexadecimal: the environment of a
+    process is readable by its user only, its arguments by everybody. ``bind`` is the address on which the worker may
+    listen. ``threads`` is the default of OMP_NUM_THREADS.
+    """
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_CPP_LOG_LEVEL": "FATAL",  # Gloo's complaints about dead peers: the driver tells of them in a line
+        "PYTHONUNBUFFERED": "1",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{gloo_timeout_s:g}",
+    }
+    identity = {
+        "ELASTIC_DRIVER": show_address(driver),
+        "ELASTIC_SECRET": secret,
+        "ELASTIC_WORKER": str(worker),
+        "ELASTIC_BIND": bind,
+        "HOROVOD_ELASTIC": "1" if elastic else "0",
+        "HOROVOD_RANK": str(place.rank),
+        "HOROVOD_SIZE": str(place.size),
+        "HOROVOD_LOCAL_RANK": str(place.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(place.local_size),
+        "HOROVOD_CROSS_RANK": str(place.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(place.cross_size),
+        "HOROVOD_HOSTNAME": worker.host,
+    }
+    return {**defaults, **inherited, **(extra or {}), **identity}
+
+
+def show_address(address: Address) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"{host}:{address.port}"
+
+
+def threads_per_worker(cores: int, workers: int) -> int:
+    """An equal share of the cores: torch's own default is all of them in every worker, many times too much."""
+    return max(1, cores // max(1, workers))

@@ -1,0 +1,54 @@
+"""A launcher without processes, for tests: it notes what it was asked and reports the exits it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from elastic.driver.events import WorkerExited
+from elastic.protocol import Worker
+
+
+class FakeLauncher:
+    """Workers live until ``exit`` is called or they are killed."""
+
+    def __init__(self) -> None:
+        self.started: list[Worker] = []
+        self.killed: list[Worker] = []
+        self.environments: dict[Worker, dict[str, str]] = {}
+        self.closed = False
+        self._alive: set[Worker] = set()
+        self._exited: Callable[[WorkerExited], None] = lambda event: None
+        self._missing: set[str] = set()
+
+    async def open(self, exited: Callable[[WorkerExited], None]) -> None:
+        self._exited = exited
+
+    def lose_program(self, program: str) -> None:
+        """From now on starting ``program`` fails as a missing file does."""
+        self._missing.add(program)
+
+    def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
+        assert worker not in self._alive, f"{worker} runs already"
+        self.started.append(worker)
+        self.environments[worker] = dict(env)
+        self._alive.add(worker)
+        if command[0] in self._missing:
+            self.exit(worker, 127, reason=f"there is no program {command[0]!r}")
+
+    def exit(self, worker: Worker, code: int, *, reason: str = "", output: str = "") -> None:
+        """The worker's process ends."""
+        self._alive.remove(worker)
+        self._exited(WorkerExited(worker, code, reason, output))
+
+    def kill(self, worker: Worker) -> None:
+        self.killed.append(worker)
+        if worker in self._alive:
+            self.exit(worker, -9)
+
+    def alive(self) -> frozenset[Worker]:
+        return frozenset(self._alive)
+
+    async def close(self) -> None:
+        for worker in sorted(self._alive):
+            self.kill(worker)
+        self.closed = True

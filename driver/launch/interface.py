@@ -1,0 +1,51 @@
+"""What the loop asks of whatever starts workers. Adapters of this interface have no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
+
+from elastic.driver.events import WorkerExited
+from elastic.protocol import Worker
+
+Stream = Literal["stdout", "stderr"]
+Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") and text
+
+
+class Launcher(Protocol):
+    """Starts, watches and kills worker processes. All calls come from the thread of the driver's event loop."""
+
+    async def open(self, exited: Callable[[WorkerExited], None]) -> None:
+        """Called once, before anything else. ``exited`` is called exactly once per started worker."""
+
+    def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start ``command`` as this worker with exactly this environment.
+
+        Never raises for what the outside does: a missing program or a lost host comes back as an exit, with
+        code 127 or 126 and a ``reason``.
+        """
+
+    def kill(self, worker: Worker) -> None:
+        """SIGKILL the worker and its children; its exit comes back through ``exited``. Unknown ones are ignored."""
+
+    def alive(self) -> frozenset[Worker]:
+        """Workers that were started and whose exit was not reported yet."""
+
+    async def close(self) -> None:
+        """Kill what is left, wait for it within a bound, and release everything."""
+
+
+class Sink(Protocol):
+    """Where a worker's output goes; see `elastic.driver.output`."""
+
+    def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
+        """Bytes in the order they were written, cut anywhere."""
+
+    def finish(self, worker: Worker, stream: Stream) -> None:
+        """No more bytes will come: pass on an incomplete last line."""
+
+    def tail(self, worker: Worker) -> str:
+        """The end of what it wrote to stderr so far, at most some 20 KB."""
+
+    def forget(self, worker: Worker) -> None:
+        """It is gone, and both streams are finished."""

@@ -1,0 +1,41 @@
+"""Starts workers on this machine, through an agent inside the driver's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from elastic.driver.agent import Agent
+from elastic.driver.events import WorkerExited
+from elastic.driver.launch.interface import Log, Sink
+from elastic.protocol import Worker
+
+
+class LocalLauncher:
+    """All workers run here, whatever host name they carry: several "hosts" of one machine are fine for trials."""
+
+    def __init__(self, *, sink: Sink, log: Log) -> None:
+        self._sink = sink
+        self._log = log
+        self._agent: Agent | None = None
+
+    @property
+    def agent(self) -> Agent:
+        assert self._agent is not None, "open() comes first"
+        return self._agent
+
+    async def open(self, exited: Callable[[WorkerExited], None]) -> None:
+        assert self._agent is None, "open() is called once"
+        self._agent = Agent(exited=exited, sink=self._sink, log=self._log)
+
+    def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.agent.start(worker, command, env)
+
+    def kill(self, worker: Worker) -> None:
+        self.agent.kill(worker)
+
+    def alive(self) -> frozenset[Worker]:
+        return self.agent.alive()
+
+    async def close(self) -> None:
+        if self._agent is not None:
+            await self._agent.close()

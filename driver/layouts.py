@@ -1,0 +1,48 @@
+"""Words how two layouts of a state differ. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+SHOWN = 10  # lines
+
+
+def difference(own: str, expected: str, *, shown: int = SHOWN) -> str:
+    """What a worker's layout has that the world's has not, and the other way round, in at most ``shown`` + 1 lines.
+
+    A layout has one line per tensor or option, its name first: ``model.0.weight float32 [10, 20]``.
+    """
+    only_own = _surplus(own, expected)
+    only_expected = dict(_named(line) for line in _surplus(expected, own))
+    lines = []
+    for line in only_own:
+        name, rest = _named(line)
+        if name in only_expected:
+            lines.append(f"{name}: {rest} here, {only_expected.pop(name)} in the world")
+        else:
+            lines.append(f"{line}: only here")
+    lines += [
+        f"{name} {rest}".rstrip() + ": only in the world" for name, rest in only_expected.items()
+    ]
+    if not lines:
+        lines = ["the same lines in another order; build the model in the same order everywhere"]
+    if len(lines) > shown:
+        lines[shown:] = [f"... and {len(lines) - shown} more"]
+    return "\n".join(lines)
+
+
+def _surplus(lines: str, others: str) -> list[str]:
+    """Lines that one text has more often than the other, in their order."""
+    left = Counter(others.splitlines())
+    surplus = []
+    for line in lines.splitlines():
+        if left[line]:
+            left[line] -= 1
+        else:
+            surplus.append(line)
+    return surplus
+
+
+def _named(line: str) -> tuple[str, str]:
+    name, _, rest = line.partition(" ")
+    return name, rest

@@ -1,0 +1,433 @@
+"""Runs one job: tells membership what happens, does what it answers. Decides nothing itself.
+
+    mailbox -> membership.handle(event, now) -> journal -> perform each action
+
+Whatever an action brings about comes back through the mailbox as another event: a process that could not be started
+as its exit, a message that a worker sends as the event of that name. Once membership has given the outcome (EndJob),
+`Ending` says whom to await and whom to kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic import protocol
+from elastic.driver import layouts
+from elastic.driver.discovery.interface import Discovery
+from elastic.driver.ending import Ending
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    CallOffChange,
+    EndJob,
+    Event,
+    FinishWorld,
+    HostsChanged,
+    KillWorker,
+    LetGo,
+    PrepareChange,
+    PublishWorld,
+    RejectWorker,
+    Report,
+    ReportRecovery,
+    StartWorker,
+    StopMembersAt,
+    StopRequested,
+    TimePassed,
+    WelcomeWorker,
+    WorkerDisconnected,
+    WorkerExited,
+)
+from elastic.driver.journal import Journal
+from elastic.driver.launch.environment import threads_per_worker, worker_environment
+from elastic.driver.launch.interface import Launcher, Log
+from elastic.driver.server import Server
+from elastic.driver.settings import Settings
+from elastic.driver.wording import event_of, recovery_line
+from elastic.protocol import Address, Place, Worker
+
+PARTING_S = (
+    2.0  # for what a worker sent before it exited with code 0 to arrive, a large result perhaps
+)
+Line = tuple[str, str]  # level and text for the log
+STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class Machine(Protocol):
+    """Membership, or a test's script."""
+
+    def handle(self, event: Event, now: float) -> list[Action]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+    def place_of(self, worker: Worker) -> Place | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is run, and where its workers find the driver and each other."""
+
+    settings: Settings
+    command: Sequence[str]
+    environ: Mapping[str, str]  # what workers inherit
+    interface: str = "127.0.0.1"  # address the control server listens on
+    advertised: str = ""  # address workers connect to, if it is another one
+    bind: str = "127.0.0.1"  # address on which a worker may listen for its peers
+    port: int = 0
+    gloo_timeout_s: float = 30.0
+
+
+class Driver:
+    """One job, from its first worker to its exit code. ``log`` takes a level and a text.
+
+    After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        membership: Machine,
+        server: Server,
+        launcher: Launcher,
+        discovery: Discovery,
+        journal: Journal,
+        log: Log,
+    ) -> None:
+        self.job = job
+        self.results: dict[Worker, bytes] = {}
+        self.places: dict[Worker, Place] = {}
+        self.generation = 0
+        self.outcome = ""  # why the job ended
+        self._membership = membership
+        self._server = server
+        self._launcher = launcher
+        self._discovery = discovery
+        self._journal = journal
+        self._log = log
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mailbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._address = Address("", 0)
+        self._layouts: dict[str, str] = {}  # text by digest
+        self._running: set[Worker] = set()  # started, and their exit is not posted yet
+        self._parting: dict[Worker, WorkerExited] = {}
+        self._ending: Ending | None = None
+        self._buggy = False  # membership has raised
+        self._let_go: set[Worker] = set()
+        self._stop_code: int | None = None  # set by the first request to stop
+        self._early_stop: tuple[str, int] | None = None  # a request that came before run()
+
+    def ordered_results(self) -> list[bytes]:
+        """The results of the last world's members by rank. Those that sent none are left out."""
+        by_rank = sorted(self.places, key=lambda worker: self.places[worker].rank)
+        return [self.results[worker] for worker in by_rank if worker in self.results]
+
+    def stop(self, reason: str, code: int = 1) -> None:
+        """End the job with this exit code; asked a second time, kill everything at once. From any thread."""
+        if self._loop is None:
+            self._early_stop = (reason, code)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop, reason, code)
+
+    async def run(self) -> int:
+        """The whole job. Returns its exit code; no worker is left when it does. Raises OSError if it can't listen."""
+        self._loop = asyncio.get_running_loop()
+        if self._early_stop is not None:
+            self._stop(*self._early_stop)
+        with self._signals():
+            return await self._run()
+
+    async def _run(self) -> int:
+        watching: asyncio.Task[None] | None = None
+        try:
+            bound = await self._server.open(
+                self.job.interface,
+                self.job.port,
+                heard=self._heard,
+                gone=self._connection_gone,
+                expected=self._running.__contains__,
+            )
+            self._address = Address(self.job.advertised or bound.host, bound.port)
+            self._log("debug", f"listening on {bound.host}:{bound.port}")
+            await self._launcher.open(self._worker_gone)
+            watching = asyncio.create_task(self._watch_hosts())
+            while self._ending is None or not self._ending.over:
+                self._handle(await self._mailbox.get())
+            return self._ending.code
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            if self._alarm is not None:
+                self._alarm.cancel()
+            await self._launcher.close()
+            await self._server.close()
+            self._journal.close()
+
+    # ---- what happens becomes an event -----------------------------------------------------------------------------
+
+    async def _watch_hosts(self) -> None:
+        listed = False
+        trouble = "it gave no list"
+        try:
+            async for hosts in self._discovery.watch():
+                self._post(HostsChanged(dict(hosts)))
+                listed = True
+        except Exception as error:
+            # Adapters report their sources' trouble themselves: this is a bug in one, and the hosts we have stay good.
+            trouble = repr(error)
+            self._log("error", f"host discovery ended, the list of hosts stays as it is: {trouble}")
+        if not listed:
+            self._post(StopRequested(f"host discovery ended before there was any host: {trouble}"))
+
+    def _heard(self, worker: Worker, message: Any) -> None:
+        match message:
+            case protocol.Layout(digest, text):
+                self._layouts[digest] = text
+            case protocol.Result(blob):
+                self.results[worker] = blob
+            case _:
+                self._post(event_of(worker, message))
+
+    def _connection_gone(self, worker: Worker) -> None:
+        self._post(WorkerDisconnected(worker))
+        if worker in self._parting:
+            self._part(worker)
+
+    def _worker_gone(self, event: WorkerExited) -> None:
+        """An exit comes after everything that the worker has said."""
+        self._running.discard(event.worker)
+        self._server.drain(event.worker)
+        self._parting[event.worker] = event
+        if event.code == 0 and self._server.connected(event.worker):
+            assert self._loop is not None
+            self._loop.call_later(PARTING_S, self._part, event.worker)
+        else:
+            self._part(event.worker)
+
+    def _part(self, worker: Worker) -> None:
+        event = self._parting.pop(worker, None)
+        if event is not None:
+            self._server.disconnect(worker)
+            self._post(event)
+
+    def _stop(self, reason: str, code: int) -> None:
+        first = self._stop_code is None
+        if first:
+            self._stop_code = code
+            self._log("info", f"stopping: {reason}")
+        if self._ending is not None and first:
+            self._ending.stopped(code, self._now())
+            self._server.broadcast(self._running, protocol.End(reason))
+        elif not first:
+            self._end(EndJob(code, reason))
+            assert self._ending is not None
+            self._perform(self._ending.hurried(self._now()))
+        self._post(StopRequested(reason))
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM stop the job, if this is the thread that may handle signals."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        assert self._loop is not None
+        before = {number: signal.getsignal(number) for number in STOP_CODES}
+        for number, code in STOP_CODES.items():
+            name = "Ctrl-C" if number == signal.SIGINT else number.name
+            self._loop.add_signal_handler(number, self._stop, f"{name} at the driver", code)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                self._loop.remove_signal_handler(number)
+                if (
+                    handler is not None
+                ):  # None: it was not set from Python, and cannot be restored from there
+                    signal.signal(number, handler)
+
+    def _post(self, event: Event) -> None:
+        self._mailbox.put_nowait(event)
+
+    # ---- one event -------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        now = self._now()
+        begun = self._ending is not None  # the exit that brings the end about is membership's to judge
+        if not self._buggy:
+            self._perform(self._decide(event, now))
+        if self._ending is not None:
+            if begun and isinstance(event, WorkerExited):
+                self._perform(self._ending.exited(event))
+            self._perform(self._ending.overdue(now))
+        if self._mailbox.empty():
+            self._set_alarm()
+
+    def _decide(self, event: Event, now: float) -> list[Action]:
+        """What membership answers, written down before anything is done about it."""
+        try:
+            actions = self._membership.handle(event, now)
+        except Exception as error:
+            self._buggy = True  # from here on it would only add to the confusion
+            self._journal.record(now, event, error=f"{type(error).__name__}: {error}")
+            reason = f"a bug in the driver, please report it with the journal: {error!r}"
+            self._log("error", f"{reason}; the latest events:\n{self._journal.story(last=30)}")
+            return [EndJob(1, reason)]
+        self._journal.record(now, event, actions)
+        return actions
+
+    def _set_alarm(self) -> None:
+        """Post TimePassed at the next deadline."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        ending = self._ending.next_deadline() if self._ending is not None else None
+        decision = None if self._buggy else self._membership.next_deadline()
+        deadlines = [d for d in (decision, ending) if d is not None]
+        if deadlines:
+            assert self._loop is not None
+            self._alarm = self._loop.call_at(min(deadlines), self._post, TimePassed())
+
+    def _now(self) -> float:
+        assert self._loop is not None
+        return self._loop.time()
+
+    # ---- what is asked for gets done -------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        # Starting a process takes milliseconds: who waits for a word about the world hears it first, the log last.
+        lines: dict[int, Line | None] = {}
+        for urgent in (True, False):
+            for index, action in enumerate(actions):
+                if isinstance(action, (BreakWorld, PublishWorld)) is urgent:
+                    lines[index] = self._do(action)
+        told = [action.text for action in actions if isinstance(action, Report)]
+        self._log_workers("starting", [a for a in actions if isinstance(a, StartWorker)], told)
+        for index in range(len(actions)):
+            if (line := lines[index]) is not None:
+                self._log(*line)
+        self._log_workers("killing", [a for a in actions if isinstance(a, KillWorker)], told)
+        self._log_workers("letting go", [a for a in actions if isinstance(a, LetGo)], told)
+
+    def _do(self, action: Action) -> Line | None:
+        """Perform one action. Returns what the log has to say of it."""
+        send, broadcast = self._server.send, self._server.broadcast
+        match action:
+            case StartWorker():
+                self._start(action)
+            case KillWorker():
+                self._launcher.kill(action.worker)
+            case BreakWorld(generation, members, reason):
+                broadcast(members, protocol.Broken(generation, reason))
+                return ("info", f"generation {generation} is over: {reason}")
+            case PublishWorld():
+                return self._publish(action)
+            case WelcomeWorker(worker, place, newcomer, elastic):
+                send(worker, protocol.Welcome(place, newcomer, elastic))
+            case PrepareChange(generation, change, members, reason):
+                broadcast(members, protocol.Prepare(generation, change))
+                return ("info", f"generation {generation} is to change: {reason}")
+            case StopMembersAt(generation, change, check, members):
+                broadcast(members, protocol.StopAt(generation, change, check))
+                return ("debug", f"generation {generation} stops at check {check}")
+            case CallOffChange(generation, change, members, reason):
+                broadcast(members, protocol.Proceed(generation, change))
+                return ("info", f"generation {generation} goes on unchanged: {reason}")
+            case LetGo(worker, reason):
+                self._let_go.add(worker)
+                send(worker, protocol.Leave(reason))
+            case RejectWorker(worker, layout, expected):
+                texts = (self._layouts.get(layout, ""), self._layouts.get(expected, ""))
+                words = layouts.difference(*texts)
+                self._let_go.add(worker)
+                send(worker, protocol.Rejected(words))
+                return ("error", f"the state of {worker} differs from the world's:\n{words}")
+            case FinishWorld(generation, members):
+                broadcast(members, protocol.Finish(generation))
+                return ("debug", f"generation {generation} is finished")
+            case EndJob():
+                return self._end(action)
+            case Report(level, text):
+                return (level, text)
+            case ReportRecovery():
+                return ("info", recovery_line(action))
+            case _:
+                raise AssertionError(f"nothing is known about {type(action).__name__}")
+        return None
+
+    def _start(self, action: StartWorker) -> None:
+        settings = self.job.settings
+        cores = len(os.sched_getaffinity(0))
+        env = worker_environment(
+            self.job.environ,
+            worker=action.worker,
+            place=action.place,
+            driver=self._address,
+            secret=self._server.secret.hex(),
+            bind=self.job.bind,
+            elastic=settings.elastic,
+            gloo_timeout_s=self.job.gloo_timeout_s,
+            threads=threads_per_worker(cores, action.place.local_size),
+            extra=settings.env,
+        )
+        self._running.add(action.worker)
+        self._launcher.start(action.worker, self.job.command, env)
+
+    def _log_workers(
+        self, verb: str, actions: Sequence[StartWorker | KillWorker | LetGo], told: Sequence[str]
+    ) -> None:
+        """Workers to which the same is done for one reason share a line, unless a report has given the reason."""
+        by_reason: dict[str, list[Worker]] = {}
+        for action in actions:
+            if not any(action.reason in text for text in told):
+                by_reason.setdefault(action.reason, []).append(action.worker)
+        for reason, workers in by_reason.items():
+            named = ", ".join(map(str, workers[:8])) + (", ..." if len(workers) > 8 else "")
+            number = f"{len(workers)} workers, " if len(workers) > 1 else ""
+            now = f" (generation {self.generation})" if self.generation else ""
+            self._log("info", f"{verb} {number}{named}: {reason}{now}")
+
+    def _publish(self, world: PublishWorld) -> Line:
+        for member in world.members:
+            message = protocol.World(
+                world.generation,
+                member.place,
+                world.store,
+                world.holders,
+                world.commit,
+                world.reason,
+            )
+            self._server.send(member.worker, message)
+        self.generation = world.generation
+        self.places = {member.worker: member.place for member in world.members}
+        noun = "worker" if len(world.members) == 1 else "workers"
+        text = f"generation {world.generation} has {len(world.members)} {noun}: {world.reason}"
+        return ("info", text)
+
+    def _end(self, outcome: EndJob) -> Line | None:
+        if self._ending is not None:
+            return None
+        if self._stop_code is not None:
+            outcome = EndJob(self._stop_code, outcome.reason)
+        self.outcome = outcome.reason
+        if outcome.code != 0:
+            self._server.broadcast(self._running, protocol.End(outcome.reason))
+        self._ending = Ending(
+            outcome,
+            members={w: place for w, place in self.places.items() if w not in self._let_go},
+            alive=self._running | self._parting.keys(),
+            leave_s=self.job.settings.leave_s,
+            now=self._now(),
+        )
+        if outcome.code == 0:
+            return ("info", f"training has ended: {outcome.reason}")
+        level = "info" if self._stop_code is not None else "error"
+        return (level, f"the job ends with exit code {outcome.code}: {outcome.reason}")

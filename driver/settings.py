@@ -1,0 +1,67 @@
+"""Everything a job can be told, validated once. Pure: `cli` builds it from flags, file and
+environment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.errors import Invalid
+
+UNBOUNDED = 2**31 - 1  # workers_max where only the slots limit it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Limits are numbers of workers; ``_s`` are seconds. Raises Invalid with a sentence that says
+    what to do.
+    """
+
+    np: int
+    workers_min: int
+    workers_max: int
+    elastic: bool
+    start_timeout_s: float = 120.0  # from a worker's start to its init()
+    elastic_timeout_s: float = 600.0  # waiting for enough workers, or for survivors to gather
+    reset_limit: int | None = None  # failures survived; planned changes do not count
+    cooldown_min_s: float = 1.0  # before a failed slot is used again; doubles ...
+    cooldown_max_s: float = 60.0  # ... up to this
+    slot_attempts: int = (
+        5  # incarnations in a row that die without training before the slot is given up
+    )
+    host_attempts: int | None = None  # slots given up before their whole host is; None: never
+    settle_s: float = 1.0  # how long one ready newcomer waits for others that are starting
+    prepare_s: float = 5.0  # for all members to answer a planned change
+    leave_s: float = 30.0  # from being told to leave to the exit
+    disconnect_s: float = 2.0  # from a lost connection to the fence, if no exit is seen
+    stranded_failures: int = (
+        3  # world failures in a row with nobody lost and no new commit before giving up
+    )
+    env: dict[str, str] = field(default_factory=dict)  # extra environment of every worker
+
+    def __post_init__(self) -> None:
+        if self.np < 1:
+            raise Invalid(f"-np is {self.np}; give at least 1 worker")
+        if not 1 <= self.workers_min <= self.workers_max:
+            raise Invalid(
+                f"--min-np {self.workers_min} and --max-np {self.workers_max} leave no possible size;"
+                " give 1 <= min <= max"
+            )
+        if not self.workers_min <= self.np <= self.workers_max:
+            raise Invalid(
+                f"-np {self.np} is outside --min-np {self.workers_min} .. --max-np {self.workers_max}"
+            )
+        for name in ("start_timeout_s", "elastic_timeout_s", "cooldown_min_s", "cooldown_max_s"):
+            if getattr(self, name) <= 0:
+                raise Invalid(f"{name} is {getattr(self, name)}; give a positive number of seconds")
+        if self.cooldown_min_s > self.cooldown_max_s:
+            raise Invalid(
+                f"the cooldown range {self.cooldown_min_s} .. {self.cooldown_max_s} s is empty;"
+                " give MIN <= MAX"
+            )
+        if self.reset_limit is not None and self.reset_limit < 0:
+            raise Invalid(f"--reset-limit is {self.reset_limit}; give 0 or more")
+        if self.slot_attempts < 1:
+            raise Invalid(f"--slot-attempts is {self.slot_attempts}; give 1 or more")
+        if self.host_attempts is not None and self.host_attempts < 1:
+            raise Invalid(f"--host-attempts is {self.host_attempts}; give 1 or more")

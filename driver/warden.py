@@ -1,0 +1,109 @@
+"""Outlives the driver by a moment, to kill what the driver leaves behind. Decides nothing else.
+
+A process of its own, started by the agent, in its own session. Standard input is a pipe from the agent with lines
+``+pgid`` and ``-pgid``; when the pipe ends or the driver's process does, every session still listed is killed with
+SIGKILL, and the warden exits. That covers what PDEATHSIG does not: the children of workers, after ``kill -9`` of the
+driver. It imports a handful of standard modules, so that it starts in some ten milliseconds and stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Collection
+
+SCANS = 5  # a process may fork while its session is scanned; then it is found by the next scan
+
+
+def kill_sessions(sessions: Collection[int]) -> None:
+    """SIGKILL every process of these sessions: the leaders' groups first, then groups that they made themselves.
+
+    The caller makes sure that the session numbers have not been reused: the leader runs or is not reaped yet.
+    """
+    for session in sessions:
+        kill_group(session)
+    for _ in range(SCANS if sessions else 0):
+        members = members_of(sessions)
+        if not members:
+            return
+        for pid in members:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+
+
+def kill_group(pgid: int) -> None:
+    """SIGKILL a process group. It may be gone already."""
+    try:
+        os.killpg(pgid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def members_of(sessions: Collection[int]) -> list[int]:
+    """The processes of these sessions that still run, read from /proc."""
+    members = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            state, session = state_of(int(name))
+            if session in sessions and state not in "ZX":
+                members.append(int(name))
+    return members
+
+
+def state_of(pid: int) -> tuple[str, int]:
+    """State letter and session of a process; ("X", 0) when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command's name is in parentheses and may itself contain any character.
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0].decode(), int(fields[3])
+    except (OSError, IndexError):
+        return "X", 0
+
+
+def heed(groups: set[int], text: bytes) -> bytes:
+    """Apply the complete lines of ``text``; returns the incomplete rest."""
+    *lines, rest = text.split(b"\n")
+    for line in lines:
+        if line[:1] == b"+":
+            groups.add(int(line[1:]))
+        else:
+            groups.discard(int(line[1:]))
+    return rest
+
+
+def watch(driver: int) -> set[int]:
+    """Returns the groups that are still listed when the driver is gone."""
+    groups: set[int] = set()
+    rest = b""
+    os.set_blocking(0, False)
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    with contextlib.suppress(OSError):  # no pidfd here: the pipe alone tells
+        # A fork of the driver may hold the pipe open for longer than the driver lives.
+        poll.register(os.pidfd_open(driver), select.POLLIN)
+    gone = False
+    while not gone:
+        gone = os.getppid() != driver or any(fd != 0 for fd, _ in poll.poll())
+        try:
+            while text := os.read(0, 65536):
+                rest = heed(groups, rest + text)
+            return groups  # end of the pipe
+        except BlockingIOError:
+            continue
+    return groups
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    kill_sessions(watch(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Translations without a decision: a worker's message as an event, a recovery as a line of the log. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic import protocol
+from elastic.driver.events import (
+    Event,
+    ReportRecovery,
+    WorkerChecked,
+    WorkerConnected,
+    WorkerDigested,
+    WorkerFailed,
+    WorkerLeaving,
+    WorkerRaised,
+    WorkerReady,
+    WorkerResumed,
+    WorkerReturned,
+    WorkerStranded,
+)
+from elastic.protocol import Worker
+
+
+def event_of(worker: Worker, message: Any) -> Event:
+    """What a worker said, word for word as an event. Layout and Result are none."""
+    match message:
+        case protocol.Hello(_, pid):
+            return WorkerConnected(worker, pid)
+        case protocol.Ready(generation, commit, store, layout, running):
+            return WorkerReady(worker, generation, commit, store, layout, running)
+        case protocol.Failed(generation, reason):
+            return WorkerFailed(worker, generation, reason)
+        case protocol.Stranded(generation, reason):
+            return WorkerStranded(worker, generation, reason)
+        case protocol.Checked(generation, change, check):
+            return WorkerChecked(worker, generation, change, check)
+        case protocol.Leaving(reason):
+            return WorkerLeaving(worker, reason)
+        case protocol.Resumed(generation, phases_ms, copied_bytes):
+            return WorkerResumed(worker, generation, phases_ms, copied_bytes)
+        case protocol.Digested(generation, commit, digest, buffers):
+            return WorkerDigested(worker, generation, commit, digest, buffers)
+        case protocol.Raised(generation, commit, summary, traceback):
+            return WorkerRaised(worker, generation, commit, summary, traceback)
+        case protocol.Returned(generation):
+            return WorkerReturned(worker, generation)
+        case _:
+            raise AssertionError(f"no event for {type(message).__name__}")
+
+
+def recovery_line(report: ReportRecovery) -> str:
+    """``recovered in 83 ms, generation 5, 3 workers: lost localhost:2#1 (signal 9 SIGKILL) | told 2, cut 5, ...``"""
+    verb = {"recovery": "recovered", "change": "changed", "start": "started"}.get(
+        report.kind, report.kind
+    )
+    noun = "worker" if report.size == 1 else "workers"
+    phases = ", ".join(f"{name} {_ms(ms)}" for name, ms in report.phases_ms.items())
+    copied = f"; copied {report.copied_bytes / 1e6:.1f} MB" if report.copied_bytes else ""
+    return (
+        f"{verb} in {_ms(report.total_ms)} ms, generation {report.generation},"
+        f" {report.size} {noun}: {report.reason}{' | ' if phases else ''}{phases}{copied}"
+    )
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.1f}" if 0 < ms < 1 else f"{ms:.0f}"

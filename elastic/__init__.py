@@ -1,0 +1,67 @@
+"""Elastic, fault-tolerant data-parallel training for PyTorch, with Horovod's API.
+
+Names are loaded at first use: importing ``elastic`` starts nothing and does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "elastic.basics": (
+        "init shutdown is_initialized rank size local_rank local_size cross_rank cross_size"
+        " is_homogeneous"
+    ),
+    "elastic.run_loop": "run",
+    "elastic.state": "State ObjectState TorchState ElasticSampler",
+    "elastic.optimizer": "DistributedOptimizer",
+    "elastic.compression": "Compression",
+    "elastic.broadcasting": (
+        "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object"
+    ),
+    "elastic.ops": (
+        "allreduce allreduce_ allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_"
+        " grouped_allreduce_async grouped_allreduce_async_ sparse_allreduce_async allgather"
+        " allgather_async grouped_allgather grouped_allgather_async broadcast broadcast_"
+        " broadcast_async broadcast_async_ alltoall alltoall_async reducescatter"
+        " reducescatter_async grouped_reducescatter grouped_reducescatter_async barrier poll"
+        " synchronize global_process_set Average Sum Adasum Min Max Product"
+    ),
+    "elastic.launching": "launch",
+    "elastic.errors": (
+        "ElasticError Interrupted JobFailed NotInitialized PeerLost RetriesExhausted StateMismatch"
+        " TooFewWorkers WorldChanging"
+    ),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)
+
+if TYPE_CHECKING:
+    from elastic.basics import *  # noqa: F403
+    from elastic.broadcasting import *  # noqa: F403
+    from elastic.compression import Compression as Compression
+    from elastic.errors import *  # noqa: F403
+    from elastic.launching import launch as launch
+    from elastic.ops import *  # noqa: F403
+    from elastic.optimizer import DistributedOptimizer as DistributedOptimizer
+    from elastic.run_loop import run as run
+    from elastic.state import ElasticSampler as ElasticSampler
+    from elastic.state import ObjectState as ObjectState
+    from elastic.state import State as State
+    from elastic.state import TorchState as TorchState
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'elastic' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

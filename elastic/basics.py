@@ -1,0 +1,87 @@
+"""init, shutdown and the queries, with Horovod's signatures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic import runtime
+from elastic.errors import Invalid
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Joins the job that this process was started for; without ``elasticrun``, a world of one.
+    Idempotent.
+
+    A newcomer to a world that trains already returns at once, with a provisional size and a rank
+    other than 0; entering ``elastic.run`` means that it is ready. Raises DriverLost or JobFailed if
+    there is no job to join, and Invalid (a ValueError) for arguments that have no meaning here.
+    """
+    if comm is not None:
+        raise Invalid("init(comm=...) needs MPI, which is not used here; call init() without it")
+    if process_sets:
+        raise Invalid("init(process_sets=...): process sets are not available yet")
+    runtime.init()
+
+
+def shutdown() -> None:
+    """Leaves the world. ``init()`` may follow, on every worker. Idempotent."""
+    runtime.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` was called, and ``shutdown()`` was not since."""
+    return runtime.active() is not None
+
+
+def rank() -> int:
+    """This worker's index in the world. Raises NotInitialized (a ValueError) before ``init()``, as
+    all queries do.
+    """
+    return runtime.current().place.rank
+
+
+def size() -> int:
+    """Number of workers in the world."""
+    return runtime.current().place.size
+
+
+def local_rank() -> int:
+    """The slot of this worker on its host. It stays with the slot while the world changes, as a GPU
+    does.
+    """
+    return runtime.current().place.local_rank
+
+
+def local_size() -> int:
+    """Number of workers of the world on this host."""
+    return runtime.current().place.local_size
+
+
+def cross_rank() -> int:
+    """Index of this host among the hosts that have a worker with this local rank."""
+    return runtime.current().place.cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts that have a worker with this local rank."""
+    return runtime.current().place.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has as many workers as this one: size == local_size * cross_size."""
+    place = runtime.current().place
+    return place.size == place.local_size * place.cross_size
+
+
+__all__ = [
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]

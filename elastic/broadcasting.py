@@ -1,0 +1,255 @@
+"""Makes replicas equal: parameters, optimizer state and Python objects travel from one rank to all.
+
+Tensors travel packed, in few large broadcasts. Objects are pickled: they come from this job's own workers.
+All functions are collective. Layouts are compared first: where they differ, every rank raises and nothing has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+
+from elastic.collectives.interface import Op
+from elastic.ops import allgather, allreduce, broadcast_
+from elastic.process_sets import GlobalProcessSet, global_process_set, require_global
+from elastic.submission import is_root
+
+_CPU = torch.device("cpu")
+_CHUNK_BYTES = 64 << 20  # what is packed into one broadcast; larger tensors travel alone
+
+Parameters = Mapping[str, torch.Tensor | None] | Iterable[tuple[str, torch.Tensor | None]]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
+    """Overwrites all tensors with rank ``root_rank``'s, in place.
+
+    ``params``: a ``state_dict()``, or (name, tensor) pairs as from ``named_parameters()``, with the same names, shapes
+    and dtypes on every rank, else ValueError on every rank. Entries that are None are left out.
+    """
+    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                "broadcast_parameters needs a state_dict() or (name, tensor) pairs; use model.named_parameters()"
+            )
+        if not (pair[1] is None or isinstance(pair[1], torch.Tensor)):
+            raise TypeError(
+                f"{pair[0]} is a {type(pair[1]).__name__}, not a tensor; send it with broadcast_object"
+            )
+    tensors = [(name, tensor) for name, tensor in pairs if tensor is not None]
+    _compare("parameters", [_describe(name, tensor) for name, tensor in tensors])
+    _broadcast_packed([tensor for _, tensor in tensors], root_rank)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Gives every rank the options and the state of rank ``root_rank``'s optimizer. Never steps it.
+
+    State entries that this rank lacks are allocated, those that the root lacks are dropped; existing tensors are
+    overwritten in place. Raises ValueError for LBFGS, and on every rank if the parameters differ in number or shape.
+    ``model`` is not needed, and accepted because Horovod takes it.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "the state of LBFGS can't be broadcast; construct it after broadcast_parameters, with equal options"
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    lengths = [str(len(group["params"])) for group in optimizer.param_groups]
+    _compare("optimizers", lengths + [_describe("", parameter) for parameter in parameters])
+    here = is_root(root_rank, _CPU)
+    outline = broadcast_object(
+        _outline(optimizer, parameters) if here else None, root_rank, name="optimizer state"
+    )
+    if not here:
+        _adopt(optimizer, parameters, outline)
+    _broadcast_packed(
+        [
+            optimizer.state[parameter][key]
+            for parameter, entries in zip(parameters, outline.entries, strict=True)
+            for key, entry in entries.items()
+            if isinstance(entry, _TensorOutline)
+        ],
+        root_rank,
+    )
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: GlobalProcessSet = global_process_set,
+) -> Any:
+    """Rank ``root_rank``'s object, which must be picklable; what other ranks pass is ignored. Returns it."""
+    require_global(process_set)
+    here = is_root(root_rank, _CPU)
+    blob = _pickled(obj) if here else bytearray()
+    length = torch.tensor(len(blob))
+    broadcast_(length, root_rank, _child(name, "length"))
+    if not here:
+        blob = bytearray(int(length))
+    broadcast_(torch.frombuffer(blob, dtype=torch.uint8), root_rank, _child(name, "content"))
+    return obj if here else pickle.loads(blob)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Every rank's object, in rank order. They must be picklable, and may differ in size."""
+    blob = torch.frombuffer(_pickled(obj), dtype=torch.uint8)
+    lengths = allgather(torch.tensor([len(blob)]), _child(name, "length")).tolist()
+    blobs = torch.split(allgather(blob, _child(name, "content")), lengths)
+    objects = []
+    for received in blobs:
+        copy = bytearray(len(received))
+        torch.frombuffer(copy, dtype=torch.uint8).copy_(received)
+        objects.append(pickle.loads(copy))
+    return objects
+
+
+# ---- optimizer state ---------------------------------------------------------------------------
+
+
+class _TensorOutline:
+    """Shape, dtype and place of a tensor that follows in a broadcast of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.on_cpu = tensor.device.type == "cpu"
+
+    def matches(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and tuple(value.shape) == self.shape
+            and value.dtype == self.dtype
+        )
+
+
+class _Outline:
+    """Everything of an optimizer but its tensors, by position of parameters and groups."""
+
+    def __init__(self, options: list[dict[str, Any]], entries: list[dict[str, Any]]) -> None:
+        self.options = options
+        self.entries = entries
+
+
+def _outline(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> _Outline:
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    entries = [
+        {
+            key: _TensorOutline(value) if isinstance(value, torch.Tensor) else value
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        for parameter in parameters
+    ]
+    return _Outline(options, entries)
+
+
+def _adopt(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], outline: _Outline
+) -> None:
+    """Brings options and entries into the root's form; tensors get their values later."""
+    for group, options in zip(optimizer.param_groups, outline.options, strict=True):
+        for key in group.keys() - options.keys() - {"params"}:
+            del group[key]
+        for key, value in options.items():
+            held = group.get(key)
+            if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
+                held.copy_(value)  # a learning rate that lives in a captured graph
+            else:
+                group[key] = value
+    for parameter, entries in zip(parameters, outline.entries, strict=True):
+        held_entries = optimizer.state.get(parameter, {})
+        adopted = {}
+        for key, entry in entries.items():
+            if not isinstance(entry, _TensorOutline):
+                adopted[key] = entry
+            elif entry.matches(held_entries.get(key)):
+                adopted[key] = held_entries[key]
+            else:
+                # Step counters stay on the CPU, moments go where the parameter is.
+                device = torch.device("cpu") if entry.on_cpu else parameter.device
+                adopted[key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        if adopted:
+            optimizer.state[parameter] = adopted
+        else:
+            optimizer.state.pop(parameter, None)
+
+
+# ---- moving ------------------------------------------------------------------------------------
+
+
+def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int) -> None:
+    """Overwrites tensors in place, several to a broadcast. All ranks' have the same shapes and dtypes."""
+    chunk: list[torch.Tensor] = []
+    chunk_bytes = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if chunk and (chunk_bytes + size > _CHUNK_BYTES or tensor.device != chunk[0].device):
+            _broadcast_chunk(chunk, root_rank)
+            chunk, chunk_bytes = [], 0
+        chunk.append(tensor)
+        chunk_bytes += size
+    if chunk:
+        _broadcast_chunk(chunk, root_rank)
+
+
+def _broadcast_chunk(tensors: list[torch.Tensor], root_rank: int) -> None:
+    if len(tensors) == 1:
+        broadcast_(tensors[0], root_rank)
+        return
+    packed = torch.cat([_bytes(tensor) for tensor in tensors])
+    broadcast_(packed, root_rank)
+    if is_root(root_rank, packed.device):
+        return
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    for tensor, part in zip(tensors, torch.split(packed, sizes), strict=True):
+        # A copy, because a view needs its bytes aligned for its dtype.
+        received = part.clone().view(tensor.dtype).view(tensor.shape)
+        tensor.detach().copy_(received)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _compare(what: str, lines: list[str]) -> None:
+    """Raises ValueError on every rank if the lines are not the same everywhere."""
+    text = "\n".join(lines).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+    own = torch.tensor([digest, -digest])
+    greatest, least = allreduce(own, op=Op.MAX).tolist()
+    if greatest != -least:
+        raise ValueError(
+            f"the ranks' {what} differ in number, name, shape or dtype; build the same model on every rank"
+        )
+
+
+def _pickled(obj: Any) -> bytearray:
+    buffer = io.BytesIO()
+    cloudpickle.dump(obj, buffer)
+    return bytearray(buffer.getbuffer())
+
+
+def _child(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"
+
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]

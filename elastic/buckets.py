@@ -1,0 +1,97 @@
+"""Decides which gradients travel together, and in what order. Pure: sizes in, a plan out; it never sees a tensor.
+
+Backward makes gradients roughly in the reverse of the order in which parameters were declared. Buckets are cut along
+that order, so the first ones fill, and travel, while backward still works on the rest. The plan is a function of the
+items alone, never of ranks or of timing: every rank makes the same one, and it outlives any change of the world.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+FIRST_BYTES = 1 << 20
+FULL_BYTES = 25 << 20
+ALIGNMENT = 64  # bytes: each gradient starts on a cache line, for vector loads
+
+
+class Item(NamedTuple):
+    """One gradient. Items of different kinds (dtype and device) never share a bucket."""
+
+    kind: str
+    elements: int
+    element_bytes: int
+
+
+class Bucket(NamedTuple):
+    """One flat buffer. ``offsets`` and ``elements`` count elements; ``members`` are indices into the items.
+
+    The smallest members lie in front, side by side, so that they can be treated in one go.
+    """
+
+    kind: str
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    elements: int
+
+
+def plan(
+    items: Sequence[Item],
+    *,
+    groups: Sequence[Sequence[int]] = (),
+    first_bytes: int = FIRST_BYTES,
+    full_bytes: int = FULL_BYTES,
+) -> list[Bucket]:
+    """The buckets in the order in which they are to be launched; each item is in exactly one.
+
+    A bucket is closed once it holds ``full_bytes``, the first of a kind once it holds ``first_bytes``, so that
+    communication starts early. (Closed *before* it would hold more, it would often end with the bias of the next
+    layer, and wait for that layer's whole backward.) The items of one of ``groups`` stay together whatever their size,
+    as far as they are of one kind.
+    """
+    group_of = {item: number for number, group in enumerate(groups) for item in group}
+    grouped: dict[tuple[int, str], list[int]] = {}
+    filling: dict[str, list[int]] = {}
+    filled_bytes: dict[str, int] = {}
+    closed: list[list[int]] = []
+    started: set[str] = set()
+    for index in reversed(range(len(items))):
+        kind = items[index].kind
+        if index in group_of:
+            grouped.setdefault((group_of[index], kind), []).append(index)
+            continue
+        filling.setdefault(kind, []).append(index)
+        size = _padded(items[index]) * items[index].element_bytes
+        filled_bytes[kind] = filled_bytes.get(kind, 0) + size
+        if filled_bytes[kind] >= (full_bytes if kind in started else first_bytes):
+            started.add(kind)
+            closed.append(filling.pop(kind))
+            del filled_bytes[kind]
+    closed += filling.values()
+    closed += grouped.values()
+    # A bucket is complete when its earliest-declared member is, so that one decides the order of launching.
+    closed.sort(key=lambda members: -min(members))
+    return [_laid_out(items, members) for members in closed]
+
+
+def split(count: int, parts: int) -> list[list[int]]:
+    """``count`` indices in ``parts`` runs of nearly equal length, without empty runs."""
+    parts = min(parts, count)
+    cuts = [count * part // parts for part in range(parts + 1)] if parts else []
+    return [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
+
+
+def _laid_out(items: Sequence[Item], members: list[int]) -> Bucket:
+    members = sorted(members, key=lambda index: items[index].elements)
+    offsets = []
+    elements = 0
+    for index in members:
+        offsets.append(elements)
+        elements += _padded(items[index])
+    return Bucket(items[members[0]].kind, tuple(members), tuple(offsets), elements)
+
+
+def _padded(item: Item) -> int:
+    step = max(1, ALIGNMENT // item.element_bytes)
+    return -(-max(1, item.elements) // step) * step

@@ -1,0 +1,82 @@
+"""The seam under every collective: one group of ranks, of one generation, on one backend.
+
+Nothing above this seam knows Gloo or NCCL; nothing below it knows State, the optimizer or the
+driver. Every tensor is contiguous and lies on the group's device. Ranks here are indices in the
+group.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Op(enum.IntEnum):
+    """Reductions, with Horovod's numbers."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once (or raise at once)."""
+
+    def wait(self) -> None:
+        """Blocks until the result is in place. Raises CollectiveFailed if the group broke or was
+        aborted.
+        """
+
+
+class Collectives(Protocol):
+    """All calls are asynchronous, in the same order on every rank. Only SUM, MIN, MAX and PRODUCT
+    reach this seam.
+    """
+
+    rank: int
+    size: int
+
+    def allreduce(self, tensor: torch.Tensor, op: Op) -> Work:
+        """In place; every rank's tensor has the same number of elements and dtype."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """In place, from rank ``root``."""
+
+    def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        """``outputs[r]`` becomes rank r's tensor; all have one shape."""
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
+    ) -> Work:
+        """Rows along dimension 0: ``sent[r]`` rows go to rank r, ``received[r]`` rows come from
+        it.
+        """
+
+    def barrier(self) -> Work:
+        """Done when every rank has called it."""
+
+    def abort(self) -> None:
+        """From any thread, never blocks, any number of times: what is blocked or called later
+        raises CollectiveFailed.
+        """
+
+    def drain(self, timeout_s: float) -> bool:
+        """After `abort`: waits until no collective of this group writes into any tensor,
+        ``timeout_s`` at most.
+
+        Returns whether that is so. Call it before tensors that were under way are written again.
+        """
+
+    def close(self) -> None:
+        """Frees sockets and threads. May take tens of milliseconds: call it off the critical path,
+        after `abort`.
+        """

@@ -1,0 +1,294 @@
+"""Collectives over NCCL: the seam on ``ProcessGroupNCCL``, with nonblocking communicators.
+
+The training thread never waits inside NCCL or CUDA for a peer: it asks whether a collective has completed, in small
+steps, and only then orders its stream behind it. So an abort needs no help from the thread that waits. The abort
+itself may take long and runs in a thread of its own, never in the training thread.
+
+After an abort the stream runs on, and whatever kernels were waiting for leaves garbage behind: no result and no
+gradient of an aborted step may be used.
+
+Needs TORCH_NCCL_ASYNC_ERROR_HANDLING=0, else torch's watchdog ends the process when a communicator is aborted; set
+here while a group is made, as torch reads it then.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from elastic.collectives.interface import Op, Work
+from elastic.collectives.store import Store, listen
+from elastic.errors import CollectiveFailed
+
+_SPIN_S = 0.001  # a step's collectives usually end within this: do not sleep before
+_STEP_S = 0.0001
+_REDUCE = {
+    Op.SUM: c10d.ReduceOp.SUM,
+    Op.MIN: c10d.ReduceOp.MIN,
+    Op.MAX: c10d.ReduceOp.MAX,
+    Op.PRODUCT: c10d.ReduceOp.PRODUCT,
+}
+_REDUCIBLE = {
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+# NCCL has no 16-bit integers. The wider type gives the same ones, as both wrap around modulo 2**16.
+_WIDENED = {torch.int16: torch.int32}
+_environment_lock = threading.Lock()
+
+
+class NcclCollectives:
+    """One group of one generation, on the tensors of one CUDA device. `connect` first; `abort` works at any time."""
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._backend: Any = None
+        self._failed: str | None = None
+        self._lock = threading.Lock()
+        self._aborting: threading.Thread | None = None
+        self._built = threading.Event()  # or given up
+        self._under_way: collections.deque[NcclWork] = collections.deque()
+
+    # ---- connecting ------------------------------------------------------------------------------------------------
+
+    def connect(self, store: Store, purpose: str, bind_host: str) -> None:
+        """Blocks until the communicator's making has begun on all ranks. Raises CollectiveFailed, also on `abort`."""
+        builder = threading.Thread(
+            target=self._build, args=(store, purpose, bind_host), name="elastic-nccl", daemon=True
+        )
+        builder.start()
+        if not self._built.wait(2 * self._timeout_s + 1.0):
+            self._fail(f"NCCL did not connect {self.size} ranks within {2 * self._timeout_s:g} s")
+        self._raise_if_failed()
+
+    def _build(self, store: Store, purpose: str, bind_host: str) -> None:
+        try:
+            torch.cuda.set_device(self._device)
+            nccl: Any = c10d.ProcessGroupNCCL  # torch has it only where it was built with CUDA
+            options = nccl.Options()
+            options._timeout = timedelta(seconds=self._timeout_s)
+            options.config.blocking = 0
+            ids = self._open_id_store(store, purpose, bind_host)
+            self._raise_if_failed()
+            with _settings(self._timeout_s):
+                backend = nccl(ids, self.rank, self.size, options)
+            with self._lock:
+                self._backend = backend
+            self._raise_if_failed()
+            backend.eager_connect_single_device(self._device)
+        except Exception as error:  # whatever happens here must reach the thread that waits
+            self._fail(f"{error}")
+        finally:
+            self._built.set()
+        if self._failed is not None:
+            self._abort_backend()
+
+    def _open_id_store(self, store: Store, purpose: str, bind_host: str) -> c10d.Store:
+        """NCCL's own threads use the store that its unique id travels by, so it can't be written in Python."""
+        listener = listen(bind_host) if self.rank == 0 else None
+        port = b"" if listener is None else str(listener.address.port).encode()
+        host = b"" if listener is None else bind_host.encode()
+        key = f"{purpose}/nccl/{self.size}"
+        served_at = store.exchange(key, self.rank, self.size, host + b" " + port)[0]
+        server_host, _, server_port = served_at.decode().rpartition(" ")
+        ids = c10d.TCPStore(
+            server_host,
+            int(server_port),
+            is_master=listener is not None,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.socket.detach(),
+        )
+        return c10d.PrefixStore(key, ids)
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensor: torch.Tensor, op: Op) -> Work:
+        if op not in _REDUCE:
+            raise ValueError(f"{op.name} can't be reduced here; use SUM, MIN, MAX or PRODUCT")
+        options = c10d.AllreduceOptions()
+        options.reduceOp = _REDUCE[op]  # type: ignore[assignment]
+        if tensor.dtype in _WIDENED:
+            wide = tensor.to(_WIDENED[tensor.dtype])
+            return self._submit("allreduce", [wide], options, then=lambda: tensor.copy_(wide))
+        if tensor.dtype not in _REDUCIBLE:
+            raise TypeError(f"NCCL can't reduce tensors of {tensor.dtype}; convert it first")
+        return self._submit("allreduce", [tensor], options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return self._submit("broadcast", [_bytes(tensor)], options)
+
+    def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        return self._submit("allgather", [[_bytes(each) for each in outputs]], [_bytes(tensor)])
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
+    ) -> Work:
+        row = math.prod(tensor.shape[1:]) * tensor.element_size()
+        return self._submit(
+            "alltoall_base",
+            _bytes(output),
+            _bytes(tensor),
+            [rows * row for rows in received],
+            [rows * row for rows in sent],
+        )
+
+    def barrier(self) -> Work:
+        return self.allreduce(torch.zeros(1, device=self._device), Op.SUM)
+
+    def _submit(
+        self, name: str, *arguments: Any, then: Callable[[], object] | None = None
+    ) -> NcclWork:
+        backend = self._backend
+        self._raise_if_failed()
+        try:
+            work = NcclWork(self, getattr(backend, name)(*arguments), then)
+        except RuntimeError as error:
+            self._fail(str(error))
+            raise CollectiveFailed(str(error)) from None
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
+        self._under_way.append(work)
+        return work
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        self._fail("aborted")
+
+    def drain(self, timeout_s: float) -> bool:
+        """After `abort`: whether the communicator is gone and no collective's kernel runs any more."""
+        deadline = time.monotonic() + timeout_s
+        aborting = self._aborting
+        if aborting is not None:
+            aborting.join(timeout_s)
+        while any(not work.finished() for work in list(self._under_way)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_STEP_S)
+        return aborting is None or not aborting.is_alive()
+
+    def close(self) -> None:
+        self.abort()
+        self.drain(self._timeout_s)
+        self._under_way.clear()
+        self._backend = None
+
+    def forget(self) -> None:
+        # CUDA does not survive a fork, so the child can't use the group; its sockets are opened close-on-exec.
+        self._failed = "this is a forked child, and groups stay with the parent"
+
+    def _fail(self, reason: str) -> None:
+        if self._failed is None:
+            self._failed = reason
+        self._abort_backend()
+        self._built.set()
+
+    def _abort_backend(self) -> None:
+        """Once, in a thread of its own: aborting a communicator waits for its kernels and its proxy."""
+        with self._lock:
+            if self._backend is None or self._aborting is not None:
+                return
+            self._aborting = threading.Thread(
+                target=_abort, args=(self._backend,), name="elastic-nccl-abort", daemon=True
+            )
+            self._aborting.start()
+
+    def _raise_if_failed(self) -> None:
+        if self._failed is not None:
+            raise CollectiveFailed(self._failed)
+
+
+class NcclWork:
+    """A collective under way in one group; ``then`` puts the result in place."""
+
+    def __init__(
+        self, group: NcclCollectives, work: Any, then: Callable[[], object] | None
+    ) -> None:
+        self._group = group
+        self._work = work
+        self._then = then
+
+    def done(self) -> bool:
+        return self._group._failed is not None or self.finished()
+
+    def finished(self) -> bool:
+        """Whether its kernels have ended, with or without success."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        began = time.monotonic()
+        while not self.done():
+            waited = time.monotonic() - began
+            if waited > self._group._timeout_s:
+                self._group._fail(f"a collective did not complete within {waited:.0f} s")
+            elif waited > _SPIN_S:
+                time.sleep(_STEP_S)
+        # An aborted communicator's kernels end as if all were well: only the flag tells.
+        self._group._raise_if_failed()
+        try:
+            self._work.wait()  # orders the current stream behind it
+            # Without torch's own error handling, `wait` does not raise what NCCL reported.
+            if not self._work.is_success():
+                raise RuntimeError("NCCL reported an error of this collective")
+        except RuntimeError as error:
+            self._group._fail(str(error))
+            raise CollectiveFailed(str(error)) from None
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+
+def _abort(backend: Any) -> None:
+    # An error while aborting changes nothing: the group has failed already.
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
+
+
+@contextlib.contextmanager
+def _settings(timeout_s: float) -> Iterator[None]:
+    """What torch reads from the environment while it makes a group, without touching other groups' settings."""
+    wanted = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_BLOCKING_WAIT": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(int(timeout_s), 1)),
+    }
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a vector of bytes: NCCL moves only some dtypes, but all bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,55 @@
+"""How tensors shrink before they travel: any class with these two static methods will do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class NoneCompressor:
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        return tensor
+
+
+class _CastCompressor:
+    """Sends floating point tensors in a smaller dtype; others as they are. The context is the dtype to return to."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if not tensor.dtype.is_floating_point or tensor.element_size() <= 2:
+            return tensor, None
+        return tensor.to(cls.dtype), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        return tensor if context is None else tensor.to(context)
+
+
+class FP16Compressor(_CastCompressor):
+    """float16: 11 significant bits; sums beyond 65504 overflow."""
+
+    dtype = torch.float16
+
+
+class BF16Compressor(_CastCompressor):
+    """bfloat16: 8 significant bits, the range of float32."""
+
+    dtype = torch.bfloat16
+
+
+class Compression:
+    """What ``compression=`` takes; a class of your own with ``compress`` and ``decompress`` works as well."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

@@ -1,0 +1,414 @@
+"""Decides when gradients are averaged: counts backward passes, launches full buckets in plan order, waits for them.
+
+The plan is a function of the parameters, equal on all ranks, so a step needs no negotiation: bucket k is launched
+when it is full and bucket k-1 has been launched. Before a plan is first used in a generation the ranks compare it
+once, in one small message; that step launches nothing before `GradientReducer.finish`.
+
+Gradient hooks run inside backward, where nobody could handle an interruption: they never raise one. A hook that
+cannot launch marks the generation broken and returns; `finish` raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from elastic import buckets, runtime, sparse_gradients
+from elastic.collectives.interface import Op, Work
+from elastic.compression import Compression
+from elastic.errors import CollectiveFailed, Interrupted, NotInitialized, StateMismatch
+from elastic.gradient_buckets import (
+    CompressedGradient,
+    Compressor,
+    FlatBucket,
+    GradientBucket,
+    gradient_strides,
+)
+
+# Chosen by measurement with benchmarks/step.py; see the table in its docstring.
+FIRST_BYTES = buckets.FIRST_BYTES
+FULL_BYTES = buckets.FULL_BYTES
+
+
+class _Slot:
+    """One trainable parameter's place in the plan and in the present step."""
+
+    __slots__ = ("bucket", "filled", "name", "parameter", "passes_left", "position")
+
+    def __init__(self, name: str, parameter: torch.Tensor, passes: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.passes_left = passes
+        self.filled = False  # its gradient is in the bucket
+        self.bucket: GradientBucket | None = None  # None: sparse, or nothing is built yet
+        self.position = 0  # in the bucket
+
+
+class GradientReducer:
+    """Reduces the gradients of one optimizer. All methods but the hooks belong to the training thread."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[torch.Tensor, str],
+        *,
+        op: Op,
+        predivide_factor: float,
+        compression: Compressor,
+        passes: int,
+        groups: int | Sequence[Sequence[torch.Tensor]] | None,
+        sparse_as_dense: bool,
+    ) -> None:
+        # Weak, so that an optimizer that is dropped takes its hooks with it, without waiting for the collector.
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+        self._op = op
+        self._predivide_factor = predivide_factor
+        self._compression = compression
+        self._passes = passes
+        self._groups = groups
+        self._sparse_as_dense = sparse_as_dense
+        self._lock = threading.Lock()  # each device has its own backward thread
+
+        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # by id of the parameter
+        weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
+
+        # The plan.
+        self._signature: list[tuple[Any, ...]] | None = None
+        self._slots: list[_Slot] = []
+        self._slot_of: dict[int, _Slot] = {}  # by id of the parameter
+        self._sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
+        self._buckets: list[GradientBucket] | None = None
+        self._agreed: int | None = None  # the generation whose members have compared this plan
+        self._scale_before = self._scale_after = 1.0  # depend on how many they are
+
+        # The present step.
+        self._generation: int | None = None
+        self._begun = False
+        self._launched = 0  # buckets
+        self._stale: list[Work] = []  # of an abandoned step; they may still write into the buffers
+
+    @property
+    def pending(self) -> bool:
+        """Whether backward has run since the last `finish`, in the present world of more than one."""
+        try:
+            return self._begun and self._generation == runtime.current().generation
+        except NotInitialized:
+            return False
+
+    @property
+    def passes(self) -> int:
+        return self._passes
+
+    def set_passes(self, passes: int) -> None:
+        """Backward passes per step, from now on. What has been counted in this step is forgotten."""
+        self._passes = passes
+        self.forget()
+
+    def install_hooks(self) -> None:
+        """Have backward call us for every parameter that requires a gradient. Safe to repeat."""
+        on_gradient = functools.partial(_on_gradient, weakref.ref(self))
+        parameters = self._parameters()
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in self._hooks:
+                handle = parameter.register_post_accumulate_grad_hook(on_gradient)
+                self._hooks[id(parameter)] = (parameter, handle)
+        for key in self._hooks.keys() - {id(parameter) for parameter in parameters}:
+            self._hooks.pop(key)[1].remove()
+
+    def forget(self) -> None:
+        """Abandon the present step: counters, works under way, and the gradients that these may have garbled."""
+        for slot in self._slots:
+            if slot.filled and slot.bucket is not None:
+                slot.bucket.discard(slot.position)
+        for bucket in self._buckets or []:
+            self._stale += bucket.drop()
+        self._clear()
+
+    def finish(self) -> None:
+        """Make every parameter's ``grad`` the reduced one. Raises PeerLost, StateMismatch, NotInitialized.
+
+        Parameters without a gradient contribute zeros and get one.
+        """
+        world = runtime.current()
+        with world.guard(), torch.no_grad():
+            if self._generation != world.generation:
+                self.forget()
+                self._generation = world.generation
+            if world.place.size > 1:
+                if not self._begun:
+                    self._begin(world.generation)
+                if self._slots and self._agreed != world.generation:
+                    self._agree(world)
+                if self._agreed == world.generation:
+                    self._reduce(world)
+            self._clear()
+
+    # ---- the step --------------------------------------------------------------------------------------------------
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """``parameter.grad`` has received one backward pass."""
+        try:
+            world = runtime.current()
+        except NotInitialized:
+            return
+        if world.place.size == 1 or world.broken:
+            return
+        with self._lock:
+            if self._generation != world.generation:
+                self.forget()
+            if not self._begun:
+                self._begin(world.generation)
+            slot = self._slot_of.get(id(parameter))
+            if slot is None:
+                return
+            if slot.passes_left == 0:
+                raise AssertionError(
+                    f"{slot.name} received more than backward_passes_per_step={self._passes} gradients before step();"
+                    " to accumulate over several backward passes, increase backward_passes_per_step"
+                )
+            if parameter.grad is not None and parameter.grad.requires_grad:
+                raise AssertionError(
+                    f"the gradient of {slot.name} requires a gradient itself; create_graph=True cannot be combined"
+                    " with DistributedOptimizer, take such gradients with torch.autograd.grad()"
+                )
+            slot.passes_left -= 1
+            if slot.passes_left:
+                return
+            if self._agreed == world.generation:
+                self._fill(slot)
+                self._launch_full(world)
+
+    def _begin(self, generation: int) -> None:
+        """The first gradient, or finish(), of a step."""
+        signature = [
+            (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device)
+            for parameter in self._parameters()
+        ]
+        if signature != self._signature:
+            self.install_hooks()
+            self._signature = signature
+            self._slots = [
+                _Slot(self._name(parameter, number), parameter, self._passes)
+                for number, parameter in enumerate(self._parameters())
+                if parameter.requires_grad
+            ]
+            self._slot_of = {id(slot.parameter): slot for slot in self._slots}
+            self._sparse = {}
+            self._buckets = self._agreed = None
+        elif self._buckets is not None and not all(work.done() for work in self._stale):
+            self._build()
+        self._stale = []
+        self._generation = generation
+        self._begun = True
+
+    def _fill(self, slot: _Slot) -> None:
+        if slot.bucket is None:  # sparse
+            return
+        slot.bucket.fill(slot.position, self._scale_before)
+        slot.filled = True
+        slot.bucket.missing -= 1
+
+    def _launch_full(self, world: runtime.Runtime) -> None:
+        assert self._buckets is not None
+        try:
+            while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+                self._launch_next(world)
+        except (CollectiveFailed, Interrupted) as failure:
+            world.mark_broken(world.generation, str(failure))
+
+    def _launch_next(self, world: runtime.Runtime) -> None:
+        assert self._buckets is not None
+        bucket = self._buckets[self._launched]
+        op = Op.SUM if self._op is Op.AVERAGE else self._op
+        bucket.launch(world.group("gradients", bucket.parameters[0].device), op)
+        self._launched += 1
+
+    def _reduce(self, world: runtime.Runtime) -> None:
+        assert self._buckets is not None
+        for slot in self._slots:
+            if not slot.filled:
+                self._fill(slot)
+        while self._launched < len(self._buckets):
+            self._launch_next(world)
+        if self._sparse:
+            self._reduce_sparse(world)
+        for bucket in self._buckets:
+            bucket.finish(self._scale_after)
+
+    def _reduce_sparse(self, world: runtime.Runtime) -> None:
+        by_device: dict[torch.device, list[int]] = {}
+        for number in sorted(self._sparse):
+            by_device.setdefault(self._slots[number].parameter.device, []).append(number)
+        scale = self._scale_before * self._scale_after
+        for device, numbers in by_device.items():
+            gradients = [self._sparse_gradient(number) for number in numbers]
+            totals = sparse_gradients.total(world.group("gradients", device), gradients, scale)
+            for number, gradient in zip(numbers, totals, strict=True):
+                self._slots[number].parameter.grad = gradient
+
+    def _sparse_gradient(self, number: int) -> torch.Tensor:
+        parameter, sparse_dims = self._slots[number].parameter, self._sparse[number]
+        if parameter.grad is None:
+            return sparse_gradients.empty(parameter, sparse_dims)
+        return parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(sparse_dims)
+
+    def _clear(self) -> None:
+        for slot in self._slots:
+            slot.passes_left = self._passes
+            slot.filled = False
+        for bucket in self._buckets or []:
+            bucket.missing = len(bucket.parameters)
+        self._launched = 0
+        self._begun = False
+
+    # ---- the plan --------------------------------------------------------------------------------------------------
+
+    def _agree(self, world: runtime.Runtime) -> None:
+        """Compare the plan with the other members', and learn which gradients are sparse on any of them.
+
+        Changes nothing in a world of one, which is also what a newcomer has before it joined.
+        """
+        found = dict(self._sparse)
+        for number, slot in enumerate(self._slots):
+            gradient = slot.parameter.grad
+            if gradient is not None and gradient.is_sparse and not self._sparse_as_dense:
+                found[number] = gradient.sparse_dim()
+        device = self._slots[0].parameter.device
+        group = world.group("gradients", device)
+        if group.size == 1:
+            return
+        digest, elements = self._digest(), sum(slot.parameter.numel() for slot in self._slots)
+        own = [digest, len(self._slots), elements]
+        verdict = torch.tensor([*own, *(-n for n in own), len(found)], device=device)
+        group.allreduce(verdict, Op.MAX).wait()
+        *extremes, sparse = verdict.tolist()
+        greatest, least = extremes[:3], [-n for n in extremes[3:]]
+        if greatest != least:
+            raise StateMismatch(
+                f"the ranks' optimizers differ: rank {world.place.rank} has {len(self._slots)}"
+                f" trainable parameters with {elements} elements, all ranks have"
+                f" {least[1]} .. {greatest[1]} with {least[2]} .. {greatest[2]} elements; give"
+                " DistributedOptimizer the same parameters, in the same order and with the same"
+                " names, shapes, dtypes, requires_grad and options, on every rank"
+            )
+        if sparse:
+            dims = torch.zeros(len(self._slots), dtype=torch.int64)
+            for number, sparse_dims in found.items():
+                dims[number] = sparse_dims
+            dims = dims.to(device)
+            group.allreduce(dims, Op.MAX).wait()
+            found = {number: dim for number, dim in enumerate(dims.tolist()) if dim}
+            if self._op not in (Op.AVERAGE, Op.SUM):
+                raise ValueError(
+                    f"sparse gradients can be reduced with Average and Sum, not with {self._op.name.title()};"
+                    " pass sparse_as_dense=True"
+                )
+        if found != self._sparse or self._buckets is None:
+            self._sparse = found
+            self._build()
+        self._scale_before, self._scale_after = self._scales(group.size)
+        self._agreed = world.generation
+
+    def _build(self) -> None:
+        dense = [slot for number, slot in enumerate(self._slots) if number not in self._sparse]
+        for slot in self._slots:
+            slot.bucket = None
+        items = [
+            buckets.Item(
+                f"{slot.parameter.dtype} {slot.parameter.device}",
+                slot.parameter.numel(),
+                slot.parameter.element_size(),
+            )
+            for slot in dense
+        ]
+        custom = not self._is_cast()
+        plan = buckets.plan(
+            items,
+            groups=() if custom else self._grouped(dense),
+            first_bytes=0 if custom else FIRST_BYTES,
+            full_bytes=0 if custom else FULL_BYTES,
+        )
+        self._buckets = []
+        for planned in plan:
+            slots = [dense[member] for member in planned.members]
+            parameters = [slot.parameter for slot in slots]
+            bucket: GradientBucket
+            if custom:
+                bucket = CompressedGradient(parameters[0], self._compression)
+            else:
+                wire_dtype = self._wire_dtype(parameters[0])
+                bucket = FlatBucket(parameters, planned.offsets, planned.elements, wire_dtype)
+            self._buckets.append(bucket)
+            for position, slot in enumerate(slots):
+                slot.bucket, slot.position = bucket, position
+
+    def _digest(self) -> int:
+        """62 bits of everything that must be the same on every rank."""
+        compression = self._compression
+        kind = compression if isinstance(compression, type) else type(compression)
+        lines = [f"{self._op} {self._predivide_factor} {kind.__qualname__}"]
+        for slot in self._slots:
+            parameter = slot.parameter
+            strides = gradient_strides(parameter)
+            lines.append(f"{slot.name} {parameter.dtype} {tuple(parameter.shape)} {strides}")
+        lines += [str(group) for group in self._grouped(self._slots)]
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 2
+
+    def _grouped(self, slots: Sequence[_Slot]) -> list[list[int]]:
+        """The user's groups, as indices into ``slots``."""
+        if not self._groups:
+            return []
+        if isinstance(self._groups, int):
+            return buckets.split(len(slots), self._groups)
+        index_of = {id(slot.parameter): index for index, slot in enumerate(slots)}
+        return [
+            [index_of[id(parameter)] for parameter in group if id(parameter) in index_of]
+            for group in self._groups
+        ]
+
+    def _is_cast(self) -> bool:
+        """Whether the compression is one of ours, which only change the dtype: those work on whole buckets."""
+        return self._compression in (Compression.none, Compression.fp16, Compression.bf16)
+
+    def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return self._compression.compress(parameter.new_empty(0))[0].dtype
+
+    # ---- small things ----------------------------------------------------------------------------------------------
+
+    def _scales(self, size: int) -> tuple[float, float]:
+        """What gradients are multiplied with before and after they are added up."""
+        if self._op is not Op.AVERAGE:
+            return 1.0, 1.0
+        # Scaling costs nothing while a gradient is copied into its bucket, and a pass over memory afterwards. A user's
+        # compression may leave integers, which had better be divided after they were decompressed.
+        if self._predivide_factor == 1.0 and self._is_cast():
+            return 1.0 / size, 1.0
+        return 1.0 / self._predivide_factor, self._predivide_factor / size
+
+    def _parameters(self) -> list[torch.Tensor]:
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _name(self, parameter: torch.Tensor, number: int) -> str:
+        return self._names.get(parameter, f"parameter {number}")
+
+
+def _on_gradient(reference: weakref.ref[GradientReducer], parameter: torch.Tensor) -> None:
+    reducer = reference()
+    if reducer is not None:
+        reducer.on_gradient(parameter)
+
+
+def _remove_hooks(hooks: dict[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
+    for _, handle in hooks.values():
+        handle.remove()

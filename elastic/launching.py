@@ -1,0 +1,116 @@
+"""`launch`: run a function on many workers from Python, as ``elasticrun`` runs a program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from elastic.errors import JobFailed
+
+
+def launch(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    slots_per_host: int | None = None,
+    elastic_timeout: float | None = None,
+    start_timeout: float | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
+    network_interface: str | None = None,
+    gloo_timeout: float | None = None,
+    output_filename: str | None = None,
+    journal: str | None = None,
+    log_level: str | None = None,
+    verbose: bool = False,
+    env: Mapping[str, str] | None = None,
+    executable: str | None = None,
+) -> list[Any]:
+    """Calls ``func(*args, **kwargs)`` on every worker; returns the values by rank of the last world.
+
+    The arguments are those of ``elasticrun``, seconds where they are times; giving ``min_np``,
+    ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with
+    cloudpickle. ``env`` replaces the environment that workers inherit (default: this process's).
+
+    Raises Invalid (a ValueError) for bad arguments, before anything is started, and JobFailed when
+    the job does not succeed; the workers' output has been forwarded by then.
+    """
+    from elastic.driver import cli
+    from elastic.driver.start import Outcome, start
+
+    flags: list[str] = []
+    given = {
+        "-np": np,
+        "--min-np": min_np,
+        "--max-np": max_np,
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--host-discovery-script": host_discovery_script,
+        "--slots-per-host": slots_per_host,
+        "--elastic-timeout": elastic_timeout,
+        "--start-timeout": start_timeout,
+        "--reset-limit": reset_limit,
+        "--network-interface": network_interface,
+        "--gloo-timeout-seconds": gloo_timeout,
+        "--output-filename": output_filename,
+        "--journal": journal,
+        "--log-level": log_level,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            flags += [flag, str(value)]
+    if cooldown_range is not None:
+        flags += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
+    if verbose:
+        flags.append("--verbose")
+    environ = dict(os.environ if env is None else env)
+    # The worker imports what the function needs from where this process would.
+    environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+
+    with tempfile.TemporaryDirectory(prefix="elastic-launch-") as folder:  # mode 0700
+        call = Path(folder) / "call"
+        call.write_bytes(cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
+        command = [executable or sys.executable, "-m", "elastic.run_function", str(call)]
+        job = cli.make_job(cli.read_options([*flags, *command], environ), environ)
+        outcome: Outcome = _run_apart(lambda: asyncio.run(start(job)))
+    if outcome.code != 0:
+        raise JobFailed(f"the job ended with exit code {outcome.code}: {outcome.reason}")
+    return [cloudpickle.loads(blob) for blob in outcome.results]
+
+
+def _run_apart(work: Callable[[], Any]) -> Any:
+    """In this thread; in one of its own where an event loop runs here already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    box: list[Any] = []
+
+    def fill() -> None:
+        try:
+            box.append((work(), None))
+        except BaseException as error:
+            box.append((None, error))
+
+    thread = threading.Thread(target=fill, name="elastic-driver")
+    thread.start()
+    thread.join()
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return value

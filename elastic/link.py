@@ -1,0 +1,165 @@
+"""The worker's one connection to the driver, read by one thread. Moves messages; decides
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import threading
+from collections.abc import Callable
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from elastic import protocol
+from elastic.errors import DriverLost
+from elastic.protocol import Address, Message, ProtocolError, Worker
+
+CONNECT_S = 20.0  # to reach the driver and prove who we are
+SEND_S = 10.0  # a driver that reads nothing for so long is lost
+
+
+class Link:
+    """Connects at construction; `start` begins to deliver. Raises DriverLost if the driver can't be
+    reached.
+    """
+
+    def __init__(self, address: Address, secret: bytes, worker: Worker) -> None:
+        self._worker = worker
+        self._sending = threading.Lock()
+        self._closed = False
+        retrying = Retrying(
+            retry=retry_if_exception_type(OSError),
+            stop=stop_after_delay(CONNECT_S),
+            wait=wait_exponential(multiplier=0.05, max=1.0),
+            reraise=True,
+        )
+        try:
+            self._socket = retrying(socket.create_connection, (address.host, address.port), 5.0)
+        except OSError as error:
+            raise DriverLost(
+                f"no driver answers at {address.host}:{address.port} ({error});"
+                " is elasticrun still running?"
+            ) from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._inbox = protocol.Inbox(side="driver")
+        self._early: list[Message] = []
+        self._authenticate(secret)
+        # The thread sleeps in poll() on the connection and on this pipe, which `poke` writes to.
+        self._poke_read, self._poke_write = os.pipe()
+        os.set_blocking(self._poke_read, False)
+        os.set_blocking(self._poke_write, False)
+        self._thread: threading.Thread | None = None
+
+    def _authenticate(self, secret: bytes) -> None:
+        self._socket.settimeout(CONNECT_S)
+        try:
+            challenge = self._next()
+            if not isinstance(challenge, protocol.Challenge):
+                raise ProtocolError("the driver did not begin with a challenge")
+            if challenge.version != protocol.VERSION:
+                raise ProtocolError(
+                    f"the driver speaks version {challenge.version} of the protocol, this worker"
+                    f" {protocol.VERSION}: install the same hvd-elastic on every host"
+                )
+            nonce = secrets.token_bytes(32)
+            mine = protocol.proof(secret, "worker", challenge.nonce, nonce, self._worker)
+            self.send(protocol.Answer(self._worker, nonce, mine))
+            accepted = self._next()
+            theirs = protocol.proof(secret, "driver", nonce, challenge.nonce, self._worker)
+            if not isinstance(accepted, protocol.Accepted) or not hmac.compare_digest(
+                accepted.proof, theirs
+            ):
+                raise ProtocolError("the driver does not know this job's secret")
+        except (OSError, ProtocolError) as error:
+            self._socket.close()
+            raise DriverLost(f"the driver refused this worker: {error}") from error
+
+    def _next(self) -> Message:
+        while not self._early:
+            data = self._socket.recv(65536)
+            if not data:
+                raise ProtocolError("it closed the connection")
+            self._early += self._inbox.receive(data)
+        return self._early.pop(0)
+
+    def start(
+        self,
+        receive: Callable[[Message], None],
+        poked: Callable[[], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        """Delivers every message, poke and the loss of the connection from one daemon thread."""
+        self._socket.settimeout(SEND_S)
+        self._thread = threading.Thread(
+            target=self._read, args=(receive, poked, lost), name="elastic-link", daemon=True
+        )
+        self._thread.start()
+
+    def _read(
+        self,
+        receive: Callable[[Message], None],
+        poked: Callable[[], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        for message in self._early:
+            receive(message)
+        self._early.clear()
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.register(self._poke_read, select.POLLIN)
+        reason = "the driver closed the connection"
+        while not self._closed:
+            ready = {fd for fd, _ in poll.poll()}
+            if self._poke_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._poke_read, 4096)
+                poked()
+            if self._socket.fileno() in ready:
+                try:
+                    data = self._socket.recv(65536)
+                    if not data:
+                        break
+                    messages = self._inbox.receive(data)
+                except (OSError, ProtocolError) as error:
+                    reason = f"the connection to the driver broke: {error}"
+                    break
+                for message in messages:
+                    receive(message)
+        if not self._closed:
+            lost(reason)
+
+    def send(self, message: Message) -> None:
+        """From any thread but a signal handler. Raises DriverLost if the driver takes nothing for
+        SEND_S seconds.
+        """
+        frame = protocol.encode(message)
+        with self._sending:
+            try:
+                self._socket.sendall(frame)
+            except OSError as error:
+                raise DriverLost(f"the connection to the driver broke: {error}") from error
+
+    def poke(self) -> None:
+        """Wakes the thread. Safe in a signal handler."""
+        with contextlib.suppress(OSError):
+            os.write(self._poke_write, b"!")
+
+    def close(self) -> None:
+        self._closed = True
+        self.poke()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def forget(self) -> None:
+        """In a forked child: close the descriptors without ending the parent's connection."""
+        self._closed = True
+        self._socket.close()
+        for fd in (self._poke_read, self._poke_write):
+            with contextlib.suppress(OSError):
+                os.close(fd)

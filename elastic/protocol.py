@@ -1,0 +1,367 @@
+"""Every message between driver and worker, and the words both sides share. Pure: bytes in, values
+out.
+
+A connection opens with a mutual challenge (see `Challenge`), then carries frames: a 4-byte
+big-endian length, then one message as MessagePack. Messages are tagged by their class name,
+schema-checked by msgspec when decoded, never pickled. Every message that concerns a world carries
+its generation.
+
+Nothing that a worker is sent when the world changes grows with the size of the world.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any
+
+import msgspec
+
+VERSION = 1
+FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
+HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
+
+
+class ProtocolError(Exception):
+    """The peer sent bytes that are no message of this protocol, or is not who it claims to be."""
+
+
+class Value(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """A small immutable value inside messages."""
+
+
+class Worker(Value):
+    """One incarnation of one slot: the identity of a training process."""
+
+    host: str
+    slot: int
+    incarnation: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.slot}#{self.incarnation}"
+
+    @classmethod
+    def parse(cls, text: str) -> Worker:
+        """The inverse of ``str``. Raises ValueError on anything else."""
+        place, _, incarnation = text.rpartition("#")
+        host, _, slot = place.rpartition(":")
+        if not host:
+            raise ValueError(f"{text!r} is no worker; expected host:slot#incarnation")
+        return cls(host, int(slot), int(incarnation))
+
+    def next(self) -> Worker:
+        return Worker(self.host, self.slot, self.incarnation + 1)
+
+
+class Commit(Value):
+    """The identity of a committed state: the n-th commit of a generation. Later ones compare
+    greater.
+    """
+
+    generation: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.generation}.{self.number}"
+
+
+class Address(Value):
+    host: str
+    port: int
+
+
+class Place(Value):
+    """Where one worker stands in a world. Ranks count over the world, the host, and the hosts."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
+    """Base of everything that travels on a control connection."""
+
+
+# ---- the handshake -------------------------------------------------------------------------------
+
+
+class Challenge(Message):
+    """Driver's first frame: prove that you know the job's secret."""
+
+    nonce: bytes
+    version: int = VERSION
+
+
+class Answer(Message):
+    """Worker's reply, with a challenge of its own."""
+
+    worker: Worker
+    nonce: bytes
+    proof: bytes
+    version: int = VERSION
+
+
+class Accepted(Message):
+    """Driver's proof that it knows the secret too."""
+
+    proof: bytes
+
+
+def proof(secret: bytes, role: str, challenge: bytes, own: bytes, worker: Worker) -> bytes:
+    """HMAC-SHA256 over both nonces, the role and the worker, so that no proof can be reflected or
+    moved (32 bytes).
+    """
+    text = b"|".join((b"hvd-elastic", role.encode(), challenge, own, str(worker).encode()))
+    return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+# ---- worker -> driver ----------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message after the handshake."""
+
+    worker: Worker
+    pid: int
+
+
+class Layout(Message):
+    """The names, shapes and dtypes of this worker's state, sent once before the first Ready that
+    carries its digest.
+    """
+
+    digest: str
+    text: str
+
+
+class Ready(Message):
+    """I wait for a world. ``generation`` is the last one I was part of (0: none)."""
+
+    generation: int
+    commit: Commit | None
+    store: Address  # already bound: where this worker would serve the generation's store as rank 0
+    layout: str = ""  # digest of the state's layout; empty before elastic.run
+    running: bool = True  # False while still in init(), before elastic.run
+
+
+class Failed(Message):
+    """A collective of this generation broke here."""
+
+    generation: int
+    reason: str
+
+
+class Stranded(Message):
+    """A collective broke outside ``elastic.run``: this process can't recover."""
+
+    generation: int
+    reason: str
+
+
+class Checked(Message):
+    """Answer to Prepare: checks passed so far; held at the next one."""
+
+    generation: int
+    change: int
+    check: int
+
+
+class Leaving(Message):
+    """This worker was asked (SIGTERM) to leave at its next commit."""
+
+    reason: str
+
+
+class Resumed(Message):
+    """The first collective of a generation completed here. Milliseconds by phase, in order."""
+
+    generation: int
+    phases_ms: dict[str, float]
+    copied_bytes: int = 0
+
+
+class Digested(Message):
+    """Digest of the parameters held under a commit."""
+
+    generation: int
+    commit: Commit
+    digest: int
+    buffers: int = 0
+
+
+class Raised(Message):
+    """User code raised: the process is about to exit with this traceback."""
+
+    generation: int
+    commit: Commit | None
+    summary: str
+    traceback: str
+
+
+class Returned(Message):
+    """The function under ``elastic.run`` returned."""
+
+    generation: int
+
+
+class Result(Message):
+    """The value of a launched function, opaque to the driver."""
+
+    blob: bytes
+
+
+# ---- driver -> worker ----------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """Answer to Hello: a provisional place. ``newcomer``: a world is already training."""
+
+    place: Place
+    newcomer: bool
+    elastic: bool
+
+
+class World(Message):
+    """Your place in a new generation.
+
+    Ranks ``0 .. holders-1`` hold ``commit``, the newest one; the others lack it and are sent it by
+    rank 0. ``holders`` is 0 and ``commit`` None where nobody has committed; then rank 0 is the
+    source all the same.
+    """
+
+    generation: int
+    place: Place
+    store: Address
+    holders: int
+    commit: Commit | None
+    reason: str
+
+
+class Broken(Message):
+    """This generation is over: cut its sockets, restore, say ready."""
+
+    generation: int
+    reason: str
+
+
+class Prepare(Message):
+    """A planned change: answer with your number of checks, hold at the next."""
+
+    generation: int
+    change: int
+
+
+class StopAt(Message):
+    """All stop at this check."""
+
+    generation: int
+    change: int
+    check: int
+
+
+class Proceed(Message):
+    """The planned change is off; go on."""
+
+    generation: int
+    change: int
+
+
+class Leave(Message):
+    """You are no longer part of the job: end the process with exit code 0."""
+
+    reason: str
+
+
+class Rejected(Message):
+    """Your state does not match the world's; the reason says what differs."""
+
+    reason: str
+
+
+class Finish(Message):
+    """Every member of the world has returned."""
+
+    generation: int
+
+
+class End(Message):
+    """The job is over without success: abort what is blocked and exit."""
+
+    reason: str
+
+
+FromWorker = (
+    Answer
+    | Hello
+    | Layout
+    | Ready
+    | Failed
+    | Stranded
+    | Checked
+    | Leaving
+    | Resumed
+    | Digested
+    | Raised
+    | Returned
+    | Result
+)
+FromDriver = (
+    Challenge
+    | Accepted
+    | Welcome
+    | World
+    | Broken
+    | Prepare
+    | StopAt
+    | Proceed
+    | Leave
+    | Rejected
+    | Finish
+    | End
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_from_worker: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
+_from_driver: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromDriver)
+
+
+def encode(message: Message) -> bytes:
+    """One frame: length and message. Raises ProtocolError when it would exceed FRAME_LIMIT."""
+    body = _encoder.encode(message)
+    if len(body) > FRAME_LIMIT:
+        raise ProtocolError(
+            f"{type(message).__name__} has {len(body)} bytes; the limit is {FRAME_LIMIT}"
+        )
+    return len(body).to_bytes(4, "big") + body
+
+
+class Inbox:
+    """Cuts a byte stream into messages of one side. Feed it bytes; it holds at most one incomplete
+    frame.
+    """
+
+    def __init__(self, *, side: str, limit: int = FRAME_LIMIT) -> None:
+        self._decoder = {"driver": _from_driver, "worker": _from_worker}[side]
+        self._buffer = bytearray()
+        self.limit = limit
+
+    def receive(self, data: bytes) -> list[Any]:
+        """The messages that are complete now. Raises ProtocolError on anything that is none."""
+        self._buffer += data
+        messages: list[Any] = []
+        while len(self._buffer) >= 4:
+            length = int.from_bytes(self._buffer[:4], "big")
+            if length > self.limit:
+                raise ProtocolError(f"a frame of {length} bytes; the limit is {self.limit}")
+            if len(self._buffer) < 4 + length:
+                break
+            body = bytes(self._buffer[4 : 4 + length])
+            del self._buffer[: 4 + length]
+            try:
+                messages.append(self._decoder.decode(body))
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"no message of this protocol: {error}") from error
+        return messages

@@ -1,0 +1,261 @@
+"""Decides what a worker does when the world changes: abort, restore, wait, hold, stop. Pure.
+
+    OUTSIDE --wait_for_world--> WAITING --World--> TRAINING --Broken, or a collective failed--> BROKEN
+                                   ^                  | all stopped at the agreed check            |
+                                   +------------------+------------------ wait_for_world ----------+
+    TRAINING --returned--> RETURNED --Finish--> FINISHED (--init() again--> WAITING)       any phase --> OVER
+
+Two threads feed it, one at a time (the runtime holds a lock): the link thread with the driver's messages, the training
+thread with what user code does. It never raises into user code; it says what the training thread has to raise at its
+next check, collective or step.
+
+Checks are numbered from the start of each world. A planned change is agreed without a collective: the driver asks all
+for their number c, each holds its training thread at check c + 1, the driver answers with the largest c + 1, those
+behind run on to it, and all stop at the same place.
+
+A commit is numbered by the check it belongs to, not by counting commits: whatever a worker passed or missed, equal
+numbers of one generation mean the same place in the same training.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from elastic import protocol
+from elastic.protocol import Address, Commit, Message, Place
+
+
+class Phase(enum.Enum):
+    OUTSIDE = "outside"  # in no world
+    WAITING = "waiting"  # said ready
+    TRAINING = "training"
+    BROKEN = "broken"  # the world is over; the training thread has not come back for a new one yet
+    RETURNED = "returned"
+    FINISHED = "finished"
+    OVER = "over"  # there will be no further world for this process
+
+
+class Verdict(enum.Enum):
+    """What a check means for the training thread."""
+
+    PASS = "pass"
+    HOLD = "hold"  # wait here for the driver's word
+    STOP = "stop"  # the agreed check: raise WorldChanging
+    BROKEN = "broken"  # raise PeerLost
+    OVER = "over"
+
+
+@dataclass(frozen=True)
+class Send:
+    message: Message
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Abort every collective of this generation, now."""
+
+    generation: int
+    reason: str
+
+
+Action = Send | Cut
+
+
+@dataclass
+class Recovery:
+    """One worker's part in the protocol. Fields are read by the runtime, written here only."""
+
+    phase: Phase = Phase.OUTSIDE
+    generation: int = 0
+    place: Place = field(default_factory=lambda: Place(0, 1, 0, 1, 0, 1))
+    provisional: bool = True  # no world yet: the place is only a promise
+    newcomer: bool = False
+    world: protocol.World | None = None
+    running: bool = False  # inside elastic.run
+    reason: str = ""  # why the world broke, or why it is over
+    newest: Commit | None = None
+    over: Message | None = None  # the message that ended it: Leave, Rejected or End
+    _checks: int = 0
+    _stopped: bool = False  # the agreed check was reached: what is saved now belongs to it
+    _change: int = 0
+    _passed: int = 0  # the change that was not waited for any longer
+    _hold_at: int | None = None
+    _stop_at: int | None = None
+    _stranded: bool = False
+
+    # ---- the driver's messages -------------------------------------------------------------------------------------
+
+    def receive(self, message: Message) -> list[Action]:
+        """What the link thread does about a message."""
+        if self.phase is Phase.OVER:
+            return []
+        match message:
+            case protocol.Welcome():
+                self.place, self.newcomer = message.place, message.newcomer
+                if message.newcomer and self.phase is Phase.WAITING and not self.running:
+                    self.phase = Phase.OUTSIDE  # the world of init() went on without this worker
+            case protocol.World():
+                self._take_place(message)
+            case protocol.Broken(generation=generation, reason=reason):
+                if generation == self.generation and self.phase in (
+                    Phase.TRAINING,
+                    Phase.RETURNED,
+                ):
+                    self._break(reason)
+                    return [Cut(generation, reason)]
+            case protocol.Prepare(generation=generation, change=change):
+                if generation == self.generation and self.phase is Phase.TRAINING:
+                    self._change, self._hold_at, self._stop_at = change, self._checks + 1, None
+                    return [Send(protocol.Checked(generation, change, self._checks))]
+            case protocol.StopAt(generation=generation, change=change, check=check):
+                if generation == self.generation and change == self._change:
+                    if change == self._passed:
+                        return self.fail(generation, "the word where to stop came too late")
+                    self._stop_at = check
+            case protocol.Proceed(generation=generation, change=change):
+                if generation == self.generation and change == self._change:
+                    self._hold_at = self._stop_at = None
+            case protocol.Finish(generation=generation):
+                if generation == self.generation and self.phase is Phase.RETURNED:
+                    self.phase = Phase.FINISHED
+                    self.newest = None  # what is trained after this begins anew
+            case protocol.Leave() | protocol.Rejected() | protocol.End():
+                return self._end(message, message.reason)
+            case _:
+                pass  # a message of a later version that this one can do without
+        return []
+
+    def _take_place(self, world: protocol.World) -> None:
+        if self.phase is not Phase.WAITING or world.generation <= self.generation:
+            return
+        self.phase = Phase.TRAINING
+        self.world = world
+        self.generation, self.place = world.generation, world.place
+        self.provisional = self.newcomer = self._stranded = self._stopped = False
+        self.reason = ""
+        self._checks = 0
+        self._hold_at = self._stop_at = None
+
+    def _break(self, reason: str) -> None:
+        self.phase = Phase.BROKEN
+        self.reason = reason
+        self._hold_at = self._stop_at = None
+
+    def _end(self, message: Message, reason: str) -> list[Action]:
+        self.phase = Phase.OVER
+        self.reason = reason
+        self.over = message
+        return [Cut(self.generation, reason)]
+
+    def driver_lost(self, reason: str) -> list[Action]:
+        """The link broke: without the driver nobody will say who is left."""
+        if self.phase in (Phase.OVER, Phase.FINISHED):
+            return []
+        return self._end(protocol.End(reason), reason)
+
+    # ---- what the training thread does -----------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """``elastic.run`` begins: whatever was committed before was not this training."""
+        self.running = True
+        self.newest = None
+
+    def leave(self) -> None:
+        """``elastic.run`` is over."""
+        self.running = False
+
+    def pause(self) -> None:
+        """``shutdown()``: in no world until ``init()`` is called again."""
+        if self.phase is not Phase.OVER:
+            self.phase = Phase.OUTSIDE
+
+    def wait_for_world(self, store: Address, layout: str) -> list[Action]:
+        """Says ready. The answer is a World, or the end."""
+        if self.phase is Phase.OVER:
+            return []
+        self.phase = Phase.WAITING
+        commit = self.newest if self.running else None
+        return [Send(protocol.Ready(self.generation, commit, store, layout, self.running))]
+
+    def fail(self, generation: int, reason: str) -> list[Action]:
+        """A collective broke here. Many threads may report one failure; only the first of a generation counts."""
+        if generation != self.generation or self.phase not in (Phase.TRAINING, Phase.RETURNED):
+            return []
+        self._break(reason)
+        if not self.running:
+            return [Cut(generation, reason), *self.strand()]
+        return [Cut(generation, reason), Send(protocol.Failed(generation, reason))]
+
+    def strand(self) -> list[Action]:
+        """A collective was called outside ``elastic.run`` in a world that is over: nothing can undo half a program."""
+        if self.running or self._stranded or self.phase is not Phase.BROKEN:
+            return []
+        self._stranded = True
+        return [Send(protocol.Stranded(self.generation, self.reason))]
+
+    def committed(self) -> Commit | None:
+        """Numbers a commit that has just been saved: by the check that comes next, or that all have stopped at.
+
+        Outside ``elastic.run`` nothing is agreed: such a commit is this worker's own, and gets no number.
+        """
+        if self.running:
+            self.newest = Commit(self.generation, self._checks + (not self._stopped))
+        return self.newest
+
+    def adopt(self) -> Commit:
+        """All members hold the same state now: commit 0 of this generation."""
+        self.newest = Commit(self.generation, 0)
+        return self.newest
+
+    def step_back(self) -> None:
+        """The newest commit does not count after all (see `elastic.state.pinned`); the one before does."""
+        newest = self.newest
+        if newest is not None:
+            before = Commit(newest.generation, newest.number - 1)
+            self.newest = before if newest.number > 0 else None
+
+    def forget_commit(self) -> None:
+        """The saved state is torn: this worker holds nothing that others could go on from."""
+        self.newest = None
+
+    def arrive(self) -> Verdict:
+        """The training thread has come to its next check."""
+        self._checks += 1
+        return self.verdict()
+
+    def verdict(self) -> Verdict:
+        """What the check it stands at means now; asked again after each wake-up."""
+        if self.phase is Phase.OVER:
+            return Verdict.OVER
+        if self.phase is Phase.BROKEN:
+            return Verdict.BROKEN
+        if self._stop_at is not None:
+            self._stopped = self._checks >= self._stop_at
+            return Verdict.STOP if self._stopped else Verdict.PASS
+        if self._hold_at is not None and self._checks >= self._hold_at:
+            return Verdict.HOLD
+        return Verdict.PASS
+
+    def release(self) -> None:
+        """The driver's word did not come in time: go on. If it still comes, this worker can't stop with the others."""
+        self._hold_at = self._stop_at = None
+        self._passed = self._change
+
+    def returned(self) -> list[Action]:
+        """The function returned. The worker keeps its sockets and its commit until all have."""
+        if self.phase is not Phase.TRAINING:
+            return []
+        self.phase = Phase.RETURNED
+        self._hold_at = self._stop_at = None
+        return [Send(protocol.Returned(self.generation))]
+
+    def raised(self, summary: str, traceback: str) -> list[Action]:
+        """User code raised: the process will exit with this."""
+        generation = self.generation
+        self.phase = Phase.OVER
+        self.reason = summary
+        return [
+            Send(protocol.Raised(generation, self.newest, summary, traceback)),
+            Cut(generation, summary),
+        ]

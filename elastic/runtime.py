@@ -1,0 +1,699 @@
+"""The worker's shell: init and shutdown, the present world, its groups of collectives. Acts;
+`recovery` decides.
+
+One lock guards the `Recovery` object and wakes who waits for it. The link thread may cut groups at
+any time and takes no other lock, so that nothing that a collective or the forming of a group holds
+can delay it. User code is interrupted only in the training thread, at the places documented in
+`run_loop`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from elastic import environment, protocol, recovery
+from elastic.collectives.construct import Abortable, Connecting
+from elastic.collectives.interface import Collectives
+from elastic.collectives.local import LocalCollectives
+from elastic.collectives.store import Listener, Store, listen
+from elastic.environment import Environment
+from elastic.errors import (
+    CollectiveFailed,
+    DriverLost,
+    ElasticError,
+    Interrupted,
+    JobFailed,
+    LeaveRequested,
+    NotInitialized,
+    PeerLost,
+    StateMismatch,
+    WorldChanging,
+)
+from elastic.link import CONNECT_S, Link
+from elastic.protocol import Address, Message, Place
+from elastic.recovery import Cut, Phase, Recovery, Send, Verdict
+from elastic.state import pinned
+
+HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
+WAIT_SAID_S = 30.0  # how often a long wait says what it waits for
+DRAIN_S = 1.0  # for aborted collectives to end; they take milliseconds
+CLOSE_S = 2.0  # at exit, for the groups to end
+
+GroupKey = tuple[str, str, tuple[int, ...]]
+
+
+class _Graveyard:
+    """Closes old groups in a thread of its own: freeing one takes tens of milliseconds that no step
+    should pay.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def bury(self, close: Callable[[], None]) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._work, name="elastic-close", daemon=True)
+            self._thread.start()
+        self._queue.put(close)
+
+    def _work(self) -> None:
+        while (close := self._queue.get()) is not None:
+            close()
+            del close  # the last reference may free sockets and threads
+
+    def finish(self, timeout_s: float) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+
+
+class Runtime:
+    """One per process. ``place``, ``generation`` and ``activity`` may be read from any thread."""
+
+    def __init__(self, env: Environment, link: Link | None) -> None:
+        self.env = env
+        self.timeout_s = env.timeout_s
+        self.elastic = env.elastic
+        self.activity = 0  # grows with everything that may change tensors
+        self._link = link
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._recovery = Recovery()
+        self._forming = threading.RLock()
+        self._groups: dict[GroupKey, Collectives] = {}
+        self._store: Store | None = None
+        self._listener: Listener | None = None
+        # What the link thread cuts when the world breaks, with its generation. Appended to before
+        # anything blocks.
+        self._cuttable: list[tuple[int, Abortable]] = []
+        self._graveyard = _Graveyard()
+        self._layout_sent = ""
+        self._leave_asked = False
+        self._warned_alone = False
+        self._marks: dict[str, float] = {}
+        self._phases_ms: dict[str, float] = {}
+        self._resumed_generation = 0
+        self._copied_bytes = 0
+
+    # ---- what others read ------------------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        return self._recovery.place
+
+    @property
+    def generation(self) -> int:
+        return self._recovery.generation
+
+    @property
+    def world(self) -> protocol.World | None:
+        return self._recovery.world
+
+    @property
+    def broken(self) -> bool:
+        """Whether the present generation is over. From any thread."""
+        return self._recovery.phase in (Phase.BROKEN, Phase.OVER)
+
+    @property
+    def running(self) -> bool:
+        return self._recovery.running
+
+    @property
+    def alone(self) -> bool:
+        """No driver: a world of one, or a static world without recovery."""
+        return self._link is None
+
+    # ---- starting --------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Introduces this process to the driver and waits for its answer. Raises DriverLost."""
+        assert self._link is not None
+        self._link.start(self._receive, self._poked, self._driver_lost)
+        with self._lock:
+            self._recovery.place = Place(-1, 0, 0, 0, 0, 0)
+        self._link.send(protocol.Hello(self.env.worker, os.getpid()))
+        deadline = time.monotonic() + CONNECT_S
+        with self._changed:
+            while self._recovery.place.rank < 0 and self._recovery.phase is not Phase.OVER:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise DriverLost(f"the driver did not answer within {CONNECT_S:g} s")
+        if self.elastic:
+            self._listen_for_sigterm()
+
+    def first_world(self) -> None:
+        """Waits for the first world, unless one trains already: then the place stays
+        provisional.
+        """
+        with self._lock:
+            if self._recovery.newcomer:
+                return
+        self._wait_for_world("")
+
+    def _listen_for_sigterm(self) -> None:
+        """SIGTERM asks this worker to leave at its next commit, unless the script has a handler of
+        its own.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        signal.signal(signal.SIGTERM, self._sigterm)
+
+    def _sigterm(self, *_: Any) -> None:
+        # Only a flag and a byte: a handler may run while this very thread holds any lock.
+        self._leave_asked = True
+        if self._link is not None:
+            self._link.poke()
+
+    def _poked(self) -> None:
+        if self._leave_asked and self._link is not None:
+            self._leave_asked = False
+            with contextlib.suppress(DriverLost):
+                self._link.send(protocol.Leaving("SIGTERM"))
+
+    # ---- the link thread -------------------------------------------------------------------------
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, protocol.Broken):
+            self._mark("broken")
+        with self._changed:
+            actions = self._recovery.receive(message)
+            if isinstance(message, protocol.World):
+                self._mark("world")
+            self._changed.notify_all()
+        self._perform(actions)
+
+    def _driver_lost(self, reason: str) -> None:
+        with self._changed:
+            actions = self._recovery.driver_lost(reason)
+            self._changed.notify_all()
+        self._perform(actions)
+
+    def _perform(self, actions: list[recovery.Action]) -> None:
+        for action in actions:
+            match action:
+                case Cut(generation):
+                    self._cut(generation)
+                case Send(message):
+                    self._send(message)
+
+    def _send(self, message: Message) -> None:
+        if self._link is None:
+            return
+        try:
+            self._link.send(message)
+        except DriverLost as error:
+            self._driver_lost(str(error))
+
+    def _cut(self, generation: int) -> None:
+        # Snapshots on a GPU that are not complete by now may be of garbage that an abort leaves behind.
+        pinned.abort_requested()
+        for of, abortable in list(self._cuttable):
+            if of == generation:
+                abortable.abort()
+
+    # ---- worlds ----------------------------------------------------------------------------------
+
+    def _wait_for_world(self, layout: str) -> protocol.World:
+        """Says ready, waits for a world and takes its place. Raises what ends the wait
+        otherwise.
+        """
+        if self._listener is None:
+            self._listener = listen(self.env.bind_host)
+        with self._lock:
+            actions = self._recovery.wait_for_world(self._listener.address, layout)
+        self._mark("ready")
+        self._perform(actions)
+        said_at = time.monotonic()
+        with self._changed:
+            # Bounded by the driver, which counts --elastic-timeout, and by its connection, whose
+            # loss is noticed.
+            while self._recovery.phase is Phase.WAITING:
+                self._changed.wait(1.0)
+                if time.monotonic() - said_at > WAIT_SAID_S:
+                    said_at = time.monotonic()
+                    print(
+                        f"elastic: {self.env.worker} waits for the driver to form a world",
+                        file=sys.stderr,
+                    )
+            phase, world = self._recovery.phase, self._recovery.world
+        if phase is Phase.OVER:
+            self._raise_over()
+        if phase is Phase.OUTSIDE:  # the first world was formed without this worker
+            return protocol.World(
+                0, self.place, Address("", 0), holders=0, commit=None, reason="newcomer"
+            )
+        assert world is not None
+        self._retire_groups()
+        self._open_store(world)
+        return world
+
+    def enter(self) -> None:
+        """``elastic.run`` begins."""
+        self._recovery.running = True
+
+    def leave(self) -> None:
+        """``elastic.run`` is over."""
+        self._recovery.running = False
+
+    def next_world(self, layout: str, text: str) -> protocol.World:
+        """From inside ``elastic.run``: says ready with the state's layout, and waits. Raises
+        PeerLost and others.
+        """
+        if layout != self._layout_sent:
+            self._send(protocol.Layout(layout, text))
+            self._layout_sent = layout
+        return self._wait_for_world(layout)
+
+    def adopt(self, copied_bytes: int) -> None:
+        """State is equal everywhere: from here a loss rolls back to this point, not further."""
+        with self._lock:
+            self._recovery.adopt()
+        self._copied_bytes = copied_bytes
+        self._mark("synced")
+
+    def forget_commit(self) -> None:
+        with self._lock:
+            self._recovery.forget_commit()
+
+    def step_back(self) -> None:
+        with self._lock:
+            self._recovery.step_back()
+
+    def committed(self) -> None:
+        """A state was saved."""
+        with self._lock:
+            self._recovery.committed()
+
+    def check(self) -> None:
+        """One numbered check. Raises WorldChanging, PeerLost or LeaveRequested; usually returns at
+        once.
+        """
+        if self._link is None or not self._recovery.running:
+            return
+        deadline = None
+        with self._changed:
+            verdict = self._recovery.arrive()
+            while verdict is Verdict.HOLD:
+                deadline = deadline or time.monotonic() + HOLD_S
+                if not self._changed.wait(deadline - time.monotonic()):
+                    self._recovery.release()
+                verdict = self._recovery.verdict()
+        if self.place.size == 1:
+            self._resumed()
+        match verdict:
+            case Verdict.STOP:
+                self._mark("broken")
+                raise WorldChanging("a planned change of the world")
+            case Verdict.BROKEN:
+                raise PeerLost(self._recovery.reason)
+            case Verdict.OVER:
+                self._raise_over()
+
+    def returned(self) -> None:
+        """Says that the function returned; waits for the others. Raises PeerLost if one of them is
+        lost first.
+        """
+        if self._link is None:
+            return
+        with self._lock:
+            actions = self._recovery.returned()
+        self._perform(actions)
+        with self._changed:
+            # Bounded by the driver, which lets returned workers go after --elastic-timeout.
+            while self._recovery.phase is Phase.RETURNED:
+                self._changed.wait(1.0)
+            phase = self._recovery.phase
+        if phase is Phase.BROKEN:
+            raise PeerLost(self._recovery.reason)
+        if phase is Phase.OVER:
+            self._raise_over()
+
+    def raised(self, summary: str, traceback: str) -> None:
+        """Tells the driver why this process is about to end."""
+        with self._lock:
+            actions = self._recovery.raised(summary, traceback)
+        self._perform(actions)
+
+    def report_digest(self, digest: int, buffers: int) -> None:
+        commit = self._recovery.newest
+        if commit is not None and digest and self._recovery.running:
+            self._send(protocol.Digested(self.generation, commit, digest, buffers))
+
+    def send(self, message: Message) -> None:
+        """To the driver, after everything that this thread sent before."""
+        self._send(message)
+
+    def _raise_over(self) -> None:
+        message, reason = self._recovery.over, self._recovery.reason
+        if isinstance(message, protocol.Leave):
+            raise LeaveRequested(reason)
+        if isinstance(message, protocol.Rejected):
+            raise StateMismatch(reason)
+        if self._recovery.running:
+            raise LeaveRequested(reason)  # the driver says why the job ended, once for all workers
+        raise JobFailed(reason)
+
+    @property
+    def asked_to_leave(self) -> bool:
+        """Whether LeaveRequested means a graceful leave (exit code 0) and not the end of a failed
+        job.
+        """
+        return isinstance(self._recovery.over, protocol.Leave)
+
+    # ---- collectives -----------------------------------------------------------------------------
+
+    def group(
+        self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
+    ) -> Collectives:
+        """The group for a purpose, made at its first use. Collective among ``ranks`` (all, by
+        default).
+
+        Raises PeerLost if it can't be made, because a rank is gone or does not come within the
+        timeout.
+        """
+        self._raise_if_broken()
+        place, generation = self.place, self.generation
+        if self._recovery.provisional:
+            if place.size > 1 and not self._warned_alone:
+                self._warned_alone = True
+                warnings.warn(
+                    "a world is training already and this worker has not joined it yet: collectives"
+                    " before elastic.run act as in a world of one",
+                    stacklevel=3,
+                )
+            return LocalCollectives()
+        members = tuple(range(place.size)) if ranks is None else ranks
+        if len(members) == 1:
+            return LocalCollectives()
+        key = (purpose, device.type, members)
+        group = self._groups.get(key)
+        if group is not None:
+            return group
+        with self._forming:
+            if key in self._groups:
+                return self._groups[key]
+            began = time.monotonic()
+            try:
+                group = self._make_group(key, generation, place.rank)
+            except CollectiveFailed as error:
+                self.mark_broken(generation, f"no {purpose} group: {error}")
+                raise PeerLost(str(error)) from error
+            self._groups[key] = group
+            spent = (time.monotonic() - began) * 1e3
+            self._phases_ms["formed"] = self._phases_ms.get("formed", 0.0) + spent
+            return group
+
+    def _make_group(self, key: GroupKey, generation: int, rank: int) -> Collectives:
+        purpose, device_type, members = key
+        if self._store is None or self._store.generation != generation:
+            raise CollectiveFailed(f"generation {generation} is over")
+        everybody = len(members) == self.place.size
+        connecting = Connecting(
+            self._store,
+            purpose=purpose if everybody else f"{purpose} of {','.join(map(str, members))}",
+            rank=members.index(rank),
+            size=len(members),
+            device_type=device_type,
+            bind_host=self.env.bind_host,
+            timeout_s=self.timeout_s,
+        )
+        self._cut_with(generation, connecting)
+        return connecting.connect()
+
+    def _open_store(self, world: protocol.World) -> None:
+        """Rank 0 serves it from now on: others may come as soon as they have heard of the world."""
+        listener = None
+        if world.place.rank == 0:
+            listener, self._listener = self._listener, None
+        self._store = Store(
+            world.store,
+            listener,
+            self.timeout_s,
+            generation=world.generation,
+            secret=self.env.secret,
+        )
+        self._store.open()
+        self._cut_with(world.generation, self._store)
+
+    def _cut_with(self, generation: int, abortable: Abortable) -> None:
+        self._cuttable.append((generation, abortable))
+        if self.broken:  # the word came before there was anything to cut
+            abortable.abort()
+
+    def _retire_groups(self) -> None:
+        """Closes what belonged to the last world, off the critical path."""
+        with self._forming:
+            groups, store = list(self._groups.values()), self._store
+            self._groups, self._store, self._cuttable = {}, None, []
+
+        def close() -> None:
+            while groups:
+                group = groups.pop()
+                group.abort()
+                group.close()
+            if store is not None:
+                store.close()
+
+        if groups or store is not None:
+            self._graveyard.bury(close)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around collectives in the training thread: turns CollectiveFailed into PeerLost and tells
+        the driver.
+        """
+        self.activity += 1
+        generation = self.generation
+        self._raise_if_broken()
+        try:
+            yield
+        except CollectiveFailed as error:
+            self.mark_broken(generation, str(error))
+            if self.alone or not self.elastic:
+                raise
+            raise PeerLost(str(error)) from error
+        self._resumed()
+
+    def _raise_if_broken(self) -> None:
+        if self._recovery.phase is Phase.BROKEN:
+            raise PeerLost(self._recovery.reason)
+        if self._recovery.phase is Phase.OVER:
+            self._raise_over()
+
+    def mark_broken(self, generation: int, reason: str) -> None:
+        """A collective of this generation failed: cuts the rest, tells the driver. From any thread;
+        never raises.
+        """
+        with self._changed:
+            actions = self._recovery.fail(generation, reason)
+            self._changed.notify_all()
+        if actions:
+            self._mark("broken")
+        self._perform(actions)
+
+    def fail_world(self, reason: str) -> None:
+        """User code gave this world up (it raised HorovodInternalError): regroup with everybody."""
+        self.mark_broken(self.generation, reason)
+
+    # ---- phases of a recovery, for the report ----------------------------------------------------
+
+    def drain(self) -> None:
+        """After a loss: waits until no collective of the old world writes into any tensor any more."""
+        for group in list(self._groups.values()):
+            if not group.drain(DRAIN_S):
+                warnings.warn(
+                    f"a collective of generation {self.generation} still ran {DRAIN_S:g} s after"
+                    " it was aborted",
+                    stacklevel=2,
+                )
+
+    def _mark(self, name: str) -> None:
+        self._marks[name] = time.monotonic()
+
+    def mark_raised(self) -> None:
+        """The training thread has come back to ``elastic.run``."""
+        self._mark("raised")
+        self._phases_ms = {"raised": self._between("broken", "raised")}
+
+    def mark_restored(self) -> None:
+        self._mark("restored")
+        self._phases_ms["restored"] = self._between("raised", "restored")
+
+    def _between(self, earlier: str, later: str) -> float:
+        return max(0.0, (self._marks[later] - self._marks.get(earlier, self._marks[later])) * 1e3)
+
+    def _resumed(self) -> None:
+        if self._resumed_generation == self.generation or not self._recovery.running:
+            return
+        if self._marks.get("synced", 0.0) < self._marks.get("world", 0.0) or self._link is None:
+            return  # a collective of the copying, not yet of user code
+        self._resumed_generation = self.generation
+        self._mark("stepped")
+        self._phases_ms["waited"] = self._between("ready", "world")
+        self._phases_ms["synced"] = self._between("world", "synced")
+        self._phases_ms["first collective"] = self._between("synced", "stepped")
+        message = protocol.Resumed(self.generation, self._phases_ms, self._copied_bytes)
+        self._phases_ms, self._copied_bytes = {}, 0
+        self._send(message)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """``shutdown()``: groups are kept until the next world or the exit, because a peer may
+        still be in one.
+        """
+        with self._lock:
+            if self._recovery.phase is not Phase.OVER:
+                self._recovery.phase = Phase.OUTSIDE
+
+    def close(self) -> None:
+        """At exit. What peers still read lies in the kernel's buffers and outlives the sockets.
+
+        The link ends with the process: user code that runs after this, at exit too, may take its time, and a worker
+        whose link is gone is taken for lost.
+        """
+        self._retire_groups()
+        if self._listener is not None:
+            self._listener.close()
+        self._graveyard.finish(CLOSE_S)
+
+    def forget(self) -> None:
+        """In a forked child (a DataLoader worker): hold none of the parent's sockets."""
+        if self._link is not None:
+            self._link.forget()
+        if self._listener is not None:
+            self._listener.close()
+        for _, abortable in self._cuttable:
+            abortable.forget()
+
+
+# ---- one per process -----------------------------------------------------------------------------
+
+_runtime: Runtime | None = None  # lives as long as the process, once init() was called
+_initialized = False
+
+
+def active() -> Runtime | None:
+    """The runtime, or None before ``init()`` and after ``shutdown()``."""
+    return _runtime if _initialized else None
+
+
+def current() -> Runtime:
+    """The runtime. Raises NotInitialized."""
+    if _runtime is None or not _initialized:
+        raise NotInitialized("hvd-elastic has not been initialized; call init() first")
+    return _runtime
+
+
+def init() -> None:
+    """Joins the job that this process was started for; without ``elasticrun``, a world of one.
+    Idempotent.
+
+    A static worker, and an elastic one of the first start, return when the first world is formed. A newcomer to a
+    training world returns at once, with a provisional size and a rank other than 0.
+    Raises DriverLost, Invalid, JobFailed.
+    """
+    global _runtime, _initialized
+    if _initialized:
+        return
+    if _runtime is None:
+        env = environment.read()
+        link = Link(env.driver, env.secret, env.worker) if env.driver is not None else None
+        runtime = Runtime(env, link)
+        if link is not None:
+            runtime.connect()
+        _adopt(runtime)
+    assert _runtime is not None
+    if not _runtime.alone:
+        _runtime.first_world()
+    _initialized = True
+
+
+def init_static(rank: int, size: int, store: Address) -> None:
+    """A world of a fixed size without a driver: rank 0 serves ``store``. For benchmarks and
+    tests.
+    """
+    global _initialized
+    env = environment.read({})
+    runtime = Runtime(env, None)
+    place = Place(rank, size, rank, size, 0, 1)
+    runtime._recovery = Recovery(
+        phase=Phase.TRAINING,
+        generation=1,
+        place=place,
+        provisional=False,
+        world=protocol.World(1, place, store, 0, None, "static"),
+    )
+    if rank == 0:
+        runtime._listener = listen(store.host, store.port)
+    runtime._open_store(runtime._recovery.world)  # type: ignore[arg-type]
+    _adopt(runtime)
+    _initialized = True
+
+
+def send_result(blob: bytes) -> None:
+    """Hands the value of a launched function to the driver. Raises DriverLost."""
+    runtime = _runtime
+    if runtime is None:  # the function never called init()
+        env = environment.read()
+        if env.driver is None:
+            return
+        runtime = Runtime(env, Link(env.driver, env.secret, env.worker))
+        runtime.connect()
+        _adopt(runtime)
+    runtime.send(protocol.Result(blob))
+
+
+def shutdown() -> None:
+    """Leaves the world; ``init()`` may follow, on every worker. Idempotent."""
+    global _initialized
+    if _runtime is not None and _initialized:
+        _runtime.pause()
+    _initialized = False
+
+
+def _adopt(runtime: Runtime) -> None:
+    global _runtime
+    first = _runtime is None
+    _runtime = runtime
+    if first:
+        atexit.register(_close)
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _close() -> None:
+    if _runtime is not None:
+        _runtime.close()
+
+
+def _forget() -> None:
+    global _runtime, _initialized
+    if _runtime is not None:
+        _runtime.forget()
+    _runtime, _initialized = None, False
+
+
+__all__ = [
+    "ElasticError",
+    "Interrupted",
+    "Runtime",
+    "active",
+    "current",
+    "init",
+    "init_static",
+    "shutdown",
+]

@@ -1,0 +1,71 @@
+"""Adds up sparse gradients over the ranks of a group, by gathering everyone's indices and values.
+
+Works on the group it is given, in the order in which it is given gradients; which ones those are is the caller's
+agreement with the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic.collectives.interface import Collectives
+
+
+def total(
+    group: Collectives, gradients: Sequence[torch.Tensor], scale: float
+) -> list[torch.Tensor]:
+    """Coalesced COO tensors: the sums over all ranks, times ``scale``. Raises CollectiveFailed.
+
+    Gradient i has the same shape, dtype and number of sparse dimensions on every rank; the number of its entries may
+    differ, and may be 0. Summands are added in rank order.
+    """
+    gradients = [gradient.coalesce() for gradient in gradients]
+    device = gradients[0].device
+    entries = torch.tensor([gradient._nnz() for gradient in gradients], device=device)
+    counts = [list(map(int, counted)) for counted in _gathered(group, entries)]
+    return [
+        _total_of(group, gradient, [count[number] for count in counts], scale)
+        for number, gradient in enumerate(gradients)
+    ]
+
+
+def empty(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
+    """A sparse tensor of the parameter's shape without entries: what a rank that has no gradient adds."""
+    indices = torch.empty((sparse_dims, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty(
+        (0, *parameter.shape[sparse_dims:]), dtype=parameter.dtype, device=parameter.device
+    )
+    return torch.sparse_coo_tensor(
+        indices, values, parameter.shape, check_invariants=False, is_coalesced=True
+    )
+
+
+def _total_of(
+    group: Collectives, gradient: torch.Tensor, counts: list[int], scale: float
+) -> torch.Tensor:
+    longest = max(counts)
+    if longest == 0:
+        return gradient
+    # All ranks' tensors must have one shape: padded to the longest, cut again on arrival.
+    indices = _gathered(group, _padded(gradient.indices().t(), longest))
+    values = _gathered(group, _padded(gradient.values(), longest))
+    return torch.sparse_coo_tensor(
+        torch.cat([rows[:count] for rows, count in zip(indices, counts, strict=True)]).t(),
+        torch.cat([rows[:count] for rows, count in zip(values, counts, strict=True)]).mul_(scale),
+        gradient.shape,
+        check_invariants=False,
+    ).coalesce()
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    padded = rows.new_zeros((length, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    return padded
+
+
+def _gathered(group: Collectives, tensor: torch.Tensor) -> list[torch.Tensor]:
+    outputs = [torch.empty_like(tensor) for _ in range(group.size)]
+    group.allgather(outputs, tensor).wait()
+    return outputs

@@ -1,0 +1,29 @@
+"""What survives a change of the world. Names are loaded at first use: ``elastic.state.state`` needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "State": "elastic.state.state",
+    "ObjectState": "elastic.state.state",
+    "TorchState": "elastic.state.torch_state",
+    "ElasticSampler": "elastic.state.sampler",
+}
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState"]
+
+if TYPE_CHECKING:
+    from elastic.state.sampler import ElasticSampler as ElasticSampler
+    from elastic.state.state import ObjectState as ObjectState
+    from elastic.state.state import State as State
+    from elastic.state.torch_state import TorchState as TorchState
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'elastic.state' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

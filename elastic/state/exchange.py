@@ -1,0 +1,280 @@
+"""Brings a whole state from one rank to the others of a group: one header, then the bytes of its tensors.
+
+Only broadcasts, in an order that follows from the header alone, so every rank makes the same calls whatever it thinks
+of the content: a receiver that can't use the state still drains it and raises afterwards, and disturbs nobody. Large
+tensors in host memory go straight from live tensor to live tensor; small ones travel packed together.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from elastic.collectives.interface import Collectives, Work
+from elastic.errors import Interrupted, StateMismatch
+from elastic.state import activity
+from elastic.state.part import Part, Place, Spec
+from elastic.state.python_values import dumps, loads
+from elastic.state.snapshot import as_bytes
+
+PACK = 4 << 20  # bytes; tensors up to a quarter of it are packed into chunks of this size
+PIECE = (
+    64 << 20
+)  # bytes; larger tensors go in pieces, because not every backend counts beyond 2**31
+WINDOW = 4  # broadcasts under way at once
+ALIGNMENT = 16  # bytes; so that a packed tensor of any dtype can be viewed in place
+DIFFERENCES = 5  # lines of a layout named in an error
+
+Key = tuple[str, str]  # part, tensor
+
+
+def transfer(
+    group: Collectives, root: int, parts: dict[str, Part], values: dict[str, Any], layout: str
+) -> tuple[int, dict[str, Any]]:
+    """Root sends, the others take over. Returns bytes copied, and root's ``values``.
+
+    Raises StateMismatch, at a receiver only and after everything was received, if its layout differs or it can't read
+    the values; CollectiveFailed from the group; Invalid at root if a value can't be pickled.
+    """
+    if group.size == 1:
+        return 0, values
+    if group.rank == root:
+        return _send(group, root, parts, values, layout), values
+    return _receive(group, root, parts, layout)
+
+
+def _send(
+    group: Collectives, root: int, parts: dict[str, Part], values: dict[str, Any], layout: str
+) -> int:
+    structures: dict[str, Any] = {}
+    tensors: dict[Key, torch.Tensor | Place] = {}
+    specs: dict[Key, Spec] = {}
+    for name, part in parts.items():
+        structures[name], mine = part.pack()
+        for key, tensor in mine.items():
+            tensors[name, key] = tensor
+            specs[name, key] = Spec.of(tensor)
+    content = _pickled(values, structures, _referred(parts))
+    header = pickle.dumps((layout, specs, content), protocol=pickle.HIGHEST_PROTOCOL)
+    length = torch.tensor([len(header)], dtype=torch.int64)
+    group.broadcast(length, root).wait()
+    group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), root).wait()
+    moved, _ = _exchange(group, root, specs, tensors)
+    return len(header) + moved
+
+
+def _receive(
+    group: Collectives, root: int, parts: dict[str, Part], layout: str
+) -> tuple[int, dict[str, Any]]:
+    length = torch.zeros(1, dtype=torch.int64)
+    group.broadcast(length, root).wait()
+    header = torch.empty(int(length), dtype=torch.uint8)
+    group.broadcast(header, root).wait()
+    theirs, specs, content = pickle.loads(header.numpy().tobytes())
+    try:
+        if theirs != layout:
+            raise StateMismatch(_difference(theirs, layout))
+        values, structures = _unpickled(content, _referred(parts))
+        where = _destinations(parts, structures, specs)
+    except Interrupted:
+        raise
+    except Exception:
+        # The others count on this rank: it takes what they send, and only then gives up.
+        _exchange(group, root, specs, dict.fromkeys(specs, Place.NOWHERE))
+        raise
+    # What the broadcasts write leaves no trace in the tensors' versions.
+    activity.notice()
+    moved, fresh = _exchange(group, root, specs, where)
+    with torch.no_grad():
+        for name, part in parts.items():
+            mine = {key: tensor for (of, key), tensor in fresh.items() if of == name}
+            part.place(structures[name], mine, None, restoring=False)
+    return len(header) + moved, values
+
+
+def _referred(parts: dict[str, Part]) -> dict[str, object]:
+    return {name: part.value for name, part in parts.items()}
+
+
+def _pickled(values: dict[str, Any], structures: Any, referred: dict[str, object]) -> bytes:
+    try:
+        return dumps((values, structures), "the state", referred)
+    except Exception:
+        for name, value in values.items():  # which one was it?
+            dumps(value, f"state.{name}", referred)
+        raise
+
+
+def _unpickled(content: bytes, referred: dict[str, object]) -> tuple[dict[str, Any], Any]:
+    try:
+        values, structures = loads(content, referred)
+    except Exception as error:
+        raise StateMismatch(
+            f"this worker can't read the world's Python values ({type(error).__name__}: {error});"
+            " do all workers run the same script?"
+        ) from error
+    return values, structures
+
+
+def _destinations(
+    parts: dict[str, Part], structures: Any, specs: dict[Key, Spec]
+) -> dict[Key, torch.Tensor | Place]:
+    if parts.keys() != structures.keys():
+        raise StateMismatch(
+            f"the world's state handles {sorted(structures)}, this worker's {sorted(parts)};"
+            " do all workers run the same script?"
+        )
+    where: dict[Key, torch.Tensor | Place] = {}
+    for name, part in parts.items():
+        mine = {key: spec for (of, key), spec in specs.items() if of == name}
+        placed = part.destinations(structures[name], mine, restoring=False)
+        where.update({(name, key): place for key, place in placed.items()})
+    return where
+
+
+def _difference(theirs: str, ours: str) -> str:
+    """Says what differs between two layouts."""
+    there, here = theirs.splitlines(), ours.splitlines()
+    only_there = [line for line in there if line not in set(here)][:DIFFERENCES]
+    only_here = [line for line in here if line not in set(there)][:DIFFERENCES]
+    said = []
+    if only_here:
+        said.append(f"this worker has {'; '.join(only_here)}")
+    if only_there:
+        said.append(f"the world has {'; '.join(only_there)}")
+    what = ", ".join(said) or "the same tensors come in another order"
+    return f"this worker's state differs from the world's: {what}; start it with the same script"
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+def _exchange(
+    group: Collectives,
+    root: int,
+    specs: dict[Key, Spec],
+    where: dict[Key, torch.Tensor | Place],
+) -> tuple[int, dict[Key, torch.Tensor]]:
+    """Root's ``where`` holds what it sends. Returns bytes moved, and the tensors allocated here (on the CPU)."""
+    sending = group.rank == root
+    fresh: dict[Key, torch.Tensor] = {}
+    under_way: deque[tuple[Work, Callable[[], None]]] = deque()
+
+    def submit(block: torch.Tensor, arrived: Callable[[], None]) -> None:
+        under_way.append((group.broadcast(block, root), arrived))
+        if len(under_way) >= WINDOW:
+            finish_one()
+
+    def finish_one() -> None:
+        work, arrived = under_way.popleft()
+        work.wait()
+        if not sending:
+            arrived()
+
+    for keys in _packs(specs):
+        if len(keys) == 1:
+            key = keys[0]
+            block, arrived = _block(specs[key], where[key], fresh, key, sending)
+            for start in range(0, len(block), PIECE):
+                last = start + PIECE >= len(block)
+                submit(block[start : start + PIECE], arrived if last else _nothing)
+        else:
+            submit(*_packed(keys, specs, where, fresh, sending))
+    while under_way:
+        finish_one()
+    return sum(spec.nbytes for spec in specs.values()), fresh
+
+
+def _nothing() -> None:
+    pass
+
+
+def _packs(specs: dict[Key, Spec]) -> Iterator[list[Key]]:
+    """Which tensors travel together: a function of the specs, so that all ranks agree."""
+    pack: list[Key] = []
+    filled = 0
+    for key, spec in specs.items():
+        if spec.nbytes * 4 > PACK:
+            yield [key]
+        elif spec.nbytes:
+            if filled + _aligned(spec) > PACK:
+                yield pack
+                pack, filled = [], 0
+            pack.append(key)
+            filled += _aligned(spec)
+    if pack:
+        yield pack
+
+
+def _aligned(spec: Spec) -> int:
+    return -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _block(
+    spec: Spec,
+    where: torch.Tensor | Place,
+    fresh: dict[Key, torch.Tensor],
+    key: Key,
+    sending: bool,
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The bytes to broadcast for one tensor, and what to do when they have arrived."""
+    if isinstance(where, torch.Tensor) and _direct(where):
+        return as_bytes(where), _nothing
+    if sending:
+        assert isinstance(where, torch.Tensor)
+        return as_bytes(where.cpu()), _nothing
+    staged = torch.empty(spec.shape, dtype=spec.dtype)
+    return as_bytes(staged), lambda: _deliver(staged, where, fresh, key)
+
+
+def _packed(
+    keys: list[Key],
+    specs: dict[Key, Spec],
+    where: dict[Key, torch.Tensor | Place],
+    fresh: dict[Key, torch.Tensor],
+    sending: bool,
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The same for many small tensors, one after another in one block."""
+    block = torch.zeros(sum(_aligned(specs[key]) for key in keys), dtype=torch.uint8)
+    views: list[tuple[Key, torch.Tensor]] = []
+    start = 0
+    for key in keys:
+        spec = specs[key]
+        views.append((key, block[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)))
+        start += _aligned(spec)
+    if sending:
+        for key, view in views:
+            source = where[key]
+            assert isinstance(source, torch.Tensor)
+            view.copy_(source)
+
+    def arrived() -> None:
+        for key, view in views:
+            # Cloned, where it stays: a small tensor must not keep its whole block alive.
+            _deliver(view.clone() if where[key] is Place.NEW else view, where[key], fresh, key)
+
+    return block, arrived
+
+
+def _deliver(
+    tensor: torch.Tensor, where: torch.Tensor | Place, fresh: dict[Key, torch.Tensor], key: Key
+) -> None:
+    if isinstance(where, torch.Tensor):
+        with torch.no_grad():
+            where.copy_(tensor)
+    elif where is Place.NEW:
+        fresh[key] = tensor
+
+
+def _direct(tensor: torch.Tensor) -> bool:
+    """Whether a broadcast can read or write the tensor's own memory."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

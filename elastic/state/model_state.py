@@ -1,0 +1,235 @@
+"""Takes a model apart: parameters, buffers, extra state. Works on the modules themselves, not on ``state_dict()``.
+
+Committed and restored: every parameter, frozen ones too, every buffer, ``get_extra_state()``. Buffers registered with
+``persistent=False`` are committed and restored, and sent to a worker that has the same buffer in the same shape; they
+are neither part of the layout nor of a digest, because models make them when they first need them. Meta tensors have
+no values and are left alone. A buffer's shape may change (observers do that), a parameter's may not differ from the
+world's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from elastic.errors import Invalid, StateMismatch
+from elastic.state.part import Index, Part, Place, Spec
+from elastic.state.snapshot import dense, same_bits
+
+
+@dataclass
+class Anatomy:
+    """A model's tensors by name. Shared modules and parameters appear once, under their first name."""
+
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent
+    transient: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent=False
+    absent: list[str] = field(default_factory=list)  # registered as None
+    persistent: list[str] = field(default_factory=list)  # names of buffers, None or not
+    aliases: dict[str, str] = field(default_factory=dict)  # tied parameters
+    owners: dict[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)
+    extra: dict[str, torch.nn.Module] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.parameters.items()
+        yield from self.buffers.items()
+        yield from self.transient.items()
+
+
+def dissect(model: torch.nn.Module) -> Anatomy:
+    found = Anatomy()
+    first: dict[int, str] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = prefix + key
+            if id(parameter) in first:
+                found.aliases[name] = first[id(parameter)]
+                continue
+            first[id(parameter)] = name
+            found.parameters[name] = parameter
+        unsaved = getattr(module, "_non_persistent_buffers_set", ())
+        for key, buffer in module._buffers.items():
+            name = prefix + key
+            found.owners[name] = module, key
+            if key not in unsaved:
+                found.persistent.append(name)
+            if buffer is None:
+                found.absent.append(name)
+            else:
+                (found.transient if key in unsaved else found.buffers)[name] = buffer
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            found.extra[path] = module
+    return found
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Whether it is so many bytes at regular strides; a sparse or quantized one is copied as an object."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_mkldnn
+
+
+class ModelStateHandler(Part):
+    """A ``torch.nn.Module``. Restoring clears the gradients of all its parameters."""
+
+    value: torch.nn.Module
+
+    def _adopt_value(self) -> None:
+        for name, tensor in dissect(self.value).tensors():
+            if is_lazy(tensor):
+                raise Invalid(
+                    f"{self._full(name)} has no shape yet; run one forward pass before you hand the model to a state"
+                )
+        self._gradients: list[tuple[int, int, int]] = []
+
+    def seems_unchanged(self) -> bool:
+        """A backward pass ran if a gradient is another one: an optimizer of the script's own may have followed."""
+        gradients = [
+            (id(each), each._version, each.data_ptr() if plain(each) else 0)
+            for each in (parameter.grad for parameter in self.value.parameters())
+            if each is not None and not each.is_inference()
+        ]
+        before, self._gradients = self._gradients, gradients
+        return gradients == before
+
+    def layout(self) -> list[str]:
+        anatomy = dissect(self.value)
+        lines = [
+            f"{self._full(name)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            for name, tensor in anatomy.parameters.items()
+        ]
+        lines += [f"{self._full(name)} buffer" for name in anatomy.persistent]
+        lines += [
+            f"{self._full(name)} is {self._full(first)}" for name, first in anatomy.aliases.items()
+        ]
+        return lines
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        anatomy = dissect(self.value)
+        tensors, opaque = {}, {}
+        for name, tensor in anatomy.tensors():
+            if plain(tensor):
+                if not tensor.is_meta:
+                    tensors[name] = dense(tensor)
+            else:
+                opaque[name] = tensor.detach().clone()
+        structure = {
+            "names": Index(
+                parameters=list(anatomy.parameters),
+                persistent=anatomy.persistent,
+                absent=anatomy.absent,
+            ),
+            "opaque": _Opaque(opaque),
+            "extra": {path: module.get_extra_state() for path, module in anatomy.extra.items()},
+        }
+        return structure, tensors
+
+    def destinations(
+        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Place]:
+        anatomy = dissect(self.value)
+        live = dict(anatomy.tensors())
+        persistent = {*structure["names"]["parameters"], *structure["names"]["persistent"]}
+        gone = [
+            name for name in specs if name not in live and name not in anatomy.absent
+            and (restoring or name in persistent)
+        ]  # fmt: skip
+        if gone:
+            raise StateMismatch(
+                f"{self._full(gone[0])} was committed, but the model has no tensor of that name any more;"
+                " commit() after you change a model, or hand the state a new one"
+            )
+        shared = self._newly_shared(live) if restoring else set()
+        where: dict[str, torch.Tensor | Place] = {}
+        for name, spec in specs.items():
+            tensor = live.get(name)
+            if tensor is not None and name not in shared and plain(tensor):
+                view = dense(tensor)
+                if spec.fits(view) and not tensor.is_meta:
+                    where[name] = view
+                    continue
+            transient = not restoring and name not in persistent
+            where[name] = Place.NOWHERE if transient else Place.NEW
+        return where
+
+    def _newly_shared(self, live: dict[str, torch.Tensor]) -> set[str]:
+        """Tensors that came to share a storage since the commit: written in place they would spoil each other."""
+        copies = self.snapshot.bank.copies
+        tensors = {name: tensor for name, tensor in live.items() if plain(tensor)}
+        storages = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
+        users = Counter(storages.values())
+        return {
+            name
+            for name, storage in storages.items()
+            if users[storage] > 1
+            and name in copies
+            and not copies[name].same_storage(dense(tensors[name]))
+        }
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        anatomy = dissect(self.value)
+        for name, tensor in {**fresh, **structure["opaque"].tensors}.items():
+            if name in anatomy.parameters:
+                parameter = anatomy.parameters[name]
+                tensor = tensor.to(parameter.device)
+                if plain(tensor) and tensor.shape != parameter.shape and not restoring:
+                    tensor = tensor.expand(parameter.shape).contiguous()
+                parameter.data = tensor
+            elif name in anatomy.owners:
+                module, key = anatomy.owners[name]
+                live = module._buffers[key]
+                module._buffers[key] = tensor.to(self._device() if live is None else live.device)
+        for name in structure["names"]["absent"]:
+            if name in anatomy.owners and (restoring or name in anatomy.persistent):
+                module, key = anatomy.owners[name]
+                if module._buffers[key] is not None:
+                    module._buffers[key] = None
+        for path, state in structure["extra"].items():
+            if path in anatomy.extra:
+                anatomy.extra[path].set_extra_state(state)
+        for parameter in anatomy.parameters.values():
+            parameter.grad = None
+
+    def _device(self) -> torch.device:
+        return next((each.device for each in self.value.parameters()), torch.device("cpu"))
+
+    def digested(self) -> dict[str, torch.Tensor]:
+        return self._committed("parameters")
+
+    def digested_buffers(self) -> dict[str, torch.Tensor]:
+        return self._committed("persistent")
+
+    def _committed(self, kind: str) -> dict[str, torch.Tensor]:
+        bank = self.snapshot.bank
+        buffers = bank.buffers()
+        return {name: buffers[name] for name in bank.beside[0]["names"][kind] if name in buffers}
+
+    def differing(self) -> list[str]:
+        """Names of the parameters that differ from what is committed."""
+        live = dissect(self.value).parameters
+        return [
+            self._full(name)
+            for name, buffer in self.digested().items()
+            if name in live and not same_bits(dense(live[name]), buffer)
+        ]
+
+    def _full(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else name
+
+
+class _Opaque:
+    """Tensors that are no plain bytes; copied by cloning, because not every layout has a deep copy."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Opaque:
+        return _Opaque({name: tensor.clone() for name, tensor in self.tensors.items()})

@@ -1,0 +1,163 @@
+"""Takes an optimizer apart: options of its groups, and the entries it keeps per parameter.
+
+Entries appear and vanish: what was made since a commit is dropped by a restore, what a newcomer lacks is allocated.
+The optimizer is never stepped for that: a step moves weights even with zero gradients, by weight decay. Options travel
+whether or not there are entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from elastic.state import activity
+from elastic.state.model_state import plain
+from elastic.state.part import Index, Part, Place, Spec
+from elastic.state.snapshot import dense
+
+Groups = list[list[torch.Tensor]]
+
+
+class OptimizerStateHandler(Part):
+    """A ``torch.optim.Optimizer``. Restoring clears the gradients of all its parameters.
+
+    One whose class makes a ``state_dict()`` of its own keeps more than torch knows of: it is saved and loaded by that.
+    """
+
+    value: torch.optim.Optimizer
+
+    def _adopt_value(self) -> None:
+        activity.watch_optimizers()
+        self._by_dict = type(self.value).state_dict is not torch.optim.Optimizer.state_dict
+
+    def layout(self) -> list[str]:
+        sizes = [len(group["params"]) for group in self.value.param_groups]
+        return [f"{self.name} {type(self.value).__name__} groups {sizes}"]
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        if self._by_dict:
+            return {"dict": self.value.state_dict()}, {}
+        tensors: dict[str, torch.Tensor] = {}
+        origins = Index()  # name: (number of the parameter, key, device type)
+        owners = Index()  # numbers of the parameters that have entries, if only an empty dict
+        values: dict[int, Any] = {}  # what is no plain tensor among them
+        numbers = {id(each): number for number, each in enumerate(self._parameters())}
+        loose = {}
+        for owner, entries in self.value.state.items():
+            number = numbers.get(id(owner))
+            if number is None:
+                loose[owner] = entries
+            elif not isinstance(entries, dict):
+                values[number] = entries
+            else:
+                owners[number] = True
+                for key, entry in entries.items():
+                    if isinstance(entry, torch.Tensor) and plain(entry) and not entry.is_meta:
+                        name = f"{number}.{key}"
+                        tensors[name] = dense(entry)
+                        origins[name] = number, key, entry.device.type
+                    else:
+                        values.setdefault(number, {})[key] = entry
+        structure = {
+            "options": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.value.param_groups
+            ],
+            "owners": owners,
+            "values": values,
+            "origins": origins,
+            # Entries of no parameter of this optimizer: an old parameter's can't be named elsewhere.
+            "loose": {
+                key: value for key, value in loose.items() if not isinstance(key, torch.Tensor)
+            },
+        }
+        return structure, tensors
+
+    def own(self) -> Groups:
+        return [list(group["params"]) for group in self.value.param_groups]
+
+    def before_restore(self, own: Groups) -> None:
+        """The groups as they were committed, with the parameters they had."""
+        groups = self.value.param_groups
+        self._clear_gradients()  # of groups that go, too
+        del groups[len(own) :]
+        groups.extend({} for _ in range(len(own) - len(groups)))
+        for group, parameters in zip(groups, own, strict=True):
+            group["params"] = list(parameters)
+
+    def destinations(
+        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Place]:
+        where: dict[str, torch.Tensor | Place] = dict.fromkeys(specs, Place.NEW)
+        parameters = list(self._parameters())
+        for name, spec in specs.items():
+            number, key, _ = structure["origins"][name]
+            entries = self.value.state.get(parameters[number])
+            entry = entries.get(key) if isinstance(entries, dict) else None
+            if isinstance(entry, torch.Tensor) and plain(entry) and spec.fits(dense(entry)):
+                where[name] = dense(entry)
+        return where
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        if self._by_dict:
+            self.value.state.clear()
+            self.value.load_state_dict(structure["dict"])
+        else:
+            self._place_options(structure["options"])
+            self._place_entries(structure, fresh)
+        self._clear_gradients()
+        reset_passes = getattr(self.value, "_reset_passes", None)
+        if reset_passes is not None:
+            reset_passes()
+
+    def _place_options(self, options: list[dict[str, Any]]) -> None:
+        for group, wanted in zip(self.value.param_groups, options, strict=True):
+            for key in [key for key in group if key != "params" and key not in wanted]:
+                del group[key]
+            for key, value in wanted.items():
+                present = group.get(key)
+                if (
+                    isinstance(present, torch.Tensor)
+                    and isinstance(value, torch.Tensor)
+                    and present.shape == value.shape
+                ):
+                    present.copy_(value)  # a captured or compiled step reads this very tensor
+                else:
+                    group[key] = value
+
+    def _place_entries(self, structure: Any, fresh: dict[str, torch.Tensor]) -> None:
+        state, parameters = self.value.state, list(self._parameters())
+        wanted: dict[int, set[Any]] = {}
+        for number, key, _ in structure["origins"].values():
+            wanted.setdefault(number, set()).add(key)
+        numbers = {id(each): number for number, each in enumerate(parameters)}
+        for owner in list(state):
+            if numbers.get(id(owner)) not in structure["owners"]:
+                del state[owner]
+        for number in structure["owners"]:
+            entries = state.setdefault(parameters[number], {})
+            for key in [key for key in entries if key not in wanted.get(number, ())]:
+                del entries[key]
+        for number, kept in structure["values"].items():
+            if number in structure["owners"]:
+                state[parameters[number]].update(kept)
+            else:
+                state[parameters[number]] = kept  # an optimizer that keeps no dict
+        for name, tensor in fresh.items():
+            number, key, device_type = structure["origins"][name]
+            owner = parameters[number]
+            # Adam's step counter may lie in host memory beside a parameter on the GPU.
+            state[owner][key] = tensor if device_type == "cpu" else tensor.to(owner.device)
+        state.update(structure["loose"])
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.value.param_groups:
+            yield from group["params"]
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None

@@ -1,0 +1,77 @@
+"""Copies Python values for a commit, and pickles them for a peer. Never touches a tensor of a model or optimizer.
+
+What the state handles by itself (models, optimizers, samplers) is referred to, not copied: a value that points to the
+model still points to it after a restore, and on another worker to that worker's model.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import cloudpickle
+import torch
+
+from elastic.errors import Invalid
+
+
+def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
+    """A deep copy of ``value`` that shares nothing with it but ``referred``. Raises Invalid naming ``what``."""
+    if type(value) in (int, float, str, bool, type(None)):
+        return value
+    try:
+        return copy.deepcopy(value, {id(each): each for each in referred})
+    except Exception as error:
+        raise Invalid(
+            f"{what} can't be copied, so it can't be committed ({type(error).__name__}: {error});"
+            " keep it out of the state, or keep what it is made from there"
+        ) from error
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, referred: dict[str, object]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._names = {id(value): name for name, value in referred.items()}
+
+    def persistent_id(self, value: object) -> str | None:
+        return self._names.get(id(value))
+
+    def reducer_override(self, value: object) -> Any:
+        # A CUDA tensor would come back on the sender's device number, which may be another worker's GPU.
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return _to_this_gpu, (value.detach().cpu(), value.requires_grad)
+        return super().reducer_override(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, referred: dict[str, object]) -> None:
+        super().__init__(file)
+        self._referred = referred
+
+    def persistent_load(self, name: str) -> object:
+        return self._referred[name]
+
+
+def _to_this_gpu(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return tensor.cuda().requires_grad_(requires_grad)
+
+
+def dumps(value: Any, what: str, referred: dict[str, object]) -> bytes:
+    """Pickles for a worker of the same job. Raises Invalid naming ``what``."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, referred).dump(value)
+    except Exception as error:
+        raise Invalid(
+            f"{what} can't be pickled, so no newcomer could be sent it ({type(error).__name__}: {error});"
+            " keep it out of the state"
+        ) from error
+    return file.getvalue()
+
+
+def loads(blob: bytes, referred: dict[str, object]) -> Any:
+    """The inverse of `dumps`; only for bytes from an authenticated worker of the same job."""
+    return _Unpickler(io.BytesIO(blob), referred).load()

@@ -1,0 +1,37 @@
+"""Commits this worker's random generators: torch, CUDA if in use, numpy if imported, random. Never sent to others."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+class RandomState:
+    """The states of the process-wide generators at the last commit."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, Any] = {}
+        self._previous: dict[str, Any] = {}
+
+    def save(self, *, keep: bool = False) -> None:
+        """``keep``: the commit before may still be needed."""
+        self._previous = self._saved if keep else {}
+        self._saved = {"random": random.getstate(), "torch": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._saved["cuda"] = torch.cuda.get_rng_state_all()
+        if "numpy" in sys.modules:
+            self._saved["numpy"] = sys.modules["numpy"].random.get_state()
+
+    def restore(self) -> None:
+        random.setstate(self._saved["random"])
+        torch.set_rng_state(self._saved["torch"])
+        if "cuda" in self._saved:
+            torch.cuda.set_rng_state_all(self._saved["cuda"])
+        if "numpy" in self._saved:
+            sys.modules["numpy"].random.set_state(self._saved["numpy"])
+
+    def roll_back(self) -> None:
+        self._saved = self._previous

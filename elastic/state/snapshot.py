@@ -1,0 +1,219 @@
+"""Copies of a changing set of named tensors, at memory speed, into buffers made once. Knows nothing of models.
+
+Either nothing has changed, or everything is copied. Nothing has changed only if every tensor is the same storage with
+the same ``_version``, nothing was noticed since (see `activity`), and the content agrees: all of it in small tensors,
+where a forward pass leaves its traces, and a sample of large ones. On the CPU one bank of buffers is enough: until a
+copy is complete the live tensors are the state. With CUDA tensors there are two, because a copy may turn out not to
+count (`pinned`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from elastic.errors import PeerLost
+from elastic.state import activity, pinned
+
+SAMPLES = 16  # elements compared in a tensor that seems unchanged ...
+SMALL = 4096  # ... and tensors up to this many elements are compared whole
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of every distinct element: expanded dimensions are cut to length 1. Detached."""
+    view = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.is_contiguous():
+        return view
+    for dimension, (length, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        if stride == 0 and length > 1:
+            view = view.narrow(dimension, 0, 1)
+    return view
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, so that NaN equals NaN. Shapes and dtypes must agree."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(as_bytes(one.cpu()), as_bytes(other.cpu()))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [nbytes], in logical order: a view where the tensor is contiguous, else a copy."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return (
+        plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+class _Copy:
+    """One tensor's buffer, and how the tensor looked when it was copied."""
+
+    __slots__ = ("buffer", "on_gpu", "pointer", "storage", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # empty_like keeps the order of dense strides, so that copying is one pass over memory both ways.
+        self.on_gpu = tensor.is_cuda
+        self.buffer = torch.empty_like(tensor, device="cpu", pin_memory=self.on_gpu)
+        self.pointer = -1
+        self.version: int | None = None
+        self.storage: StorageWeakRef | None = None
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        buffer = self.buffer
+        return (
+            buffer.shape == tensor.shape
+            and buffer.dtype == tensor.dtype
+            and self.on_gpu == tensor.is_cuda
+        )
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        self.pointer = tensor.data_ptr()
+        self.version = None if tensor.is_inference() else tensor._version
+        # A weak reference: the address can't be given to another storage while it is held here.
+        storage = tensor.untyped_storage()
+        if self.storage is None or self.storage.cdata != storage._cdata:
+            self.storage = StorageWeakRef(storage)
+
+    def same_storage(self, tensor: torch.Tensor) -> bool:
+        return (
+            self.storage is not None
+            and self.pointer == tensor.data_ptr()
+            and self.storage.cdata == tensor.untyped_storage()._cdata
+        )
+
+    def unchanged(self, tensor: torch.Tensor) -> bool:
+        if self.version is None or not self.same_storage(tensor):
+            return False
+        if tensor._version != self.version:
+            return False
+        # A look at CUDA memory would wait for the device: there, version and activity decide alone.
+        return tensor.is_cuda or self._sample_agrees(tensor)
+
+    def _sample_agrees(self, tensor: torch.Tensor) -> bool:
+        count = tensor.numel()
+        if count <= SMALL:
+            return torch.equal(tensor, self.buffer)
+        if not (tensor.is_contiguous() and self.buffer.is_contiguous()):
+            if tensor.stride() != self.buffer.stride():
+                return False
+            tensor = tensor.as_strided((count,), (1,))
+            buffer = self.buffer.as_strided((count,), (1,))
+        else:
+            tensor, buffer = tensor.view(-1), self.buffer.view(-1)
+        step = count // SAMPLES
+        return torch.equal(tensor[::step], buffer[::step])
+
+
+class Bank:
+    """One complete set of copies, with whatever the owner wants to keep beside them."""
+
+    def __init__(self) -> None:
+        self.copies: dict[str, _Copy] = {}
+        self.beside: Any = None
+        self.transit: pinned.Transit | None = None
+        self._moment: activity.Moment | None = None
+
+    def take(
+        self, tensors: dict[str, torch.Tensor], beside: Any, stage: pinned.Stage, *, trust: bool
+    ) -> None:
+        # Read before anything is copied: what is noticed meanwhile counts for the next time.
+        moment = activity.moment()
+        self.beside = beside
+        if trust and moment == self._moment and self._unchanged(tensors):
+            return
+        self._moment = None  # until the copies are complete nothing in here can be trusted
+        copies: dict[str, _Copy] = {}
+        for name, tensor in tensors.items():
+            copy = self.copies.get(name)
+            copies[name] = copy if copy is not None and copy.fits(tensor) else _Copy(tensor)
+        self.copies = copies
+        changed = [(tensor, copies[name]) for name, tensor in tensors.items()]
+        self._copy(changed, stage)
+        for tensor, copy in changed:
+            copy.mark(tensor)
+        self._moment = moment
+
+    def _unchanged(self, tensors: dict[str, torch.Tensor]) -> bool:
+        copies = self.copies
+        return tensors.keys() == copies.keys() and all(
+            copies[name].fits(tensor) and copies[name].unchanged(tensor)
+            for name, tensor in tensors.items()
+        )
+
+    def _copy(self, changed: list[tuple[torch.Tensor, _Copy]], stage: pinned.Stage) -> None:
+        device = [(tensor, copy.buffer) for tensor, copy in changed if tensor.is_cuda]
+        host = [(tensor, copy.buffer) for tensor, copy in changed if not tensor.is_cuda]
+        self.transit = pinned.Transit() if device else None
+        with torch.no_grad():
+            if device and self.transit is not None:
+                pinned.send(device, stage, self.transit)
+            if host:
+                torch._foreach_copy_([buffer for _, buffer in host], [tensor for tensor, _ in host])
+
+    def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
+        """These tensors were just set to the copies: they are unchanged until something happens to them."""
+        for name, tensor in tensors.items():
+            copy = self.copies.get(name)
+            if copy is not None and copy.fits(tensor):
+                copy.mark(tensor)
+        self._moment = activity.moment()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {name: copy.buffer for name, copy in self.copies.items()}
+
+
+class Snapshot:
+    """The newest copies of named tensors, and the ones before where the newest may not count."""
+
+    def __init__(self) -> None:
+        self._banks = [Bank()]
+        self._newest = 0
+        self._filled = 0  # banks from the newest back that hold something
+        self._stage = pinned.Stage()
+
+    @property
+    def bank(self) -> Bank:
+        return self._banks[self._newest]
+
+    @property
+    def doubled(self) -> bool:
+        return len(self._banks) == 2
+
+    @property
+    def depth(self) -> int:
+        """How many sets of copies there are: the newest, and perhaps the one before."""
+        return self._filled
+
+    def double(self) -> None:
+        """From now on the copies before the newest are kept too."""
+        if not self.doubled:
+            self._banks.append(Bank())
+            self._newest = 0
+
+    def take(self, tensors: dict[str, torch.Tensor], beside: Any, *, trust: bool = True) -> None:
+        """Copies what may have changed. ``beside`` is kept as it is; ``trust=False`` copies everything.
+
+        On the CPU complete when it returns. CUDA copies are under way. Raises PeerLost if the last ones never counted.
+        """
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            self.double()
+        # The bank that is overwritten now is the one to go back to, unless the newest counts.
+        if self._filled and not self.counts():
+            raise PeerLost("the world broke before its last commit had left the GPU")
+        target = (self._newest + 1) % len(self._banks)
+        self._filled = min(self._filled, len(self._banks) - 1)
+        self._banks[target].take(tensors, beside, self._stage, trust=trust)
+        self._newest = target
+        self._filled += 1
+
+    def counts(self) -> bool:
+        """Whether the newest copies hold what was live when they were taken. Waits for copies under way."""
+        return self.bank.transit is None or self.bank.transit.counts()
+
+    def roll_back(self) -> bool:
+        """Gives the newest copies up for those before. False if there are none."""
+        self._filled -= 1
+        self._newest = (self._newest + 1) % len(self._banks)
+        return self._filled > 0

@@ -1,0 +1,277 @@
+"""What a training function keeps: values that are committed, restored, and brought to workers that lack them.
+
+`State` is the interface that scripts may subclass, `ObjectState` holds Python values. Models and optimizers are
+`torch_state`'s. Works without ``init()`` and without a driver, as a world of one. Never talks to the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from elastic.errors import Invalid
+
+if TYPE_CHECKING:
+    from elastic.collectives.interface import Collectives
+
+log = logging.getLogger("elastic.state")
+
+Broadcast = Callable[..., Any]  # object -> rank 0's object
+
+
+class State:
+    """Base of all states. A subclass gives ``save``, ``restore`` and ``sync``, and may react to a change in ``reset``.
+
+    ``bcast_object`` (object -> rank 0's object) and ``get_rank`` are the runtime's unless given.
+    """
+
+    _whole = True
+    _in_save = False
+
+    def __init__(
+        self,
+        bcast_object: Broadcast | None = None,
+        get_rank: Callable[[], int] | None = None,
+    ) -> None:
+        self._bcast_object: Broadcast = bcast_object or _broadcast_object
+        self._rank: Callable[[], int] = get_rank or _rank
+        self._host_messages: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self._last_updated_timestamp: Any = 0
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    # ---- what scripts call -----------------------------------------------------------------------
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Called in order, without arguments, after every change of the world."""
+        self._reset_callbacks.extend(callbacks)
+
+    def commit(self) -> None:
+        """Makes the present state the one that a failure goes back to, then looks whether the world is to change.
+
+        Raises Invalid if a value can't be copied, WorldChanging and PeerLost to unwind to ``elastic.run``.
+        """
+        with self._saving():
+            self.save()
+        from elastic import runtime
+
+        rt = runtime.active()
+        if rt is not None:
+            rt.committed()
+            if rt.env.digest_commits:
+                rt.report_digest(self.digest(), self.digest_buffers())
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Looks whether the world is to change, without saving. Raises WorldChanging, PeerLost."""
+        while not self._host_messages.empty():
+            timestamp, _ = self._host_messages.get()
+            self._last_updated_timestamp = max(self._last_updated_timestamp, timestamp)
+        from elastic import runtime
+
+        rt = runtime.active()
+        if rt is not None:
+            rt.check()
+
+    def save(self) -> None:
+        """Keeps a copy of the present state."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to the copy."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Makes the state equal to rank 0's, everywhere, and saves it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """The world has changed; called before the callbacks."""
+
+    # ---- what the run loop calls -----------------------------------------------------------------
+
+    def on_reset(self) -> None:
+        """The world has changed: forgets old news, resets, calls the callbacks."""
+        self._host_messages = queue.Queue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: Any, update_result: Any) -> None:
+        """News of the hosts, from any thread; the next check looks at it."""
+        self._host_messages.put((timestamp, update_result))
+
+    def layout(self) -> str:
+        """What must agree on all workers, one line each. Empty: nothing is compared."""
+        return ""
+
+    def transfer(self, group: Collectives, root: int, *, expected_equal: bool = False) -> int:
+        """Rank ``root`` of the group sends its state to the others. Returns bytes copied. Does not save."""
+        return 0
+
+    def digest(self) -> int:
+        """63-bit digest of the committed parameters; 0 if there are none."""
+        return 0
+
+    def digest_buffers(self) -> int:
+        """The same of the committed buffers."""
+        return 0
+
+    def valid(self) -> bool:
+        """Whether the last save is whole. One that raised half-way is not, until another succeeds."""
+        return self._whole
+
+    def held_back(self) -> int:
+        """How many of the newest commits do not count: see `TorchState.held_back`."""
+        return 0
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Around a save: until the outermost one has succeeded there is no whole commit."""
+        outermost = not self._in_save
+        self._in_save, self._whole = True, False
+        try:
+            yield
+        finally:
+            if outermost:
+                self._in_save = False
+        if outermost:
+            self._whole = True
+
+
+class ObjectState(State):
+    """Python values as attributes: ``ObjectState(epoch=0, batch=0)``. Committed and restored as deep copies.
+
+    The keywords say what belongs to the state; attributes set later do not.
+    """
+
+    if TYPE_CHECKING:  # the attributes are whatever the keywords say
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __init__(
+        self,
+        bcast_object: Broadcast | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        refuse_method_names(kwargs)
+        self._saved_state: dict[str, Any] = dict(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self._saved_state = self._copied(kwargs)
+
+    def save(self) -> None:
+        with self._saving():
+            self._saved_state = self._copied(self._values())
+
+    def restore(self) -> None:
+        if not self.valid():
+            log.warning(
+                "the last save() did not complete, so there is nothing whole to restore:"
+                " values stay as they are"
+            )
+            return
+        self._restore_values()
+
+    def sync(self) -> None:
+        """Makes the values equal to rank 0's present ones, everywhere, and commits them."""
+        if custom_broadcast(self):
+            self._take_over(self._bcast_object(self._values()))
+        else:
+            broadcast_state(self)
+        self.save()
+        from elastic import runtime
+
+        rt = runtime.active()
+        if rt is not None:
+            rt.committed()
+
+    def transfer(self, group: Collectives, root: int, *, expected_equal: bool = False) -> int:
+        """Raises StateMismatch at a receiver that can't read the values, Invalid at a root that can't pickle them."""
+        from elastic.state import exchange
+
+        moved, values = exchange.transfer(group, root, {}, self._values(), self.layout())
+        if group.rank != root:
+            self._take_over(values)
+        return moved
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._saved_state}
+
+    def _copied(self, values: dict[str, Any]) -> dict[str, Any]:
+        from elastic.state.python_values import copied
+
+        return {
+            name: copied(value, f"state.{name}", self._referred()) for name, value in values.items()
+        }
+
+    def _referred(self) -> list[object]:
+        """Objects that values may point to without owning them."""
+        return []
+
+    def _restore_values(self) -> None:
+        for name, value in self._copied(self._saved_state).items():
+            setattr(self, name, value)
+
+    def _take_over(self, values: dict[str, Any]) -> None:
+        # The names are rank 0's from now on; what is committed stays, until the next save.
+        self._saved_state = {name: self._saved_state.get(name, v) for name, v in values.items()}
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+def broadcast_state(state: State) -> None:
+    """Sends rank 0's state to the whole world. Raises PeerLost, StateMismatch."""
+    from elastic import runtime
+
+    rt = runtime.active()
+    if rt is None:
+        return
+    import torch
+
+    group = rt.group("state", torch.device("cpu"))
+    if group.size > 1:
+        with rt.guard():
+            state.transfer(group, root=0)
+
+
+def refuse_method_names(names: Iterable[str]) -> None:
+    """Raises Invalid: a value called ``commit`` would hide the method that the run loop calls."""
+    for name in names:
+        if callable(getattr(ObjectState, name, None)) or name.startswith("_"):
+            raise Invalid(f"a state can't have a value called {name!r}; choose another name")
+
+
+def custom_broadcast(state: State) -> bool:
+    """Whether the state was given a ``bcast_object`` that is not the runtime's."""
+    if state._bcast_object is _broadcast_object:
+        return False
+    from elastic.broadcasting import broadcast_object
+
+    return state._bcast_object is not broadcast_object
+
+
+def has_custom_sync(state: State) -> bool:
+    """Whether the state is synchronized by code that is not ours, and therefore by all workers at once."""
+    ours = getattr(type(state).sync, "__module__", "").startswith("elastic.state.")
+    foreign: Callable[[], dict[str, Any]] = getattr(state, "_foreign_handlers", dict)
+    return not ours or custom_broadcast(state) or bool(foreign())
+
+
+def _broadcast_object(value: Any) -> Any:
+    from elastic.broadcasting import broadcast_object
+
+    return broadcast_object(value, root_rank=0)
+
+
+def _rank() -> int:
+    from elastic import runtime
+
+    rt = runtime.active()
+    return 0 if rt is None else rt.place.rank

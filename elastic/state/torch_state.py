@@ -1,0 +1,230 @@
+"""A state of models, optimizers, samplers and Python values. Each is a part (see `part`); this keeps them in step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic.state import digest, exchange
+from elastic.state.handlers import StateHandler, handler_for
+from elastic.state.model_state import ModelStateHandler
+from elastic.state.part import Part
+from elastic.state.random_state import RandomState
+from elastic.state.snapshot import Snapshot
+from elastic.state.state import ObjectState, log, refuse_method_names
+
+if TYPE_CHECKING:
+    from elastic.collectives.interface import Collectives
+
+
+class TorchState(ObjectState):
+    """Models, optimizers, learning rate schedulers, gradient scalers and samplers by keyword; other values as they are.
+
+    ``TorchState(model=net, optimizer=sgd, sampler=sampler, epoch=0)``. ``rng=True`` commits and restores this worker's
+    random generators too (torch, CUDA, numpy, random); they are never sent to others. Assigning a handled name, as in
+    ``state.model = other``, handles and saves the new value. Raises Invalid if a value can't be copied.
+
+    ``save`` copies what may have changed into host buffers made once; ``restore`` sets exactly the committed bits, in
+    place, drops optimizer entries made since, and clears gradients.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        rng: Any = False,
+        **kwargs: Any,
+    ) -> None:
+        values: dict[str, Any] = {"model": model, "optimizer": optimizer, **kwargs}
+        if not isinstance(rng, bool):  # a script's own value of that name
+            values["rng"] = rng
+        refuse_method_names(values)
+        self._handlers: dict[str, StateHandler] = {}
+        for name, value in values.items():
+            handler = handler_for(name, value)
+            if handler is not None:
+                self._handlers[name] = handler
+                object.__setattr__(self, name, value)
+        self._random = RandomState() if rng is True else None
+        self._begun = 0  # saves; tells a digest that a save came in between
+        self._previous: dict[str, Any] | None = (
+            None  # values of the commit before, where it may be needed
+        )
+        super().__init__(**{name: v for name, v in values.items() if name not in self._handlers})
+        if self._random is not None:
+            self._random.save()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handlers: dict[str, StateHandler] = self.__dict__.get("_handlers", {})
+        if name in handlers or (
+            name in self.__dict__.get("_saved_state", ()) and value is not None
+        ):
+            handler = handlers.get(name)
+            if handler is None or handler.value is not value:
+                self._handle(name, value)
+        super().__setattr__(name, value)
+
+    def _handle(self, name: str, value: Any) -> None:
+        """A name gets another value: which may be of a kind that is handled differently."""
+        present = self._handlers.get(name)
+        handler = None
+        if present is None or not isinstance(value, type(present.value)):
+            handler = handler_for(name, value)
+            if present is None and handler is None:
+                return
+        if handler is not None:
+            self._handlers[name] = handler
+            self._saved_state.pop(name, None)
+        elif present is not None and isinstance(value, type(present.value)):
+            present.set_value(value)
+        else:
+            del self._handlers[name]
+            self._saved_state[name] = self._copied({name: value})[name]
+
+    def _parts(self) -> dict[str, Part]:
+        """The values that travel in one transfer."""
+        return {
+            name: handler
+            for name, handler in self._handlers.items()
+            if isinstance(handler, Part) and type(handler).sync is Part.sync
+        }
+
+    def _foreign_handlers(self) -> dict[str, StateHandler]:
+        """Handlers with a ``sync`` of their own."""
+        parts = self._parts()
+        return {name: each for name, each in self._handlers.items() if name not in parts}
+
+    def _models(self) -> dict[str, ModelStateHandler]:
+        return {
+            name: part
+            for name, part in self._handlers.items()
+            if isinstance(part, ModelStateHandler)
+        }
+
+    def _snapshots(self) -> list[Snapshot]:
+        return [part.snapshot for part in self._handlers.values() if isinstance(part, Part)]
+
+    def _referred(self) -> list[object]:
+        return [handler.value for handler in self._handlers.values()]
+
+    # ---- commits ---------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Copies what may have changed since the last save. Raises Invalid, PeerLost."""
+        with self._saving():
+            self._begun += 1
+            # First what is likely to fail: then the tensors of the last commit are still whole.
+            values = self._copied(self._values())
+            doubled = any(snapshot.doubled for snapshot in self._snapshots())
+            if doubled:  # all parts go back to the same commit, or none does
+                for snapshot in self._snapshots():
+                    snapshot.double()
+            for handler in self._handlers.values():
+                handler.save()
+            self._previous = self._saved_state if doubled else None
+            self._saved_state = values
+            if self._random is not None:
+                self._random.save(keep=doubled)
+
+    def restore(self) -> None:
+        """Goes back to the last commit that counts. After a torn save there is none: only gradients are cleared."""
+        if not self.valid():
+            log.warning(
+                "the last save() did not complete, so there is nothing whole to restore:"
+                " values stay as they are"
+            )
+            for model in self._models().values():
+                model.value.zero_grad(set_to_none=True)
+            return
+        if self.held_back():
+            self._roll_back()
+        for handler in self._handlers.values():
+            handler.restore()
+        self._restore_values()
+        if self._random is not None:
+            self._random.restore()
+
+    def valid(self) -> bool:
+        """Whether there is a whole commit to go back to. Waits for copies from a GPU, within a bound."""
+        if not super().valid():
+            return False
+        return not self.held_back() or (self._previous is not None and self._depth() > 1)
+
+    def held_back(self) -> int:
+        """How many of the newest commits do not count, because they had not left the GPU before an abort: 0 or 1."""
+        return int(any(not snapshot.counts() for snapshot in self._snapshots()))
+
+    def _depth(self) -> int:
+        return min((snapshot.depth for snapshot in self._snapshots()), default=1)
+
+    def _roll_back(self) -> None:
+        for snapshot in self._snapshots():
+            snapshot.roll_back()
+        assert self._previous is not None
+        self._saved_state, self._previous = self._previous, None
+        if self._random is not None:
+            self._random.roll_back()
+
+    def reset(self) -> None:
+        """The world has changed: samplers deal out anew what is left."""
+        for handler in self._handlers.values():
+            if isinstance(handler, Part):
+                handler.reset()
+
+    # ---- other workers ---------------------------------------------------------------------------
+
+    def layout(self) -> str:
+        """``model.0.weight float32 [10, 20]``, ``optimizer SGD groups [4]``; no values, no optimizer entries."""
+        return "\n".join(line for part in self._parts().values() for line in part.layout())
+
+    def sync(self) -> None:
+        """Makes everything equal to rank 0's present state, everywhere, and commits it. Raises StateMismatch."""
+        for handler in self._foreign_handlers().values():
+            handler.sync()
+        super().sync()
+
+    def transfer(self, group: Collectives, root: int, *, expected_equal: bool = False) -> int:
+        """Rank ``root`` sends its live state, the others receive it in place. Returns bytes copied. Does not save.
+
+        ``expected_equal``: the receiver holds the same commit, so a parameter that differs from it is named in a
+        warning. Raises StateMismatch at a receiver whose layout differs, after everything was received.
+        """
+        moved, values = exchange.transfer(group, root, self._parts(), self._values(), self.layout())
+        if group.rank == root:
+            return moved
+        self._take_over(values)
+        if expected_equal:
+            names = [name for model in self._models().values() for name in model.differing()]
+            if names:
+                log.warning(
+                    "%d parameters differed from rank %d's under the same commit: %s",
+                    len(names),
+                    root,
+                    ", ".join(names),
+                )
+        return moved
+
+    def digest(self) -> int:
+        """63-bit digest of the committed parameters. 0 if there are none, or if a save began meanwhile: ask again."""
+        return self._digest(
+            (f"{name}.{key}", tensor)
+            for name, model in self._models().items()
+            for key, tensor in model.digested().items()
+        )
+
+    def digest_buffers(self) -> int:
+        """The same of the committed persistent buffers."""
+        return self._digest(
+            (f"{name}.{key}", tensor)
+            for name, model in self._models().items()
+            for key, tensor in model.digested_buffers().items()
+        )
+
+    def _digest(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        begun = self._begun
+        if not self.valid():
+            return 0
+        made = digest.digest(tensors)
+        return made if begun == self._begun else 0

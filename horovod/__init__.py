@@ -1,0 +1,21 @@
+"""The door for scripts written for Horovod: its names and its quirks, and nothing else. The work is done in `elastic`.
+
+``__version__`` names the version of Horovod whose API this is; after the ``+`` stands who provides it, so that a
+script which compares versions finds what it expects and a reader of a log sees the difference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.28.1+hvd.elastic"
+
+__all__ = ["run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run":
+        from horovod.runner import run
+
+        return run
+    raise AttributeError(f"module 'horovod' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""What Horovod keeps apart from any framework: exceptions, and State without tensors."""

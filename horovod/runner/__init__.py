@@ -1,0 +1,93 @@
+"""``horovod.run``: Horovod's way to call a function on many workers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elastic.errors import Invalid
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Calls ``func(*args, **kwargs)`` on ``num_proc`` workers; returns the values by rank.
+
+    ``num_proc`` is 1 by default, and ``min_num_proc`` where that is given. The other arguments are Horovod's;
+    ``disable_cache`` and ``use_gloo`` change nothing, because there is no such cache and nothing but Gloo. ``np``,
+    ``min_np`` and ``max_np`` are old names of ``num_proc`` and its limits.
+
+    Raises Invalid (a ValueError) for arguments that have no meaning here, JobFailed if the job does not succeed.
+    """
+    unknown = {"ssh_port": ssh_port, "ssh_identity_file": ssh_identity_file}
+    unknown |= {"use_mpi": use_mpi, "mpi_args": mpi_args}
+    for name, value in unknown.items():
+        if value:
+            why = "MPI is not used" if "mpi" in name else "hosts are not reached over ssh"
+            raise Invalid(f"horovod.run({name}=...): {why} here; leave it out")
+    if network_interface and network_interfaces:
+        raise Invalid("network_interface and network_interfaces mean the same; give one of them")
+
+    from elastic.launching import launch
+
+    least = _renamed("min_num_proc", min_num_proc, "min_np", min_np)
+    return launch(
+        func,
+        args,
+        kwargs,
+        np=_renamed("num_proc", num_proc, "np", np) or least or 1,
+        min_np=least,
+        max_np=_renamed("max_num_proc", max_num_proc, "max_np", max_np),
+        slots_per_host=slots,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
+        hosts=hosts,
+        hostfile=hostfile,
+        host_discovery_script=host_discovery_script,
+        start_timeout=start_timeout,
+        output_filename=output_filename,
+        verbose=bool(verbose),
+        network_interface=network_interface or ",".join(network_interfaces or ()) or None,
+        executable=executable,
+    )
+
+
+def _renamed(name: str, value: int | None, old_name: str, old_value: int | None) -> int | None:
+    if old_value is None:
+        return value
+    if value is not None:
+        raise Invalid(f"{old_name} is the old name of {name}; give {name} only")
+    warnings.warn(
+        f"horovod.run({old_name}=...) is deprecated; use {name}", DeprecationWarning, stacklevel=3
+    )
+    return old_value
+
+
+__all__ = ["run"]

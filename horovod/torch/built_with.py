@@ -1,0 +1,68 @@
+"""Horovod's questions about how it was built. There is no MPI here; Gloo and NCCL are the ones in torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def mpi_threads_supported() -> bool:
+    return False
+
+
+def mpi_enabled() -> bool:
+    return False
+
+
+def mpi_built() -> bool:
+    return False
+
+
+def gloo_enabled() -> bool:
+    return True
+
+
+def gloo_built() -> bool:
+    return True
+
+
+def nccl_built() -> int:
+    """NCCL's version as one number, 2.21.5 being 22105; 0 without NCCL."""
+    if not torch.distributed.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def ddl_built() -> bool:
+    return False
+
+
+def ccl_built() -> bool:
+    return False
+
+
+def cuda_built() -> bool:
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    return torch.version.hip is not None
+
+
+def check_has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+__all__ = [
+    "ccl_built",
+    "check_has_gpu",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]

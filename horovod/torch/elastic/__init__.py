@@ -1,0 +1,8 @@
+"""``hvd.elastic``: the run loop, states and the sampler."""
+
+from __future__ import annotations
+
+from elastic.run_loop import run
+from elastic.state import ElasticSampler, ObjectState, State, TorchState
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]

@@ -1,0 +1,23 @@
+"""TorchState and its handlers, for scripts that register their own."""
+
+from __future__ import annotations
+
+from elastic.state import TorchState
+from elastic.state.handlers import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StateHandler,
+    get_handler_registry,
+    set_handler_registry,
+)
+
+__all__ = [
+    "ModelStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]

@@ -1,0 +1,106 @@
+"""Ranks under test as real processes that stay: each test sends them a function and gets every rank's result.
+
+Starting a process and importing torch takes seconds, so a module's tests share them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+START_S = 60.0
+RUN_S = 60.0
+
+kept: dict[str, Any] = {}  # what a test's functions leave in a rank's process for later ones
+
+
+class Died(Exception):
+    """The rank's process is gone."""
+
+
+class Ranks:
+    """``run(function, *arguments)`` calls ``function(rank, size, *arguments)`` on every rank at once."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.size = size
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, size), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            assert pipe.poll(START_S), "a rank did not start"
+            assert pipe.recv() == "started"
+
+    def pid(self, rank: int) -> int:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Every rank's result. Raises AssertionError with the traceback of the first rank that raised."""
+        self.start(function, *arguments)
+        results = [self.result(rank) for rank in range(self.size)]
+        for rank, result in enumerate(results):
+            assert not isinstance(result, Exception), f"rank {rank}: {result}"
+        return results
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        # By value, because the ranks can't import test modules by the names that pytest gives them.
+        module = sys.modules[function.__module__]
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            blob = cloudpickle.dumps((function, arguments))
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+        for pipe in self._pipes:
+            pipe.send_bytes(blob)
+
+    def result(self, rank: int) -> Any:
+        """What one rank returned; an exception object if it raised or died."""
+        pipe = self._pipes[rank]
+        if not pipe.poll(RUN_S):
+            return TimeoutError(f"no result within {RUN_S:g} s")
+        try:
+            return cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return Died(f"exit code {self._processes[rank].exitcode}")
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+def _serve(pipe: Connection, rank: int, size: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    pipe.send("started")
+    while True:
+        try:
+            blob = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, arguments = cloudpickle.loads(blob)
+            result = function(rank, size, *arguments)
+        except BaseException:
+            result = RuntimeError(traceback.format_exc())
+        pipe.send_bytes(cloudpickle.dumps(result))

@@ -1,0 +1,272 @@
+"""Trains a small model the same way whatever the world: the batch of a step is fixed, and dealt out to the ranks.
+
+What happens it appends to ``history/<worker>.jsonl``, which `integration.history` reads. What it is to suffer comes
+from the environment, as rules like ``slot=0,step=7,place=forward;...``. A rule means the first worker of its slot, or
+``start=2`` the second, or ``start=any``; without a slot, every worker; ``size=1`` or ``generation=2``, only in such a
+world.
+
+DIE      SIGKILL at the place.
+RAISE    an exception at the place: ``error=`` value, horovod, shape, large shape.
+WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards.
+HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
+         exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import light  # noqa: F401  -- first
+import problem
+import torch
+
+import elastic
+from elastic import runtime
+from elastic.horovod_errors import HorovodInternalError
+
+DEADLINE_S = 60.0
+WORKER = os.environ["ELASTIC_WORKER"]
+HOST = WORKER.rpartition(":")[0]
+SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
+STEPS = int(os.environ.get("STEPS", "10"))
+NEVER = -1
+
+
+def rules(name: str) -> list[dict[str, str]]:
+    text = os.environ.get(name, "")
+    return [dict(pair.split("=") for pair in rule.split(",")) for rule in text.split(";") if rule]
+
+
+RULES = {name: rules(name) for name in ("DIE", "RAISE", "WAIT")}
+
+
+def at(place: str, step: int) -> None:
+    """Here this worker may have to wait, to raise, or to die."""
+    for rule in RULES["WAIT"]:
+        if meant(rule, place, step):
+            Path(f"waits.{place}.{SLOT}".replace(" ", "_")).touch()
+            until_exists(rule["file"])
+            if rule.get("then") == "collective":  # which raises, if the world has broken meanwhile
+                elastic.allreduce(torch.ones(1), name="then")
+    for rule in RULES["DIE"]:
+        if meant(rule, place, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+    for rule in RULES["RAISE"]:
+        if meant(rule, place, step):
+            match rule["error"]:
+                case "value":
+                    raise ValueError("this sample is damaged")
+                case "horovod":
+                    raise HorovodInternalError("the script has had enough of this world")
+                case "shape":
+                    elastic.allgather(torch.ones(1, 1 + elastic.rank()), name="unequal")
+                case "large shape":
+                    elastic.allreduce(torch.ones(1 + elastic.rank() * 2**20), name="unequal")
+
+
+def meant(rule: dict[str, str], place: str, step: int) -> bool:
+    asked = {"start": "1"} | rule
+    mine = {"place": place, "slot": SLOT, "host": HOST, "step": step, "start": START}
+    if rule["place"] == place and runtime.active() is not None:
+        mine |= {"size": elastic.size(), "generation": runtime.current().generation}
+    return all(key not in asked or asked[key] in (str(mine[key]), "any") for key in mine)
+
+
+def until_exists(name: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not Path(name).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody made {name}")
+        time.sleep(0.002)
+
+
+def record(what: str, **fields: Any) -> None:
+    rt = runtime.current()
+    fields |= {"what": what, "generation": rt.generation, "at": time.monotonic()}
+    fields |= {"worker": WORKER, "rank": rt.place.rank, "size": rt.place.size, "pid": os.getpid()}
+    log = os.open(f"history/{WORKER}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.write(log, json.dumps(fields).encode() + b"\n")
+    os.close(log)
+
+
+class State(elastic.TorchState):
+    """Says what it saves. A save inside ``commit`` is a place to die at, before and after."""
+
+    committing = False
+
+    def commit(self) -> None:
+        self.committing = True
+        try:
+            super().commit()
+        finally:
+            self.committing = False
+
+    def save(self) -> None:
+        if self.committing:
+            at("commit", self.step)
+        super().save()
+        record("save", step=self.step)
+        if self.committing:
+            at("saved", self.step)
+
+    def restore(self) -> None:
+        at("restore", self.step)
+        super().restore()
+
+    def transfer(self, group: Any, root: int, **rest: Any) -> int:
+        return super().transfer(Watched(group, self), root, **rest)
+
+
+class Watched:
+    """A group in whose third broadcast, the first with tensors, a place lies."""
+
+    def __init__(self, group: Any, state: State) -> None:
+        self._group, self._state, self._calls = group, state, 0
+
+    def broadcast(self, *args: Any) -> Any:
+        self._calls += 1
+        if self._calls == 3:
+            at("copying", self._state.step)
+        return self._group.broadcast(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def digest(state: State) -> str:
+    """Of everything that must be equal: parameters, the optimizer's state and options, the Python values."""
+    whole = hashlib.sha256(f"{state.step} {state.seen}".encode())
+    for tensor in state.model.state_dict().values():
+        whole.update(tensor.numpy().tobytes())
+    kept = state.optimizer.state_dict()
+    for entries in kept["state"].values():
+        for name, value in sorted(entries.items()):
+            content = value.numpy().tobytes() if isinstance(value, torch.Tensor) else str(value)
+            whole.update(name.encode())
+            whole.update(content if isinstance(content, bytes) else content.encode())
+    for group in kept["param_groups"]:
+        whole.update(repr(sorted(group.items())).encode())
+    return whole.hexdigest()
+
+
+def holding(step: int) -> bool:
+    """The same on all ranks: they compare what they see."""
+    for rule in os.environ.get("HOLD", "").split(";"):
+        place, _, wish = rule.partition(":")
+        if not rule or int(place) != step:
+            continue
+        kind, _, value = wish.partition("=")
+        if kind == "size" and elastic.size() == int(value):
+            continue
+        met = torch.tensor([float(kind == "file" and Path(value).exists())])
+        if not elastic.allreduce(met, op=elastic.Sum, name="met").item():
+            return True
+    return False
+
+
+def one_step(state: State) -> float:
+    model, optimizer = state.model, state.optimizer
+    inputs, wanted = problem.batch(state.step)
+    rank, size = elastic.rank(), elastic.size()
+    match os.environ.get("ZERO_GRAD"):
+        case "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        case "model":
+            model.zero_grad()
+        case _:
+            optimizer.zero_grad()
+    difference = model(inputs[rank::size]) - wanted[rank::size]
+    loss = difference.square().sum() / problem.SAMPLES
+    loss.backward()
+    optimizer.step()
+    problem.change_options(state.step, optimizer)
+    return float(elastic.allreduce(loss.detach(), op=elastic.Sum, name="loss"))
+
+
+def careless_step(state: State) -> float:
+    """As in scripts that expect any error to be one of theirs."""
+    try:
+        return one_step(state)
+    except Exception as error:
+        record("swallowed", error=repr(error))
+        raise
+
+
+def greet() -> None:
+    """Collectives before ``elastic.run``, more than one."""
+    for name in ("hello", "again"):
+        total = elastic.allreduce(torch.ones(1), op=elastic.Sum, name=name)
+        record("greeted", total=float(total), name=name)
+
+
+def resources() -> dict[str, int]:
+    """Open descriptors and threads, once those of the last world are gone."""
+    counts = {"fds": 0, "threads": 0}
+    deadline = time.monotonic() + 5
+    while True:
+        before = counts
+        time.sleep(0.1)
+        counts = {
+            "fds": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "python": threading.active_count(),
+        }
+        if counts == before or time.monotonic() > deadline:
+            return counts
+
+
+def main() -> None:
+    Path("history").mkdir(exist_ok=True)
+    at("before init", NEVER)
+    elastic.init()
+    if "GREET" in os.environ:
+        greet()
+    own_weights, wider = "OWN_WEIGHTS" in os.environ, WORKER in os.environ.get("WIDER", "").split()
+    model = problem.model(SLOT if own_weights else 0, 9 if wider else 8)
+    descent = problem.optimizer(os.environ.get("OPTIMIZER", "SGD"), model)
+    optimizer = elastic.DistributedOptimizer(
+        descent, named_parameters=model.named_parameters(), op=elastic.Sum
+    )
+    # `seen` grows in place: a commit has to copy it, not to refer to it.
+    state = State(model=model, optimizer=optimizer, step=0, seen=[])
+    state.register_reset_callbacks([lambda: at("reset", state.step)])
+    model[0].register_forward_hook(lambda *_: at("forward", state.step))
+    list(model.parameters())[1].register_hook(lambda _: at("backward", state.step))
+    optimizer.register_step_post_hook(lambda *_: at("optimizer", state.step))
+    at("before run", NEVER)
+    step = careless_step if "CARELESS" in os.environ else one_step
+
+    @elastic.run
+    def train(state: State) -> None:
+        used = resources() if "COUNT" in os.environ else {}
+        record("enter", step=state.step, sha=digest(state), **used)
+        print(f"slot {SLOT} enters", flush=True)
+        assert state.seen == list(range(state.step)), state.seen
+        at("enter", state.step)
+        while state.step < STEPS:
+            if holding(state.step):
+                time.sleep(0.01)
+                state.commit()
+                continue
+            loss = step(state)
+            record("step", step=state.step, loss=loss)
+            state.seen.append(state.step)
+            state.step += 1
+            at("stepped", state.step)
+            state.commit()
+        at("end", state.step)
+
+    train(state)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    record("done", step=state.step, sha=digest(state), parameters=flat.tolist())
+
+
+if __name__ == "__main__":
+    main()

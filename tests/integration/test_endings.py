@@ -1,0 +1,172 @@
+"""However a job ends, nothing of it is left: no process, no port, no orphan; and its output has found its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+
+from integration.history import SCRIPTS, TRAINING, History, kill_slot, pid_of, sizes, started
+from integration.job import Job
+
+LOADING = ["python", SCRIPTS / "loading.py"]
+
+
+def interrupt(running: Job) -> None:
+    """As a terminal does it: the whole foreground process group gets the signal."""
+    os.killpg(running.driver.pid, signal.SIGINT)
+
+
+def within(seconds: float, true, awaited: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {awaited}"
+        time.sleep(0.02)
+
+
+def ports(running: Job) -> set[tuple[str, int]]:
+    """Addresses on which a process of the job listens."""
+    found = set()
+    for process in running.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in psutil.Process(process.pid).net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add(tuple(connection.laddr))
+    return found
+
+
+def answers(address: tuple[str, int]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(address) == 0
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_in_training_ends_the_job_with_130(job):
+    training = started(job, 2, HOLD="3:file=never")
+    training.until(lambda: bool(History(training).all("step")), "training")
+    began = time.monotonic()
+    interrupt(training)
+    assert training.wait(15) == 130
+    assert time.monotonic() - began < 10
+    training.wait_for("stopping: Ctrl-C at the driver")
+    assert "a bug in the driver" not in training.output
+
+
+def test_ctrl_c_while_workers_start_ends_the_job_with_130(job):
+    training = started(job, 2)
+    training.wait_for("starting 2 workers")
+    interrupt(training)
+    assert training.wait(15) == 130
+
+
+def test_ctrl_c_twice_does_not_wait_for_anybody(job):
+    """The workers take no notice of anything but SIGKILL."""
+    stubborn = job(
+        "-np 2 --min-np 1", ["sh", "-c", "trap '' TERM INT HUP; echo up; while :; do sleep 1; done"]
+    )
+    stubborn.wait_for("up", count=2)
+    interrupt(stubborn)
+    interrupt(stubborn)
+    assert stubborn.wait(5) == 130
+
+
+def test_sigterm_at_the_driver_ends_the_job_with_143(job):
+    training = started(job, 2, HOLD="3:file=never")
+    training.until(lambda: bool(History(training).all("step")), "training")
+    training.driver.terminate()
+    assert training.wait(15) == 143
+
+
+# ---- kill -9 -------------------------------------------------------------------------------------
+
+
+def test_kill_9_of_the_driver_leaves_no_process_and_no_port(job):
+    """Neither workers nor DataLoader workers nor what those started."""
+    loading = job("-np 2 --min-np 1", LOADING, env={"STAY": "1", "GRANDCHILD": "1", "STEPS": "5"})
+    for slot in range(2):
+        loading.until((loading.folder / f"stays.{slot}").exists, "a busy worker")
+    assert len(loading.processes()) >= 1 + 2 * (1 + 2 + 2)
+    listening = ports(loading)
+    assert listening
+    loading.driver.kill()
+    within(10, lambda: not loading.processes(), f"the end of {loading.processes()}")
+    assert not any(answers(address) for address in listening)
+
+
+def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
+    loading = job(
+        "-np 2 --min-np 1 --blacklist-cooldown-range 60 60",
+        LOADING,
+        env={"STAY": "1", "STEPS": "5", "GRANDCHILD": "1"},
+    )
+    for slot in range(2):
+        loading.until((loading.folder / f"stays.{slot}").exists, "a busy worker")
+    worker = psutil.Process(pid_of(loading, 1))
+    family = worker.children(recursive=True)
+    assert len(family) >= 4
+    kill_slot(loading, 1)
+    within(
+        10, lambda: not any(p.is_running() and p.status() != "zombie" for p in family), "their end"
+    )
+    (loading.folder / "go").touch()
+    loading.succeed()
+    assert sizes(loading)[-1] == 1
+
+
+def test_a_job_that_succeeds_leaves_no_grandchild(job):
+    loading = job("-np 2", LOADING, env={"STEPS": "3", "GRANDCHILD": "1"})
+    loading.succeed()
+    within(5, lambda: not loading.processes(), "the end of the grandchildren")
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+def test_output_has_the_rank_before_each_line_and_goes_to_files_too(job):
+    words = ["sh", "-c", "sleep 0.2; echo out of $HOROVOD_RANK; echo err of $HOROVOD_RANK >&2"]
+    running = job("-np 2 --output-filename out -prefix-timestamp", words)
+    running.succeed()
+    for slot in range(2):
+        running.wait_for(rf"^\d{{4}}-.*\[localhost:{slot}\] out of {slot}")
+
+
+def test_output_of_ranks_goes_to_a_file_for_each(job):
+    running = job("-np 2 --output-filename out", ["python", SCRIPTS / "plain.py", "-1", "0"])
+    running.succeed()
+    running.wait_for(r"^\[0\] step 4")
+    running.wait_for(r"^\[1\] step 4")
+    for rank in range(2):
+        lines = (running.folder / "out" / f"rank.{rank}" / "stdout").read_text().splitlines()
+        assert lines == [f"step {step} 2.0" for step in range(5)]
+
+
+def test_output_follows_the_rank_when_the_world_shrinks(job):
+    training = started(
+        job,
+        3,
+        "--blacklist-cooldown-range 60 60 --output-filename out",
+        DIE="slot=0,step=3,place=forward",
+    )
+    training.succeed()
+    training.wait_for(r"^\[2\] slot 2 enters")
+    training.wait_for(r"^\[1\] slot 2 enters")
+    assert "slot 2 enters" in (training.folder / "out" / "rank.1" / "stdout").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT])
+def test_a_stop_while_below_min_np(job, number):
+    training = job(
+        "-np 2 --min-np 2 --blacklist-cooldown-range 60 60",
+        TRAINING,
+        env={"DIE": "slot=1,step=3,place=forward"},
+    )
+    training.wait_for("waiting for 1 more worker")
+    training.driver.send_signal(number)
+    assert training.wait(15) == 128 + number

@@ -1,0 +1,242 @@
+"""What every implementation of the collectives seam has to do. Subclass it and say how to make a world."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.collectives.interface import Collectives, Op
+from elastic.errors import CollectiveFailed
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EVERY = [*INTEGERS, *FLOATS, torch.bool, torch.complex64]
+WAKE_S = 2.0  # generous: measured are milliseconds
+
+REFERENCE: dict[Op, Callable[[Any, Any], Any]] = {
+    Op.SUM: operator.add,
+    Op.PRODUCT: operator.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+}
+
+
+def small(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers that differ between ranks, and whose sums and products are exact in every dtype."""
+    return ((torch.arange(length) + 2 * rank) % 3 + 1).to(dtype)
+
+
+class CollectivesContract:
+    """Tests run every rank in a thread of its own: ``self.on_all(world, function)``."""
+
+    def make(self) -> list[Collectives]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def world(self) -> Iterator[list[Collectives]]:
+        groups = self.make()
+        yield groups
+        for group in groups:
+            group.abort()
+        for group in groups:
+            group.close()
+
+    def on_all(self, world: list[Collectives], function: Callable[[Collectives], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(world)) as pool:
+            return list(pool.map(function, world, timeout=30))
+
+    @pytest.mark.parametrize("op", list(REFERENCE))
+    @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+    def test_allreduce_is_exact_for_small_numbers(self, world, dtype, op):
+        def reduced(group):
+            tensors = [small(group.rank, length, dtype) for length in (0, 1, 7, 1000)]
+            works = [group.allreduce(tensor, op) for tensor in tensors]
+            for work in works:
+                work.wait()
+            return tensors
+
+        for results in self.on_all(world, reduced):
+            for result in results:
+                inputs = [small(r, len(result), torch.float64) for r in range(len(world))]
+                expected = functools.reduce(REFERENCE[op], inputs)
+                assert result.dtype == dtype
+                assert torch.equal(result.double(), expected)
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_sums_stay_close_to_those_in_double_precision(self, world, dtype):
+        inputs = [
+            torch.rand(10_001, generator=torch.Generator().manual_seed(r)).to(dtype)
+            for r in range(len(world))
+        ]
+        expected = functools.reduce(operator.add, [each.double() for each in inputs])
+
+        def summed(group):
+            tensor = inputs[group.rank].clone()
+            group.allreduce(tensor, Op.SUM).wait()
+            return tensor
+
+        results = self.on_all(world, summed)
+        error = torch.finfo(dtype).eps * len(world) * len(world)
+        for result in results:
+            assert torch.equal(result, results[0])  # bit-identical on every rank
+            assert torch.allclose(result.double(), expected, rtol=0, atol=error)
+
+    def test_integer_sums_wrap_around(self, world):
+        def summed(group):
+            tensor = torch.full((5,), 20_000, dtype=torch.int16)
+            group.allreduce(tensor, Op.SUM).wait()
+            return tensor
+
+        expected = torch.tensor([20_000 * len(world)]).to(torch.int16)
+        assert all((result == expected).all() for result in self.on_all(world, summed))
+
+    def test_what_cannot_be_reduced_is_refused_and_breaks_nothing(self, world):
+        def refused(group):
+            with pytest.raises(TypeError, match="bool"):
+                group.allreduce(torch.ones(3, dtype=torch.bool), Op.SUM)
+            for op in (Op.AVERAGE, Op.ADASUM):
+                with pytest.raises(ValueError, match="SUM"):
+                    group.allreduce(torch.ones(3), op)
+            group.barrier().wait()
+
+        self.on_all(world, refused)
+
+    @pytest.mark.parametrize("dtype", EVERY, ids=str)
+    def test_broadcast_sends_any_dtype_from_any_root(self, world, dtype):
+        def received(group):
+            results = []
+            for root in range(group.size):
+                for shape in [(), (0,), (7,), (3, 5)]:
+                    tensor = torch.zeros(shape, dtype=dtype)
+                    if group.rank == root:
+                        tensor.fill_(root + 1)
+                    group.broadcast(tensor, root).wait()
+                    results.append(bool((tensor == torch.tensor(root + 1).to(dtype)).all()))
+            return results
+
+        assert all(all(results) for results in self.on_all(world, received))
+
+    @pytest.mark.parametrize("dtype", EVERY, ids=str)
+    def test_allgather_brings_all_ranks_tensors(self, world, dtype):
+        def gathered(group):
+            tensor = small(group.rank, 7, dtype)
+            outputs = [torch.empty(7, dtype=dtype) for _ in range(group.size)]
+            group.allgather(outputs, tensor).wait()
+            empty = torch.empty(0, 3, dtype=dtype)
+            group.allgather([empty.clone() for _ in range(group.size)], empty).wait()
+            return outputs
+
+        for outputs in self.on_all(world, gathered):
+            for rank, output in enumerate(outputs):
+                assert torch.equal(output, small(rank, 7, dtype))
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float64], ids=str)
+    def test_alltoall_deals_uneven_rows(self, world, dtype):
+        size = len(world)
+        counts = [
+            [(2 * sender + receiver) % 3 for receiver in range(size)] for sender in range(size)
+        ]
+
+        def row(sender, receiver, number):
+            return torch.tensor([sender, receiver, number]).to(dtype)
+
+        def exchanged(group):
+            sent = counts[group.rank]
+            rows = [row(group.rank, r, n) for r in range(size) for n in range(sent[r])]
+            tensor = torch.stack(rows) if rows else torch.empty(0, 3, dtype=dtype)
+            received = [counts[sender][group.rank] for sender in range(size)]
+            output = torch.empty(sum(received), 3, dtype=dtype)
+            group.alltoall(output, tensor, received, sent).wait()
+            expected = [row(s, group.rank, n) for s in range(size) for n in range(received[s])]
+            return all(map(torch.equal, output, expected)) and len(output) == len(expected)
+
+        assert all(self.on_all(world, exchanged))
+
+    def test_works_may_be_waited_for_in_any_order_and_again(self, world):
+        def waited(group):
+            tensors = [torch.full((100,), float(number)) for number in range(8)]
+            works = [group.allreduce(tensor, Op.SUM) for tensor in tensors]
+            for work in reversed(works):
+                work.wait()
+                work.wait()
+            assert all(work.done() for work in works)
+            return [float(tensor[0]) for tensor in tensors]
+
+        expected = [float(number * len(world)) for number in range(8)]
+        assert self.on_all(world, waited) == [expected] * len(world)
+
+    def test_barrier_holds_until_all_have_come(self, world):
+        arrived = []
+
+        def pass_barrier(group):
+            arrived.append(group.rank)
+            group.barrier().wait()
+            return len(arrived)
+
+        assert self.on_all(world, pass_barrier) == [len(world)] * len(world)
+
+    def test_abort_wakes_who_waits(self, world):
+        if len(world) == 1:
+            pytest.skip("nobody waits in a world of one")
+        group = world[0]
+        work = group.allreduce(torch.ones(1_000_000), Op.SUM)  # which nobody joins
+        assert not work.done()
+        aborter = threading.Timer(0.0, group.abort)
+        began = time.monotonic()
+        aborter.start()
+        with pytest.raises(CollectiveFailed):
+            work.wait()
+        assert time.monotonic() - began < WAKE_S
+        assert work.done() or group.drain(WAKE_S)
+        aborter.join()
+
+    def test_after_an_abort_every_call_fails_at_once(self, world):
+        for group in world:
+            group.abort()
+            group.abort()
+        group = world[0]
+        calls: list[Callable[[], Any]] = [
+            lambda: group.allreduce(torch.ones(1), Op.SUM),
+            lambda: group.broadcast(torch.ones(1), 0),
+            lambda: group.allgather([torch.ones(1)] * group.size, torch.ones(1)),
+            lambda: group.barrier(),
+        ]
+        for call in calls:
+            with pytest.raises(CollectiveFailed, match="abort"):
+                call()
+
+    def test_a_failure_of_one_rank_reaches_the_others(self, world):
+        if len(world) == 1:
+            pytest.skip("nobody else in a world of one")
+
+        def run(group):
+            if group.rank == 0:
+                group.abort()
+                return
+            with pytest.raises(CollectiveFailed):
+                for _ in range(1000):
+                    group.allreduce(torch.ones(10_000), Op.SUM).wait()
+
+        began = time.monotonic()
+        self.on_all(world, run)
+        assert time.monotonic() - began < WAKE_S
+
+    def test_close_returns_after_an_abort_with_work_under_way(self, world):
+        works = []
+        if len(world) > 1:
+            works.append(world[0].allreduce(torch.ones(1000), Op.SUM))
+        began = time.monotonic()
+        for group in world:
+            group.abort()
+            assert group.drain(WAKE_S)
+            group.close()
+            group.close()
+        assert time.monotonic() - began < WAKE_S

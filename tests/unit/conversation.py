@@ -1,0 +1,223 @@
+"""Talking to a Membership: short words for events, a clock that only moves when told, invariants after every event.
+
+talk = running(4)                                  # four workers train in generation 2, each on a slot of host h
+assert talk.tell(exited("h:0")) == [...]
+talk.wait(1.0)                                     # with TimePassed at every deadline on the way
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from elastic.driver.events import (
+    Action,
+    Event,
+    HostsChanged,
+    PublishWorld,
+    StartWorker,
+    TimePassed,
+    WorkerChecked,
+    WorkerConnected,
+    WorkerDisconnected,
+    WorkerExited,
+    WorkerFailed,
+    WorkerLeaving,
+    WorkerRaised,
+    WorkerReady,
+    WorkerResumed,
+    WorkerReturned,
+    WorkerStranded,
+)
+from elastic.driver.membership import Membership
+from elastic.driver.settings import Settings
+from elastic.protocol import Address, Commit, Worker
+
+Kind = TypeVar("Kind", bound=Action)
+TICK_S = 0.001
+
+
+def worker(name: str) -> Worker:
+    """``h:0`` is the first incarnation, ``h:0#2`` the second."""
+    return Worker.parse(name if "#" in name else f"{name}#1")
+
+
+def store(name: str) -> Address:
+    """Every worker would serve the store at an address of its own."""
+    return Address(worker(name).host, 7000 + worker(name).slot)
+
+
+def connected(name: str) -> Event:
+    return WorkerConnected(worker(name), 4711)
+
+
+def ready(
+    name: str,
+    generation: int,
+    commit: tuple[int, int] | None = None,
+    *,
+    layout: str = "x",
+    running: bool = True,
+) -> Event:
+    held = Commit(*commit) if commit else None
+    shape = layout if running else ""
+    return WorkerReady(worker(name), generation, held, store(name), shape, running)
+
+
+def failed(name: str, generation: int) -> Event:
+    return WorkerFailed(worker(name), generation, "connection closed by peer")
+
+
+def stranded(name: str, generation: int) -> Event:
+    return WorkerStranded(worker(name), generation, "connection closed by peer")
+
+
+def checked(name: str, generation: int, check: int, change: int = 1) -> Event:
+    return WorkerChecked(worker(name), generation, change, check)
+
+
+def leaving(name: str) -> Event:
+    return WorkerLeaving(worker(name), "SIGTERM")
+
+
+def resumed(name: str, generation: int) -> Event:
+    return WorkerResumed(worker(name), generation, {"formed": 10.0})
+
+
+def raised(
+    name: str, generation: int, commit: tuple[int, int] | None, summary: str = "ValueError: x"
+) -> Event:
+    held = Commit(*commit) if commit else None
+    return WorkerRaised(worker(name), generation, held, summary, f"Traceback ...\n{summary}\n")
+
+
+def returned(name: str, generation: int) -> Event:
+    return WorkerReturned(worker(name), generation)
+
+
+def disconnected(name: str) -> Event:
+    return WorkerDisconnected(worker(name))
+
+
+def exited(name: str, code: int = -9, output: str = "", reason: str = "") -> Event:
+    return WorkerExited(worker(name), code, reason, output)
+
+
+def hosts(**slots: int) -> Event:
+    return HostsChanged(slots)
+
+
+class Talk:
+    """A conversation. ``m`` is the membership, ``now`` its clock."""
+
+    def __init__(self, **settings: Any) -> None:
+        workers = settings.setdefault("np", 4)
+        settings.setdefault("workers_min", 2)
+        settings.setdefault("workers_max", workers)
+        settings.setdefault("elastic", True)
+        self.m = Membership(Settings(**settings))
+        self.now = 0.0
+
+    def tell(self, *events: Event) -> list[Action]:
+        """Events one after the other; everything that is answered."""
+        actions: list[Action] = []
+        for event in events:
+            self.now += TICK_S
+            actions += self._handle(event)
+        return actions
+
+    def wait(self, seconds: float) -> list[Action]:
+        """Nothing happens, except what was due. A deadline that returns for ever would be caught here."""
+        actions: list[Action] = []
+        until = self.now + seconds
+        while (deadline := self.m.next_deadline()) is not None and deadline <= until:
+            assert deadline > self.now
+            self.now = deadline
+            actions += self._handle(TimePassed())
+        self.now = until
+        return actions
+
+    def _handle(self, event: Event) -> list[Action]:
+        actions = self.m.handle(event, self.now)
+        self.m.check()
+        return actions
+
+    def connect(self, *names: str) -> list[Action]:
+        return self.tell(*map(connected, names))
+
+    def ready(
+        self,
+        *names: str,
+        generation: int | None = None,
+        commit: tuple[int, int] | None = None,
+        running: bool = True,
+    ) -> list[Action]:
+        """These say that they wait for a world; ``generation`` is the present one if not given."""
+        last = self.m.generation if generation is None else generation
+        return self.tell(*(ready(name, last, commit, running=running) for name in names))
+
+    def join(self, *names: str) -> list[Action]:
+        """Newcomers come as far as elastic.run."""
+        return [*self.connect(*names), *self.ready(*names, generation=0)]
+
+    def resume(self) -> list[Action]:
+        return self.tell(*(resumed(str(w), self.m.generation) for w in self.m.members))
+
+    def stop_all(self, check: int = 4) -> list[Action]:
+        """All members answer a planned change, stop where they are told, and wait for the next world."""
+        names, generation, change = self.members, self.m.generation, self.m._change.number
+        actions = self.tell(*(checked(n, generation, check - 1, change) for n in names))
+        return [*actions, *self.ready(*names, commit=(generation, check))]
+
+    @property
+    def members(self) -> list[str]:
+        return [str(member) for member in self.m.members]
+
+
+def started(workers: int = 4, **settings: Any) -> Talk:
+    """All are in the world of init(), generation 1, and none has entered elastic.run."""
+    talk = Talk(np=workers, **settings)
+    names = [f"h:{slot}" for slot in range(workers)]
+    talk.tell(hosts(h=workers))
+    talk.connect(*names)
+    talk.ready(*names, running=False)
+    assert talk.m.generation == 1
+    return talk
+
+
+def running(workers: int = 4, **settings: Any) -> Talk:
+    """All train in generation 2."""
+    talk = started(workers, **settings)
+    talk.ready(*(f"h:{slot}" for slot in range(workers)))
+    talk.resume()
+    assert talk.m.generation == 2 and talk.m.phase.value == "training"
+    return talk
+
+
+def static(workers: int = 2, **settings: Any) -> Talk:
+    """A job that can't recover, in the world of init()."""
+    return started(workers, elastic=False, workers_min=workers, **settings)
+
+
+def the(kind: type[Kind], actions: list[Action]) -> Kind:
+    """The only action of a kind."""
+    found = [action for action in actions if isinstance(action, kind)]
+    assert len(found) == 1, actions
+    return found[0]
+
+
+def has(kind: type[Action], actions: list[Action]) -> bool:
+    return any(isinstance(action, kind) for action in actions)
+
+
+def names(actions: list[Action], kind: type[Action] = StartWorker) -> list[str]:
+    """The workers that actions of a kind are about."""
+    return [str(action.worker) for action in actions if isinstance(action, kind)]  # type: ignore[attr-defined]
+
+
+def order(world: PublishWorld) -> list[str]:
+    return [str(member.worker) for member in world.members]
+
+
+def said(actions: list[Action]) -> str:
+    """What the log is told."""
+    return "\n".join(str(getattr(action, "text", "")) for action in actions)

@@ -1,0 +1,102 @@
+"""How a job ends: who is waited for, who is killed, and with which exit code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.driver.ending import DEATH_S, GRACE_S, REMIND_S, Ending
+from elastic.driver.events import EndJob, KillWorker, Report, WorkerExited
+from elastic.driver.layouts import difference
+from elastic.protocol import Place, Worker
+
+A, B, SPARE = Worker("h1", 0), Worker("h1", 1), Worker("h1", 2)
+MEMBERS = {A: Place(0, 2, 0, 2, 0, 1), B: Place(1, 2, 1, 2, 0, 1)}
+
+
+def ending(code: int = 0, alive=(A, B, SPARE), now: float = 100.0) -> Ending:
+    return Ending(EndJob(code, "because"), members=MEMBERS, alive=alive, leave_s=10.0, now=now)
+
+
+def report(actions) -> Report:
+    said: Any = actions[0]
+    assert len(actions) == 1 and isinstance(said, Report)
+    return said
+
+
+def killed(actions) -> list[Worker]:
+    return [action.worker for action in actions if isinstance(action, KillWorker)]
+
+
+def test_nothing_is_left_to_do_without_workers():
+    assert ending(0, alive=()).over
+    assert ending(3, alive=()).code == 3
+
+
+def test_after_success_members_take_their_time_and_others_do_not():
+    e = ending()
+    assert e.next_deadline() == 110.0
+    assert killed(e.overdue(110.0)) == [SPARE]
+    assert e.exited(WorkerExited(SPARE, -9)) == []
+    reminder = report(e.overdue(100.0 + REMIND_S)).text
+    assert "waiting for rank 0 (h1:0#1), rank 1 (h1:1#1) to exit" in reminder
+    assert killed(e.overdue(100_000.0)) == []
+    e.exited(WorkerExited(A, 0))
+    assert killed(e.overdue(100_001.0)) == []
+    e.exited(WorkerExited(B, 0))
+    assert (e.over, e.code) == (True, 0)
+
+
+def test_a_member_that_fails_after_success_fails_the_job():
+    e = ending(alive=(A, B))
+    said = report(e.exited(WorkerExited(B, 3)))
+    assert said.level == "error"
+    assert "rank 1 (h1:1#1 on h1) ended with exit code 3 after training had succeeded" in said.text
+    e.exited(WorkerExited(A, 0))
+    assert e.over and e.code == 1
+
+
+def test_a_failure_leaves_a_moment_and_then_kills():
+    e = ending(7)
+    assert e.next_deadline() == 100.0 + GRACE_S
+    assert e.overdue(100.5) == []
+    assert killed(e.overdue(100.0 + GRACE_S)) == [A, B, SPARE]
+    for worker in (A, B, SPARE):
+        assert e.exited(WorkerExited(worker, -9)) == []
+    assert e.over and e.code == 7
+
+
+def test_what_cannot_be_killed_is_left_after_a_while():
+    e = ending(7, alive=(A,))
+    e.overdue(101.0)
+    assert e.next_deadline() == 101.0 + DEATH_S
+    said = report(e.overdue(101.0 + DEATH_S))
+    assert said.text == "h1:0#1 cannot be killed; leaving without them"
+    assert e.over
+
+
+def test_a_stop_ends_the_patience_and_a_second_one_the_grace():
+    e = ending()
+    e.stopped(130, now=105.0)
+    assert e.code == 130 and e.next_deadline() == 105.0 + GRACE_S
+    assert killed(e.hurried(105.5)) == [A, B, SPARE]
+    assert e.code == 130
+
+
+def test_a_stop_after_the_kill_does_not_put_the_end_off():
+    e = ending(7, alive=(A,))
+    e.overdue(101.0)
+    e.stopped(130, now=110.0)
+    assert e.next_deadline() == 101.0 + DEATH_S
+
+
+def test_layouts_are_compared_by_name():
+    own = "w float32 [10, 20]\nb float32 [10]\nextra int64 []\nsame float32 [1]"
+    expected = "w float32 [10, 30]\nb float32 [10]\nmissing int64 []\nsame float32 [1]"
+    assert difference(own, expected).splitlines() == [
+        "w: float32 [10, 20] here, float32 [10, 30] in the world",
+        "extra int64 []: only here",
+        "missing int64 []: only in the world",
+    ]
+    assert "another order" in difference("a\nb", "b\na")
+    many = difference("\n".join(f"p{n} float32 [1]" for n in range(50)), "")
+    assert many.splitlines()[-1] == "... and 40 more"

@@ -1,0 +1,197 @@
+"""The door: every name that a Horovod script may use is there, or says plainly that it is not yet."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import horovod
+import horovod.torch as hvd
+from elastic import launching
+from elastic.errors import Invalid
+from elastic.horovod_errors import HorovodVersionMismatchError
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+NAMES = """
+    elastic Compression allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
+    allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
+    grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async
+    grouped_allgather grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_ alltoall
+    alltoall_async reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async join
+    barrier poll synchronize init shutdown is_initialized start_timeline stop_timeline size local_size
+    cross_size rank local_rank cross_rank mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built
+    nccl_built ddl_built ccl_built cuda_built rocm_built ProcessSet global_process_set add_process_set
+    remove_process_set Average Sum Adasum Min Max Product HorovodInternalError DistributedOptimizer
+    SyncBatchNorm _check_has_gpu
+"""
+HOROVOD = NAMES.split()
+BEYOND = ["is_homogeneous", "HostsUpdatedInterrupt"]
+NOT_YET = [
+    "ProcessSet",
+    "SyncBatchNorm",
+    "add_process_set",
+    "join",
+    "remove_process_set",
+    "start_timeline",
+    "stop_timeline",
+]
+
+
+@pytest.mark.parametrize("name", [name for name in HOROVOD + BEYOND if name not in NOT_YET])
+def test_the_name_is_there(name):
+    assert getattr(hvd, name) is not None
+    assert name in hvd.__all__
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_what_is_missing_says_so(name):
+    with pytest.raises(AttributeError, match=f"{name} is not available in hvd-elastic yet"):
+        getattr(hvd, name)
+    assert not hasattr(hvd, name)
+
+
+def test_a_misspelt_name_is_an_ordinary_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'allredcue'"):
+        _ = hvd.allredcue
+    with pytest.raises(AttributeError, match="no attribute 'tensorflow'"):
+        _ = horovod.tensorflow
+
+
+def test_everything_can_be_imported_by_star():
+    names: dict[str, object] = {}
+    exec("from horovod.torch import *", names)
+    assert names["allreduce"] is hvd.allreduce
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("horovod.torch.elastic", "run TorchState ElasticSampler State ObjectState"),
+        ("horovod.torch.elastic.sampler", "ElasticSampler"),
+        (
+            "horovod.torch.elastic.state",
+            "TorchState StateHandler ModelStateHandler OptimizerStateHandler SamplerStateHandler"
+            " get_handler_registry set_handler_registry",
+        ),
+        ("horovod.torch.mpi_ops", "allreduce size is_homogeneous Average nccl_built"),
+        ("horovod.torch.compression", "Compression"),
+        ("horovod.common.elastic", "State ObjectState"),
+        (
+            "horovod.common.exceptions",
+            "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError",
+        ),
+        ("horovod.runner", "run"),
+        ("horovod", "run"),
+    ],
+)
+def test_names_are_found_under_the_paths_that_scripts_import_from(path, names):
+    module = importlib.import_module(path)
+    for name in names.split():
+        assert getattr(module, name) is not None
+
+
+def test_reductions_have_horovods_numbers():
+    numbers = [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product]
+    assert numbers == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_version_is_horovods_and_names_its_provider():
+    assert horovod.__version__ == "0.28.1+hvd.elastic"
+
+
+def test_there_is_gloo_and_no_mpi():
+    assert hvd.gloo_built() and hvd.gloo_enabled()
+    assert not (hvd.mpi_built() or hvd.mpi_enabled() or hvd.mpi_threads_supported())
+    assert not (hvd.ddl_built() or hvd.ccl_built())
+    assert isinstance(hvd.nccl_built(), int) and isinstance(hvd.cuda_built(), bool)
+
+
+def test_exceptions_keep_their_bases():
+    assert hvd.HorovodInternalError is HorovodInternalError
+    assert issubclass(HorovodInternalError, RuntimeError)
+    assert issubclass(HostsUpdatedInterrupt, RuntimeError)
+    assert HostsUpdatedInterrupt().skip_sync is False
+    assert HostsUpdatedInterrupt(skip_sync=True).skip_sync is True
+    error = HorovodVersionMismatchError("torch", "2.8", "2.9")
+    assert isinstance(error, ImportError)
+    assert (error.name, error.version, error.installed_version) == ("torch", "2.8", "2.9")
+
+
+def test_distributed_optimizer_has_horovods_signature():
+    assert " ".join(inspect.signature(hvd.DistributedOptimizer).parameters) == (
+        "optimizer named_parameters compression backward_passes_per_step op"
+        " gradient_predivide_factor num_groups groups sparse_as_dense process_set"
+    )
+
+
+def test_another_horovod_in_the_environment_is_named(monkeypatch):
+    monkeypatch.setattr(metadata, "version", {"horovod": "0.28.1"}.__getitem__)
+    with pytest.warns(UserWarning, match="Horovod 0.28.1 is installed beside hvd-elastic"):
+        hvd._warn_of_another_horovod()
+
+
+def test_importing_horovod_alone_brings_neither_torch_nor_the_launcher():
+    program = "import horovod, sys; assert not {'torch', 'horovod.runner'} & set(sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60
+    )
+    assert done.returncode == 0
+
+
+# ---- horovod.run ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What ``launch`` was called with."""
+    calls = []
+
+    def launch(*args, **kwargs):
+        calls.append((args, {name: value for name, value in kwargs.items() if value}))
+        return ["value"]
+
+    monkeypatch.setattr(launching, "launch", launch)
+    return calls
+
+
+def test_run_passes_on_what_it_is_given(launched):
+    values = horovod.run(
+        print, (1,), {"end": ""}, num_proc=4, min_num_proc=2, slots=2, network_interfaces=["a", "b"]
+    )
+    assert values == ["value"]
+    options = {"np": 4, "min_np": 2, "slots_per_host": 2, "network_interface": "a,b"}
+    assert launched == [((print, (1,), {"end": ""}), options)]
+
+
+def test_run_starts_one_worker_by_default_or_the_least(launched):
+    horovod.run(print)
+    horovod.run(print, min_num_proc=3)
+    assert [kwargs["np"] for _, kwargs in launched] == [1, 3]
+
+
+def test_old_names_warn_and_work(launched):
+    with pytest.warns(DeprecationWarning, match="use num_proc"):
+        horovod.run(print, np=2)
+    assert launched[0][1]["np"] == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_mpi": True},
+        {"mpi_args": "--x"},
+        {"ssh_port": 22},
+        {"network_interface": "a", "network_interfaces": ["a"]},
+        {"np": 2, "num_proc": 2},
+    ],
+)
+def test_what_has_no_meaning_here_is_refused(launched, options):
+    with pytest.raises(Invalid):
+        horovod.run(print, **options)
+    assert launched == []

@@ -1,0 +1,229 @@
+"""Lists of hosts in every spelling, wrong ones told in a sentence, and which names are this machine."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from elastic.driver.hosts import (
+    ThisHost,
+    interface_address,
+    literal_address,
+    parse_hosts,
+    parse_lines,
+    read_hostfile,
+    show,
+)
+from elastic.errors import Invalid
+
+
+def refusal(call, *args, **kwargs) -> str:
+    with pytest.raises(Invalid) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def this_host(**names: list[str]) -> ThisHost:
+    """A machine named ``trainer`` with one address; ``names`` are what its name server knows."""
+
+    def resolve(name: str) -> list[str]:
+        if name not in names:
+            raise OSError(-2, "Name or service not known")
+        return names[name]
+
+    return ThisHost(
+        hostname="Trainer", resolve=resolve, has_address=lambda address: address == "10.0.0.5"
+    )
+
+
+# ---- lists
+
+
+def test_hosts_keep_their_order_and_their_spelling():
+    hosts = parse_hosts("localhost:2, 127.1:1,[::1]:4,gpu-7.lab_2.net:8")
+    assert list(hosts.items()) == [
+        ("localhost", 2),
+        ("127.1", 1),
+        ("::1", 4),
+        ("gpu-7.lab_2.net", 8),
+    ]
+
+
+def test_a_host_without_slots_has_the_default():
+    assert parse_hosts("a,b:2,[fe80::1%eth0]", default_slots=3) == {
+        "a": 3,
+        "b": 2,
+        "fe80::1%eth0": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a:0", "'a:0' needs a whole number of slots, 1 or more"),
+        ("a:-1", "'a:-1' needs a whole number of slots"),
+        ("a:two", "'a:two' needs a whole number of slots"),
+        ("a:", "'a:' needs a whole number of slots"),
+        ("a:22222", "more than 4096 slots"),
+        (":4", "':4' has no valid host name"),
+        ("a b:4", "'a b:4' has no valid host name"),
+        ("a#1:4", "'a#1:4' has no valid host name"),
+        ("", "'' has no valid host name"),
+        ("a:1,,b:1", "'' has no valid host name"),
+        ("a:1,a:2", "host a is listed twice; list it once, with all its slots"),
+        ("::1:4", "write IPv6 addresses in brackets, as in [::1]:4"),
+        ("[::1:4", "is no address in brackets"),
+        ("[gpu7]:4", "is no address in brackets"),
+        ("[::1]4", "is no address in brackets"),
+    ],
+)
+def test_a_wrong_list_is_told(text, said):
+    answer = refusal(parse_hosts, text)
+    assert answer.startswith(f"-H {text}: ")
+    assert said in answer
+
+
+def test_lines_take_either_form_and_comments():
+    text = (
+        "# the lab\ngpu1 slots=4\n\n  gpu2:2  # half of it\ngpu3\tslots = 1\n[::1] slots=2\ngpu4\n"
+    )
+    assert parse_lines(text, source="x", default_slots=8) == {
+        "gpu1": 4,
+        "gpu2": 2,
+        "gpu3": 1,
+        "::1": 2,
+        "gpu4": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("gpu2 slot=4", "it is neither host:slots nor host slots=N"),
+        ("gpu2 slots=many", "needs a whole number of slots"),
+        ("gpu2:4 slots=4", "it gives the slots twice"),
+        ("gpu1", "host gpu1 is listed twice"),
+    ],
+)
+def test_a_wrong_line_is_told_with_its_number(tmp_path, line, said):
+    file = tmp_path / "hosts"
+    file.write_text(f"gpu1 slots=4\n\n{line}\n")
+    answer = refusal(read_hostfile, str(file))
+    assert answer.startswith(f"hostfile {file} line 3 reads {line!r}: ")
+    assert said in answer
+
+
+def test_a_host_of_no_slots_is_left_out_where_that_is_allowed():
+    assert parse_lines("a:0\nb:1", source="x", slots_min=0) == {"b": 1}
+
+
+def test_a_hostfile_that_cannot_be_read_is_told(tmp_path):
+    missing = str(tmp_path / "none")
+    assert refusal(read_hostfile, missing).endswith("can't be read: No such file or directory")
+    assert "Is a directory" in refusal(read_hostfile, str(tmp_path))
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    assert "it is not UTF-8 text" in refusal(read_hostfile, str(tmp_path / "bytes"))
+    (tmp_path / "empty").write_text("# nothing\n")
+    assert "names no host; write lines such as" in refusal(read_hostfile, str(tmp_path / "empty"))
+
+
+def test_lists_are_shown_as_they_are_written():
+    assert show({"a": 1, "::1": 2}) == "a:1,[::1]:2"
+    assert show({}) == "none"
+    assert show({f"h{n}": 1 for n in range(10)}).endswith("h7:1 and 2 more")
+
+
+# ---- this machine
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "localhost",
+        "LocalHost",
+        "localhost.",
+        "trainer",
+        "127.0.0.1",
+        "127.0.0.2",
+        "127.1",
+        "127.0.1",
+        "0x7f.1",
+        "2130706433",
+        "0177.0.0.1",
+        "::1",
+        "0:0:0:0:0:0:0:1",
+        "::ffff:127.0.0.1",
+        "10.0.0.5",
+    ],
+)
+def test_names_that_need_no_lookup(name):
+    host = ThisHost(
+        hostname="Trainer",
+        resolve=lambda name: pytest.fail(f"{name} was looked up"),
+        has_address=lambda address: address == "10.0.0.5",
+    )
+    assert host.elsewhere(name) is None
+
+
+def test_a_name_that_resolves_to_this_machine_is_this_machine():
+    host = this_host(**{"trainer.lab.net": ["10.0.0.5"], "alias": ["fe80::7", "127.0.1.1"]})
+    assert host.elsewhere("trainer.lab.net") is None
+    assert host.elsewhere("alias") is None
+
+
+def test_other_machines_are_told_apart():
+    host = this_host(gpu7=["10.0.0.7"])
+    assert host.elsewhere("gpu7") == "it is another machine (10.0.0.7)"
+    assert host.elsewhere("10.0.0.7") == "it is no address of this machine"
+    assert host.elsewhere("0.0.0.0") == "it is no address of this machine"
+    assert host.elsewhere("gpu8") == "it could not be resolved: Name or service not known"
+
+
+def test_a_name_server_that_hangs_is_not_awaited():
+    never = threading.Event()
+
+    def hang(name: str) -> list[str]:
+        never.wait(60)
+        return []
+
+    host = ThisHost(hostname="trainer", resolve=hang, resolve_s=0.01)
+    assert host.elsewhere("gpu7") == "it could not be resolved within 0.01 s"
+    never.set()
+
+
+def test_what_is_known_is_not_asked_again_but_a_failed_lookup_is():
+    asked: list[str] = []
+
+    def resolve(name: str) -> list[str]:
+        asked.append(name)
+        if len(asked) == 1:
+            raise OSError(-3, "Temporary failure in name resolution")
+        return ["127.0.1.1"]
+
+    host = ThisHost(hostname="trainer", resolve=resolve)
+    assert "Temporary failure" in str(host.elsewhere("alias"))
+    assert host.elsewhere("alias") is None
+    assert host.elsewhere("alias") is None
+    assert len(asked) == 2
+
+
+def test_a_name_that_no_server_can_be_asked_for_is_told():
+    assert "could not be resolved" in str(ThisHost().elsewhere("a" * 70))
+
+
+def test_only_own_addresses_can_be_bound():
+    assert ThisHost(hostname="trainer").elsewhere("192.0.2.1") == "it is no address of this machine"
+
+
+def test_spellings_of_an_address():
+    assert literal_address("127.1") == "127.0.0.1"
+    assert literal_address("gpu7") is None
+
+
+def test_interfaces():
+    assert interface_address("lo") == "127.0.0.1"
+    answer = refusal(interface_address, "eth77")
+    assert answer.startswith("--network-interface eth77 does not exist here; there is ")
+    assert "lo" in answer

@@ -1,0 +1,118 @@
+"""Who may import whom: the part that decides stays pure, the driver stays free of torch, importing starts nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PURE = [
+    "elastic/protocol.py",
+    "elastic/errors.py",
+    "elastic/recovery.py",
+    "elastic/buckets.py",
+    "driver/membership.py",
+    "driver/placement.py",
+    "driver/cooldown.py",
+    "driver/settings.py",
+    "driver/events.py",
+]
+IMPURE = {"time", "random", "socket", "threading", "asyncio", "os", "logging", "torch"}
+OPTIONAL = {"aetcd", "ray"}  # extras; a driver module that needs one imports it lazily
+
+
+def sources(*folders: str) -> list[Path]:
+    """Every Python file under the folders. The links elastic/driver and elastic/chaos aren't followed."""
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every imported module's full name, wherever it stands, and its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module, node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def dotted(file: Path) -> str:
+    """The name a file is imported by: driver/ and chaos/ live in ``elastic``."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] in ("elastic", "horovod") else ("elastic", *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def bare(program: str) -> None:
+    """Runs a program in a process of its own, where nothing has been imported yet."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_what_decides_names_no_clock_socket_thread_or_torch(path):
+    tree = ast.parse((ROOT / path).read_text())
+    named = {name.split(".")[0] for name, _ in imported(tree)}
+    named |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert not named & IMPURE
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_what_decides_imports_without_torch_or_a_socket(path):
+    bare(
+        f"import {dotted(ROOT / path)}, sys\n"
+        "loaded = {'torch', 'asyncio', 'socket'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+
+
+def test_the_driver_never_imports_torch():
+    modules = [dotted(file) for file in sources("driver") if file.name != "__main__.py"]
+    bare(
+        "import importlib, sys\n"
+        f"for name in {modules}:\n"
+        "    try: importlib.import_module(name)\n"
+        f"    except ModuleNotFoundError as e: assert e.name.split('.')[0] in {OPTIONAL}, e\n"
+        "    assert 'torch' not in sys.modules, name"
+    )
+
+
+def test_importing_elastic_starts_nothing():
+    bare(
+        "import elastic, sys, threading\n"
+        "loaded = {'torch', 'asyncio', 'elastic.driver'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+        "assert threading.active_count() == 1"
+    )
+
+
+def test_the_worker_side_never_imports_the_driver():
+    # But for the public name `launch`, which is the driver; its module is loaded when it's first used.
+    for file in set(sources("elastic", "horovod")) - {ROOT / "elastic/launching.py"}:
+        for name, line in imported(ast.parse(file.read_text())):
+            assert not within(name, "elastic.driver"), f"{file}:{line} imports {name}"
+
+
+def test_the_driver_imports_only_what_both_sides_share():
+    shared = {"elastic.protocol", "elastic.errors", "elastic.recovery", "elastic.driver"}
+    for file in sources("driver"):
+        for name, line in imported(ast.parse(file.read_text())):
+            if within(name, "elastic") and name != "elastic":
+                assert any(within(name, each) for each in shared), f"{file}:{line} imports {name}"
+
+
+def test_nobody_imports_driver_by_its_folder():
+    for file in sources("elastic", "driver", "chaos", "horovod", "examples", "benchmarks", "tests"):
+        for name, line in imported(ast.parse(file.read_text())):
+            assert name.split(".")[0] not in {"driver", "chaos"}, f"{file}:{line} imports {name}"

@@ -1,0 +1,403 @@
+"""The driver's loop with the real membership between fakes: what happens becomes an event, what is asked gets done."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any, cast
+
+import pytest
+
+from elastic import protocol
+from elastic.driver import ending
+from elastic.driver.discovery.fake import FakeDiscovery
+from elastic.driver.events import (
+    BreakWorld,
+    RejectWorker,
+    ReportRecovery,
+    StartWorker,
+    WorkerExited,
+)
+from elastic.driver.journal import Journal, replay
+from elastic.driver.launch.fake import FakeLauncher
+from elastic.driver.loop import Driver, Job
+from elastic.driver.membership import Membership
+from elastic.driver.settings import Settings
+from elastic.driver.wording import event_of, recovery_line
+from elastic.protocol import Address, Commit, Worker
+
+A, B, C = (Worker("localhost", n) for n in range(3))
+DEADLINE_S = 10.0
+
+
+class FakeServer:
+    """Notes what is sent. ``last_words`` are heard when the loop drains a dead worker's connection."""
+
+    secret = b"\1" * 32
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Worker, Any]] = []
+        self.here: set[Worker] = set()
+        self.last_words: dict[Worker, list[Any]] = {}
+        self.heard = self.gone = self.expected = cast(Any, None)
+
+    async def open(self, interface, port, *, heard, gone, expected) -> Address:
+        self.heard, self.gone, self.expected = heard, gone, expected
+        return Address(interface, 4711)
+
+    def send(self, worker, message) -> bool:
+        self.sent.append((worker, message))
+        return worker in self.here
+
+    def broadcast(self, workers, message) -> None:
+        for worker in workers:
+            self.send(worker, message)
+
+    def drain(self, worker) -> None:
+        for message in self.last_words.pop(worker, []):
+            self.heard(worker, message)
+
+    def connected(self, worker) -> bool:
+        return worker in self.here
+
+    def disconnect(self, worker) -> None:
+        if worker in self.here:
+            self.here.discard(worker)
+            self.gone(worker)
+
+    async def close(self) -> None: ...
+
+    def to(self, worker, kind):
+        return [m for w, m in self.sent if w == worker and isinstance(m, kind)]
+
+
+class Story:
+    """One job under way, with everything around it a fake."""
+
+    def __init__(self, np=2, path=None, membership=None, **changes) -> None:
+        self.settings = Settings(
+            np=np, workers_min=1, workers_max=np, elastic=True, env={"X": "extra"}, **changes
+        )
+        self.server, self.launcher = FakeServer(), FakeLauncher()
+        self.discovery = FakeDiscovery({"localhost": np})
+        self.membership = membership or Membership(self.settings)
+        self.log: list[str] = []
+        self.driver = Driver(
+            Job(settings=self.settings, command=["train"], environ={"PATH": "/bin"}),
+            membership=self.membership,
+            server=cast(Any, self.server),
+            launcher=self.launcher,
+            discovery=self.discovery,
+            journal=Journal(path, self.settings),
+            log=lambda level, text: self.log.append(f"{level}: {text}"),
+        )
+
+    async def __aenter__(self) -> Story:
+        self.run = asyncio.ensure_future(self.driver.run())
+        await self.settle()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self.run.done():
+            self.run.cancel()
+            await asyncio.gather(self.run, return_exceptions=True)
+
+    async def settle(self) -> None:
+        """Until everything posted has been handled."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def say(self, worker, *messages) -> None:
+        for message in messages:
+            self.server.heard(worker, message)
+        await self.settle()
+
+    async def train(self, *workers) -> None:
+        """The first world."""
+        for worker in workers:
+            self.server.here.add(worker)
+            await self.say(worker, protocol.Hello(worker, 100 + worker.slot))
+        for worker in workers:
+            store = Address("127.0.0.1", 9000 + worker.slot)
+            await self.say(worker, protocol.Layout("d", "w float32 [1]"))
+            await self.say(worker, protocol.Ready(0, None, store, "d"))
+
+    async def exit(self, worker, code=0) -> None:
+        self.launcher.exit(worker, code)
+        await self.settle()
+
+    async def code(self) -> int:
+        return await asyncio.wait_for(self.run, DEADLINE_S)
+
+
+def story(**options):
+    """Runs an async test with a Story."""
+
+    def decorate(test):
+        def run(tmp_path) -> None:
+            async def talk() -> None:
+                path = tmp_path / "journal"
+                async with Story(path=path, **options) as told:
+                    await test(told)
+                replay(path)
+
+            asyncio.run(asyncio.wait_for(talk(), 30.0))
+
+        run.__name__ = test.__name__
+        return run
+
+    return decorate
+
+
+@story()
+async def test_a_job_from_start_to_success(s):
+    assert s.launcher.started == [A, B]
+    env = s.launcher.environments[B]
+    assert env["ELASTIC_DRIVER"] == "127.0.0.1:4711" and env["ELASTIC_SECRET"] == "01" * 32
+    assert env["ELASTIC_WORKER"] == "localhost:1#1" and env["HOROVOD_LOCAL_RANK"] == "1"
+    assert env["PATH"] == "/bin" and env["X"] == "extra"
+    assert s.server.expected(A) and not s.server.expected(A.next())
+    assert "info: starting 2 workers, localhost:0#1, localhost:1#1: first start" in s.log
+
+    await s.train(A, B)
+    [world] = s.server.to(B, protocol.World)
+    assert (world.generation, world.place.rank, world.place.size) == (1, 1, 2)
+    assert world.store == Address("127.0.0.1", 9000)
+    assert "info: generation 1 has 2 workers: first world: 2 workers ready" in s.log
+
+    await s.say(A, protocol.Returned(1))
+    await s.say(B, protocol.Returned(1))
+    assert s.server.to(A, protocol.Finish)
+    await s.say(B, protocol.Result(b"from 1"))
+    await s.say(A, protocol.Result(b"from 0"))
+    for worker in (A, B):
+        s.server.here.discard(worker)
+        await s.exit(worker)
+    assert await s.code() == 0
+    assert s.driver.ordered_results() == [b"from 0", b"from 1"]
+    assert s.launcher.closed and not s.launcher.killed
+
+
+@story()
+async def test_last_words_come_before_the_exit(s):
+    await s.train(A, B)
+    s.server.last_words[B] = [protocol.Raised(1, None, "ValueError: x", "Traceback ...")]
+    s.launcher.exit(B, 1)
+    await s.settle()
+    assert any("raised ValueError: x" in line for line in s.log)
+    [broken] = s.server.to(A, protocol.Broken)
+    assert broken.generation == 1
+
+
+@story()
+async def test_a_clean_exit_waits_for_what_is_still_under_way(s):
+    await s.train(A, B)
+    await s.say(A, protocol.Returned(1))
+    await s.say(B, protocol.Returned(1))
+    await s.exit(A)
+    s.server.here.discard(B)
+    await s.exit(B)
+    assert not s.run.done()  # A's connection has not ended
+    s.server.heard(A, protocol.Result(b"large"))
+    s.server.here.discard(A)
+    s.server.gone(A)
+    assert await s.code() == 0
+    assert s.driver.results == {A: b"large"}
+
+
+@story()
+async def test_members_are_told_before_anything_is_started(s):
+    await s.train(A, B)
+    performed: list[str] = []
+    start = s.launcher.start
+
+    def send(worker, message) -> bool:
+        performed.append(type(message).__name__)
+        return True
+
+    def starts(worker, command, env) -> None:
+        performed.append("start")
+        start(worker, command, env)
+
+    s.server.send, s.launcher.start = send, starts
+    place = s.driver.places[A]
+    s.driver._perform([StartWorker(C, place, "x"), BreakWorld(1, [A], "lost")])
+    assert performed == ["Broken", "start"]
+    s.launcher.exit(C, 0)
+
+
+@story()
+async def test_an_exit_code_after_success_is_not_lost(s):
+    await s.train(A, B)
+    for worker in (A, B):
+        await s.say(worker, protocol.Returned(1))
+        s.server.here.discard(worker)
+    await s.exit(A)
+    await s.exit(B, 3)
+    assert await s.code() == 1
+    assert any(
+        "rank 1 (localhost:1#1 on localhost) ended with exit code 3 after" in x for x in s.log
+    )
+
+
+@story()
+async def test_a_worker_with_another_state_is_told_what_differs(s):
+    await s.train(A, B)
+    await s.say(B, protocol.Layout("e", "w float32 [2]"))
+    s.driver._perform([RejectWorker(B, "e", "d")])
+    [rejected] = s.server.to(B, protocol.Rejected)
+    assert rejected.reason == "w: float32 [2] here, float32 [1] in the world"
+
+
+@story()
+async def test_a_stop_tells_everybody_then_kills(s):
+    await s.train(A, B)
+    s.driver.stop("enough", 143)
+    await s.settle()
+    assert s.server.to(A, protocol.End) and s.server.to(B, protocol.End)
+    assert not s.launcher.killed
+    s.driver.stop("now", 143)
+    await s.settle()
+    assert s.launcher.killed == [A, B]
+    assert await s.code() == 143
+
+
+@story()
+async def test_a_stop_while_workers_end_by_themselves(s):
+    await s.train(A, B)
+    for worker in (A, B):
+        await s.say(worker, protocol.Returned(1))
+        s.server.here.discard(worker)
+    await s.exit(A)
+    s.driver.stop("enough", 130)
+    await s.settle()
+    assert s.server.to(B, protocol.End)
+    await s.exit(B, -15)
+    assert await s.code() == 130
+
+
+def test_grace_has_an_end(monkeypatch, tmp_path):
+    monkeypatch.setattr(ending, "GRACE_S", 0.02)
+
+    @story()
+    async def talk(s):
+        await s.train(A, B)
+        s.driver.stop("enough")
+        assert await s.code() == 1
+        assert s.launcher.killed == [A, B]
+
+    talk(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_stop_the_job_and_are_given_back(number, code, tmp_path):
+    before = signal.getsignal(number)
+
+    @story()
+    async def talk(s):
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(until(lambda: s.server.to(A, protocol.End)), DEADLINE_S)
+        os.kill(os.getpid(), number)
+        assert await s.code() == code
+
+    talk(tmp_path)
+    assert signal.getsignal(number) is before
+
+
+async def until(true) -> None:
+    while not true():
+        await asyncio.sleep(0)
+
+
+@story()
+async def test_a_missing_program_ends_the_job_with_its_reason(s):
+    assert s.launcher.alive() == {A, B}
+    for worker in (A, B):
+        s.launcher.exit(worker, 127, reason="there is no program 'train'")
+    await s.settle()
+    assert await s.code() == 1
+    assert "there is no program 'train'" in s.driver.outcome
+
+
+def test_discovery_that_gives_no_host_ends_the_job(tmp_path):
+    async def talk() -> None:
+        told = Story(path=tmp_path / "j")
+        told.driver._discovery = FakeDiscovery()
+        told.driver._discovery.close()
+        async with told:
+            assert await told.code() == 1
+        assert "host discovery ended before there was any host" in told.driver.outcome
+
+    asyncio.run(asyncio.wait_for(talk(), 30.0))
+
+
+def test_a_bug_ends_the_job_with_its_story(tmp_path):
+    class Buggy(Membership):
+        def handle(self, event, now):
+            if isinstance(event, WorkerExited):
+                raise AssertionError("never thought of this")
+            return super().handle(event, now)
+
+    settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
+
+    async def talk() -> None:
+        async with Story(path=tmp_path / "j", membership=Buggy(settings)) as s:
+            await s.exit(A, 1)
+            assert s.server.to(B, protocol.End)
+            await s.exit(B, 0)
+            assert await s.code() == 1
+            [line] = [x for x in s.log if "a bug in the driver" in x and "latest events" in x]
+            assert "never thought of this" in line and "HostsChanged" in line
+
+    asyncio.run(asyncio.wait_for(talk(), 30.0))
+    replay(tmp_path / "j", Buggy)
+
+
+def test_a_stop_before_the_start_is_remembered(tmp_path):
+    async def talk() -> None:
+        told = Story(path=tmp_path / "j")
+        told.driver.stop("changed my mind", 130)
+        async with told:
+            assert await told.code() == 130
+        assert told.launcher.started == []
+
+    asyncio.run(asyncio.wait_for(talk(), 30.0))
+
+
+def test_every_message_has_its_event():
+    commit = Commit(1, 2)
+    store = Address("h", 1)
+    messages: list[Any] = [
+        protocol.Hello(A, 7),
+        protocol.Ready(1, commit, store, "d", False),
+        protocol.Failed(1, "x"),
+        protocol.Stranded(1, "x"),
+        protocol.Checked(1, 2, 3),
+        protocol.Leaving("x"),
+        protocol.Resumed(1, {"cut": 2.0}, 9),
+        protocol.Digested(1, commit, 3, 4),
+        protocol.Raised(1, commit, "x", "y"),
+        protocol.Returned(1),
+    ]
+    for message in messages:
+        event: Any = event_of(A, message)
+        assert event.worker == A
+        for name in message.__struct_fields__:
+            assert getattr(event, name) == getattr(message, name)
+
+
+def test_a_recovery_is_one_line():
+    report = ReportRecovery(
+        generation=5,
+        kind="recovery",
+        reason="lost localhost:2#1 (signal 9 SIGKILL)",
+        size=3,
+        total_ms=83.4,
+        phases_ms={"gathered": 9.2, "formed": 41.0, "copied": 0.25},
+        copied_bytes=12_300_000,
+    )
+    assert recovery_line(report) == (
+        "recovered in 83 ms, generation 5, 3 workers: lost localhost:2#1 (signal 9 SIGKILL)"
+        " | gathered 9, formed 41, copied 0.2; copied 12.3 MB"
+    )

@@ -1,0 +1,211 @@
+"""What workers print comes out whole, line by line, with the rank of that moment; nothing holds up the driver."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+
+import pytest
+
+from elastic.driver.console import Console, Writer, write_to
+from elastic.driver.output import LINE_LIMIT, TAIL_LIMIT, Output
+from elastic.protocol import Place, Worker
+
+A, B = Worker("h1", 0), Worker("h2", 3)
+
+
+def place(rank: int) -> Place:
+    return Place(rank, 4, rank, 4, 0, 1)
+
+
+class Screen:
+    """An Output whose streams are two byte strings."""
+
+    def __init__(self, ranks=None, **options) -> None:
+        self.ranks = {A: 0, B: 1} if ranks is None else ranks
+        self.out, self.err = bytearray(), bytearray()
+        self.output = Output(
+            place_of=lambda w: place(self.ranks[w]) if w in self.ranks else None,
+            stdout=self.out.extend,
+            stderr=self.err.extend,
+            **options,
+        )
+
+    def shown(self) -> bytes:
+        self.output.close()
+        return bytes(self.out)
+
+
+@pytest.fixture
+def screen():
+    return Screen()
+
+
+def test_lines_are_prefixed_and_partial_ones_wait(screen):
+    screen.output.feed(A, "stdout", b"one\ntw")
+    screen.output.feed(B, "stdout", b"other\n")
+    screen.output.feed(A, "stdout", b"o\nthree")
+    screen.output.feed(A, "stderr", b"oops\n")
+    screen.output.finish(A, "stdout")
+    assert screen.shown() == b"[0] one\n[1] other\n[0] two\n[0] three\n"
+    assert screen.err == b"[0] oops\n"
+
+
+def test_any_cut_gives_the_same_lines():
+    data = b"a\n\nb\r\nprogress 1\rprogress 2\r\rc\xff\xfe\n"
+    whole = Screen()
+    whole.output.feed(A, "stdout", data)
+    expected = b"[0] a\n[0] \n[0] b\r\n[0] progress 1\r[0] progress 2\r\r[0] c\xff\xfe\n"
+    assert whole.shown() == expected
+    for cut in range(1, len(data)):
+        screen = Screen()
+        screen.output.feed(A, "stdout", data[:cut])
+        screen.output.feed(A, "stdout", data[cut:])
+        assert screen.shown() == expected, cut
+    bytewise = Screen()
+    for n in range(len(data)):
+        bytewise.output.feed(A, "stdout", data[n : n + 1])
+    assert bytewise.shown() == expected
+
+
+def test_the_rank_is_that_of_the_moment():
+    screen = Screen(ranks={})
+    screen.output.feed(B, "stdout", b"importing\n")
+    screen.ranks[B] = 2
+    screen.output.feed(B, "stdout", b"training\n")
+    screen.ranks[B] = 1
+    screen.output.feed(B, "stdout", b"still training\n")
+    assert screen.shown() == b"[h2:3] importing\n[2] training\n[1] still training\n"
+
+
+def test_a_timestamp_comes_first():
+    screen = Screen(timestamps=True, clock=lambda: "noon")
+    screen.output.feed(A, "stdout", b"x\n")
+    assert screen.shown() == b"noon [0] x\n"
+
+
+def test_a_line_without_end_is_passed_on_in_pieces(screen):
+    screen.output.feed(A, "stdout", b"x" * (2 * LINE_LIMIT + 5))
+    screen.output.feed(A, "stdout", b"\n")
+    lines = screen.shown().split(b"\n")
+    assert [len(line) - 4 for line in lines[:-1]] == [LINE_LIMIT, LINE_LIMIT, 5]
+
+
+def test_the_tail_of_stderr_is_kept_until_the_worker_is_forgotten(screen):
+    for n in range(10_000):
+        screen.output.feed(A, "stderr", b"line %d\n" % n)
+    assert screen.output.tail(A).endswith("line 9998\nline 9999\n")
+    assert len(screen.output.tail(A)) == TAIL_LIMIT
+    assert screen.output.tail(B) == ""
+    screen.output.finish(A, "stderr")  # comes before the exit, which still carries the tail
+    assert len(screen.output.tail(A)) == TAIL_LIMIT
+    screen.output.forget(A)
+    assert screen.output.tail(A) == ""
+
+
+def test_files_get_the_bytes_as_they_were(tmp_path):
+    screen = Screen(ranks={}, folder=tmp_path / "logs")
+    screen.output.feed(B, "stdout", b"importing\r\n\xff")
+    screen.output.feed(B, "stdout", b"\n")
+    screen.ranks[B] = 2
+    screen.output.feed(B, "stdout", b"y" * (LINE_LIMIT + 1) + b"\nz")
+    screen.output.feed(B, "stderr", b"oops\n")
+    screen.output.finish(B, "stdout")
+    screen.output.close()
+    logs = tmp_path / "logs"
+    assert (logs / "h2.3" / "stdout").read_bytes() == b"importing\r\n\xff\n"
+    assert (logs / "rank.2" / "stdout").read_bytes() == b"y" * (LINE_LIMIT + 1) + b"\nz"
+    assert (logs / "rank.2" / "stderr").read_bytes() == b"oops\n"
+
+
+def test_a_closed_pipe_is_told_once_and_the_rest_goes_on():
+    reading, writing = os.pipe()
+    os.close(reading)
+    said: list[str] = []
+    err = bytearray()
+    with open(writing, "w") as stream:
+        output = Output(
+            place_of=lambda w: place(0),
+            stdout=write_to(stream),
+            stderr=err.extend,
+            failed=said.append,
+        )
+        for _ in range(3):
+            output.feed(A, "stdout", b"lost\n")
+            output.feed(A, "stderr", b"kept\n")
+        output.close()
+    assert said == ["cannot write to stdout: [Errno 32] Broken pipe; this output is lost"]
+    assert err == b"[0] kept\n" * 3
+
+
+def test_a_blocked_terminal_blocks_nobody_and_drops_are_told():
+    free = threading.Event()
+    written = bytearray()
+
+    def blocked(data: bytes) -> None:
+        assert free.wait(10)
+        written.extend(data)
+
+    writer = Writer("stdout", failed=lambda text: None, limit=1000)
+    for n in range(100):
+        writer.put(blocked, b"%099d\n" % n)
+    assert not writer.close(timeout_s=0.01)
+    free.set()
+
+    written.clear()
+    slow = Writer("stdout", failed=lambda text: None, limit=1000)
+    free.clear()
+    for n in range(20):
+        slow.put(blocked, b"%099d\n" % n)
+    free.set()
+    with slow._changed:
+        assert slow._changed.wait_for(lambda: not slow._queue and not slow._writing, 10)
+    slow.put(blocked, b"later\n")
+    assert slow.close(timeout_s=10)
+    lines = bytes(written).splitlines()
+    assert lines[0] == b"%099d" % 0
+    assert lines[-2].endswith(b"bytes of output were dropped: stdout is slow")
+    assert lines[-1] == b"later"
+
+
+def test_a_nonblocking_pipe_is_waited_for():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    got = bytearray()
+
+    def read() -> None:
+        while data := os.read(reading, 65536):
+            got.extend(data)
+
+    reader = threading.Thread(target=read)
+    with open(writing, "w") as stream:
+        write = write_to(stream)
+        reader.start()
+        write(b"x" * 1_000_000)
+    reader.join(10)
+    os.close(reading)
+    assert len(got) == 1_000_000
+
+
+def test_a_stream_without_a_descriptor_gets_text():
+    stream = io.StringIO()
+    write_to(stream)(b"caf\xc3\xa9 \xff\n")
+    assert stream.getvalue() == "café �\n"
+
+
+def test_the_drivers_own_lines():
+    out = bytearray()
+    say = Console(out.extend, level="info", clock=lambda: "12:01:33")
+    say("debug", "unseen")
+    say("info", "generation 1 has 2 workers")
+    say("error", "it wrote:\n  Traceback")
+    assert out.decode() == (
+        "elastic | 12:01:33 | generation 1 has 2 workers\n"
+        "elastic | 12:01:33 | error: it wrote:\n"
+        "elastic |     Traceback\n"
+    )
+    out.clear()
+    say = Console(out.extend, colour=True, clock=lambda: "12:01:33")
+    say("warning", "slow")
+    assert out.decode() == "\x1b[33melastic | 12:01:33 | warning: slow\x1b[0m\n"

@@ -1,0 +1,137 @@
+"""Messages survive the wire; anything else is refused in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic import protocol
+from elastic.protocol import Address, Commit, Inbox, Place, ProtocolError, Worker
+
+PLACE = Place(1, 4, 1, 2, 0, 2)
+STORE = Address("10.0.0.7", 7000)
+FROM_WORKER = [
+    protocol.Answer(Worker("h", 0), b"n" * 32, b"p" * 32),
+    protocol.Hello(Worker("h", 0, 3), 4711),
+    protocol.Layout("abc", "w float32 [2]"),
+    protocol.Ready(3, Commit(3, 7), STORE, "abc"),
+    protocol.Ready(0, None, STORE, running=False),
+    protocol.Failed(3, "closed"),
+    protocol.Stranded(1, "closed"),
+    protocol.Checked(3, 1, 9),
+    protocol.Leaving("SIGTERM"),
+    protocol.Resumed(3, {"formed": 2.5}, 10**9),
+    protocol.Digested(3, Commit(3, 7), 2**63 - 1, 5),
+    protocol.Raised(3, None, "ValueError: x", "Traceback"),
+    protocol.Returned(3),
+    protocol.Result(b"\x00blob"),
+]
+FROM_DRIVER = [
+    protocol.Challenge(b"n" * 32),
+    protocol.Accepted(b"p" * 32),
+    protocol.Welcome(PLACE, True, True),
+    protocol.World(4, PLACE, STORE, 3, Commit(3, 7), "lost h:1"),
+    protocol.World(1, PLACE, STORE, 0, None, "first"),
+    protocol.Broken(3, "lost h:1"),
+    protocol.Prepare(3, 1),
+    protocol.StopAt(3, 1, 10),
+    protocol.Proceed(3, 1),
+    protocol.Leave("SIGTERM"),
+    protocol.Rejected("w differs"),
+    protocol.Finish(3),
+    protocol.End("failed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [("driver", m) for m in FROM_DRIVER] + [("worker", m) for m in FROM_WORKER],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_every_message_survives_the_wire(side, message):
+    assert Inbox(side=side).receive(protocol.encode(message)) == [message]
+
+
+def test_every_message_has_a_side_and_is_in_this_test():
+    tested = {type(message) for message in FROM_WORKER + FROM_DRIVER}
+    assert tested == set(protocol.Message.__subclasses__())
+
+
+@given(st.lists(st.sampled_from(FROM_DRIVER), max_size=8), st.data())
+def test_a_stream_may_be_cut_anywhere(messages, data):
+    stream = b"".join(map(protocol.encode, messages))
+    inbox, received = Inbox(side="driver"), []
+    while stream:
+        cut = data.draw(st.integers(1, len(stream)))
+        received += inbox.receive(stream[:cut])
+        stream = stream[cut:]
+    assert received == messages
+
+
+@given(st.binary(max_size=64))
+def test_any_other_bytes_are_refused_or_incomplete(data):
+    inbox = Inbox(side="worker", limit=1024)
+    try:
+        received = inbox.receive(len(data).to_bytes(4, "big") + data)
+    except ProtocolError:
+        return
+    assert all(isinstance(message, protocol.Message) for message in received)
+
+
+def test_what_belongs_to_the_other_side_is_refused():
+    with pytest.raises(ProtocolError, match="no message of this protocol"):
+        Inbox(side="worker").receive(protocol.encode(protocol.End("x")))
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_is_read():
+    inbox = Inbox(side="worker", limit=protocol.HANDSHAKE_LIMIT)
+    with pytest.raises(ProtocolError, match="a frame of 4294967295 bytes; the limit is 1024"):
+        inbox.receive(b"\xff\xff\xff\xff")
+
+
+def test_what_is_too_long_is_not_sent():
+    with pytest.raises(ProtocolError, match="Result has"):
+        protocol.encode(protocol.Result(bytes(protocol.FRAME_LIMIT)))
+
+
+def test_fields_of_a_later_version_are_skipped():
+    import msgspec
+
+    body = msgspec.msgpack.encode({"type": "Broken", "generation": 3, "reason": "x", "new": 1})
+    frame = len(body).to_bytes(4, "big") + body
+    assert Inbox(side="driver").receive(frame) == [protocol.Broken(3, "x")]
+
+
+def test_what_a_worker_is_sent_does_not_grow_with_the_world():
+    small = protocol.World(3, Place(1, 2, 1, 2, 0, 1), STORE, 1, Commit(2, 5), "lost h:1")
+    large = protocol.World(3, Place(9999, 10_000, 7, 8, 1249, 1250), STORE, 1, Commit(2, 5), "x")
+    assert len(protocol.encode(large)) < len(protocol.encode(small)) + 16
+
+
+@given(st.from_regex(r"[a-z0-9.:-]+", fullmatch=True), st.integers(0, 999), st.integers(1, 999))
+def test_a_workers_name_reads_back(host, slot, incarnation):
+    worker = Worker(host, slot, incarnation)
+    assert Worker.parse(str(worker)) == worker
+
+
+@pytest.mark.parametrize("text", ["", "h", "h:0", "h#1", ":0#1", "h:x#1", "h:0#"])
+def test_what_is_no_workers_name_is_refused(text):
+    with pytest.raises(ValueError):
+        Worker.parse(text)
+
+
+def test_later_commits_compare_greater():
+    assert Commit(2, 99) < Commit(3, 0) < Commit(3, 1)
+
+
+def test_a_proof_belongs_to_one_role_one_worker_and_two_nonces():
+    worker = Worker("h", 0)
+    true = protocol.proof(b"secret", "worker", b"a" * 32, b"b" * 32, worker)
+    others = [
+        protocol.proof(b"other", "worker", b"a" * 32, b"b" * 32, worker),
+        protocol.proof(b"secret", "driver", b"a" * 32, b"b" * 32, worker),
+        protocol.proof(b"secret", "worker", b"b" * 32, b"a" * 32, worker),
+        protocol.proof(b"secret", "worker", b"a" * 32, b"b" * 32, worker.next()),
+    ]
+    assert len({true, *others}) == 5 and len(true) == 32

@@ -1,0 +1,307 @@
+"""What a worker does when its world changes: each case a conversation with one Recovery."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.protocol import (
+    Address,
+    Broken,
+    Checked,
+    Commit,
+    End,
+    Failed,
+    Finish,
+    Leave,
+    Place,
+    Prepare,
+    Proceed,
+    Raised,
+    Ready,
+    Rejected,
+    Returned,
+    StopAt,
+    Stranded,
+    Welcome,
+    World,
+)
+from elastic.recovery import Cut, Phase, Recovery, Send, Verdict
+
+STORE = Address("127.0.0.1", 7000)
+PLACE = Place(1, 4, 1, 4, 0, 1)
+
+
+def world(generation: int, holders: int = 0, commit: Commit | None = None) -> World:
+    return World(generation, PLACE, STORE, holders, commit, "because")
+
+
+def outside() -> Recovery:
+    """In the world of init(), generation 1."""
+    r = Recovery()
+    r.receive(Welcome(PLACE, newcomer=False, elastic=True))
+    r.wait_for_world(STORE, "")
+    r.receive(world(1))
+    return r
+
+
+def training(generation: int = 2) -> Recovery:
+    """Inside elastic.run, with the state that all hold."""
+    r = outside()
+    r.enter()
+    r.wait_for_world(STORE, "x")
+    r.receive(world(generation))
+    r.adopt()
+    return r
+
+
+def test_from_init_to_training():
+    r = Recovery()
+    assert r.provisional
+    assert r.receive(Welcome(PLACE, newcomer=False, elastic=True)) == []
+    assert r.wait_for_world(STORE, "") == [Send(Ready(0, None, STORE, "", running=False))]
+    assert r.receive(world(1)) == []
+    assert (r.phase, r.generation, r.provisional) == (Phase.TRAINING, 1, False)
+    r.enter()
+    assert r.wait_for_world(STORE, "x") == [Send(Ready(1, None, STORE, "x", running=True))]
+    r.receive(world(2))
+    assert r.adopt() == Commit(2, 0)
+
+
+def test_a_newcomer_does_not_wait_in_init():
+    r = Recovery()
+    r.receive(Welcome(Place(4, 5, 0, 1, 0, 1), newcomer=True, elastic=True))
+    assert r.newcomer and r.place.rank == 4
+    r.enter()
+    r.wait_for_world(STORE, "x")
+    r.receive(world(7))
+    assert not r.newcomer  # from now on its init() waits like everybody's
+
+
+def test_the_first_world_may_be_formed_without_a_worker_that_waits_for_it():
+    r = Recovery()
+    r.receive(Welcome(PLACE, newcomer=False, elastic=True))
+    r.wait_for_world(STORE, "")
+    r.receive(Welcome(Place(4, 5, 0, 1, 0, 1), newcomer=True, elastic=True))
+    assert r.phase is Phase.OUTSIDE
+    r.receive(world(1))  # not meant for it
+    assert r.phase is Phase.OUTSIDE and r.provisional
+
+
+def test_a_broken_collective_is_cut_and_told_once():
+    r = training()
+    cut = Cut(2, "closed")
+    assert r.fail(2, "closed") == [cut, Send(Failed(2, "closed"))]
+    assert r.fail(2, "closed too") == []
+    assert r.receive(Broken(2, "lost h:1")) == []
+    assert r.arrive() is Verdict.BROKEN
+
+
+def test_the_drivers_word_comes_first():
+    r = training()
+    assert r.receive(Broken(2, "lost h:1")) == [Cut(2, "lost h:1")]
+    assert r.fail(2, "closed") == []
+    assert r.verdict() is Verdict.BROKEN and r.reason == "lost h:1"
+    assert r.wait_for_world(STORE, "x") == [Send(Ready(2, Commit(2, 0), STORE, "x"))]
+
+
+def test_what_belongs_to_another_generation_is_dropped():
+    r = training()
+    assert r.fail(1, "old") == []
+    assert r.receive(Broken(1, "old")) == []
+    assert r.receive(Prepare(1, 1)) == []
+    assert r.receive(world(2)) == [] and r.phase is Phase.TRAINING
+    r.receive(Broken(2, "lost"))
+    r.wait_for_world(STORE, "x")
+    r.receive(world(2))  # sent again
+    assert r.phase is Phase.WAITING
+
+
+def test_outside_elastic_run_a_broken_collective_strands_the_worker():
+    r = outside()
+    assert r.fail(1, "closed") == [Cut(1, "closed"), Send(Stranded(1, "closed"))]
+    assert r.strand() == []
+
+
+def test_a_world_that_broke_strands_only_those_that_still_want_it():
+    r = outside()
+    assert r.receive(Broken(1, "lost")) == [Cut(1, "lost")]
+    assert r.strand() == [Send(Stranded(1, "lost"))]  # a collective was called
+    assert r.strand() == []
+    r = outside()
+    r.receive(Broken(1, "lost"))
+    r.enter()
+    assert r.strand() == []
+    assert r.wait_for_world(STORE, "x") == [Send(Ready(1, None, STORE, "x"))]
+
+
+# ---- planned changes ----------------------------------------------------------------------------
+
+
+def test_all_stop_one_check_after_the_one_furthest_ahead():
+    behind, ahead = training(), training()
+    assert behind.arrive() is Verdict.PASS
+    for _ in range(3):
+        assert ahead.arrive() is Verdict.PASS
+    assert behind.receive(Prepare(2, 1)) == [Send(Checked(2, 1, 1))]
+    assert ahead.receive(Prepare(2, 1)) == [Send(Checked(2, 1, 3))]
+    assert behind.arrive() is Verdict.HOLD
+    assert ahead.arrive() is Verdict.HOLD
+    for r in (behind, ahead):
+        r.receive(StopAt(2, 1, 4))
+    assert ahead.verdict() is Verdict.STOP
+    assert behind.verdict() is Verdict.PASS
+    assert behind.arrive() is Verdict.PASS
+    assert behind.arrive() is Verdict.STOP
+
+
+def test_a_change_that_is_called_off_lets_go():
+    r = training()
+    r.receive(Prepare(2, 1))
+    assert r.arrive() is Verdict.HOLD
+    r.receive(Proceed(2, 1))
+    assert r.verdict() is Verdict.PASS
+    r.receive(StopAt(2, 2, 5))  # of a change it knows nothing of
+    assert r.arrive() is Verdict.PASS
+
+
+def test_a_failure_frees_who_is_held():
+    r = training()
+    r.receive(Prepare(2, 1))
+    assert r.arrive() is Verdict.HOLD
+    r.receive(Broken(2, "lost"))
+    assert r.verdict() is Verdict.BROKEN
+
+
+def test_a_word_that_comes_too_late_breaks_the_world():
+    r = training()
+    r.receive(Prepare(2, 1))
+    r.arrive()
+    r.release()
+    assert r.verdict() is Verdict.PASS
+    late = "the word where to stop came too late"
+    assert r.receive(StopAt(2, 1, 1)) == [Cut(2, late), Send(Failed(2, late))]
+
+
+def test_the_end_of_a_job_frees_who_is_held():
+    r = training()
+    r.receive(Prepare(2, 1))
+    r.arrive()
+    assert r.receive(End("enough")) == [Cut(2, "enough")]
+    assert r.verdict() is Verdict.OVER
+
+
+# ---- commits ------------------------------------------------------------------------------------
+
+
+def test_a_commit_is_numbered_by_the_check_that_follows_it():
+    r = training()
+    r.arrive()
+    r.arrive()
+    assert r.committed() == Commit(2, 3)
+    r.arrive()
+    assert r.newest == Commit(2, 3)
+
+
+def test_stopping_at_a_commit_saves_under_the_same_number():
+    r = training()
+    r.receive(Prepare(2, 1))
+    r.receive(StopAt(2, 1, 1))
+    committed = r.committed()
+    assert r.arrive() is Verdict.STOP
+    assert r.committed() == committed == Commit(2, 1)
+
+
+def test_who_passed_without_committing_and_who_stopped_never_share_a_number():
+    passed, stopped = training(), training()
+    for r in (passed, stopped):
+        r.receive(Prepare(2, 1))
+        r.arrive()
+    passed.release()
+    stopped.receive(StopAt(2, 1, 1))
+    assert stopped.verdict() is Verdict.STOP
+    assert stopped.committed() == Commit(2, 1)
+    assert passed.committed() == Commit(2, 2)
+
+
+def test_commits_outside_elastic_run_are_a_workers_own():
+    r = outside()
+    assert r.committed() is None
+    r.enter()
+    [ready] = r.wait_for_world(STORE, "x")
+    assert ready == Send(Ready(1, None, STORE, "x"))
+
+
+def test_a_torn_commit_is_none():
+    r = training()
+    r.committed()
+    r.forget_commit()
+    r.receive(Broken(2, "lost"))
+    assert r.wait_for_world(STORE, "x") == [Send(Ready(2, None, STORE, "x"))]
+
+
+def test_a_second_training_does_not_begin_with_the_first_ones_commit():
+    r = training()
+    r.committed()
+    r.returned()
+    r.receive(Finish(2))
+    r.enter()
+    assert r.newest is None
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+def test_returning_waits_for_all():
+    r = training()
+    assert r.returned() == [Send(Returned(2))]
+    assert r.phase is Phase.RETURNED
+    r.receive(Finish(1))
+    assert r.phase is Phase.RETURNED
+    r.receive(Finish(2))
+    assert r.phase is Phase.FINISHED
+    assert r.driver_lost("gone") == []  # nothing is awaited from it any more
+
+
+def test_a_loss_before_all_have_returned_brings_it_back():
+    r = training()
+    r.returned()
+    r.receive(Broken(2, "lost"))
+    assert r.phase is Phase.BROKEN
+    assert r.returned() == []
+
+
+def test_init_again():
+    r = outside()
+    r.pause()
+    r.receive(Broken(1, "lost"))  # concerns it no more
+    assert r.phase is Phase.OUTSIDE
+    assert r.wait_for_world(STORE, "") == [Send(Ready(1, None, STORE, "", running=False))]
+    r.receive(world(2))
+    assert r.generation == 2
+
+
+@pytest.mark.parametrize("message", [Leave("SIGTERM"), Rejected("layout"), End("failed")])
+def test_after_the_end_nothing_happens(message):
+    r = training()
+    assert r.receive(message) == [Cut(2, message.reason)]
+    assert (r.phase, r.over, r.reason) == (Phase.OVER, message, message.reason)
+    assert r.receive(world(3)) == [] and r.generation == 2
+    assert r.wait_for_world(STORE, "x") == [] and r.returned() == [] and r.fail(2, "x") == []
+    r.pause()
+    assert r.arrive() is Verdict.OVER
+
+
+def test_a_lost_driver_is_the_end():
+    r = training()
+    assert r.driver_lost("closed") == [Cut(2, "closed")]
+    assert r.over == End("closed")
+
+
+def test_a_user_exception_is_told_with_the_commit_it_came_after():
+    r = training()
+    r.committed()
+    assert r.raised("ValueError: x", "Traceback") == [
+        Send(Raised(2, Commit(2, 1), "ValueError: x", "Traceback")),
+        Cut(2, "ValueError: x"),
+    ]
+    assert r.phase is Phase.OVER

@@ -1,0 +1,319 @@
+"""The control server: who is let in, what is heard, and how connections end. Real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import ClassVar
+
+import pytest
+
+from elastic import protocol
+from elastic.driver import server as server_module
+from elastic.driver.server import Server
+from elastic.protocol import Address, Commit, Inbox, Worker, encode
+
+SECRET = b"s" * 32
+A, B = Worker("localhost", 0), Worker("localhost", 1)
+DEADLINE_S = 10.0
+
+
+class Peer:
+    """A worker's end, step by step."""
+
+    opened: ClassVar[list[Peer]] = []
+
+    def __init__(self, reader, writer) -> None:
+        self.opened.append(self)
+        self.reader, self.writer = reader, writer
+        self.inbox = Inbox(side="driver")
+        self.messages: list = []
+
+    @classmethod
+    async def reach(cls, address: Address) -> Peer:
+        return cls(*await asyncio.open_connection(address.host, address.port))
+
+    async def hear(self):
+        """The next message, or None at the end of the connection."""
+        while not self.messages:
+            try:
+                data = await asyncio.wait_for(self.reader.read(65536), DEADLINE_S)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self.messages += self.inbox.receive(data)
+        return self.messages.pop(0)
+
+    def say(self, *messages) -> None:
+        self.writer.write(b"".join(encode(m) for m in messages))
+
+    async def answer(self, worker=A, *, secret=SECRET, role="worker", nonce=b"n" * 32, **changes):
+        challenge = await self.hear()
+        assert isinstance(challenge, protocol.Challenge) and len(challenge.nonce) == 32
+        proof = protocol.proof(secret, role, challenge.nonce, nonce, worker)
+        self.say(protocol.Answer(worker, nonce, proof, **changes))
+        return challenge, nonce
+
+    async def enter(self, worker=A) -> Peer:
+        challenge, nonce = await self.answer(worker)
+        expected = protocol.proof(SECRET, "driver", nonce, challenge.nonce, worker)
+        assert await self.hear() == protocol.Accepted(expected)
+        return self
+
+
+class Driver:
+    """What the loop would see."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue = asyncio.Queue()
+        self.log: list[str] = []
+        self.expected = {A, B}
+        self.server = Server(secret=SECRET, log=lambda level, text: self.log.append(text))
+        self.address = Address("", 0)
+
+    async def next(self):
+        return await asyncio.wait_for(self.events.get(), DEADLINE_S)
+
+    async def worker(self, worker=A) -> Peer:
+        return await (await Peer.reach(self.address)).enter(worker)
+
+
+@contextlib.asynccontextmanager
+async def driving() -> AsyncIterator[Driver]:
+    driver = Driver()
+    driver.address = await driver.server.open(
+        "127.0.0.1",
+        heard=lambda worker, message: driver.events.put_nowait((worker, message)),
+        gone=lambda worker: driver.events.put_nowait((worker, "gone")),
+        expected=driver.expected.__contains__,
+    )
+    try:
+        yield driver
+    finally:
+        await driver.server.close()
+        while Peer.opened:
+            writer = Peer.opened.pop().writer
+            writer.close()
+            with contextlib.suppress(OSError):
+                await asyncio.wait_for(writer.wait_closed(), DEADLINE_S)
+
+
+def conversation(test):
+    """Runs an async test with a driver."""
+
+    def run() -> None:
+        async def talk() -> None:
+            async with driving() as driver:
+                await test(driver)
+
+        asyncio.run(asyncio.wait_for(talk(), 30.0))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@conversation
+async def test_a_worker_proves_itself_and_is_heard(driver):
+    peer = await driver.worker()
+    peer.say(protocol.Hello(A, pid=7), protocol.Failed(2, "reset"))
+    assert await driver.next() == (A, protocol.Hello(A, pid=7))
+    assert await driver.next() == (A, protocol.Failed(2, "reset"))
+    assert driver.server.send(A, protocol.Broken(2, "lost"))
+    assert await peer.hear() == protocol.Broken(2, "lost")
+    peer.writer.close()
+    assert await driver.next() == (A, "gone")
+    assert not driver.server.send(A, protocol.Broken(3, "late"))
+
+
+@conversation
+async def test_a_broadcast_reaches_those_who_are_there(driver):
+    a, b = await driver.worker(A), await driver.worker(B)
+    driver.server.broadcast([A, Worker("elsewhere", 0), B], protocol.Finish(3))
+    assert await a.hear() == await b.hear() == protocol.Finish(3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"secret": b"guess" * 8}, "does not know the job's secret"),
+        ({"role": "driver"}, "does not know the job's secret"),
+        ({"nonce": b"short"}, "does not know the job's secret"),
+        ({"version": 99}, "version 99 of the protocol"),
+        ({"worker": Worker("localhost", 0, 2)}, "localhost:0#2 is no worker that runs"),
+    ],
+)
+def test_strangers_are_refused(changes, reason):
+    @conversation
+    async def talk(driver):
+        peer = await Peer.reach(driver.address)
+        await peer.answer(**changes)
+        assert await peer.hear() is None
+        assert len(driver.log) == 1 and reason in driver.log[0]
+        assert driver.events.empty()
+
+    talk()
+
+
+def test_a_proof_cannot_be_replayed():
+    @conversation
+    async def talk(driver):
+        peer = await Peer.reach(driver.address)
+        first = await peer.hear()
+        proof = protocol.proof(SECRET, "worker", first.nonce, b"n" * 32, A)
+        thief = await Peer.reach(driver.address)
+        await thief.hear()
+        thief.say(protocol.Answer(A, b"n" * 32, proof))
+        assert await thief.hear() is None
+
+    talk()
+
+
+@conversation
+async def test_refusals_share_one_line(driver):
+    for _ in range(5):
+        peer = await Peer.reach(driver.address)
+        peer.say(protocol.Hello(A, 1))
+        await peer.hear()
+        assert await peer.hear() is None
+    assert len(driver.log) == 1
+    assert "Hello came before the Answer" in driver.log[0]
+
+
+@conversation
+async def test_little_is_read_before_a_proof(driver):
+    for data in (b"\xff" * 4, b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\1" + b"\xc1", b"\0\0\4\0" * 300):
+        peer = await Peer.reach(driver.address)
+        await peer.hear()
+        peer.writer.write(data)
+        assert await peer.hear() is None, data
+    assert driver.events.empty()
+
+
+@conversation
+async def test_nothing_may_follow_the_answer_before_it_is_accepted(driver):
+    peer = await Peer.reach(driver.address)
+    challenge = await peer.hear()
+    proof = protocol.proof(SECRET, "worker", challenge.nonce, b"n" * 32, A)
+    peer.say(protocol.Answer(A, b"n" * 32, proof), protocol.Hello(A, 1))
+    assert await peer.hear() is None
+    assert driver.events.empty()
+
+
+def test_who_stays_silent_is_closed(monkeypatch):
+    monkeypatch.setattr(server_module, "HANDSHAKE_S", 0.05)
+
+    @conversation
+    async def talk(driver):
+        peer = await Peer.reach(driver.address)
+        await peer.hear()
+        assert await peer.hear() is None
+        assert "no proof within" in driver.log[0]
+
+    talk()
+
+
+@conversation
+async def test_a_worker_has_one_connection(driver):
+    first = await driver.worker()
+    second = await Peer.reach(driver.address)
+    await second.answer(A)
+    assert await second.hear() is None
+    assert "has a connection already" in driver.log[0]
+    first.writer.close()
+    assert await driver.next() == (A, "gone")
+    await driver.worker()  # init() after shutdown()
+
+
+@conversation
+async def test_a_new_connection_may_follow_the_old_one_at_once(driver):
+    for _ in range(20):
+        peer = await driver.worker()
+        peer.writer.close()
+    assert not driver.log
+
+
+@pytest.mark.parametrize(
+    ("data", "trouble"),
+    [
+        (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
+        (b"\0\0\0\1\xc1", "no message of this protocol"),
+        (encode(protocol.Finish(1)), "no message of this protocol"),
+        (encode(protocol.Hello(B, 1)), "it says hello as localhost:1#1"),
+    ],
+)
+def test_nonsense_after_the_proof_ends_the_connection(data, trouble):
+    @conversation
+    async def talk(driver):
+        peer = await driver.worker()
+        peer.writer.write(data)
+        assert await driver.next() == (A, "gone")
+        assert await peer.hear() is None
+        assert trouble in driver.log[0] and str(A) in driver.log[0]
+
+    talk()
+
+
+@conversation
+async def test_a_large_result_arrives_whole(driver):
+    peer = await driver.worker()
+    blob = bytes(range(256)) * 40_000
+    peer.say(protocol.Result(blob))
+    assert await driver.next() == (A, protocol.Result(blob))
+
+
+@conversation
+async def test_last_words_are_heard_before_the_loop_comes_to_them(driver):
+    peer = await driver.worker()
+    digested = protocol.Digested(1, Commit(1, 2), digest=3)
+    # From here on the loop is not given a turn: the bytes wait in the socket, as when an exit is seen first.
+    peer.writer.get_extra_info("socket")._sock.send(encode(digested))
+    peer.writer.transport.abort()
+    driver.server.drain(A)
+    assert driver.events.get_nowait() == (A, digested)
+    await asyncio.sleep(0)
+    driver.server.drain(A)  # the end of the stream came meanwhile
+    assert await driver.next() == (A, "gone")
+    assert driver.events.empty()
+
+
+def test_who_does_not_read_is_cut_off(monkeypatch):
+    monkeypatch.setattr(server_module, "BACKLOG_LIMIT", 1 << 20)
+
+    @conversation
+    async def talk(driver):
+        await driver.worker()
+        message = protocol.End("x" * (1 << 20))
+        while driver.server.send(A, message):
+            pass
+        assert await driver.next() == (A, "gone")
+        assert "has not read for 1 MiB" in driver.log[0]
+
+    talk()
+
+
+@conversation
+async def test_closing_sends_what_was_said(driver):
+    peer = await driver.worker()
+    driver.server.send(A, protocol.End("over"))
+    await driver.server.close()
+    assert await peer.hear() == protocol.End("over")
+    assert await peer.hear() is None
+    assert driver.events.empty()
+
+
+@conversation
+async def test_a_broadcast_to_four_is_quick(driver):
+    workers = [Worker("localhost", n) for n in range(4)]
+    driver.expected |= set(workers)
+    peers = [await driver.worker(worker) for worker in workers]
+    times = []
+    for n in range(20):
+        began = time.perf_counter()
+        driver.server.broadcast(workers, protocol.Broken(n, "lost localhost:2#1"))
+        times.append(time.perf_counter() - began)
+        for peer in peers:
+            assert await peer.hear() == protocol.Broken(n, "lost localhost:2#1")
+    assert min(times) < 1e-3

@@ -1,0 +1,180 @@
+"""Copies of tensors: what is copied again, what is not, and which copies count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic.errors import PeerLost
+from elastic.state import activity, pinned
+from elastic.state.snapshot import SMALL, Snapshot, as_bytes, dense, same_bits
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """How many tensors each copy wrote."""
+    counted: list[int] = []
+    real = torch._foreach_copy_
+
+    def counting(to, what):
+        counted.append(len(to))
+        real(to, what)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    return counted
+
+
+def test_nothing_is_copied_twice_and_one_change_copies_everything(copies):
+    snapshot = Snapshot()
+    tensors = {"a": torch.randn(SMALL + 1), "b": torch.randn(3)}
+    snapshot.take(tensors, None)
+    snapshot.take(tensors, None)
+    assert copies == [2]
+    tensors["b"].add_(1)
+    snapshot.take(tensors, None)
+    assert copies == [2, 2]
+    assert same_bits(snapshot.bank.buffers()["b"], tensors["b"])
+
+
+def test_everything_is_copied_when_something_was_noticed_or_trust_is_missing(copies):
+    snapshot = Snapshot()
+    tensors = {"a": torch.randn(3)}
+    snapshot.take(tensors, None)
+    activity.notice()
+    snapshot.take(tensors, None)
+    snapshot.take(tensors, None, trust=False)
+    assert copies == [1, 1, 1]
+
+
+def test_another_storage_is_noticed_even_at_the_same_version(copies):
+    snapshot = Snapshot()
+    one = torch.zeros(SMALL * 2)
+    tensor = torch.nn.Parameter(one)
+    snapshot.take({"a": dense(tensor)}, None)
+    tensor.data = torch.zeros(SMALL * 2)  # equal content: no sample could tell
+    snapshot.take({"a": dense(tensor)}, None)
+    assert copies == [1, 1]
+
+
+def test_a_small_quiet_change_is_seen_in_a_small_tensor(copies):
+    snapshot = Snapshot()
+    tensor = torch.zeros(SMALL)
+    snapshot.take({"a": tensor}, None)
+    tensor.data[17] = 1
+    snapshot.take({"a": tensor}, None)
+    assert copies == [1, 1]
+
+
+def test_nan_is_copied_again_rather_than_trusted(copies):
+    snapshot = Snapshot()
+    tensor = torch.full((4,), float("nan"))
+    snapshot.take({"a": tensor}, None)
+    snapshot.take({"a": tensor}, None)
+    assert copies == [1, 1]
+
+
+def test_buffers_are_made_once_and_kept_in_the_order_of_the_strides():
+    snapshot = Snapshot()
+    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    snapshot.take({"a": tensor}, None)
+    buffer = snapshot.bank.buffers()["a"]
+    tensor.add_(1)
+    snapshot.take({"a": tensor}, None)
+    assert snapshot.bank.buffers()["a"] is buffer
+    assert buffer.stride() == tensor.stride()
+    snapshot.take({"a": torch.randn(7)}, None)
+    assert snapshot.bank.buffers()["a"].shape == (7,)
+
+
+def test_inference_tensors_are_never_trusted(copies):
+    snapshot = Snapshot()
+    with torch.inference_mode():
+        tensor = torch.zeros(3)
+    snapshot.take({"a": tensor}, None)
+    snapshot.take({"a": tensor}, None)
+    assert copies == [1, 1]
+
+
+def test_a_doubled_snapshot_goes_back_one():
+    snapshot = Snapshot()
+    snapshot.double()
+    snapshot.take({"a": torch.zeros(2)}, "first")
+    snapshot.take({"a": torch.ones(2)}, "second")
+    assert snapshot.depth == 2
+    assert snapshot.roll_back()
+    assert snapshot.bank.beside == "first"
+    assert snapshot.bank.buffers()["a"].tolist() == [0, 0]
+    assert not snapshot.roll_back()
+
+
+class Event:
+    """A CUDA event that completes when told."""
+
+    complete = False
+
+    def query(self) -> bool:
+        return self.complete
+
+
+def transit(event: Event) -> pinned.Transit:
+    made = pinned.Transit()
+    made.events.append(event)  # type: ignore[arg-type]
+    made.launched = True
+    return made
+
+
+def test_a_copy_counts_only_if_it_completed_before_the_abort():
+    late, early = Event(), Event()
+    early.complete = True
+    copies = transit(late), transit(early)
+    pinned.abort_requested()
+    late.complete = True
+    assert [copy.counts() for copy in copies] == [False, True]
+
+
+def test_a_copy_that_was_not_even_launched_at_the_abort_does_not_count():
+    copy = pinned.Transit()
+    pinned.abort_requested()
+    copy.launched = True
+    assert not copy.counts()
+
+
+def test_a_device_that_hangs_is_not_waited_for_forever(monkeypatch):
+    monkeypatch.setattr(pinned, "COPY_LIMIT_S", 0.0)
+    with pytest.raises(PeerLost, match="did not complete"):
+        transit(Event()).counts()
+
+
+def test_the_commit_to_go_back_to_is_not_overwritten_by_one_that_follows_an_abort():
+    snapshot = Snapshot()
+    snapshot.double()
+    snapshot.take({"a": torch.zeros(2)}, "first")
+    snapshot.take({"a": torch.ones(2)}, "second")
+    snapshot.bank.transit = transit(Event())
+    pinned.abort_requested()
+    with pytest.raises(PeerLost):
+        snapshot.take({"a": torch.ones(2)}, "third")
+    assert snapshot.roll_back()
+    assert snapshot.bank.beside == "first"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4).t(),
+        torch.randn(1, 3).expand(5, 3),
+        torch.tensor(3.0),
+        torch.empty(0, 2),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.tensor([True, False]),
+    ],
+    ids=["transposed", "expanded", "scalar", "empty", "conjugate", "bool"],
+)
+def test_bytes_are_in_logical_order(tensor):
+    assert as_bytes(tensor).numel() == tensor.nbytes
+    assert torch.equal(as_bytes(tensor), as_bytes(tensor.resolve_conj().contiguous().clone()))
+
+
+def test_dense_keeps_each_distinct_element_once():
+    view = dense(torch.arange(3).expand(4, 3))
+    assert view.tolist() == [[0, 1, 2]]

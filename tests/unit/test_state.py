@@ -1,0 +1,202 @@
+"""States without tensors, and what all states share: commits, torn saves, resets, names."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from elastic import runtime
+from elastic.collectives import fake
+from elastic.errors import Invalid, WorldChanging
+from elastic.state.state import ObjectState, State, has_custom_sync
+
+
+class FakeRuntime:
+    """Writes down what a state asks of it."""
+
+    activity = 0
+    generation = 1
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.change: BaseException | None = None
+        self.env = SimpleNamespace(digest_commits=False)
+
+    def committed(self) -> None:
+        self.said.append("committed")
+
+    def check(self) -> None:
+        self.said.append("check")
+        if self.change is not None:
+            raise self.change
+
+
+@pytest.fixture
+def rt(monkeypatch):
+    made = FakeRuntime()
+    monkeypatch.setattr(runtime, "active", lambda: made)
+    return made
+
+
+def test_values_go_back_to_the_last_commit():
+    state = ObjectState(epoch=0, batch=0)
+    state.batch = 5
+    state.commit()
+    state.batch = 9
+    state.restore()
+    assert (state.epoch, state.batch) == (0, 5)
+
+
+def test_what_was_never_committed_goes_back_to_the_beginning():
+    state = ObjectState(epoch=3)
+    state.epoch = 4
+    state.restore()
+    assert state.epoch == 3
+
+
+def test_defect_e_values_are_copied_deeply_at_commit_and_at_restore():
+    state = ObjectState(history=[{"loss": 1.0}])
+    state.commit()
+    state.history[0]["loss"] = 2.0
+    state.history.append("later")
+    state.restore()
+    assert state.history == [{"loss": 1.0}]
+    state.history[0]["loss"] = 3.0  # what a restore hands out is not the commit itself
+    state.restore()
+    assert state.history == [{"loss": 1.0}]
+
+
+def test_a_value_that_cannot_be_copied_is_named():
+    with pytest.raises(Invalid, match=r"state\.lock can't be copied"):
+        ObjectState(lock=threading.Lock())
+    state = ObjectState(batches=None)
+    state.batches = (each for each in [1, 2])
+    with pytest.raises(Invalid, match=r"state\.batches"):
+        state.commit()
+
+
+def test_a_save_that_raises_leaves_no_whole_commit_until_the_next():
+    state = ObjectState(value=1)
+    assert state.valid()
+    state.value = threading.Lock()
+    with pytest.raises(Invalid):
+        state.commit()
+    assert not state.valid()
+    state.value = 2
+    state.commit()
+    assert state.valid()
+
+
+def test_a_save_overridden_by_a_script_is_torn_until_its_own_end():
+    class Careful(ObjectState):
+        def save(self) -> None:
+            super().save()
+            if self.fail:
+                raise OSError("disk full")
+
+    state = Careful(value=1)
+    state.fail = True
+    with pytest.raises(OSError):
+        state.commit()
+    assert not state.valid()
+
+
+def test_a_torn_state_is_not_restored(caplog):
+    state = ObjectState(value=[1])
+    state.value = threading.Lock()
+    with pytest.raises(Invalid):
+        state.save()
+    state.restore()
+    assert "did not complete" in caplog.text
+
+
+def test_commit_saves_first_and_looks_at_changes_after(rt):
+    state = ObjectState(batch=0)
+    state.batch = 1
+    rt.change = WorldChanging("planned")
+    with pytest.raises(WorldChanging):
+        state.commit()
+    assert rt.said == ["committed", "check"]
+    state.batch = 2
+    state.restore()
+    assert state.batch == 1
+
+
+def test_check_host_updates_saves_nothing(rt):
+    state = ObjectState(batch=0)
+    state.batch = 1
+    state.on_hosts_updated(17.0, 2)
+    state.check_host_updates()
+    assert rt.said == ["check"]
+    assert state._last_updated_timestamp == 17.0
+    assert state._host_messages.empty()
+    state.restore()
+    assert state.batch == 0
+
+
+def test_a_reset_forgets_old_news_and_calls_back_in_order():
+    class Counting(State):
+        def reset(self) -> None:
+            calls.append("reset")
+
+    calls: list[str] = []
+    state = Counting()
+    state.register_reset_callbacks([lambda: calls.append("first")])
+    state.register_reset_callbacks([lambda: calls.append("second")])
+    state.on_hosts_updated(1, 1)
+    state.on_reset()
+    assert calls == ["reset", "first", "second"]
+    assert state._host_messages.empty()
+
+
+def test_a_bare_state_holds_nothing_that_could_be_compared():
+    state = State()
+    assert (state.layout(), state.digest(), state.digest_buffers()) == ("", 0, 0)
+    assert state._rank() == 0
+
+
+def test_a_script_with_its_own_broadcast_is_synchronized_by_that():
+    state = ObjectState(lambda value: {**value, "epoch": 7}, lambda: 0, epoch=1)
+    assert has_custom_sync(state)
+    state.sync()
+    state.epoch = 8
+    state.restore()
+    assert state.epoch == 7
+
+
+def test_only_a_sync_that_is_not_ours_is_custom():
+    class Mine(ObjectState):
+        def sync(self) -> None:
+            pass
+
+    assert has_custom_sync(Mine(value=1))
+    assert not has_custom_sync(ObjectState(value=1))
+
+
+@pytest.mark.parametrize("name", ["commit", "layout", "valid", "_saved_state"])
+def test_a_value_that_would_hide_a_method_is_refused(name):
+    with pytest.raises(Invalid, match="choose another name"):
+        ObjectState(None, None, **{name: 1})
+
+
+def test_values_travel_and_the_commit_stays_until_the_next_save():
+    ranks = fake.world(2)
+    states = [ObjectState(epoch=5, log=["a"]), ObjectState(epoch=0, log=[])]
+    others = threading.Thread(target=states[0].transfer, args=(ranks[0], 0))
+    others.start()
+    assert states[1].transfer(ranks[1], 0) > 0
+    others.join(10)
+    assert (states[1].epoch, states[1].log) == (5, ["a"])
+    states[1].restore()
+    assert (states[1].epoch, states[1].log) == (0, [])
+
+
+def test_works_in_a_world_of_one_without_init():
+    state = ObjectState(epoch=0)
+    state.epoch = 1
+    state.sync()
+    state.epoch = 2
+    state.restore()
+    assert state.epoch == 1

@@ -1,0 +1,133 @@
+"""Tensors of every kind are committed and restored: tied, strided, expanded, sparse, absent, of no shape yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.errors import Invalid, StateMismatch
+from elastic.state import TorchState
+from elastic.state.snapshot import same_bits
+
+
+def bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_bits(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        assert same_bits(tensor, expected[name]), name
+
+
+class Zoo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(4, 4)
+        self.same = nn.Linear(4, 4)
+        self.same.weight = self.tied.weight
+        self.transposed = nn.Parameter(torch.randn(6, 3).t())
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.halved = nn.Parameter(torch.randn(3).bfloat16())
+        self.imaginary = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.image = nn.Parameter(torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last))
+        self.sparse = nn.Parameter(torch.eye(3).to_sparse())
+        self.register_buffer("expanded", torch.randn(1, 3).expand(4, 3))
+        self.register_buffer("sliced", torch.randn(8)[::2])
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("csr", torch.eye(3).to_sparse_csr())
+        self.register_buffer("cache", torch.randn(3), persistent=False)
+        self.register_buffer("later", None)
+        self.register_buffer("nan", torch.full((3,), float("nan")))
+        self.register_parameter("nothing", None)
+        self.ghost = nn.Parameter(torch.empty(5, device="meta"))
+        self.note = "old"
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+def everything(zoo: Zoo) -> dict[str, torch.Tensor]:
+    tensors = {**dict(zoo.named_parameters()), **dict(zoo.named_buffers())}
+    return {name: each.detach().clone() for name, each in tensors.items() if name != "ghost"}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_tensors_of_every_kind_are_restored():
+    zoo = Zoo()
+    expected = everything(zoo)
+    state = TorchState(model=zoo)
+    with torch.no_grad():
+        for name, tensor in {**dict(zoo.named_parameters()), **dict(zoo.named_buffers())}.items():
+            if name == "flags":
+                tensor.logical_not_()
+            elif name == "expanded":
+                tensor[0].add_(1)
+            elif name == "csr":
+                tensor.values().add_(1)
+            elif name == "sparse":
+                tensor.data = (2 * torch.eye(3)).to_sparse()
+            elif name != "ghost":
+                tensor.add_(1)
+    zoo.register_buffer("later", torch.ones(2))
+    zoo.note = "new"
+    state.restore()
+    present = everything(zoo)
+    assert present.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if name in ("sparse", "csr"):
+            assert torch.equal(present[name].to_dense(), tensor.to_dense()), name
+        else:
+            assert same_bits(present[name], tensor), name
+    assert zoo.same.weight is zoo.tied.weight
+    assert dict(zoo.named_buffers()).get("later") is None
+    assert zoo.note == "old"
+
+
+def test_parameters_that_came_to_share_a_storage_are_parted_again():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    expected = bits(model)
+    state = TorchState(model=model)
+    model[0].weight.data = model[1].weight.data
+    state.restore()
+    assert_bits(model, expected)
+
+
+def test_parameters_that_always_shared_a_storage_still_do():
+    flat = torch.randn(18)
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[0].weight.data = flat[:9].view(3, 3)
+    model[1].weight.data = flat[9:].view(3, 3)
+    kept = flat.clone()
+    state = TorchState(model=model)
+    flat.zero_()
+    state.restore()
+    assert torch.equal(flat, kept)
+
+
+def test_a_parameter_that_changed_its_shape_or_dtype_gets_it_back():
+    model = nn.Linear(3, 3)
+    expected = bits(model)
+    state = TorchState(model=model)
+    model.weight.data = torch.zeros(5, 5)
+    model.bias.data = model.bias.data.double()
+    state.restore()
+    assert_bits(model, expected)
+
+
+def test_a_module_without_its_committed_parameter_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3))
+    state = TorchState(model=model)
+    model[0] = nn.Identity()
+    with pytest.raises(StateMismatch, match=r"model\.0\.weight was committed"):
+        state.restore()
+
+
+def test_a_lazy_module_is_refused_before_its_first_forward_pass():
+    with pytest.raises(Invalid, match=r"model\.weight has no shape yet"):
+        TorchState(model=nn.LazyLinear(3))

@@ -1,0 +1,324 @@
+"""A transfer brings root's state to workers that lack it, in place, and disturbs nobody when a worker can't take it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.collectives import fake
+from elastic.errors import Invalid, StateMismatch
+from elastic.state import ElasticSampler, TorchState, exchange, python_values
+from elastic.state.snapshot import same_bits
+
+
+def transfer(states: list[TorchState], root: int = 0, **options: Any) -> list[Any]:
+    """Bytes copied at each rank, or what was raised there."""
+    results: list[Any] = [None] * len(states)
+
+    def one(rank: int, group: fake.FakeCollectives) -> None:
+        try:
+            results[rank] = states[rank].transfer(group, root, **options)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [
+        threading.Thread(target=one, args=(rank, group))
+        for rank, group in enumerate(fake.world(len(states), timeout_s=5.0))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def pair(make: Callable[[int], TorchState], size: int = 2) -> list[TorchState]:
+    states = []
+    for rank in range(size):
+        torch.manual_seed(rank)
+        states.append(make(rank))
+    return states
+
+
+def net() -> Any:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def step(state: TorchState, times: int = 1) -> None:
+    for _ in range(times):
+        state.optimizer.zero_grad()
+        state.model(torch.randn(4, 6)).square().sum().backward()
+        state.optimizer.step()
+
+
+def assert_equal(one: TorchState, other: TorchState) -> None:
+    mine, theirs = one.model.state_dict(), other.model.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert same_bits(tensor, theirs[name]), name
+    ours, others = one.optimizer.state_dict(), other.optimizer.state_dict()
+    assert ours["param_groups"] == others["param_groups"]
+    assert ours["state"].keys() == others["state"].keys()
+    for number, entries in ours["state"].items():
+        assert entries.keys() == others["state"][number].keys()
+        for key, entry in entries.items():
+            assert entry is others["state"][number][key] or same_bits(
+                torch.as_tensor(entry), torch.as_tensor(others["state"][number][key])
+            ), (number, key)
+
+
+def sgd(rank: int, **options: Any) -> TorchState:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1 + rank, **options})
+    return TorchState(model=model, optimizer=optimizer, epoch=rank, log=[rank])
+
+
+def test_everything_becomes_roots():
+    states = pair(lambda rank: sgd(rank, momentum=0.9), size=3)
+    step(states[1], 2)
+    results = transfer(states, root=1)
+    assert len(set(results)) == 1 and results[0] > 0
+    for other in (0, 2):
+        assert_equal(states[1], states[other])
+        assert (states[other].epoch, states[other].log) == (1, [1])
+
+
+def test_receivers_write_in_place_and_a_save_afterwards_sees_it():
+    states = pair(sgd)
+    pointers = [each.data_ptr() for each in states[1].model.parameters()]
+    states[1].commit()
+    transfer(states)
+    assert [each.data_ptr() for each in states[1].model.parameters()] == pointers
+    assert states[1].digest() != states[0].digest()  # a transfer does not save
+    states[1].save()
+    assert states[1].digest() == states[0].digest()
+
+
+def test_defect_i_a_newcomer_with_weight_decay_gets_the_very_weights():
+    states = pair(lambda rank: sgd(rank, momentum=0.9, weight_decay=0.1))
+    step(states[0])
+    transfer(states)
+    assert_equal(*states)
+    torch.manual_seed(7)
+    step(states[0])
+    torch.manual_seed(7)
+    step(states[1])
+    assert_equal(*states)
+
+
+def test_defect_j_options_travel_without_any_entries():
+    states = pair(sgd)
+    states[0].optimizer.param_groups[0]["lr"] = 0.025
+    transfer(states)
+    assert states[1].optimizer.param_groups[0]["lr"] == 0.025
+    assert states[1].optimizer.state_dict()["state"] == {}
+
+
+def test_entries_that_root_lacks_are_dropped():
+    states = pair(lambda rank: sgd(rank, momentum=0.9))
+    step(states[1])
+    transfer(states)
+    assert_equal(*states)
+    assert states[1].optimizer.state_dict()["state"] == {}
+    assert all(each.grad is None for each in states[1].model.parameters())
+
+
+def sorted_text(entries: dict[int, dict[str, Any]]) -> list[str]:
+    return sorted(
+        f"{number} {key} {value}" for number, own in entries.items() for key, value in own.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.Adam(parameters, fused=True, amsgrad=True),
+        lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), capturable=False),
+        lambda parameters: torch.optim.LBFGS(parameters, max_iter=2),
+        lambda parameters: torch.optim.Rprop(parameters),
+    ],
+    ids=["fused Adam", "lr a tensor", "LBFGS", "Rprop"],
+)
+def test_optimizers_of_many_kinds(make):
+    def build(rank: int) -> TorchState:
+        model = net()
+        return TorchState(model=model, optimizer=make(model.parameters()))
+
+    states = pair(build)
+
+    def closure() -> Any:
+        states[0].optimizer.zero_grad()
+        loss = states[0].model(torch.randn(4, 6)).square().sum()
+        loss.backward()
+        return loss
+
+    states[0].optimizer.step(closure)
+    assert all(isinstance(result, int) for result in transfer(states))
+    mine, other = (state.optimizer.state_dict() for state in states)
+    assert str(mine["param_groups"]) == str(other["param_groups"])
+    assert sorted_text(mine["state"]) == sorted_text(other["state"])
+
+
+def test_samplers_and_schedulers_travel():
+    def build(rank: int) -> TorchState:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return TorchState(
+            model=model,
+            optimizer=optimizer,
+            sampler=ElasticSampler(range(20), shuffle=False),
+            scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        )
+
+    states = pair(build)
+    states[0].optimizer.step()
+    states[0].scheduler.step()
+    states[0].sampler.record_batch(0, 8)
+    transfer(states)
+    assert states[1].sampler.remaining_indices == list(range(8, 20))
+    assert states[1].scheduler.last_epoch == 1
+    assert states[1].optimizer.param_groups[0]["lr"] == 0.05
+
+
+class Odd(nn.Module):
+    """Tensors that can't be written straight into, at least on one side."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        content = torch.randn(5, 7)
+        self.strided = nn.Parameter(content.t() if rank else content.t().contiguous())
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.flags = nn.Parameter(torch.randint(0, 9, (3,), dtype=torch.uint8), False)
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.sparse = nn.Parameter((rank + torch.eye(3)).to_sparse())
+        self.register_buffer("expanded", torch.randn(1, 4).expand(3, 4))
+        self.register_buffer(
+            "uneven", torch.randn(1, 4).expand(3, 4) if rank else torch.randn(3, 4)
+        )
+        self.register_buffer("observed", torch.randn(2 if rank else 5))
+        self.register_buffer("seen", None if rank else torch.randn(2))
+        self.register_buffer("unseen", torch.randn(2) if rank else None)
+        self.register_buffer("cache", torch.randn(3), persistent=False)
+        self.register_buffer("grown", torch.randn(3 if rank else 9), persistent=False)
+        self.steps = rank
+
+    def get_extra_state(self):
+        return self.steps
+
+    def set_extra_state(self, state):
+        self.steps = state
+
+
+def test_tensors_of_every_kind():
+    states = pair(lambda rank: TorchState(model=Odd(rank)))
+    one, two = states[0].model, states[1].model
+    assert all(isinstance(result, int) for result in transfer(states))
+    for name in ("strided", "scalar", "empty", "flags", "wide", "expanded", "uneven", "observed"):
+        assert same_bits(getattr(one, name), getattr(two, name)), name
+    assert same_bits(one.seen, two.seen)
+    assert two.unseen is None
+    assert torch.equal(one.sparse.to_dense(), two.sparse.to_dense())
+    assert same_bits(one.cache, two.cache)
+    assert two.grown.shape == (3,)  # a cache of another shape is the model's own business
+    assert two.steps == 0
+
+
+def test_small_tensors_share_broadcasts_and_large_ones_come_in_pieces(monkeypatch):
+    monkeypatch.setattr(exchange, "PACK", 1024)
+    monkeypatch.setattr(exchange, "PIECE", 4096)
+    calls: list[int] = []
+    real = fake.FakeCollectives.broadcast
+
+    def counting(group, tensor, root):
+        if group.rank == 0:
+            calls.append(tensor.nbytes)
+        return real(group, tensor, root)
+
+    monkeypatch.setattr(fake.FakeCollectives, "broadcast", counting)
+
+    def build(rank: int) -> TorchState:
+        layers = [nn.Linear(2, 2, bias=False) for _ in range(100)]
+        return TorchState(model=nn.Sequential(*layers, nn.Linear(50, 50)))
+
+    states = pair(build)
+    transfer(states)
+    for one, two in zip(states[0].model.parameters(), states[1].model.parameters(), strict=True):
+        assert same_bits(one, two)
+    tensors = calls[2:]  # after the header's length and the header
+    assert tensors == [1024, 4096, 4096, 10000 - 8192, 576 + 208]
+
+
+def test_a_worker_with_another_model_is_told_and_the_others_are_served():
+    states = pair(sgd, size=2)
+    torch.manual_seed(9)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    stranger = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model[2].weight.clone()
+    results = transfer([states[0], stranger, states[1]])
+    assert isinstance(results[1], StateMismatch)
+    assert "this worker has model.2.weight float32 [3, 8]" in str(results[1])
+    assert "the world has model.2.weight float32 [2, 8]" in str(results[1])
+    assert results[0] == results[2] > 0
+    assert_equal(*states)
+    assert same_bits(model[2].weight, before)
+
+
+def test_a_value_that_cannot_be_read_is_reported_where_it_cannot(monkeypatch):
+    states = pair(sgd, size=3)
+    real = python_values.loads
+
+    def loads(content, referred):
+        if referred["model"] is states[1].model:
+            raise ModuleNotFoundError("No module named 'mine'")
+        return real(content, referred)
+
+    monkeypatch.setattr(exchange, "loads", loads)
+    results = transfer(states)
+    assert isinstance(results[1], StateMismatch)
+    assert "No module named 'mine'" in str(results[1])
+    assert results[0] == results[2] > 0
+
+
+def test_a_value_that_cannot_be_pickled_is_named_before_anything_is_sent():
+    class Stubborn:
+        def __reduce__(self):
+            raise TypeError("never")
+
+        def __deepcopy__(self, memo):
+            return self
+
+    state = TorchState(model=net(), good=1, stubborn=Stubborn())
+    with pytest.raises(Invalid, match=r"state\.stubborn can't be pickled"):
+        state.transfer(fake.world(2)[0], 0)
+
+
+def test_a_value_that_points_to_the_model_points_to_the_receivers_own():
+    states = pair(lambda rank: TorchState(model=(model := net()), holder={"net": model}))
+    transfer(states)
+    assert states[1].holder["net"] is states[1].model
+
+
+def test_parameters_that_should_have_been_equal_are_named(caplog):
+    states = pair(sgd)
+    with torch.no_grad():
+        for one, two in zip(*(state.model.parameters() for state in states), strict=True):
+            two.copy_(one)
+        states[1].model[2].bias[0] += 1
+    states[1].save()
+    transfer(states, expected_equal=True)
+    assert "1 parameters differed" in caplog.text
+    assert caplog.text.rstrip().endswith("model.2.bias")
+    caplog.clear()
+    states[1].save()
+    transfer(states, expected_equal=True)
+    assert caplog.text == ""
+
+
+def test_a_world_of_one_copies_nothing():
+    assert sgd(0).transfer(fake.world(1)[0], 0) == 0
