@@ -5,6 +5,19 @@
 Every rank holds two equal models, one trained with DistributedOptimizer and one with DDP at its defaults, and takes
 turns: a step of one, a step of the other, in alternating order. The ratio of the two steps of a round is what counts;
 on a shared machine it is far steadier than either time. The slowest rank's times are taken.
+
+What it decided (2 ranks on 2 busy cores, ratio to DDP in the same run; DDP has 25 MB and 2 threads):
+
+    bucket is full at, MB       1     4     8    16    25
+    5 layers of 20 MB           -   0.81     -  0.79  0.89    (4 and 16 make the same buckets: one per layer)
+    20 layers of 4 MB         0.98  0.95  0.87  0.94  0.93
+
+    collectives at a time       1     2     4
+    5 layers of 20 MB         1.00  0.89  1.00                (at 25 MB)
+
+So buckets are full at 8 MB, and two of them travel at a time. The time saved beside DDP is the copy from the bucket
+back to the gradients, and that a gradient's own memory is free again as soon as it was copied: a tenth of the CPU time
+of the step. Nothing of this was measured over NCCL.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ class Change:
     by: float | None = None  # for all answers; then for all to have stopped
     check: int = 0  # where all stop
     not_before: float = 0.0
+    silent: set[Worker] = field(default_factory=set)  # have not answered yet
     _answers: dict[Worker, int] = field(default_factory=dict)
     _settle_by: float | None = None
 
@@ -42,18 +43,17 @@ class Change:
     def unwanted(self) -> None:
         self._settle_by = None
 
-    def prepare(self, now: float) -> None:
+    def prepare(self, now: float, members: Iterable[Worker]) -> None:
         """Members are asked for their number of checks."""
         self.number += 1
         self.by = now + self.settings.prepare_s
+        self.silent = set(members)
         self._answers = {}
         self._settle_by = None
 
     def answer(self, worker: Worker, check: int) -> None:
         self._answers[worker] = check
-
-    def silent(self, members: Iterable[Worker]) -> list[Worker]:
-        return [worker for worker in members if worker not in self._answers]
+        self.silent.discard(worker)
 
     def stop(self, now: float) -> int:
         """All have answered: the check where all stop."""

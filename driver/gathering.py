@@ -46,17 +46,15 @@ class Gathering:
         self.reason = f"{self.reason}; {reason}" if self.somebody_lost else reason
         self.somebody_lost = True
 
-    def awaited(self, roster: Roster, members: Sequence[Worker]) -> Iterator[Standing]:
+    def awaited(self, roster: Roster) -> Iterator[Standing]:
         """Old members that it does not go on without."""
-        for standing in self.missing(roster, members):
+        for standing in self.missing(roster):
             if standing.running or not self.late:
                 yield standing
 
-    def missing(self, roster: Roster, members: Sequence[Worker]) -> Iterator[Standing]:
+    def missing(self, roster: Roster) -> Iterator[Standing]:
         """Old members that are not ready."""
-        for standing in roster.live(members):
-            if standing.in_plans and standing.stage is not Stage.READY:
-                yield standing
+        return roster.first_at(Stage.MEMBER, Stage.RETURNED)
 
 
 def candidates(

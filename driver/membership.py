@@ -275,7 +275,7 @@ class Membership:
             return
         if standing.resumed_at is None:
             standing.resumed_at = self._now
-        report = self._world.resumed(event, self._live(), self._now)
+        report = self._world.resumed(event, self._now)
         if report is not None:
             self._orders.do(report)
 
@@ -334,7 +334,7 @@ class Membership:
             self._staff.disconnected(standing)
 
     def _exited(self, event: WorkerExited) -> None:
-        standing = self.roster.pop(event.worker, None)
+        standing = self.roster.remove(event.worker)
         if standing is None:
             return
         what = event.reason or describe_exit(event.code)
@@ -348,7 +348,7 @@ class Membership:
                     "error", f"{self._named(standing)} ended with {what} after training"
                 )
         elif event.code == 0 and self._ran_to_its_end(standing):
-            self._slots.completed.add(standing.slot)
+            self._slots.complete(standing.slot)
         elif not self.settings.elastic or self._inquest is not None:
             self._exit_ends_the_job(standing, event, what)
         elif standing.leaving and standing.stage is Stage.DISMISSED:
@@ -363,7 +363,7 @@ class Membership:
         """The outcome is decided: who comes late is let go."""
         match event:
             case WorkerExited():
-                self.roster.pop(event.worker, None)
+                self.roster.remove(event.worker)
             case WorkerConnected() | WorkerReady() if event.worker in self.roster:
                 self._staff.let_go(self.roster[event.worker], "the job has ended")
             case _:
@@ -399,8 +399,8 @@ class Membership:
             self._end(self._inquest.code, self._inquest.verdict)
         match self.phase:
             case Phase.PREPARING if self._orders.due(self._change.by):
-                silent = self._change.silent(s.worker for s in self._live())
-                self._call_off(f"no answer from {', '.join(map(str, silent))}")
+                silent = ", ".join(map(str, sorted(self._change.silent)))
+                self._call_off(f"no answer from {silent}")
                 self._change.put_off(self._now)
             case Phase.STOPPING if self._orders.due(self._change.by):
                 late = [str(s.worker) for s in self._live() if s.stage is not Stage.READY]
@@ -424,7 +424,7 @@ class Membership:
         if not self._orders.due(self._gathering.late_at):
             return
         self._gathering.late = True
-        for standing in self._gathering.missing(self.roster, self.members):
+        for standing in list(self._gathering.missing(self.roster)):
             if standing.running:
                 within = f"{self.settings.elastic_timeout_s:g} s"
                 self._staff.fence(standing, f"it did not become ready within {within}")
@@ -450,7 +450,7 @@ class Membership:
                 case Phase.PREPARING:
                     self._try_to_stop()
                 case Phase.STOPPING:
-                    if all(s.stage is Stage.READY for s in self._live()):
+                    if not self.roster.any_at(Stage.MEMBER, Stage.RETURNED):
                         self._gather(Kind.CHANGE, self._change_reason)
                 case Phase.ENDING:
                     self._try_to_finish()
@@ -468,7 +468,7 @@ class Membership:
     def _try_to_publish(self) -> None:
         awaited = self._staff.starting()
         if self.generation:
-            awaited = self._gathering.awaited(self.roster, self.members)
+            awaited = self._gathering.awaited(self.roster)
         if next(awaited, None) is not None:
             return
         old, new, others = candidates(self.roster.at(Stage.READY), self.members)
@@ -543,25 +543,26 @@ class Membership:
             return
         coming = any(
             not s.leaving and s.worker not in self._world.places
-            for s in self.roster.at(Stage.STARTING, Stage.CONNECTED)
+            for s in self.roster.first_at(Stage.STARTING, Stage.CONNECTED)
         )
         self._look_again_at = self._change.wanted(self._now, more_coming=coming and not urgent)
         if self._look_again_at is not None:
             return
         self.phase = Phase.PREPARING
-        self._change.prepare(self._now)
-        self._change_reason, self._cause_at = wish, self._now
         members = [s.worker for s in self._live()]
+        self._change.prepare(self._now, members)
+        self._change_reason, self._cause_at = wish, self._now
         self._orders.do(PrepareChange(self.generation, self._change.number, members, wish))
 
     def _wish(self) -> tuple[str, bool]:
         """What would be different in a world of those who are here now, and whether somebody leaves. Empty: nothing."""
+        places = self._world.places
         joining = [
             s
-            for s in self.roster.at(Stage.READY)
-            if s.running and not s.leaving and s.worker not in self._world.places
+            for s in self.roster.first_at(Stage.READY)
+            if s.running and not s.leaving and s.worker not in places
         ]
-        if not joining and not any(s.leaving for s in self._live()):
+        if not joining and not any(w in places for w in self.roster.leavers):
             return "", False
         live = self._live()
         same = Commit(self.generation, 1)  # where all stop together, all hold the same
@@ -572,12 +573,12 @@ class Membership:
         return "; ".join(parts), bool(composition.leaving)
 
     def _try_to_stop(self) -> None:
-        live = [s.worker for s in self._live()]
         if not self._wish()[0]:
             self._call_off("nobody wants to join or leave any more")
-        elif not self._change.silent(live):
+        elif not self._change.silent:
             self.phase = Phase.STOPPING
             check = self._change.stop(self._now)
+            live = [s.worker for s in self._live()]
             self._orders.do(StopMembersAt(self.generation, self._change.number, check, live))
 
     def _call_off(self, reason: str) -> None:
@@ -586,10 +587,9 @@ class Membership:
         self._orders.do(CallOffChange(self.generation, self._change.number, live, reason))
 
     def _try_to_finish(self) -> None:
-        live = self._live()
-        if all(s.stage in (Stage.RETURNED, Stage.FINISHED) for s in live):
+        if not self.roster.any_at(Stage.MEMBER):
+            members = counted(len(self._live()), "member")
             self._finish("")
-            members = counted(len(live), "member")
             self._end(0, f"all {members} of generation {self.generation} returned")
 
     def _finish(self, because: str) -> None:

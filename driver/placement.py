@@ -60,6 +60,14 @@ def places(order: Sequence[Worker]) -> list[Place]:
     ]
 
 
+def next_place(members: Sequence[Worker], worker: Worker) -> Place:
+    """What `places` would give a worker that comes last."""
+    on_host = sum(1 for m in members if m.host == worker.host)
+    hosts = {m.host for m in members if m.slot == worker.slot and m.host != worker.host}
+    size = len(members) + 1
+    return Place(len(members), size, worker.slot, on_host + 1, len(hosts), len(hosts) + 1)
+
+
 def slots(hosts: Mapping[str, int]) -> Iterable[tuple[str, int]]:
     """Every slot, host by host, in discovery's order."""
     for host, count in hosts.items():

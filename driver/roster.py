@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from elastic.protocol import Address, Commit, Place, Worker
+
+INDEXED = ("stage", "leaving", "exit_by")
 
 
 class Stage(enum.Enum):
@@ -41,6 +44,14 @@ class Standing:
     exit_why: str = ""  # said when it is killed for that
     killed_for: str = ""  # why a kill was ordered; empty: none was
 
+    _filed: Callable[[Standing], None] | None = field(default=None, repr=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The roster hears of what it looks workers up by."""
+        object.__setattr__(self, name, value)
+        if name in INDEXED and self._filed is not None:
+            self._filed(self)
+
     @property
     def slot(self) -> tuple[str, int]:
         return self.worker.host, self.worker.slot
@@ -57,17 +68,67 @@ class Standing:
 
 
 class Roster(dict[Worker, Standing]):
-    """Every live process, by worker."""
+    """Every live process, by worker, and by what is asked for after each of very many events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0  # grows when a process comes or goes
+        self.leavers: dict[Worker, Standing] = {}
+        self.timed: dict[Worker, Standing] = {}  # must be gone by some time
+        self._stages: dict[Stage, dict[Worker, Standing]] = {stage: {} for stage in Stage}
+        self._stage_of: dict[Worker, Stage] = {}
+
+    def __setitem__(self, worker: Worker, standing: Standing) -> None:
+        super().__setitem__(worker, standing)
+        self.version += 1
+        standing._filed = self._file
+        self._file(standing)
+
+    def remove(self, worker: Worker) -> Standing | None:
+        """The process is gone; None if there was none."""
+        standing = self.get(worker)
+        if standing is None:
+            return None
+        del self[worker]
+        self.version += 1
+        standing._filed = None
+        del self._stages[self._stage_of.pop(worker)][worker]
+        self.leavers.pop(worker, None)
+        self.timed.pop(worker, None)
+        return standing
+
+    def _file(self, standing: Standing) -> None:
+        worker = standing.worker
+        before = self._stage_of.get(worker)
+        if before is not standing.stage:
+            if before is not None:
+                del self._stages[before][worker]
+            self._stages[standing.stage][worker] = standing
+            self._stage_of[worker] = standing.stage
+        for index, belongs in ((self.leavers, standing.leaving), (self.timed, standing.exit_by)):
+            if belongs not in ("", None):
+                index[worker] = standing
+            else:
+                index.pop(worker, None)
+
+    def at(self, *stages: Stage) -> list[Standing]:
+        """In the order in which they came there."""
+        return [standing for stage in stages for standing in self._stages[stage].values()]
+
+    def any_at(self, *stages: Stage) -> bool:
+        return any(self._stages[stage] for stage in stages)
+
+    def first_at(self, *stages: Stage) -> Iterator[Standing]:
+        """The same, one after the other."""
+        return (standing for stage in stages for standing in self._stages[stage].values())
 
     def staying(self) -> int:
         """How many are here to stay."""
-        return sum(1 for s in self.values() if s.in_plans and not s.leaving)
+        gone = len(self._stages[Stage.FINISHED]) + len(self._stages[Stage.DISMISSED])
+        return len(self) - gone - sum(s.in_plans for s in self.leavers.values())
 
     def in_plans(self) -> Iterator[Standing]:
         return (s for s in self.values() if s.in_plans)
-
-    def at(self, *stages: Stage) -> list[Standing]:
-        return [s for s in self.values() if s.stage in stages]
 
     def live(self, members: Iterable[Worker]) -> list[Standing]:
         """Those of ``members`` that live and were not dismissed, in that order."""

@@ -19,6 +19,7 @@ class Slots:
 
     def __init__(self, settings: Settings) -> None:
         self.known = False  # whether there was a list
+        self.version = 0  # grows when a slot may have become usable
         self.completed: set[Slot] = (
             set()
         )  # their program ended with exit code 0, outside elastic.run
@@ -41,6 +42,7 @@ class Slots:
         grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
         self._left = {slot for slot in self._left if slot[0] not in grown}
         self.known = True
+        self.version += 1
         self._hosts = dict(hosts)
         self._order = {host: index for index, host in enumerate(hosts)}
 
@@ -69,6 +71,17 @@ class Slots:
     def leave(self, slot: Slot) -> None:
         """Its worker was asked to leave: the slot stays empty unless there are too few."""
         self._left.add(slot)
+        self.version += 1
+
+    def complete(self, slot: Slot) -> None:
+        """Its program came to its end."""
+        self.completed.add(slot)
+        self.version += 1
+
+    def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
+        """See Cooldown.failed."""
+        self.version += 1
+        return self.cooldown.failed(slot, now, fruitful=fruitful)
 
     def free(self, taken: Collection[Slot], now: float, *, short: bool) -> list[Slot]:
         """Slots that could get a worker now. ``short``: too few workers, so take those that were left too."""
@@ -78,9 +91,10 @@ class Slots:
             if at <= now and (short or slot not in self._left)
         ]
 
-    def next_at(self, taken: Collection[Slot], now: float) -> float | None:
+    def next_at(self, taken: Collection[Slot], now: float, *, short: bool) -> float | None:
         """When the next cooling slot may be used."""
-        times = [at for slot, at in self._usable(taken) if at > now and slot not in self._left]
+        usable = self._usable(taken)
+        times = [at for slot, at in usable if at > now and (short or slot not in self._left)]
         return min(times, default=None)
 
     def _usable(self, taken: Collection[Slot]) -> Iterator[tuple[Slot, float]]:

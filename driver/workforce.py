@@ -7,6 +7,7 @@ has to go, this says how that is done and by when.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from math import inf
 
 from elastic.driver import placement
 from elastic.driver.events import (
@@ -33,9 +34,12 @@ class Workforce:
         self.roster = Roster()
         self.slots = Slots(settings)
         self.last_output = ""
-        self._first_ready_at: float | None = (
-            None  # since then somebody may wait for others to start
-        )
+        # Since then somebody may wait for others to start.
+        self._first_ready_at: float | None = None
+        # What slots were looked at for, and that nothing happens to them before then.
+        self._looked_at: tuple[int, int, int] | None = None
+        self._look_again_at = 0.0
+        self._cooling: tuple[tuple[int, int, bool] | None, float] = (None, 0.0)
 
     # ---- coming ----------------------------------------------------------------------------------------------------
 
@@ -44,11 +48,13 @@ class Workforce:
         wanted = self._wanted()
         if wanted <= 0 or (not self.settings.elastic and self.slots.started):
             return
-        short = self.roster.staying() < self.settings.workers_min
-        started = [
-            self.slots.start(slot)
-            for slot in self.slots.free(self._taken(), self.orders.now, short=short)[:wanted]
-        ]
+        # Looking at every slot after each of many events would take too long where nothing has changed.
+        state = (self.roster.version, self.slots.version, self.roster.staying())
+        if state == self._looked_at and self.orders.now < self._look_again_at:
+            return
+        self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
+        free = self.slots.free(self._taken(), self.orders.now, short=self._short())
+        started = [self.slots.start(slot) for slot in free[:wanted]]
         order = [*members, *started]  # never rank 0: somebody trains already
         if not members:
             order = sorted([*self.roster, *started], key=self.slots.order)
@@ -64,7 +70,7 @@ class Workforce:
         place = standing.first_place
         if members:
             others = [worker for worker in members if worker != standing.worker]
-            place = placement.places([*others, standing.worker])[-1]
+            place = placement.next_place(others, standing.worker)
         elastic = self.settings.elastic
         self.orders.do(WelcomeWorker(standing.worker, place, bool(members), elastic))
 
@@ -75,7 +81,7 @@ class Workforce:
 
     def starting(self) -> Iterator[Standing]:
         """Those that may still come in time for the first world. Where nobody waits, nobody is ever late."""
-        for standing in self.roster.at(Stage.STARTING, Stage.CONNECTED):
+        for standing in self.roster.first_at(Stage.STARTING, Stage.CONNECTED):
             start_by = self._start_by(standing)
             if start_by is None or self.orders.now < start_by:
                 yield standing
@@ -84,6 +90,9 @@ class Workforce:
         if self._first_ready_at is None:
             return None
         return max(standing.started_at, self._first_ready_at) + self.settings.start_timeout_s
+
+    def _short(self) -> bool:
+        return self.roster.staying() < self.settings.workers_min
 
     def _wanted(self) -> int:
         if not self.slots.known:
@@ -175,7 +184,7 @@ class Workforce:
             return
         since = standing.resumed_at
         fruitful = since is not None and now - since >= settings.cooldown_max_s
-        wait = self.slots.cooldown.failed(standing.slot, now, fruitful=fruitful)
+        wait = self.slots.failed(standing.slot, now, fruitful=fruitful)
         if wait is not None:
             text = f"{worker} ended with {what}; its slot may return in {wait:g} s"
             self.orders.say("warning", text)
@@ -199,14 +208,14 @@ class Workforce:
 
     def deadlines(self, *, starting: bool, first: bool) -> Iterator[float]:
         """``starting``: workers may be started; ``first``: the first world waits for those that have connected."""
-        for standing in self.roster.values():
-            if standing.exit_by is not None:
-                yield standing.exit_by
+        yield from (s.exit_by for s in self.roster.timed.values() if s.exit_by is not None)
+        for standing in self.roster.first_at(
+            Stage.STARTING, *((Stage.CONNECTED,) if first else ())
+        ):
             start_by = self._start_by(standing)
-            if start_by is None or standing.killed_for:
-                continue
-            waits = standing.stage is Stage.CONNECTED and first and start_by > self.orders.now
-            if standing.stage is Stage.STARTING or waits:
+            if start_by is None:
+                break
+            if start_by > self.orders.now:
                 yield start_by
         if starting and self._wanted() > 0:
             next_at = self.next_slot_at()
@@ -215,22 +224,28 @@ class Workforce:
 
     def next_slot_at(self) -> float | None:
         """When a cooling slot may be used again."""
-        if not self.settings.elastic:
-            return None
-        return self.slots.next_at(self._taken(), self.orders.now)
+        state = (self.roster.version, self.slots.version, self._short())
+        if state != self._cooling[0] or self._cooling[1] <= self.orders.now:
+            at = None
+            if self.settings.elastic:
+                at = self.slots.next_at(self._taken(), self.orders.now, short=self._short())
+            self._cooling = (state, inf if at is None else at)
+        return None if self._cooling[1] == inf else self._cooling[1]
 
     def overdue(self) -> list[Standing]:
         """Kills who is late. Returns who can't be killed."""
-        immortal = []
-        for standing in self.roster.values():
-            late = self.orders.due(self._start_by(standing))
-            if late and standing.stage is Stage.STARTING and not standing.killed_for:
+        for standing in self.roster.at(Stage.STARTING):
+            if not self.orders.due(self._start_by(standing)):
+                break  # those after it were started later
+            if not standing.killed_for:
                 within = f"{self.settings.start_timeout_s:g} s"
                 self.fence(standing, f"it did not call init() within {within}")
-            elif self.orders.due(standing.exit_by) and standing.killed_for:
+        immortal = []
+        for standing in [s for s in self.roster.timed.values() if self.orders.due(s.exit_by)]:
+            if standing.killed_for:
                 standing.exit_by = None
                 self.orders.say("error", f"{standing.worker} can't be killed: going on without it")
                 immortal.append(standing)
-            elif self.orders.due(standing.exit_by):
+            else:
                 self.kill(standing, standing.exit_why)
         return immortal

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic.driver import placement
 from elastic.driver.events import Member, ReportRecovery, WorkerDigested, WorkerResumed
 from elastic.driver.gathering import Kind
-from elastic.driver.roster import Roster, Stage, Standing
+from elastic.driver.roster import Roster, Stage
 from elastic.protocol import Commit, Place, Worker
 
 DIGESTS = 64  # commits whose digests are remembered
@@ -29,7 +28,6 @@ class World:
     published_at: float = 0.0
     trained: bool = False  # somebody resumed in this world or in one before it
     places: dict[Worker, Place] = field(init=False)
-    _reported: bool = False
     _resumed: dict[Worker, WorkerResumed] = field(default_factory=dict)
     _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
 
@@ -39,16 +37,15 @@ class World:
     def placed(self) -> list[Member]:
         return [Member(worker, place) for worker, place in self.places.items()]
 
-    def resumed(
-        self, event: WorkerResumed, live: Sequence[Standing], now: float
-    ) -> ReportRecovery | None:
-        """The report, once all that live have resumed."""
+    def resumed(self, event: WorkerResumed, now: float) -> ReportRecovery | None:
+        """The report, once all have resumed."""
         self.trained = True
-        self._resumed[event.worker] = event
-        if self._reported or any(s.worker not in self._resumed for s in live):
+        if event.worker in self._resumed:
             return None
-        self._reported = True
-        reports = [self._resumed[s.worker] for s in live]
+        self._resumed[event.worker] = event
+        if len(self._resumed) < len(self.members):
+            return None
+        reports = self._resumed.values()
         phases: dict[str, float] = {"gathered": (self.published_at - self.cause_at) * 1e3}
         for report in reports:
             for phase, ms in report.phases_ms.items():

@@ -32,7 +32,6 @@ from elastic.gradient_buckets import (
     gradient_strides,
 )
 
-# Chosen by measurement with benchmarks/step.py; see the table in its docstring.
 FIRST_BYTES = buckets.FIRST_BYTES
 FULL_BYTES = buckets.FULL_BYTES
 

@@ -135,8 +135,9 @@ def test_a_newcomer_with_another_model_harms_only_itself(job):
     training.wait_for(r"slot localhost:2 is given up", timeout=60)
     (training.folder / "go").touch()
     training.succeed()
-    training.wait_for(r"model\.0\.weight .*\[9, 6\]")
-    training.wait_for(r"model\.0\.weight .*\[8, 6\]")
+    training.wait_for(
+        r"^elastic \|   model.0.weight: float32 \[9, 6\] here, float32 \[8, 6\] in the world"
+    )
     assert sizes(training)[-1] == 2
     assert len(training.actions("BreakWorld")) == 1, "only for the worker that died"
     History(training).check()

@@ -101,7 +101,7 @@ def everybody_goes(old, new, commits, *, original=composition.compose, **limits)
     return dataclasses.replace(made, leaving=[s for s in old if s.leaving])
 
 
-def wait_for_nobody(self, roster, members):
+def wait_for_nobody(self, roster):
     return iter(())
 
 

@@ -83,15 +83,15 @@ def test_slots_that_were_left_are_used_only_when_there_are_too_few_or_announced_
 
 def test_a_slot_whose_program_ended_well_is_not_used_again():
     s = slots(a=2)
-    s.completed.add(("a", 0))
+    s.complete(("a", 0))
     assert s.free((), 0.0, short=True) == [("a", 1)]
 
 
 def test_the_list_is_spent_when_all_of_it_is_given_up_and_not_while_it_is_empty():
     s = slots(a=1)
-    assert s.cooldown.failed(("a", 0), 0.0, fruitful=False) == 1.0
-    assert s.next_at((), 0.5) == 1.0 and not s.spent()
-    s.cooldown.failed(("a", 0), 0.0, fruitful=False)
-    assert s.spent() and s.next_at((), 0.5) is None
+    assert s.failed(("a", 0), 0.0, fruitful=False) == 1.0
+    assert s.next_at((), 0.5, short=False) == 1.0 and not s.spent()
+    s.failed(("a", 0), 0.0, fruitful=False)
+    assert s.spent() and s.next_at((), 0.5, short=False) is None
     s.announce({})
     assert not s.spent()

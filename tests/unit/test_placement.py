@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.driver.composition import Composition, compose
-from elastic.driver.placement import arrange, places, slots
+from elastic.driver.placement import arrange, next_place, places, slots
 from elastic.driver.roster import Standing
 from elastic.protocol import Commit, Place, Worker
 from unit.conversation import worker
@@ -40,6 +40,11 @@ def test_places_count_over_the_world_the_host_and_the_hosts():
         Place(1, 3, 0, 2, 1, 2),
         Place(2, 3, 1, 2, 0, 1),
     ]
+
+
+def test_the_next_place_is_the_last_of_all():
+    assert next_place([C, A, B], D) == places([C, A, B, D])[-1]
+    assert next_place([], A) == places([A])[0]
 
 
 def test_slots_are_dealt_host_by_host_in_the_order_of_the_list():
