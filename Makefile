@@ -46,7 +46,8 @@ fix: $(STAMP)
 	$(BIN)/ruff check --fix
 
 bench: $(STAMP)
-	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for name in recovery join step commit reinit; do \
+	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -79,7 +79,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=32, width=100)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        value = self._format_args(action, action.metavar or "") if action.nargs != 0 else ""
+        value = self._format_args(action, str(action.metavar or "")) if action.nargs != 0 else ""
         return f"{', '.join(action.option_strings)} {value}".strip()
 
 

@@ -43,19 +43,21 @@ def compose(
     holders = [s for s in old if commits.get(s.worker) == newest]
     expected = next((s.layout for s in [*holders, *new[: not old]] if s.layout), layout)
     rejected = [s for s in [*old, *new] if s.layout and expected and s.layout != expected]
-    fitting = [s for s in old if s not in rejected]
-    willing = [s for s in new if s not in rejected and not s.leaving]
+    odd = set(rejected)
+    fitting = [s for s in old if s not in odd]
+    willing = [s for s in new if s not in odd and not s.leaving]
 
     staying = [s for s in fitting if not s.leaving]
-    patient = [s for s in fitting if s.unlisted]
+    patient = {s for s in fitting if s.unlisted}
     if min(workers_max, len(staying) + len(willing)) < workers_min:
         staying = [s for s in fitting if not s.hurried]
-        patient = []
+        patient = set()
     keeper: list[Standing] = []
     if newest is not None and not any(commits.get(s.worker) == newest for s in staying):
         keeper = [s for s in fitting if commits.get(s.worker) == newest][:1]
     leaving = [s for s in fitting if (s.hurried or s in patient) and s not in keeper]
-    kept = [s for s in fitting if s in staying or s in keeper]
+    here = {*staying, *keeper}
+    kept = [s for s in fitting if s in here]
 
     room = max(0, workers_max - len(kept))
     if keeper and not staying:

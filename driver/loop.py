@@ -104,6 +104,7 @@ class Driver:
         self.job = job
         self.results: dict[Worker, bytes] = {}
         self.places: dict[Worker, Place] = {}
+        self._promised: dict[Worker, Place] = {}
         self.generation = 0
         self.outcome = ""  # why the job ended
         self._membership = membership
@@ -126,8 +127,12 @@ class Driver:
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
 
     def ordered_results(self) -> list[bytes]:
-        """The results of the last world's members by rank. Those that sent none are left out."""
-        by_rank = sorted(self.places, key=lambda worker: self.places[worker].rank)
+        """The results of the last world's members by rank. Those that sent none are left out.
+
+        Where no worker called ``init()`` there was no world, and the ranks are those they were started with.
+        """
+        places = self.places or self._promised
+        by_rank = sorted(places, key=lambda worker: places[worker].rank)
         return [self.results[worker] for worker in by_rank if worker in self.results]
 
     def stop(self, reason: str, code: int = 1) -> None:
@@ -379,6 +384,7 @@ class Driver:
             extra=settings.env,
         )
         self._running.add(action.worker)
+        self._promised[action.worker] = action.place
         self._launcher.start(action.worker, self.job.command, env)
 
     def _log_workers(

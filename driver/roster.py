@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ class Stage(enum.Enum):
     DISMISSED = "dismissed"  # told to leave, or about to die: not part of any plan
 
 
-@dataclass
+@dataclass(eq=False)
 class Standing:
     """One live process. ``_at`` are times, ``_by`` deadlines, in seconds on the caller's clock."""
 
@@ -75,7 +76,8 @@ class Roster(dict[Worker, Standing]):
         self.version = 0  # grows when a process comes or goes
         self.leavers: dict[Worker, Standing] = {}
         self.timed: dict[Worker, Standing] = {}  # must be gone by some time
-        self._stages: dict[Stage, dict[Worker, Standing]] = {stage: {} for stage in Stage}
+        # Ordered: the first of a plain dict takes long to find once many before it are gone.
+        self._stages: dict[Stage, OrderedDict[Worker, Standing]] = {s: OrderedDict() for s in Stage}
         self._stage_of: dict[Worker, Stage] = {}
 
     def __setitem__(self, worker: Worker, standing: Standing) -> None:

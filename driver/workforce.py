@@ -209,14 +209,14 @@ class Workforce:
     def deadlines(self, *, starting: bool, first: bool) -> Iterator[float]:
         """``starting``: workers may be started; ``first``: the first world waits for those that have connected."""
         yield from (s.exit_by for s in self.roster.timed.values() if s.exit_by is not None)
-        for standing in self.roster.first_at(
-            Stage.STARTING, *((Stage.CONNECTED,) if first else ())
-        ):
-            start_by = self._start_by(standing)
-            if start_by is None:
-                break
-            if start_by > self.orders.now:
-                yield start_by
+        for stage in (Stage.STARTING, Stage.CONNECTED) if first else (Stage.STARTING,):
+            for standing in self.roster.first_at(stage):  # in the order in which they were started
+                start_by = self._start_by(standing)
+                if start_by is None:
+                    break
+                if start_by > self.orders.now:
+                    yield start_by
+                    break
         if starting and self._wanted() > 0:
             next_at = self.next_slot_at()
             if next_at is not None:
@@ -234,7 +234,7 @@ class Workforce:
 
     def overdue(self) -> list[Standing]:
         """Kills who is late. Returns who can't be killed."""
-        for standing in self.roster.at(Stage.STARTING):
+        for standing in self.roster.first_at(Stage.STARTING):
             if not self.orders.due(self._start_by(standing)):
                 break  # those after it were started later
             if not standing.killed_for:

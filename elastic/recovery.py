@@ -77,6 +77,7 @@ class Recovery:
     newest: Commit | None = None
     over: Message | None = None  # the message that ended it: Leave, Rejected or End
     _checks: int = 0
+    _before: Commit | None = None  # the commit before the newest one
     _stopped: bool = False  # the agreed check was reached: what is saved now belongs to it
     _change: int = 0
     _passed: int = 0  # the change that was not waited for any longer
@@ -119,7 +120,7 @@ class Recovery:
             case protocol.Finish(generation=generation):
                 if generation == self.generation and self.phase is Phase.RETURNED:
                     self.phase = Phase.FINISHED
-                    self.newest = None  # what is trained after this begins anew
+                    self.forget_commit()  # what is trained after this begins anew
             case protocol.Leave() | protocol.Rejected() | protocol.End():
                 return self._end(message, message.reason)
             case _:
@@ -159,7 +160,7 @@ class Recovery:
     def enter(self) -> None:
         """``elastic.run`` begins: whatever was committed before was not this training."""
         self.running = True
-        self.newest = None
+        self.forget_commit()
 
     def leave(self) -> None:
         """``elastic.run`` is over."""
@@ -200,24 +201,23 @@ class Recovery:
         Outside ``elastic.run`` nothing is agreed: such a commit is this worker's own, and gets no number.
         """
         if self.running:
+            self._before = self.newest
             self.newest = Commit(self.generation, self._checks + (not self._stopped))
         return self.newest
 
     def adopt(self) -> Commit:
         """All members hold the same state now: commit 0 of this generation."""
+        self._before = None
         self.newest = Commit(self.generation, 0)
         return self.newest
 
     def step_back(self) -> None:
         """The newest commit does not count after all (see `elastic.state.pinned`); the one before does."""
-        newest = self.newest
-        if newest is not None:
-            before = Commit(newest.generation, newest.number - 1)
-            self.newest = before if newest.number > 0 else None
+        self.newest, self._before = self._before, None
 
     def forget_commit(self) -> None:
         """The saved state is torn: this worker holds nothing that others could go on from."""
-        self.newest = None
+        self.newest = self._before = None
 
     def arrive(self) -> Verdict:
         """The training thread has come to its next check."""

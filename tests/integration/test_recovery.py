@@ -4,13 +4,16 @@ no way on.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections import Counter
 
 import pytest
 
 from integration.history import (
     RETURN,
+    SCRIPTS,
     STAY_AWAY,
     TRAINING,
     History,
@@ -54,6 +57,28 @@ def test_a_kill_from_outside_at_any_moment(job):
         training.kill(rank)
     training.succeed()
     History(training).check(steps=400)
+
+
+@pytest.mark.parametrize(("flags", "full"), [(STAY_AWAY, 0), (RETURN, 3)], ids=["kills", "joins"])
+def test_a_script_of_horovod_counts_every_sample_once(job, flags, full):
+    """Defects F and G: in the committed history, but for what fills the last round of an epoch."""
+    training = job(
+        f"-np 3 --min-np 1 {flags}",
+        ["python", SCRIPTS / "horovod_elastic.py"],
+        env={"ELASTIC_DIGESTS": "1", "DIE": "2,8 0,27", "FULL": str(full)},
+    )
+    training.succeed()
+    counts = {epoch: Counter() for epoch in (0, 1)}
+    for path in (training.folder / "samples").iterdir():
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            counts[entry["epoch"]].update(entry["samples"])
+    size = full or 1
+    for epoch, seen in counts.items():
+        assert set(seen) == set(range(203)), f"epoch {epoch} has left out samples"
+        assert seen.total() - 203 <= 2, f"epoch {epoch} has repeated {seen.most_common(5)}"
+    training.wait_for(rf"done 2 {size} {0.01 * size:g}", count=size)
+    History(training).check_equal()
 
 
 # ---- errors of user code -------------------------------------------------------------------------

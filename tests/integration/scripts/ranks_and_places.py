@@ -23,7 +23,8 @@ def main() -> None:
         "sum": float(total),
         "host": os.environ["HOROVOD_HOSTNAME"],
         "homogeneous": elastic.is_homogeneous(),
-        "secret in arguments": os.environ["ELASTIC_SECRET"] in Path("/proc/self/cmdline").read_text(),
+        "secret in arguments": os.environ["ELASTIC_SECRET"]
+        in Path("/proc/self/cmdline").read_text(),
     }
     print("place", json.dumps({"seen": seen, "told": told} | more), flush=True)
     elastic.shutdown()
