@@ -92,6 +92,7 @@ class Simulation:
         self._states: dict[Commit, State] = {}
         self._alarm: float | None = None
         self._end: EndJob | None = None
+        self._ended_at = 0.0
         self._stopping = False  # all members are to stop at one check
         self.aimed = 0  # kills that wait for a commit
         self._story: list[tuple[float, Event, list[Action]]] = []
@@ -118,7 +119,7 @@ class Simulation:
                 happen()
             assert self._end is not None, "the job did not end after the faults had stopped"
             return Outcome(
-                self._end.code, self._end.reason, len(self._published), self.now, self.faults
+                self._end.code, self._end.reason, len(self._published), self._ended_at, self.faults
             )
         except AssertionError as error:
             raise Violation(f"seed {self.seed}: {error}\n{self.story(last=30)}") from error
@@ -155,7 +156,7 @@ class Simulation:
     def _do(self, action: Action) -> None:
         match action:
             case StartWorker(worker):
-                if self.random.random() < 0.02:
+                if worker.incarnation > 1 and self.random.random() < 0.02:
                     self._post(WorkerExited(worker, 127, reason="no such program"))
                     return
                 process = self.processes[worker] = SimulatedWorker(self, worker)
@@ -189,7 +190,7 @@ class Simulation:
             case FinishWorld(generation, members):
                 self._send(members, protocol.Finish(generation))
             case EndJob(code, reason):
-                self._end = action
+                self._end, self._ended_at = action, self.now
                 if code:
                     self._send(list(self.processes), protocol.End(reason))
 

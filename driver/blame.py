@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic.driver.events import WorkerRaised
@@ -34,11 +35,14 @@ def exit_code(code: int) -> int:
 
 @dataclass
 class Inquest:
-    """``verdict`` is what the job ends with if nobody turns out to be the culprit before ``by``."""
+    """``verdict`` is what the job ends with if nobody turns out to be the culprit before ``by``.
+
+    Somebody who has not complained is the suspect, and may just be slow to exit: it is given until ``latest``.
+    """
 
     by: float
+    latest: float
     verdict: str
-    code: int = 1
     witnesses: set[Worker] = field(default_factory=set)
     culprit: Worker | None = None  # known already; its exit is awaited for the exit code
 
@@ -46,6 +50,13 @@ class Inquest:
         """Its own exception explains everything; the first one counts."""
         if self.culprit is None and worker not in self.witnesses:
             self.culprit, self.verdict = worker, verdict
+
+    def wait_longer(self, live: Iterable[Worker]) -> bool:
+        """``by`` has come: whether to give a suspect more time."""
+        if self.by >= self.latest or all(worker in self.witnesses for worker in live):
+            return False
+        self.by = self.latest
+        return True
 
     def settles(self, worker: Worker) -> bool:
         """Whether the exit of this worker answers the question."""

@@ -11,31 +11,20 @@ Every world has a generation, and every event about a world carries it: what bel
 line at the top of each handler. A worker that is lost is dead before the world shrinks: exits are reported by the
 agent that reaped the process, and whoever cannot be reached is killed first.
 
-The questions are answered next door: `gathering` whom to wait for, `composition` who is in the next world, `change`
-when and where to interrupt a healthy one, `workforce` which processes run, `blame` whose fault it was.
+Here is what each event means; `worlds` has the transitions that follow from it, `workforce` decides which processes
+run, `blame` whose fault it was.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Iterator
-from typing import NoReturn
 
-from elastic.driver.blame import Exceptions, Inquest, describe_exit, exit_code
-from elastic.driver.change import Change
-from elastic.driver.composition import Composition, compose
+from elastic.driver.blame import Inquest, describe_exit, exit_code
 from elastic.driver.events import (
     Action,
-    BreakWorld,
-    CallOffChange,
-    EndJob,
     Event,
-    FinishWorld,
     HostsChanged,
-    PrepareChange,
-    PublishWorld,
-    StopMembersAt,
     StopRequested,
     TimePassed,
     WorkerChecked,
@@ -51,82 +40,26 @@ from elastic.driver.events import (
     WorkerReturned,
     WorkerStranded,
 )
-from elastic.driver.gathering import Gathering, Kind, candidates
-from elastic.driver.orders import Orders
-from elastic.driver.patience import Patience, counted
-from elastic.driver.roster import Roster, Stage, Standing
+from elastic.driver.gathering import Kind
+from elastic.driver.roster import Stage, Standing
 from elastic.driver.settings import Settings
-from elastic.driver.slots import Slots
-from elastic.driver.workforce import Workforce
-from elastic.driver.world import World
-from elastic.protocol import Commit, Place, Worker
+from elastic.driver.worlds import Over, Phase, Worlds
 
 __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
 
 ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
 
 
-class Phase(enum.Enum):
-    GATHERING = "gathering"  # waiting for those expected, and for enough; a world of init() may still be in use
-    TRAINING = "training"
-    PREPARING = "preparing"  # a planned change: waiting for every member's number of checks
-    STOPPING = "stopping"  # told where to stop: waiting for all to arrive
-    ENDING = "ending"  # some have returned
-    DONE = "done"
-
-
 class IllegalEvent(AssertionError):
     """An event that is neither stale nor legal: a bug. Carries the events that led here."""
 
 
-class _Over(Exception):
-    """The outcome is decided: unwinds to `handle`, so that nothing can follow EndJob."""
-
-
-class Membership:
+class Membership(Worlds):
     """One job's membership. Feed it events with their time, perform the actions it returns, in order."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.phase = Phase.GATHERING
+        super().__init__(settings)
         self.story: deque[Event] = deque(maxlen=30)
-        self._orders = Orders()
-        self._staff = Workforce(settings, self._orders)
-        self._patience = Patience(settings, self._staff, self._orders)
-        self._world = World()
-        self._gathering = Gathering(Kind.START, "first start", 0.0, settings)
-        self._change = Change(settings)
-        self._change_reason = ""
-        self._exceptions = Exceptions()
-        self._inquest: Inquest | None = None
-        self._cause_at = 0.0  # when what led to the present gathering was noticed
-        self._look_again_at: float | None = None  # at a planned change that is not due yet
-        self._ending_by: float | None = None
-
-    # ---- what others may ask ---------------------------------------------------------------------------------------
-
-    @property
-    def roster(self) -> Roster:
-        """Every live process."""
-        return self._staff.roster
-
-    @property
-    def generation(self) -> int:
-        return self._world.generation
-
-    @property
-    def members(self) -> list[Worker]:
-        """Of the last world, in rank order, dead ones included."""
-        return self._world.members
-
-    @property
-    def over(self) -> bool:
-        """Whether the outcome is decided."""
-        return self.phase is Phase.DONE
-
-    def place_of(self, worker: Worker) -> Place | None:
-        """The worker's place in the last published world; None if it has none."""
-        return self._world.places.get(worker)
 
     def next_deadline(self) -> float | None:
         """When to send TimePassed, if nothing else happens before. Always later than the last event."""
@@ -145,7 +78,7 @@ class Membership:
             self._dispatch(event)
             self._overdue()
             self._advance()
-        except _Over:
+        except Over:
             pass
         return self._orders.actions
 
@@ -298,7 +231,7 @@ class Membership:
         if not self.settings.elastic:
             if self._inquest is None:
                 by = self._now + self.settings.leave_s  # its exit brings the exit code
-                self._inquest = Inquest(by, "")
+                self._inquest = Inquest(by, by, "")
             self._inquest.accuse(event.worker, f"{raised}:\n{trace}")
             return
         if event.worker in self._world.places:
@@ -396,7 +329,9 @@ class Membership:
                 standing.stage = Stage.DISMISSED
                 self._lose(standing, f"lost {standing.worker}, which can't be killed")
         if self._inquest is not None and self._orders.due(self._inquest.by):
-            self._end(self._inquest.code, self._inquest.verdict)
+            suspects = (s.worker for s in self.roster.in_plans())
+            if not self._inquest.wait_longer(suspects):
+                self._end(1, self._inquest.verdict)
         match self.phase:
             case Phase.PREPARING if self._orders.due(self._change.by):
                 silent = ", ".join(map(str, sorted(self._change.silent)))
@@ -432,220 +367,13 @@ class Membership:
                 waited = f"has not called init() again for {self.settings.elastic_timeout_s:g} s"
                 self._end(1, f"{self._named(standing)} {waited}, while others wait for it")
 
-    # ---- after each event ------------------------------------------------------------------------------------------
-
-    def _advance(self) -> None:
-        """Does what the present state asks for, whatever event led to it."""
-        if self.phase is not Phase.ENDING and self._inquest is None:
-            self._staff.start(self.members)
-        self._end_with_the_last_process()
-        before = None
-        while before is not self.phase:
-            before = self.phase
-            match self.phase:
-                case Phase.GATHERING:
-                    self._try_to_publish()
-                case Phase.TRAINING:
-                    self._consider_change()
-                case Phase.PREPARING:
-                    self._try_to_stop()
-                case Phase.STOPPING:
-                    if not self.roster.any_at(Stage.MEMBER, Stage.RETURNED):
-                        self._gather(Kind.CHANGE, self._change_reason)
-                case Phase.ENDING:
-                    self._try_to_finish()
-
-    def _end_with_the_last_process(self) -> None:
-        """Programs that never enter elastic.run end one by one."""
-        if not self._slots.completed or next(self.roster.in_plans(), None) is not None:
-            return
-        if self._staff.next_slot_at() is not None:
-            return  # one that failed is started again
-        if self._slots.any_given_up():
-            self._end(1, self._patience.spent())
-        self._end(0, f"{counted(len(self._slots.completed), 'worker')} ended with exit code 0")
-
-    def _try_to_publish(self) -> None:
-        awaited = self._staff.starting()
-        if self.generation:
-            awaited = self._gathering.awaited(self.roster)
-        if next(awaited, None) is not None:
-            return
-        old, new, others = candidates(self.roster.at(Stage.READY), self.members)
-        composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})
-        for standing in composition.leaving:
-            self._staff.let_go(standing, standing.leaving)
-        for standing in composition.rejected:
-            self._staff.reject(standing, composition.layout)
-        if composition.arrangement.commit is None:
-            self._end_if(self._patience.nothing_held(self._world, self._gathering))
-        have = len(composition.arrangement.order)
-        if have < self._patience.needed():
-            self._end_if(self._patience.short(self._gathering, have))
-            return
-        commit = composition.arrangement.commit
-        self._end_if(self._patience.in_circles(self._world, self._gathering, commit))
-        self._publish(composition, others, survivors=have - len(composition.joining))
-
-    def _publish(self, composition: Composition, others: list[Standing], *, survivors: int) -> None:
-        before, gathering, arranged = self._world, self._gathering, composition.arrangement
-        source = self.roster[arranged.order[0]]
-        assert source.store is not None
-        if before.generation:
-            old = f"{survivors} of {counted(len(before.members), 'old member')} ready"
-            new = f", {len(composition.joining)} new" if composition.joining else ""
-            reason = f"{gathering.reason}; {old}{new}"
-        else:
-            reason = f"first world: {counted(len(arranged.order), 'worker')} ready"
-        self.phase = Phase.TRAINING
-        self._world = World(
-            generation=before.generation + 1,
-            members=arranged.order,
-            running=source.running,
-            commit=arranged.commit,
-            layout=composition.layout,
-            kind=gathering.kind,
-            reason=gathering.reason,
-            cause_at=self._cause_at,
-            published_at=self._now,
-            trained=before.trained,
-        )
-        self._exceptions.world_began(self.generation, arranged.commit)
-        if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
-            self._change.put_off(self._now)  # an interruption for nothing: not at once again
-        # Who is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
-        for standing in self.roster.at(Stage.MEMBER, Stage.RETURNED):
-            standing.stage = Stage.CONNECTED
-        for standing in others:
-            if not standing.running:
-                self._staff.welcome(standing, self.members)
-        for worker in arranged.order:
-            self.roster[worker].stage = Stage.MEMBER
-        self._orders.do(
-            PublishWorld(
-                generation=self.generation,
-                members=self._world.placed(),
-                store=source.store,
-                holders=arranged.holders,
-                commit=arranged.commit,
-                reason=reason,
-            )
-        )
-
-    def _consider_change(self) -> None:
-        """A planned change, if somebody waits to join or has to leave."""
-        self._look_again_at = None
-        if not self.settings.elastic or not self._world.running:
-            return  # a world of init() regroups by itself when elastic.run is entered
-        wish, urgent = self._wish()
-        if not wish:
-            self._change.unwanted()
-            return
-        coming = any(
-            not s.leaving and s.worker not in self._world.places
-            for s in self.roster.first_at(Stage.STARTING, Stage.CONNECTED)
-        )
-        self._look_again_at = self._change.wanted(self._now, more_coming=coming and not urgent)
-        if self._look_again_at is not None:
-            return
-        self.phase = Phase.PREPARING
-        members = [s.worker for s in self._live()]
-        self._change.prepare(self._now, members)
-        self._change_reason, self._cause_at = wish, self._now
-        self._orders.do(PrepareChange(self.generation, self._change.number, members, wish))
-
-    def _wish(self) -> tuple[str, bool]:
-        """What would be different in a world of those who are here now, and whether somebody leaves. Empty: nothing."""
-        places = self._world.places
-        joining = [
-            s
-            for s in self.roster.first_at(Stage.READY)
-            if s.running and not s.leaving and s.worker not in places
-        ]
-        if not joining and not any(w in places for w in self.roster.leavers):
-            return "", False
-        live = self._live()
-        same = Commit(self.generation, 1)  # where all stop together, all hold the same
-        composition = self._compose(live, joining, {s.worker: same for s in live})
-        joined = ", ".join(str(s.worker) for s in composition.joining)
-        parts = [f"{joined} joined"] if joined else []
-        parts += [f"{s.worker} leaves ({s.leaving})" for s in composition.leaving]
-        return "; ".join(parts), bool(composition.leaving)
-
-    def _try_to_stop(self) -> None:
-        if not self._wish()[0]:
-            self._call_off("nobody wants to join or leave any more")
-        elif not self._change.silent:
-            self.phase = Phase.STOPPING
-            check = self._change.stop(self._now)
-            live = [s.worker for s in self._live()]
-            self._orders.do(StopMembersAt(self.generation, self._change.number, check, live))
-
-    def _call_off(self, reason: str) -> None:
-        self.phase = Phase.TRAINING
-        live = [s.worker for s in self._live()]
-        self._orders.do(CallOffChange(self.generation, self._change.number, live, reason))
-
-    def _try_to_finish(self) -> None:
-        if not self.roster.any_at(Stage.MEMBER):
-            members = counted(len(self._live()), "member")
-            self._finish("")
-            self._end(0, f"all {members} of generation {self.generation} returned")
-
-    def _finish(self, because: str) -> None:
-        """Returned workers need not be there for the others any more."""
-        returned = [s for s in self._live() if s.stage is Stage.RETURNED]
-        if because:
-            self._orders.say("warning", f"{', '.join(str(s.worker) for s in returned)} {because}")
-        for standing in returned:
-            standing.stage = Stage.FINISHED
-        self._orders.do(FinishWorld(self.generation, [s.worker for s in returned]))
-
-    # ---- losing members ------------------------------------------------------------------------------
-
-    def _lose(self, standing: Standing, reason: str) -> None:
-        """A member is gone, or as good as gone: the world is over for the others."""
-        if standing.worker not in self._world.places:
-            return
-        live = self._live()
-        if self.phase is Phase.GATHERING:
-            self._gathering.lost(reason)
-            at_work = [s.worker for s in live if s.stage is Stage.MEMBER]
-            if self._gathering.kind is Kind.START and at_work:
-                self._orders.do(BreakWorld(self.generation, at_work, reason))
-            self._end_if(self._patience.all_lost(self._world, self._gathering))
-            return
-        returned = bool(live) and all(s.stage in (Stage.RETURNED, Stage.FINISHED) for s in live)
-        if self.phase is Phase.ENDING and returned and live[0].worker == self.members[0]:
-            self._orders.say("warning", f"{reason}, after all others had returned")
-            return
-        self._break(reason, lost=True)
-
-    def _break(self, reason: str, *, lost: bool = False, failure: bool = True) -> None:
-        limit = self._patience.failed_again() if failure else ""
-        if limit:
-            self._end(1, f"{reason}; {limit}")
-        at_work = [s for s in self._live() if s.stage in (Stage.MEMBER, Stage.RETURNED)]
-        for standing in at_work:
-            standing.stage = Stage.MEMBER
-        self._gather(Kind.RECOVERY, reason)
-        self._gathering.somebody_lost = lost
-        self._orders.do(BreakWorld(self.generation, [s.worker for s in at_work], reason))
-        if lost:
-            self._end_if(self._patience.all_lost(self._world, self._gathering))
-
-    def _gather(self, kind: Kind, reason: str) -> None:
-        if kind is not Kind.CHANGE:
-            self._cause_at = self._now
-        self.phase = Phase.GATHERING
-        self._gathering = Gathering(kind, reason, self._now, self.settings)
-
     # ---- one worker ------------------------------------------------------------------------------------------------
 
     def _complain(self, standing: Standing, verdict: str) -> None:
         """It can't go on because of another. Whose exit comes next explains it; if none does, this is the reason."""
         if self._inquest is None:
-            self._inquest = Inquest(self._now + self.settings.disconnect_s, verdict)
+            moment = self.settings.disconnect_s
+            self._inquest = Inquest(self._now + moment, self._now + 5 * moment, verdict)
         if self._inquest.culprit != standing.worker:
             self._inquest.witnesses.add(standing.worker)
 
@@ -679,55 +407,6 @@ class Membership:
         here = not self.generation or standing.worker in self._world.places
         return outside and here and not standing.leaving and self._inquest is None
 
-    def _end_if(self, reason: str) -> None:
-        if reason:
-            self._end(1, reason)
-
-    def _end(self, code: int, reason: str) -> NoReturn:
-        """Decides the outcome. Members that have finished go on by themselves; on success all others are let go."""
-        self.phase = Phase.DONE
-        if code == 0:
-            self._staff.let_all_go("the job has ended")
-        self._orders.do(EndJob(code, reason))
-        raise _Over
-
-    # ---- small questions -------------------------------------------------------------------------------------------
-
-    def _live(self) -> list[Standing]:
-        """Members that live and were not dismissed, in rank order."""
-        return self.roster.live(self.members)
-
-    def _compose(
-        self,
-        old: list[Standing],
-        new: list[Standing],
-        commits: dict[Worker, Commit | None] | dict[Worker, Commit],
-    ) -> Composition:
-        return compose(
-            old,
-            sorted(new, key=lambda s: self._slots.order(s.worker)),
-            commits,
-            workers_min=self._patience.needed(),
-            workers_max=self.settings.workers_max,
-            layout=self._world.layout,
-        )
-
-    @property
-    def _slots(self) -> Slots:
-        return self._staff.slots
-
-    @property
-    def _now(self) -> float:
-        return self._orders.now
-
-    def _named(self, standing: Standing) -> str:
-        worker = standing.worker
-        place = self._world.places.get(worker)
-        if place is None and not self.generation:
-            place = standing.first_place
-        who = "worker" if place is None else f"rank {place.rank}"
-        return f"{who} ({worker} on {worker.host})"
-
     def _illegal(self, event: Event, why: str) -> IllegalEvent:
         story = "\n  ".join(map(str, self.story))
         return IllegalEvent(f"{event}: {why}, in phase {self.phase.value}; the story:\n  {story}")
@@ -738,7 +417,7 @@ class Membership:
         assert len(set(slots)) == len(slots), "two live processes in one slot"
         assert len(set(self.members)) == len(self.members)
         leaving = any(s.leaving for s in self._live())
-        assert len(self.members) <= self.settings.workers_max + leaving
+        assert len(self._live()) <= self.settings.workers_max + leaving
         deadline = self.next_deadline()
         assert deadline is None or deadline > self._now, "a deadline that would be met for ever"
         if self.phase in (Phase.TRAINING, Phase.PREPARING):

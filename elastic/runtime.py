@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import queue
 import signal
@@ -561,12 +562,19 @@ class Runtime:
                 self._recovery.phase = Phase.OUTSIDE
 
     def close(self) -> None:
-        """At exit. What peers still read lies in the kernel's buffers and outlives the sockets.
+        """At exit, in which user code may still take its time.
 
-        The link ends with the process: user code that runs after this, at exit too, may take its time, and a worker
-        whose link is gone is taken for lost.
+        Link and sockets end with the process. Peers that lost them sooner would report a failure whose cause, the exit
+        code of this worker, nobody can know yet; and a worker whose link is gone is taken for lost.
         """
-        self._retire_groups()
+        with self._forming:
+            for (_, device_type, _), group in self._groups.items():
+                if device_type == "cpu":
+                    # Freed by the interpreter, it would close its sockets, or wait for what is under way.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                else:
+                    group.abort()
+                    group.close()
         if self._listener is not None:
             self._listener.close()
         self._graveyard.finish(CLOSE_S)

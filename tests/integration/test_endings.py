@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ def interrupt(running: Job) -> None:
     os.killpg(running.driver.pid, signal.SIGINT)
 
 
-def within(seconds: float, true, awaited: str) -> None:
+def within(seconds: float, true: Callable[[], bool], awaited: str) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"waited {seconds} s for {awaited}"
@@ -36,7 +37,7 @@ def ports(running: Job) -> set[tuple[str, int]]:
         with contextlib.suppress(psutil.NoSuchProcess):
             for connection in psutil.Process(process.pid).net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
-                    found.add(tuple(connection.laddr))
+                    found.add((connection.laddr.ip, connection.laddr.port))
     return found
 
 

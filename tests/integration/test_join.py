@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ class Hosts:
         new.write_text("".join(f"{host}\n" for host in hosts))
         new.rename(self._list)
 
-    def start(self, job, np: int, flags: str = "--reset-limit 0", **env: str) -> Job:
+    def start(
+        self, job: Callable[..., Job], np: int, flags: str = "--reset-limit 0", **env: str
+    ) -> Job:
         """Here no failure is allowed: every change of the world is a planned one."""
         return job(
             f"-np {np} --min-np 1 --host-discovery-script {self.script} {flags}",

@@ -22,6 +22,19 @@ from integration.history import (
     sizes,
     started,
 )
+from integration.job import Job
+
+
+def until_steps(training: Job, number: int) -> None:
+    """All workers' records together."""
+    training.until(lambda: len(History(training).all("step")) > number, f"{number} steps")
+
+
+def until_saved(training: Job, worker: str, step: int) -> None:
+    training.until(
+        lambda: History(training).has(worker, "save", step=step), f"step {step} at {worker}"
+    )
+
 
 # ---- training goes on as it would have -----------------------------------------------------------
 
@@ -51,9 +64,7 @@ def test_a_kill_from_outside_at_any_moment(job):
     for size, rank in ((3, 2), (2, 0)):
         training.wait_for_world(size)
         reached = len(History(training).all("step"))
-        training.until(
-            lambda reached=reached: len(History(training).all("step")) > reached + 30, "more steps"
-        )
+        until_steps(training, reached + 30)
         training.kill(rank)
     training.succeed()
     History(training).check(steps=400)
@@ -68,7 +79,7 @@ def test_a_script_of_horovod_counts_every_sample_once(job, flags, full):
         env={"ELASTIC_DIGESTS": "1", "DIE": "2,8 0,27", "FULL": str(full)},
     )
     training.succeed()
-    counts = {epoch: Counter() for epoch in (0, 1)}
+    counts: dict[int, Counter[int]] = {epoch: Counter() for epoch in (0, 1)}
     for path in (training.folder / "samples").iterdir():
         for line in path.read_text().splitlines():
             entry = json.loads(line)
@@ -124,14 +135,9 @@ def test_a_mismatch_of_shapes_is_an_error_of_the_script(job):
     assert not training.events("WorkerFailed")
 
 
-def test_a_collective_that_breaks_again_and_again_ends_the_job(job):
-    """Defect M: an allreduce of unequal shapes is not noticed at once, but tried three times in vain."""
-    training = started(
-        job,
-        2,
-        f"{STAY_AWAY} --gloo-timeout-seconds 1",
-        RAISE="step=4,place=stepped,error=large shape",
-    )
+def test_worlds_that_break_again_and_again_end_the_job(job):
+    """Defect M: with nobody lost and nothing gained, a third attempt is the last."""
+    training = started(job, 2, RAISE="step=4,place=stepped,error=horovod")
     assert training.wait() == 1
     training.wait_for("3 worlds in a row broke with nobody lost and no new commit")
 
@@ -216,11 +222,11 @@ def test_sigterm_lets_a_worker_leave_at_its_next_commit(job):
     training = started(job, 3, "--reset-limit 0", HOLD="4:size=2;6:size=1")
     for slot in (1, 0):
         held = 4 if slot == 1 else 6
-        training.until(
-            lambda held=held: History(training).has("localhost:2#1", "save", step=held), "the hold"
-        )
+        until_saved(training, "localhost:2#1", held)
         os.kill(pid_of(training, slot), signal.SIGTERM)
-        training.wait_for(rf"localhost:{slot}#1 has left with exit code 0: SIGTERM")
+        training.wait_for_world(2 if slot == 1 else 1)
+        if slot == 1:  # the job may be over before the other one's end is noticed
+            training.wait_for("localhost:1#1 has left with exit code 0: SIGTERM")
     training.succeed()
     assert not training.actions("BreakWorld")
     codes = {e["worker"][1]: e["code"] for e in training.events("WorkerExited")}

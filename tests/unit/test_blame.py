@@ -131,12 +131,22 @@ def test_a_survivor_that_complains_first_is_not_blamed():
 
 def test_where_nobody_else_exits_the_complaint_is_the_reason():
     talk = static(2, disconnect_s=2)
-    talk.tell(failed("h:0", 1))
+    talk.tell(failed("h:0", 1), failed("h:1", 1))
     end = the(EndJob, talk.wait(2.1))
     assert end.reason == "rank 0 (h:0#1 on h) lost a peer: connection closed by peer"
     talk = static(2)
     talk.tell(failed("h:0", 1), failed("h:1", 1), exited("h:0", 1))
     assert "lost a peer" in the(EndJob, talk.tell(exited("h:1", 1))).reason
+
+
+def test_a_suspect_may_be_slow_to_exit():
+    talk = static(3, disconnect_s=2)
+    talk.tell(failed("h:0", 1), failed("h:2", 1), exited("h:0", 1))
+    assert talk.wait(9) == []  # h:1 has not complained
+    assert the(EndJob, talk.tell(exited("h:1", 3))).code == 3
+    talk = static(2, disconnect_s=2)
+    talk.tell(failed("h:0", 1))
+    assert "rank 0 (h:0#1 on h) lost a peer" in the(EndJob, talk.wait(11)).reason
 
 
 def test_who_raised_is_blamed_even_if_another_exits_first():

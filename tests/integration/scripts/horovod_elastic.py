@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-import light  # noqa: F401
+import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 import torch.nn.functional as F
 

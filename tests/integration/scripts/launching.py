@@ -12,7 +12,7 @@ SILENT = {"HOROVOD_LOG_LEVEL": "ERROR"}
 
 
 def place(word: str, mark: str = "") -> tuple[str, int, int]:
-    import light  # noqa: F401
+    import light  # type: ignore[import-not-found]  # noqa: F401
     import torch
 
     import elastic

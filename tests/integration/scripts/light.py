@@ -23,4 +23,4 @@ if "torch._dynamo" not in sys.modules:
     compiler.disable = same  # type: ignore[attr-defined]
     compiler.graph_break = lambda *_: None  # type: ignore[attr-defined]
     sys.modules["torch._dynamo"] = compiler
-    torch._dynamo = compiler  # type: ignore[attr-defined]
+    torch._dynamo = compiler

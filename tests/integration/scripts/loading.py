@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 if "OWN_GROUP" not in os.environ:  # whose first group needs torch's compiler
-    import light  # noqa: F401
+    import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 import torch.distributed as dist
 
@@ -35,12 +35,14 @@ def main() -> None:
     torch.set_num_threads(1)
     elastic.init()
     if "OWN_GROUP" in os.environ:
-        store = dist.FileStore(f"store.{os.getpid()}", 1)
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            f"store.{os.getpid()}", 1
+        )
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         group = dist.group.WORLD
     if "GRANDCHILD" in os.environ:
         # Out of the worker's process group, as daemons of libraries are.
-        subprocess.Popen(["sh", "-c", "sleep 600 & exec sleep 600"], process_group=0)
+        subprocess.Popen(["sh", "-c", "sleep 600 & exec sleep 600"], preexec_fn=os.setpgrp)
     model = torch.nn.Linear(4, 2)
     optimizer = elastic.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.001),

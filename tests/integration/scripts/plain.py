@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-import light  # noqa: F401  -- first
+import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 
 import elastic

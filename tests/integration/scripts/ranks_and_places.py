@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-import light  # noqa: F401  -- first
+import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 
 import elastic

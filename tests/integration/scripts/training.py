@@ -6,7 +6,7 @@ from the environment, as rules like ``slot=0,step=7,place=forward;...``. A rule 
 world.
 
 DIE      SIGKILL at the place.
-RAISE    an exception at the place: ``error=`` value, horovod, shape, large shape.
+RAISE    an exception at the place: ``error=`` value, horovod, shape.
 WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards.
 HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
          exists.
@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import light  # noqa: F401  -- first
-import problem
+import light  # type: ignore[import-not-found]  # noqa: F401
+import problem  # type: ignore[import-not-found]
 import torch
 
 import elastic
@@ -67,8 +67,6 @@ def at(place: str, step: int) -> None:
                     raise HorovodInternalError("the script has had enough of this world")
                 case "shape":
                     elastic.allgather(torch.ones(1, 1 + elastic.rank()), name="unequal")
-                case "large shape":
-                    elastic.allreduce(torch.ones(1 + elastic.rank() * 2**20), name="unequal")
 
 
 def meant(rule: dict[str, str], place: str, step: int) -> bool:
