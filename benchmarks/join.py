@@ -8,14 +8,16 @@ start (its imports share the machine's cores) until a second after its first ste
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 
-from disturbed import Disturbed, Step, percentile
-from recovery import kill_one
 from rich.console import Console
 from rich.table import Table
+
+from disturbed import Disturbed, Step, percentile
+from recovery import kill_one
 
 
 def longest_gap(steps: list[Step], old: set[int], begin: float, end: float) -> float:
@@ -23,7 +25,7 @@ def longest_gap(steps: list[Step], old: set[int], begin: float, end: float) -> f
     longest = 0.0
     for pid in old:
         times = [s.at for s in steps if s.pid == pid and begin <= s.at <= end]
-        longest = max([longest, *((b - a) * 1e3 for a, b in zip(times, times[1:], strict=False))])
+        longest = max([longest, *((b - a) * 1e3 for a, b in itertools.pairwise(times))])
     return longest
 
 

@@ -20,9 +20,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from disturbed import Disturbed, percentile
 from rich.console import Console
 from rich.table import Table
+
+from disturbed import Disturbed, percentile
 
 
 def kill_one(job: Disturbed, workers: int, rng: random.Random) -> tuple[float, int]:
@@ -75,8 +76,9 @@ def lost_commits(job: Disturbed) -> int:
 
 def _bare_worker(orders: Connection) -> None:
     import torch
-    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+    from torch import distributed
 
+    c10d: Any = distributed  # its stubs leave out what is used here
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     torch.set_num_threads(1)
     group: Any = None
@@ -86,13 +88,15 @@ def _bare_worker(orders: Connection) -> None:
             os._exit(0)
         generation, rank, size, port = order
         del group
-        store = TCPStore(
+        store = c10d.TCPStore(
             "127.0.0.1", port, None, rank == 0, timedelta(seconds=20), wait_for_workers=False
         )
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [
+            c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
+        ]
         options._timeout = timedelta(seconds=20)
-        group = ProcessGroupGloo(PrefixStore(f"{generation}", store), rank, size, options)
+        group = c10d.ProcessGroupGloo(c10d.PrefixStore(f"{generation}", store), rank, size, options)
         tensor = torch.ones(10_000)
         group.allreduce([tensor]).wait()
         orders.send(time.monotonic())

@@ -14,6 +14,8 @@ from elastic.driver.roster import Roster, Stage, Standing
 from elastic.driver.settings import Settings
 from elastic.protocol import Worker
 
+REMIND_S = 5.0  # a gathering that takes longer says whom it waits for
+
 
 class Kind(enum.Enum):
     START = "start"  # init() or entering elastic.run: nobody is interrupted
@@ -35,6 +37,28 @@ class Gathering:
     )
     short_by: float | None = None  # too few, nobody awaited: until then
     said: str = ""  # the last word about being short
+    remind_after_s: float = REMIND_S  # since it began: when to say next who is awaited
+
+    @property
+    def remind_at(self) -> float:
+        return self.began_at + self.remind_after_s
+
+    def reminder(self, awaited: Sequence[Standing], now: float) -> str:
+        """Who holds everybody up, and until when; said again after twice the time."""
+        self.remind_after_s *= 2
+        names = ", ".join(str(s.worker) for s in awaited[:4])
+        more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
+        first = awaited[0]
+        what = (
+            "which has not come back from its step"
+            if first.running
+            else "which has called init() and not entered elastic.run"
+        )
+        end = "it is killed" if first.running else "the others go on without it"
+        return (
+            f"waiting for {names}{more}, {what} for {now - self.began_at:.0f} s"
+            f" (stuck, or frozen?); {end} in {self.late_at - now:.0f} s (--elastic-timeout)"
+        )
 
     @property
     def late_at(self) -> float:

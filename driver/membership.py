@@ -60,6 +60,7 @@ class Membership(Worlds):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.story: deque[Event] = deque(maxlen=30)
+        self._completed: list[str] = []  # who ended with exit code 0 outside elastic.run
 
     def next_deadline(self) -> float | None:
         """When to send TimePassed, if nothing else happens before. Always later than the last event."""
@@ -282,6 +283,7 @@ class Membership(Worlds):
                 )
         elif event.code == 0 and self._ran_to_its_end(standing):
             self._slots.complete(standing.slot)
+            self._completed.append(self._named(standing))
         elif not self.settings.elastic or self._inquest is not None:
             self._exit_ends_the_job(standing, event, what)
         elif standing.leaving and standing.stage is Stage.DISMISSED:
@@ -314,6 +316,8 @@ class Membership(Worlds):
             case Phase.GATHERING:
                 late = self._gathering.late or not self.generation
                 by = [None if late else self._gathering.late_at, self._gathering.short_by]
+                if not late:
+                    by.append(self._gathering.remind_at)
             case Phase.TRAINING:
                 by = [self._look_again_at]
             case Phase.PREPARING | Phase.STOPPING:
@@ -349,11 +353,22 @@ class Membership(Worlds):
                 )
             case Phase.GATHERING:
                 if self.generation and not self._gathering.late:
+                    self._remind()
                     self._gathering_late()
                 if self._orders.due(self._gathering.short_by):
                     self._end(1, self._patience.too_few())
             case _:
                 pass
+
+    def _remind(self) -> None:
+        """Nobody should have to guess why nothing happens."""
+        if self._orders.due(self._gathering.remind_at):
+            awaited = list(self._gathering.awaited(self.roster))
+            text = self._gathering.reminder(awaited, self._now) if awaited else ""
+            if text:
+                self._orders.say("warning", text)
+            else:
+                self._gathering.remind_after_s *= 2
 
     def _gathering_late(self) -> None:
         if not self._orders.due(self._gathering.late_at):
@@ -372,6 +387,9 @@ class Membership(Worlds):
     def _complain(self, standing: Standing, verdict: str) -> None:
         """It can't go on because of another. Whose exit comes next explains it; if none does, this is the reason."""
         if self._inquest is None:
+            if self._completed:
+                early = f"{', '.join(self._completed[:8])} ended with exit code 0 too early"
+                verdict = f"{early}: {verdict}"
             moment = self.settings.disconnect_s
             self._inquest = Inquest(self._now + moment, self._now + 5 * moment, verdict)
         if self._inquest.culprit != standing.worker:

@@ -32,6 +32,8 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
     ``params``: a ``state_dict()``, or (name, tensor) pairs as from ``named_parameters()``, with the same names, shapes
     and dtypes on every rank, else ValueError on every rank. Entries that are None are left out.
     """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError("broadcast_parameters needs model.state_dict(), not the model itself")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
@@ -56,6 +58,8 @@ def broadcast_optimizer_state(
     overwritten in place. Raises ValueError for LBFGS, and on every rank if the parameters differ in number or shape.
     ``model`` is not needed, and accepted because Horovod takes it.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer; pass one")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "the state of LBFGS can't be broadcast; construct it after broadcast_parameters, with equal options"

@@ -148,6 +148,11 @@ class GradientReducer:
                     self._agree(world)
                 if self._agreed == world.generation:
                     self._reduce(world)
+            elif world.elastic:
+                # As in a larger world, so that an optimizer does the same whatever the size is.
+                for parameter in self._parameters():
+                    if parameter.requires_grad and parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
             self._clear()
 
     # ---- the step --------------------------------------------------------------------------------------------------

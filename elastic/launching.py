@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from elastic.errors import JobFailed
+from elastic.errors import Invalid, JobFailed
 
 
 def launch(
@@ -50,6 +50,10 @@ def launch(
     Raises Invalid (a ValueError) for bad arguments, before anything is started, and JobFailed when
     the job does not succeed; the workers' output has been forwarded by then.
     """
+    if not callable(func):
+        raise Invalid(f"launch() calls a function, not a {type(func).__name__}")
+    if not isinstance(args, list | tuple):
+        raise Invalid(f"args is a {type(args).__name__}; give a list or tuple of arguments")
     from elastic.driver import cli
     from elastic.driver.start import Outcome, start
 

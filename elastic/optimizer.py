@@ -7,6 +7,7 @@ Checks the arguments and gives the optimizer Horovod's methods. When and how gra
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,8 +64,18 @@ def DistributedOptimizer(
         raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
     require_global(process_set)
     reduction = _checked_op(op)
-    if backward_passes_per_step <= 0:
-        raise Invalid(f"backward_passes_per_step is {backward_passes_per_step}; give at least 1")
+    _check_passes(backward_passes_per_step)
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise Invalid(
+            f"compression is {compression!r}; give Compression.none, Compression.fp16,"
+            " Compression.bf16, or anything with compress() and decompress()"
+        )
+    if not isinstance(gradient_predivide_factor, int | float) or not math.isfinite(
+        gradient_predivide_factor
+    ):
+        raise Invalid(
+            f"gradient_predivide_factor is {gradient_predivide_factor!r}; give a positive number"
+        )
     if gradient_predivide_factor != 1.0 and reduction is not Op.AVERAGE:
         raise Invalid("gradient_predivide_factor goes with op=Average only; leave it out")
     if gradient_predivide_factor <= 0:
@@ -120,8 +131,7 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next backward on. Call it between steps, on all ranks. Raises Invalid for less than 1."""
-        if passes <= 0:
-            raise Invalid(f"backward_passes_per_step is {passes}; give at least 1")
+        _check_passes(passes)
         self._reducer.set_passes(passes)
 
     def synchronize(self) -> None:
@@ -238,6 +248,11 @@ def _subclass(optimizer_class: type[torch.optim.Optimizer]) -> type[Distributed]
     return type(optimizer_class.__name__, (Distributed, optimizer_class), attributes)
 
 
+def _check_passes(passes: object) -> None:
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise Invalid(f"backward_passes_per_step is {passes!r}; give a whole number, at least 1")
+
+
 def _checked_op(op: int) -> Op:
     try:
         reduction = Op(op)
@@ -257,6 +272,8 @@ def _checked_names(
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         }
+    if isinstance(named_parameters, torch.nn.Module) or callable(named_parameters):
+        raise Invalid("named_parameters is no list of pairs; pass model.named_parameters()")
     named = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
         raise Invalid(
@@ -288,7 +305,7 @@ def _checked_names(
 def _checked_groups(
     groups: int | Sequence[Sequence[torch.Tensor]] | None,
 ) -> int | Sequence[Sequence[torch.Tensor]] | None:
-    if groups is None or (isinstance(groups, int) and groups >= 0):
+    if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
         return groups
     if not isinstance(groups, list):
         raise Invalid(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from elastic import runtime
-from elastic.errors import LeaveRequested, PeerLost, StateMismatch, WorldChanging
+from elastic.errors import Invalid, LeaveRequested, PeerLost, StateMismatch, WorldChanging
 from elastic.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 from elastic.protocol import World
 from elastic.runtime import Runtime
@@ -36,8 +36,16 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
     match the others', and whatever the function raises.
     """
 
+    if not callable(func):
+        raise Invalid(f"elastic.run decorates a function, not a {type(func).__name__}")
+
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Value:
+        if not isinstance(state, State):
+            raise Invalid(
+                f"the first argument of a function under elastic.run is a State, not a"
+                f" {type(state).__name__}; pass TorchState(model=..., optimizer=...)"
+            )
         rt = runtime.current()
         rt.enter()
         try:
@@ -66,9 +74,10 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             value = func(state, *args, **kwargs)
             rt.returned()
             return value
-        except (PeerLost, HorovodInternalError) as error:
-            if isinstance(error, HorovodInternalError):
-                rt.fail_world(f"HorovodInternalError: {error}")
+        except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
+            if not isinstance(error, PeerLost):
+                # Raised by user code, at a place that the driver knows nothing of: as any failure.
+                rt.fail_world(f"{type(error).__name__}: {error}")
             rt.mark_raised()
             rt.drain()
             if not state.valid():
@@ -77,11 +86,7 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
                 rt.step_back()
             state.restore()
             rt.mark_restored()
-        except (WorldChanging, HostsUpdatedInterrupt) as error:
-            if isinstance(error, HostsUpdatedInterrupt):
-                # Raised by user code, at a place that the driver knows nothing of: as after a
-                # failure, but with the state as it is now.
-                rt.fail_world("HostsUpdatedInterrupt")
+        except WorldChanging:
             rt.mark_raised()
             # Unchanged since commit(), or the state at check_host_updates(): a planned change loses
             # nothing.

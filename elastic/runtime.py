@@ -263,12 +263,19 @@ class Runtime:
         return world
 
     def enter(self) -> None:
-        """``elastic.run`` begins."""
-        self._recovery.running = True
+        """``elastic.run`` begins. Raises JobFailed if the job's training is over already."""
+        if self._link is not None and self._recovery.phase is Phase.FINISHED:
+            raise JobFailed(
+                "every worker has returned from elastic.run, and with that the job ends: put all"
+                " training into one function under elastic.run"
+            )
+        with self._lock:
+            self._recovery.enter()
 
     def leave(self) -> None:
         """``elastic.run`` is over."""
-        self._recovery.running = False
+        with self._lock:
+            self._recovery.leave()
 
     def next_world(self, layout: str, text: str) -> protocol.World:
         """From inside ``elastic.run``: says ready with the state's layout, and waits. Raises
@@ -345,6 +352,8 @@ class Runtime:
 
     def raised(self, summary: str, traceback: str) -> None:
         """Tells the driver why this process is about to end."""
+        if self._link is None:
+            return
         with self._lock:
             actions = self._recovery.raised(summary, traceback)
         self._perform(actions)
@@ -361,6 +370,8 @@ class Runtime:
     def _raise_over(self) -> None:
         message, reason = self._recovery.over, self._recovery.reason
         if isinstance(message, protocol.Leave):
+            if not self._recovery.running:
+                raise SystemExit(0)  # outside elastic.run nobody else would catch it
             raise LeaveRequested(reason)
         if isinstance(message, protocol.Rejected):
             raise StateMismatch(reason)
@@ -491,6 +502,9 @@ class Runtime:
 
     def _raise_if_broken(self) -> None:
         if self._recovery.phase is Phase.BROKEN:
+            with self._lock:
+                actions = self._recovery.strand()
+            self._perform(actions)
             raise PeerLost(self._recovery.reason)
         if self._recovery.phase is Phase.OVER:
             self._raise_over()
@@ -558,8 +572,7 @@ class Runtime:
         still be in one.
         """
         with self._lock:
-            if self._recovery.phase is not Phase.OVER:
-                self._recovery.phase = Phase.OUTSIDE
+            self._recovery.pause()
 
     def close(self) -> None:
         """At exit, in which user code may still take its time.

@@ -21,6 +21,15 @@ Tensors = Sequence[torch.Tensor]
 _handles = Handles()
 
 
+def _need_tensors(kind: str, tensors: Sequence[object]) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{kind} takes a torch.Tensor, not a {type(tensor).__name__};"
+                " convert it with torch.as_tensor()"
+            )
+
+
 def start_allreduce(
     tensors: Tensors,
     name: str | None,
@@ -32,6 +41,7 @@ def start_allreduce(
     pick: Callable[[list[torch.Tensor]], Any] = list,
 ) -> int:
     """``pick`` makes the result of the list of reduced tensors; so in all starters."""
+    _need_tensors("allreduce", tensors)
     reductions.check("allreduce", tensors, op, (prescale, postscale) != (1.0, 1.0))
 
     def begin(group: Collectives) -> Started:
@@ -79,6 +89,7 @@ def start_allgather(
 def start_broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None, *, in_place: bool
 ) -> int:
+    _need_tensors("broadcast", [tensor])
     size = runtime.current().place.size
     if not isinstance(root_rank, int) or not 0 <= root_rank < size:
         raise ValueError(f"root_rank is {root_rank!r}; give a rank between 0 and {size - 1}")
@@ -153,6 +164,7 @@ def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int]
 
 
 def _need_rows(kind: str, tensors: Tensors) -> None:
+    _need_tensors(kind, tensors)
     for tensor in tensors:
         if tensor.dim() == 0:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic.errors import Invalid
 from elastic.state import digest, exchange
 from elastic.state.handlers import StateHandler, handler_for
 from elastic.state.model_state import ModelStateHandler
@@ -37,6 +38,16 @@ class TorchState(ObjectState):
         rng: Any = False,
         **kwargs: Any,
     ) -> None:
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise Invalid(
+                f"model is a {type(model).__name__}; pass the torch.nn.Module itself, or give the"
+                " value another name"
+            )
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise Invalid(
+                f"optimizer is a {type(optimizer).__name__}; pass the torch.optim.Optimizer itself,"
+                " or give the value another name"
+            )
         values: dict[str, Any] = {"model": model, "optimizer": optimizer, **kwargs}
         if not isinstance(rng, bool):  # a script's own value of that name
             values["rng"] = rng
@@ -113,10 +124,10 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """Copies what may have changed since the last save. Raises Invalid, PeerLost."""
+        # First what is likely to fail: then the last commit is still whole.
+        values = self._copied(self._values())
         with self._saving():
             self._begun += 1
-            # First what is likely to fail: then the tensors of the last commit are still whole.
-            values = self._copied(self._values())
             doubled = any(snapshot.doubled for snapshot in self._snapshots())
             if doubled:  # all parts go back to the same commit, or none does
                 for snapshot in self._snapshots():

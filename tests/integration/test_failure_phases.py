@@ -77,9 +77,8 @@ def test_one_dies_when_only_some_have_committed(job, behind):
     assert last["holders"] == 1, last
 
 
-@pytest.mark.parametrize("dying", ["slot=0,step=3;slot=2,step=3", "slot=0,step=6;slot=1,step=6"])
-def test_two_die_at_once(job, dying):
-    training = started(job, 4, DIE=dying.replace("step", "place=forward,step"))
+def test_two_die_at_once(job):
+    training = started(job, 4, DIE="slot=0,step=3,place=forward;slot=2,step=3,place=forward")
     training.succeed()
     assert sizes(training)[-1] == 2
     History(training).check()

@@ -101,7 +101,7 @@ def test_an_exception_of_one_worker_is_its_own_trouble(job):
         job, 3, RETURN, RAISE="slot=1,step=4,place=stepped,error=value", HOLD="7:size=3"
     )
     training.succeed()
-    training.wait_for(r"^\[1\] ValueError: this sample is damaged")
+    training.wait_for(r"^\[(1|localhost:1)\] ValueError: this sample is damaged")
     training.wait_for(r"rank 1 \(localhost:1#1 on localhost\) raised ValueError: this sample is")
     training.wait_for(r"localhost:1#1 ended with exit code 1; its slot may return in 0.1 s")
     assert sizes(training)[-3:] == [3, 2, 3]

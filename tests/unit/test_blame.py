@@ -149,6 +149,17 @@ def test_a_suspect_may_be_slow_to_exit():
     assert "rank 0 (h:0#1 on h) lost a peer" in the(EndJob, talk.wait(11)).reason
 
 
+def test_who_ended_well_but_too_early_is_blamed():
+    talk = static(2)
+    assert talk.tell(exited("h:1", 0)) == []  # it may have come to its end
+    talk.tell(stranded("h:0", 1))
+    end = the(EndJob, talk.tell(exited("h:0", 1)))
+    assert end.reason == (
+        "rank 1 (h:1#1 on h) ended with exit code 0 too early:"
+        " rank 0 (h:0#1 on h) lost a peer: connection closed by peer"
+    )
+
+
 def test_who_raised_is_blamed_even_if_another_exits_first():
     talk = static(2)
     talk.tell(failed("h:0", 1), raised("h:1", 1, None))

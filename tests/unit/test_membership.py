@@ -13,6 +13,7 @@ from elastic.driver.events import (
     PrepareChange,
     PublishWorld,
     RejectWorker,
+    Report,
     ReportRecovery,
     StartWorker,
     WelcomeWorker,
@@ -329,6 +330,15 @@ def test_below_the_minimum_for_too_long_ends_the_job():
     talk.tell(hosts(h=2), exited("h:2"))
     talk.ready("h:0", "h:1", commit=(2, 5))
     assert "only 2 of 3 workers ready after 30 s" in the(EndJob, talk.wait(31)).reason
+
+
+def test_who_holds_everybody_up_is_named_within_seconds():
+    talk = running(3)
+    talk.tell(exited("h:0"))
+    talk.tell(ready("h:1", 2, (2, 5)))
+    said = [a.text for a in talk.wait(6.0) if isinstance(a, Report)]
+    assert any("waiting for h:2#1" in text and "stuck, or frozen" in text for text in said)
+    assert not [a for a in talk.wait(3.0) if isinstance(a, Report)]  # once is enough for a while
 
 
 def test_a_survivor_that_does_not_come_is_killed_and_the_others_go_on():

@@ -827,13 +827,29 @@ def test_another_order_of_equal_parameters_is_refused(threads):
     threads(2, train)
 
 
+def test_a_parameter_without_a_gradient_gets_zeros_whatever_the_size_of_an_elastic_world(world):
+    """Else weight decay and momentum would act on it in a world of two and not in a world of one."""
+    for size in (2, 1):
+        world.become(size)
+        model = net(2, 2, 1)
+        optimizer = sgd(model)
+        model[0](torch.ones(2)).sum().backward()
+        optimizer.synchronize()
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in grads(model)[-2:])
+
+
 # ---- arguments -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"backward_passes_per_step": 0}, "give at least 1"),
+        ({"backward_passes_per_step": 0}, "at least 1"),
+        ({"backward_passes_per_step": 1.5}, "whole number"),
+        ({"gradient_predivide_factor": float("nan")}, "positive"),
+        ({"compression": "fp16"}, r"Compression\.fp16"),
+        ({"compression": Compression}, r"Compression\.fp16"),
+        ({"groups": True}, "number of groups"),
         ({"gradient_predivide_factor": 2.0, "op": Op.SUM}, "op=Average only"),
         ({"gradient_predivide_factor": -1.0}, "positive"),
         ({"op": 17}, "Average, Sum"),

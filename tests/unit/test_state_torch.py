@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from elastic.errors import Invalid
 from elastic.state import ElasticSampler, TorchState, activity
 from elastic.state.handlers import (
     ModelStateHandler,
@@ -469,6 +471,38 @@ def test_a_script_may_register_handlers_of_its_own():
     state.sync()
     assert state.counter.n == 101
     assert not has_custom_sync(TorchState(model=mlp()))
+
+
+def test_a_value_that_cannot_be_copied_costs_no_committed_step():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = TorchState(model=model, optimizer=optimizer, best=None, step=1)
+    step(model, optimizer)
+    state.commit()
+    committed = bits(model)
+    step(model, optimizer)
+    state.step, state.best = 2, threading.Lock()
+    with pytest.raises(Invalid, match=r"state\.best"):
+        state.commit()
+    assert state.valid()
+    state.restore()
+    assert_bits(model, committed)
+    assert (state.step, state.best) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (lambda model, sgd: {"model": model.state_dict()}, "model is a OrderedDict"),
+        (lambda model, sgd: {"model": sgd, "optimizer": model}, "model is a SGD"),
+        (lambda model, sgd: {"optimizer": sgd.state_dict()}, "optimizer is a dict"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(arguments, expected):
+    """A dict of tensors would be kept as a Python value, and the replicas would drift apart."""
+    model = mlp()
+    with pytest.raises(Invalid, match=expected):
+        TorchState(**arguments(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 def test_a_save_that_fails_half_way_leaves_no_whole_commit(caplog):
