@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import statistics
 import time
 from datetime import timedelta
@@ -88,9 +87,7 @@ def _bare_worker(orders: Connection) -> None:
             os._exit(0)
         generation, rank, size, port = order
         del group
-        store = c10d.TCPStore(
-            "127.0.0.1", port, None, rank == 0, timedelta(seconds=20), wait_for_workers=False
-        )
+        store = c10d.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20))
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [
             c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
@@ -115,29 +112,31 @@ def bare_gloo(workers: int, kills: int, rng: random.Random) -> list[float]:
     context = multiprocessing.get_context("spawn")
     times = []
 
-    def port() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
+    from torch import distributed
+
+    c10d: Any = distributed
+
+    def serve() -> Any:
+        """A store that is up before anybody comes for it: the floor, not a race of clients and server."""
+        return c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     for _ in range(kills):
         pipes = [context.Pipe() for _ in range(workers)]
         processes = [context.Process(target=_bare_worker, args=(p[1],)) for p in pipes]
         for process in processes:
             process.start()
-        where = port()
+        first, second = serve(), serve()
         for rank, (pipe, _) in enumerate(pipes):
-            pipe.send((1, rank, workers, where))
+            pipe.send((1, rank, workers, first.port))
         for pipe, _ in pipes:
             pipe.recv()
         time.sleep(0.3)
         victim = rng.randrange(workers)
-        where = port()
         killed_at = time.monotonic()
         processes[victim].kill()
         left = [p for i, (p, _) in enumerate(pipes) if i != victim]
         for rank, pipe in enumerate(left):
-            pipe.send((2, rank, workers - 1, where))
+            pipe.send((2, rank, workers - 1, second.port))
         times.append((max(pipe.recv() for pipe in left) - killed_at) * 1e3)
         for process in processes:
             process.kill()
