@@ -93,7 +93,7 @@ def test_a_script_without_elastic_run_fails_plainly_under_an_elastic_launch(job)
         1,
         137,
     )  # that of whose word came first, the survivor's or the victim's
-    running.wait_for(r"the job ends with exit code .*localhost:1#1.* signal 9 SIGKILL")
+    running.wait_for(r"the job ends with exit code .*localhost:1#1.*signal 9 SIGKILL")
     running.wait_for("@elastic.run to survive lost workers")
     assert "step 4" not in running.output
     assert len(running.actions("StartWorker")) == 3, "nobody starts anew on its own"
