@@ -44,17 +44,18 @@ class Gathering:
         return self.began_at + self.remind_after_s
 
     def reminder(self, awaited: Sequence[Standing], now: float) -> str:
-        """Who holds everybody up, and until when; said again after twice the time."""
-        self.remind_after_s *= 2
+        """Who holds everybody up, and until when."""
         names = ", ".join(str(s.worker) for s in awaited[:4])
         more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
         first = awaited[0]
         what = (
             "which has not come back from its step"
             if first.running
-            else "which has called init() and not entered elastic.run"
+            else "which has not entered elastic.run, or not called init() again,"
         )
         end = "it is killed" if first.running else "the others go on without it"
+        if not self.settings.elastic:
+            end = "the job ends"
         return (
             f"waiting for {names}{more}, {what} for {now - self.began_at:.0f} s"
             f" (stuck, or frozen?); {end} in {self.late_at - now:.0f} s (--elastic-timeout)"

@@ -266,9 +266,8 @@ class Driver:
 
     def _handle(self, event: Event) -> None:
         now = self._now()
-        begun = (
-            self._ending is not None
-        )  # the exit that brings the end about is membership's to judge
+        # The exit that brings the end about is membership's to judge.
+        begun = self._ending is not None
         if not self._buggy:
             self._perform(self._decide(event, now))
         if self._ending is not None:

@@ -363,12 +363,10 @@ class Membership(Worlds):
     def _remind(self) -> None:
         """Nobody should have to guess why nothing happens."""
         if self._orders.due(self._gathering.remind_at):
+            self._gathering.remind_after_s *= 2
             awaited = list(self._gathering.awaited(self.roster))
-            text = self._gathering.reminder(awaited, self._now) if awaited else ""
-            if text:
-                self._orders.say("warning", text)
-            else:
-                self._gathering.remind_after_s *= 2
+            if awaited:
+                self._orders.say("warning", self._gathering.reminder(awaited, self._now))
 
     def _gathering_late(self) -> None:
         if not self._orders.due(self._gathering.late_at):

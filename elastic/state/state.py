@@ -53,7 +53,7 @@ class State:
 
         Raises Invalid if a value can't be copied, WorldChanging and PeerLost to unwind to ``elastic.run``.
         """
-        if getattr(type(self).save, "__module__", "").startswith("elastic.state."):
+        if _is_ours(type(self).save):
             self.save()  # says itself from where on the commit before is no longer whole
         else:
             with self._saving():
@@ -263,9 +263,14 @@ def custom_broadcast(state: State) -> bool:
 
 def has_custom_sync(state: State) -> bool:
     """Whether the state is synchronized by code that is not ours, and therefore by all workers at once."""
-    ours = getattr(type(state).sync, "__module__", "").startswith("elastic.state.")
+    ours = _is_ours(type(state).sync)
     foreign: Callable[[], dict[str, Any]] = getattr(state, "_foreign_handlers", dict)
     return not ours or custom_broadcast(state) or bool(foreign())
+
+
+def _is_ours(method: Callable[..., Any]) -> bool:
+    """Whether a method of a state is this package's, and not a script's own."""
+    return getattr(method, "__module__", "").startswith("elastic.state.")
 
 
 def _broadcast_object(value: Any) -> Any:
