@@ -88,6 +88,56 @@ class WorkerDigested(Event):
     commit: Commit
     digest: int
     buffers: int = 0
+    samples: list[int] = []
+    epoch: int = 0
+
+
+class WorkerProgressed(Event):
+    """It waits in a collective, waits no longer, or is in a phase that the user marks as long; see protocol.Progress."""
+
+    worker: Worker
+    generation: int
+    entered: int
+    inside: str = ""
+    waited_s: float = 0.0
+    phase: str = ""
+
+
+class WorkerPaced(Event):
+    """How much of the last seconds it spent inside collectives; see protocol.Pace."""
+
+    worker: Worker
+    generation: int
+    collectives: int
+    waited_s: float
+    over_s: float
+
+
+class WorkerFrozen(Event):
+    """Its lease ran out: its agent has not seen it able to run for that long. ``how``: why, as seen from outside."""
+
+    worker: Worker
+    how: str
+
+
+class WorkerThawed(Event):
+    """A frozen one runs again."""
+
+    worker: Worker
+
+
+class WorkerProbed(Event):
+    """Answer to ProbeWorkers: what the process did so far, as its host's kernel counts it.
+
+    ``cpu_s``: seconds of processor time of the process and its children; ``io_bytes``: read and written, cached or not.
+    ``state``: one letter as in /proc/PID/stat. ``traced``: a debugger is attached.
+    """
+
+    worker: Worker
+    cpu_s: float
+    io_bytes: int
+    state: str
+    traced: bool = False
 
 
 class WorkerRaised(Event):
@@ -109,10 +159,11 @@ class WorkerReturned(Event):
 
 class WorkerDisconnected(Event):
     """Its control connection closed. An exit usually follows at once; if none does, it must be
-    fenced.
+    fenced. ``silent``: nothing was closed, but its host acknowledges nothing any more.
     """
 
     worker: Worker
+    silent: bool = False
 
 
 class WorkerExited(Event):
@@ -125,6 +176,13 @@ class WorkerExited(Event):
     code: int
     reason: str = ""
     output: str = ""
+
+
+class HostLost(Event):
+    """The lease of a host's agent ran out: nothing there can be killed, or be told anything."""
+
+    host: str
+    reason: str
 
 
 class StopRequested(Event):
@@ -151,6 +209,19 @@ class StartWorker(Action):
 
 class KillWorker(Action):
     """SIGKILL the worker's whole process group; its exit comes back as WorkerExited."""
+
+    worker: Worker
+    reason: str
+
+
+class ProbeWorkers(Action):
+    """Ask their agents what these processes do; each answer comes back as WorkerProbed."""
+
+    workers: list[Worker]
+
+
+class DumpStacks(Action):
+    """Have the process write the Python stacks of all its threads to its stderr, whatever it is doing."""
 
     worker: Worker
     reason: str

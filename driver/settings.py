@@ -37,6 +37,12 @@ class Settings:
     stranded_failures: int = (
         3  # world failures in a row with nobody lost and no new commit before giving up
     )
+    lease_s: float = 2.0  # a worker that was not seen able to run for so long is frozen
+    idle_s: float = 30.0  # idle while others wait for it: then it is stuck; 0: never
+    busy_warning_s: float = 60.0  # busy while others wait for it: a warning; 0: never
+    busy_s: float = 600.0  # ... and then it is stuck; 0: never
+    dump_s: float = 0.5  # for the stacks of a stuck worker to be written before it is killed
+    kill_s: float = 1.0  # from a kill to the exit; who lives longer can't be killed
     env: dict[str, str] = field(default_factory=dict)  # extra environment of every worker
 
     def __post_init__(self) -> None:
@@ -59,6 +65,15 @@ class Settings:
                 f"the cooldown range {self.cooldown_min_s} .. {self.cooldown_max_s} s is empty;"
                 " give MIN <= MAX"
             )
+        if self.lease_s <= 0:
+            raise Invalid(f"--lease is {self.lease_s:g}; give a positive number of seconds")
+        for flag, value in (
+            ("--idle-timeout", self.idle_s),
+            ("--busy-warning", self.busy_warning_s),
+            ("--busy-timeout", self.busy_s),
+        ):
+            if value < 0:
+                raise Invalid(f"{flag} is {value:g}; give seconds, or 0 to turn it off")
         if self.reset_limit is not None and self.reset_limit < 0:
             raise Invalid(f"--reset-limit is {self.reset_limit}; give 0 or more")
         if self.slot_attempts < 1:

@@ -13,6 +13,8 @@ from elastic.driver.events import (
     WorkerDigested,
     WorkerFailed,
     WorkerLeaving,
+    WorkerPaced,
+    WorkerProgressed,
     WorkerRaised,
     WorkerReady,
     WorkerResumed,
@@ -39,8 +41,12 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerLeaving(worker, reason)
         case protocol.Resumed(generation, phases_ms, copied_bytes):
             return WorkerResumed(worker, generation, phases_ms, copied_bytes)
-        case protocol.Digested(generation, commit, digest, buffers):
-            return WorkerDigested(worker, generation, commit, digest, buffers)
+        case protocol.Progress(generation, entered, inside, waited_s, phase):
+            return WorkerProgressed(worker, generation, entered, inside, waited_s, phase)
+        case protocol.Pace(generation, collectives, waited_s, over_s):
+            return WorkerPaced(worker, generation, collectives, waited_s, over_s)
+        case protocol.Digested(generation, commit, digest, buffers, samples, epoch):
+            return WorkerDigested(worker, generation, commit, digest, buffers, samples, epoch)
         case protocol.Raised(generation, commit, summary, traceback):
             return WorkerRaised(worker, generation, commit, summary, traceback)
         case protocol.Returned(generation):

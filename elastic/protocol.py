@@ -183,13 +183,36 @@ class Resumed(Message):
     copied_bytes: int = 0
 
 
+class Progress(Message):
+    """Where the training thread is. Sent when it has waited for a while in one collective, when that wait is over, and
+    at both ends of a phase that the user marks as long; never in a step in which nobody waits for long.
+    """
+
+    generation: int
+    entered: int  # collectives entered in this generation
+    inside: str = ""  # the collective that it waits in, by name; empty: it does not wait
+    waited_s: float = 0.0  # seconds it has been in there
+    phase: str = ""  # the long phase that it is in; empty: none
+
+
+class Pace(Message):
+    """How it went since the last one of these: who waits little while the others wait much holds them up."""
+
+    generation: int
+    collectives: int  # completed
+    waited_s: float  # seconds of them in which the training thread was inside a collective
+    over_s: float  # seconds
+
+
 class Digested(Message):
-    """Digest of the parameters held under a commit."""
+    """Digest of the parameters held under a commit; in tests also which samples were trained since the last one."""
 
     generation: int
     commit: Commit
     digest: int
     buffers: int = 0
+    samples: list[int] = []
+    epoch: int = 0
 
 
 class Raised(Message):
@@ -303,6 +326,8 @@ FromWorker = (
     | Checked
     | Leaving
     | Resumed
+    | Progress
+    | Pace
     | Digested
     | Raised
     | Returned
