@@ -28,6 +28,14 @@ class WorkerConnected(Event):
     pid: int
 
 
+class WorkerReconnected(Event):
+    """It has a new connection in place of a lost one; see protocol.Reconnected."""
+
+    worker: Worker
+    generation: int
+    welcomed: bool
+
+
 class WorkerReady(Event):
     """It waits for a world; see protocol.Ready."""
 
@@ -37,6 +45,7 @@ class WorkerReady(Event):
     store: Address
     layout: str = ""
     running: bool = True
+    number: int = 0
 
 
 class WorkerFailed(Event):
@@ -185,6 +194,19 @@ class HostLost(Event):
     reason: str
 
 
+class HostReported(Event):
+    """The agent of a host has a new connection: these are the workers that run there, and no others."""
+
+    host: str
+    running: list[Worker]
+
+
+class DriverRestarted(Event):
+    """What came before this was read from the journal. Nobody is connected yet, and whatever was decided last may not
+    have been done.
+    """
+
+
 class StopRequested(Event):
     """Ctrl-C or SIGTERM at the driver, or a caller's request."""
 
@@ -245,6 +267,17 @@ class PublishWorld(Action):
 
     generation: int
     members: list[Member]  # in rank order
+    store: Address
+    holders: int
+    commit: Commit | None
+    reason: str
+
+
+class TellWorld(Action):
+    """Tell one member again of the world that it is in: it has lost its connection and may not have heard."""
+
+    generation: int
+    member: Member
     store: Address
     holders: int
     commit: Commit | None

@@ -14,6 +14,7 @@ from elastic.driver.roster import Roster, Stage, Standing
 from elastic.driver.settings import Settings
 from elastic.protocol import Worker
 
+NAMED = 8  # of those that are lost
 REMIND_S = 5.0  # a gathering that takes longer says whom it waits for
 
 
@@ -37,6 +38,7 @@ class Gathering:
     )
     short_by: float | None = None  # too few, nobody awaited: until then
     said: str = ""  # the last word about being short
+    _more: int = 0  # lost, and not named in the reason
     remind_after_s: float = REMIND_S  # since it began: when to say next who is awaited
 
     @property
@@ -58,7 +60,7 @@ class Gathering:
             end = "the job ends"
         return (
             f"waiting for {names}{more}, {what} for {now - self.began_at:.0f} s"
-            f" (stuck, or frozen?); {end} in {self.late_at - now:.0f} s (--elastic-timeout)"
+            f" (stuck, or frozen?); {end} in {self.late_at - now:.0f} s at the latest (--elastic-timeout)"
         )
 
     @property
@@ -66,10 +68,27 @@ class Gathering:
         """Until when old members may take to be ready."""
         return self.began_at + self.settings.elastic_timeout_s
 
+    def begin_again(self, now: float) -> None:
+        """Nobody could come for a while: everybody has the whole time again."""
+        if self.short_by is not None:
+            self.short_by += now - self.began_at
+        self.began_at = now
+        self.remind_after_s = REMIND_S
+
     def lost(self, reason: str) -> None:
         """One more is gone. Who is lost explains a broken collective better than the worker that noticed."""
-        self.reason = f"{self.reason}; {reason}" if self.somebody_lost else reason
-        self.somebody_lost = True
+        if not self.somebody_lost:
+            self.somebody_lost, self.reason = True, reason
+        elif self._more == 0 and self.reason.count("; ") < NAMED - 1:
+            self.reason = f"{self.reason}; {reason}"
+        else:
+            # Every member is sent the reason: it must not grow with the number of those that are lost.
+            named = self.reason.removesuffix(self._and_more())
+            self._more += 1
+            self.reason = f"{named}{self._and_more()}"
+
+    def _and_more(self) -> str:
+        return f"; and {self._more} more" if self._more else ""
 
     def awaited(self, roster: Roster) -> Iterator[Standing]:
         """Old members that it does not go on without."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, TypeVar, Union
 
 import msgspec
 
@@ -33,6 +33,9 @@ class Machine(Protocol):
     """What is replayed: Membership, or a test's stand-in."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
+
+
+Rebuilt = TypeVar("Rebuilt", bound=Machine)
 
 
 class ReplayDiffers(ElasticError):
@@ -164,6 +167,16 @@ def replay(
         machine = Membership
     settings, entries = read(path)
     return list(_replayed(entries, machine(settings)))
+
+
+def rebuilt(entries: Sequence[Entry], machine: Rebuilt) -> Rebuilt:
+    """A new machine, brought to where the last entry left the old one. What it answers was answered before.
+
+    Raises ReplayDiffers.
+    """
+    for _ in _replayed(entries, machine):
+        pass
+    return machine
 
 
 def _replayed(entries: Sequence[Entry], machine: Machine) -> Iterator[tuple[Event, list[Action]]]:

@@ -11,8 +11,8 @@ Every world has a generation, and every event about a world carries it: what bel
 line at the top of each handler. A worker that is lost is dead before the world shrinks: exits are reported by the
 agent that reaped the process, and whoever cannot be reached is killed first.
 
-Here is what each event means; `worlds` has the transitions that follow from it, `workforce` decides which processes
-run, `blame` whose fault it was.
+Here is what each event means; `worlds` has the transitions that follow from it, `failures` says what broken worlds and
+dead workers mean, `vigil` who holds the others up, `workforce` decides which processes run, `blame` whose fault it was.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from elastic.driver.blame import Inquest, describe_exit, exit_code
+from elastic.driver.blame import describe_exit
 from elastic.driver.events import (
     Action,
+    DriverRestarted,
     Event,
+    HostLost,
+    HostReported,
     HostsChanged,
+    LetGo,
     StopRequested,
     TimePassed,
     WorkerChecked,
@@ -33,34 +37,40 @@ from elastic.driver.events import (
     WorkerDisconnected,
     WorkerExited,
     WorkerFailed,
+    WorkerFrozen,
     WorkerLeaving,
+    WorkerPaced,
+    WorkerProbed,
+    WorkerProgressed,
     WorkerRaised,
     WorkerReady,
+    WorkerReconnected,
     WorkerResumed,
     WorkerReturned,
     WorkerStranded,
+    WorkerThawed,
 )
+from elastic.driver.failures import Failures
 from elastic.driver.gathering import Kind
+from elastic.driver.reconnect import Reconnections
 from elastic.driver.roster import Stage, Standing
 from elastic.driver.settings import Settings
-from elastic.driver.worlds import Over, Phase, Worlds
+from elastic.driver.vigil import Vigil
+from elastic.driver.worlds import Over, Phase
 
 __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
-
-ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
 
 
 class IllegalEvent(AssertionError):
     """An event that is neither stale nor legal: a bug. Carries the events that led here."""
 
 
-class Membership(Worlds):
+class Membership(Failures, Reconnections, Vigil):
     """One job's membership. Feed it events with their time, perform the actions it returns, in order."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.story: deque[Event] = deque(maxlen=30)
-        self._completed: list[str] = []  # who ended with exit code 0 outside elastic.run
 
     def next_deadline(self) -> float | None:
         """When to send TimePassed, if nothing else happens before. Always later than the last event."""
@@ -79,6 +89,7 @@ class Membership(Worlds):
             self._dispatch(event)
             self._overdue()
             self._advance()
+            self._watch()
         except Over:
             pass
         return self._orders.actions
@@ -89,6 +100,8 @@ class Membership(Worlds):
                 self._staff.announce(hosts, self._world.places)
             case WorkerConnected():
                 self._connected(event)
+            case WorkerReconnected():
+                self._reconnected(event)
             case WorkerReady():
                 self._ready(event)
             case WorkerFailed():
@@ -103,6 +116,16 @@ class Membership(Worlds):
                 self._has_resumed(event)
             case WorkerDigested():
                 self._digested(event)
+            case WorkerProgressed():
+                self._progressed(event)
+            case WorkerPaced():
+                self._paced(event)
+            case WorkerFrozen():
+                self._has_frozen(event)
+            case WorkerThawed():
+                self._thawed(event)
+            case WorkerProbed():
+                self._probed(event)
             case WorkerRaised():
                 self._has_raised(event)
             case WorkerReturned():
@@ -111,6 +134,15 @@ class Membership(Worlds):
                 self._disconnected(event)
             case WorkerExited():
                 self._exited(event)
+            case HostLost():
+                self._host_lost(event)
+            case HostReported():
+                self._host_is_back(event.host)
+                for gone in self._not_there(event):
+                    self._exited(gone)
+            case DriverRestarted():
+                self._restarted()
+                self._watch_anew()
             case StopRequested():
                 self._end(1, event.reason)
             case TimePassed():
@@ -128,9 +160,14 @@ class Membership(Worlds):
     def _ready(self, event: WorkerReady) -> None:
         standing = self.roster.get(event.worker)
         if standing is None or standing.stage is Stage.DISMISSED:
+            if standing is not None and standing.killed_for:
+                self._part_again(standing)  # given up, and it has woken: the kill did not reach it
             return
         if event.worker in self._world.places and event.generation != self.generation:
             return  # it has not yet seen the world that it was published in
+        if 0 < event.number < standing.readies:
+            return  # of a wait that is over
+        standing.readies = event.number
         if standing.stage is Stage.STARTING:
             raise self._illegal(event, "ready before it connected")
         if standing.stage is Stage.FINISHED:
@@ -141,6 +178,8 @@ class Membership(Worlds):
         was_at_work = standing.stage in (Stage.MEMBER, Stage.RETURNED)
         standing.commit, standing.store = event.commit, event.store
         standing.layout, standing.running = event.layout, event.running
+        standing.moved(self._now)
+        standing.waits_since = self._now
         self._staff.somebody_waits()
         if event.worker not in self._world.places:
             self._newcomer_ready(standing)
@@ -162,37 +201,6 @@ class Membership(Worlds):
         else:
             standing.stage = Stage.READY
 
-    def _failed(self, event: WorkerFailed) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.generation:
-            return
-        if not self.settings.elastic:
-            self._complain(standing, f"{self._named(standing)} lost a peer: {event.reason}")
-        elif self.phase is not Phase.GATHERING:
-            # Many workers report one failure; only the first of a generation comes this far.
-            self._break(f"a collective broke at {event.worker}: {event.reason}")
-
-    def _stranded(self, event: WorkerStranded) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.generation:
-            return
-        verdict = (
-            f"{self._named(standing)} lost a peer outside elastic.run and can't recover"
-            f" ({event.reason}). {ADVICE}"
-        )
-        if not self.settings.elastic:
-            self._complain(standing, f"{self._named(standing)} lost a peer: {event.reason}")
-        elif any(s.running for s in self._live()):
-            # Others are inside elastic.run: they go on, and it starts anew.
-            self._staff.dismiss(
-                standing, "it lost a peer outside elastic.run", self.settings.disconnect_s
-            )
-            self._lose(standing, f"{event.worker} lost a peer outside elastic.run")
-        elif self.phase is Phase.GATHERING and self._gathering.somebody_lost:
-            self._end(1, f"{self._gathering.reason}; {verdict}")
-        else:
-            self._complain(standing, verdict)
-
     def _checked(self, event: WorkerChecked) -> None:
         current = event.generation == self.generation and event.change == self._change.number
         if event.worker in self.roster and current and self.phase is Phase.PREPARING:
@@ -209,6 +217,7 @@ class Membership(Worlds):
             return
         if standing.resumed_at is None:
             standing.resumed_at = self._now
+        standing.moved_at = self._now
         report = self._world.resumed(event, self._now)
         if report is not None:
             self._orders.do(report)
@@ -223,28 +232,6 @@ class Membership(Worlds):
             reason = f"its parameters differ from {right}'s under commit {event.commit}"
             self._staff.fence(self.roster[wrong], reason)
 
-    def _has_raised(self, event: WorkerRaised) -> None:
-        standing = self.roster.get(event.worker)
-        if standing is None or standing.stage is Stage.DISMISSED:
-            return
-        raised = f"{self._named(standing)} raised {event.summary}"
-        trace = event.traceback.rstrip()
-        if not self.settings.elastic:
-            if self._inquest is None:
-                by = self._now + self.settings.leave_s  # its exit brings the exit code
-                self._inquest = Inquest(by, by, "")
-            self._inquest.accuse(event.worker, f"{raised}:\n{trace}")
-            return
-        if event.worker in self._world.places:
-            earlier = self._exceptions.repeats(event)
-            if earlier is not None:
-                both = f"{earlier} and {event.worker} raised the same exception"
-                self._end(1, f"{both} at commit {event.commit or 'none'}:\n{trace}")
-        self._staff.last_output = trace
-        self._orders.say("error", raised)
-        self._staff.dismiss(standing, "it raised an exception", self.settings.leave_s)
-        self._lose(standing, f"{event.worker} raised {event.summary}")
-
     def _returned(self, event: WorkerReturned) -> None:
         standing = self.roster.get(event.worker)
         if standing is None or event.generation != self.generation:
@@ -252,47 +239,24 @@ class Membership(Worlds):
         if standing.stage is not Stage.MEMBER or self.phase is Phase.GATHERING:
             return
         standing.stage = Stage.RETURNED
+        standing.moved(self._now)
+        standing.waits_since = self._now
         if self.phase is Phase.STOPPING and any(s.stage is Stage.READY for s in self._live()):
             # It ended where others have stopped: only a new world brings them together.
             self._break(f"{event.worker} returned during a planned change", failure=False)
             return
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self._call_off(f"{event.worker} returned")
-        if self.phase is Phase.TRAINING:
+        if self.phase is Phase.TRAINING or (
+            self.phase is Phase.ENDING and self._ending_by is None  # the first have been let go
+        ):
             self.phase = Phase.ENDING
             self._ending_by = self._now + self.settings.elastic_timeout_s
 
     def _disconnected(self, event: WorkerDisconnected) -> None:
         standing = self.roster.get(event.worker)
         if standing is not None:
-            self._staff.disconnected(standing)
-
-    def _exited(self, event: WorkerExited) -> None:
-        standing = self.roster.remove(event.worker)
-        if standing is None:
-            return
-        what = event.reason or describe_exit(event.code)
-        if standing.killed_for:
-            what = f"{what}, killed because {standing.killed_for}"
-        if event.output:
-            self._staff.last_output = event.output.rstrip()
-        if standing.stage is Stage.FINISHED:
-            if event.code:
-                self._orders.say(
-                    "error", f"{self._named(standing)} ended with {what} after training"
-                )
-        elif event.code == 0 and self._ran_to_its_end(standing):
-            self._slots.complete(standing.slot)
-            self._completed.append(self._named(standing))
-        elif not self.settings.elastic or self._inquest is not None:
-            self._exit_ends_the_job(standing, event, what)
-        elif standing.leaving and standing.stage is Stage.DISMISSED:
-            self._orders.say("info", f"{event.worker} has left with {what}: {standing.leaving}")
-        else:
-            self._end_if_the_script_is_wrong(standing, event, what)
-            self._staff.punish(standing, what)
-            if standing.stage is not Stage.DISMISSED:
-                self._lose(standing, f"lost {event.worker} ({what})")
+            self._staff.disconnected(standing, silent=event.silent)
 
     def _after_the_end(self, event: Event) -> None:
         """The outcome is decided: who comes late is let go."""
@@ -301,6 +265,17 @@ class Membership(Worlds):
                 self.roster.remove(event.worker)
             case WorkerConnected() | WorkerReady() if event.worker in self.roster:
                 self._staff.let_go(self.roster[event.worker], "the job has ended")
+            case WorkerReconnected():
+                self._orders.do(LetGo(event.worker, "the job has ended"))
+            case HostReported():
+                for gone in self._not_there(event):
+                    self.roster.remove(gone.worker)
+            case DriverRestarted() if self._verdict is not None:
+                self._orders.do(self._verdict)
+            case WorkerFrozen() if event.worker in self.roster:
+                named = self._named(self.roster[event.worker])
+                text = f"{named} is frozen ({event.how}): the job ends when it has"
+                self._orders.say("warning", text)
             case _:
                 pass
 
@@ -324,6 +299,7 @@ class Membership(Worlds):
                 by = [self._change.by]
             case Phase.ENDING:
                 by = [self._ending_by]
+        by += self._watch_deadlines()
         yield from (at for at in by if at is not None)
 
     def _overdue(self) -> None:
@@ -331,7 +307,10 @@ class Membership(Worlds):
         for standing in self._staff.overdue():
             if standing.stage is not Stage.DISMISSED:
                 standing.stage = Stage.DISMISSED
-                self._lose(standing, f"lost {standing.worker}, which can't be killed")
+                why = f"it had to be, because {standing.killed_for}"
+                self._given_up(standing, f"lost {standing.worker}, which can't be killed ({why})")
+        self._give_up_hosts()
+        self._fence_frozen()
         if self._inquest is not None and self._orders.due(self._inquest.by):
             suspects = (s.worker for s in self.roster.in_plans())
             if not self._inquest.wait_longer(suspects):
@@ -349,7 +328,7 @@ class Membership(Worlds):
             case Phase.ENDING if self._orders.due(self._ending_by):
                 self._ending_by = None
                 self._finish(
-                    f"returned {self.settings.elastic_timeout_s:g} s ago and go on without the rest"
+                    f"waited {self.settings.elastic_timeout_s:g} s for the others to return, and go on"
                 )
             case Phase.GATHERING:
                 if self.generation and not self._gathering.late:
@@ -380,55 +359,13 @@ class Membership(Worlds):
                 waited = f"has not called init() again for {self.settings.elastic_timeout_s:g} s"
                 self._end(1, f"{self._named(standing)} {waited}, while others wait for it")
 
-    # ---- one worker ------------------------------------------------------------------------------------------------
-
-    def _complain(self, standing: Standing, verdict: str) -> None:
-        """It can't go on because of another. Whose exit comes next explains it; if none does, this is the reason."""
-        if self._inquest is None:
-            if self._completed:
-                early = f"{', '.join(self._completed[:8])} ended with exit code 0 too early"
-                verdict = f"{early}: {verdict}"
-            moment = self.settings.disconnect_s
-            self._inquest = Inquest(self._now + moment, self._now + 5 * moment, verdict)
-        if self._inquest.culprit != standing.worker:
-            self._inquest.witnesses.add(standing.worker)
-
-    def _exit_ends_the_job(self, standing: Standing, event: WorkerExited, what: str) -> None:
-        inquest = self._inquest
-        ended = f"{self._named(standing)} ended with {what}" + ("" if event.code else " too early")
-        if inquest is not None and not inquest.settles(event.worker):
-            if next(self.roster.in_plans(), None) is None:
-                self._end(exit_code(event.code), f"{inquest.verdict or ended}")
-            return
-        if inquest is not None and inquest.culprit == event.worker:
-            self._end(exit_code(event.code), inquest.verdict)
-        if self.settings.elastic:
-            ended += f" while others were outside elastic.run. {ADVICE}"
-        wrote = f"; it wrote:\n{event.output.rstrip()}" if "\n" in event.output.strip() else ""
-        self._end(exit_code(event.code), f"{ended}{wrote}")
-
-    def _end_if_the_script_is_wrong(
-        self, standing: Standing, event: WorkerExited, what: str
-    ) -> None:
-        outside = not standing.running and not self._world.running
-        if outside and self._slots.completed:
-            self._end(exit_code(event.code), f"{self._named(standing)} ended with {what}")
-        if not self.generation and self._staff.all_failed_at_once(event):
-            ended = "every worker ended before training began"
-            self._end(1, f"{ended}, the last with {what}{self._staff.quoted()}")
-
-    def _ran_to_its_end(self, standing: Standing) -> bool:
-        """A program without elastic.run, or without init() even, that came to its end."""
-        outside = not standing.running and standing.stage is not Stage.DISMISSED
-        here = not self.generation or standing.worker in self._world.places
-        return outside and here and not standing.leaving and self._inquest is None
-
     def _illegal(self, event: Event, why: str) -> IllegalEvent:
         story = "\n  ".join(map(str, self.story))
         return IllegalEvent(f"{event}: {why}, in phase {self.phase.value}; the story:\n  {story}")
 
     def check(self) -> None:
         """Asserts the invariants; tests call it after every event."""
+        super().check()
         slots = [s.slot for s in self.roster.values()]
         assert len(set(slots)) == len(slots), "two live processes in one slot"
         assert len(set(self.members)) == len(self.members)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from elastic.driver.gathering import Gathering, Kind
 from elastic.driver.orders import Orders
-from elastic.driver.roster import Stage
+from elastic.driver.roster import AT_STAKE, Stage
 from elastic.driver.settings import Settings
 from elastic.driver.workforce import Workforce
 from elastic.driver.world import World
@@ -44,8 +44,8 @@ class Patience:
 
     def all_lost(self, world: World, gathering: Gathering) -> str:
         """Newcomers know nothing of what was learned: going on with them would be starting over, unasked."""
-        live = self._staff.roster.live(world.members)
-        if not world.trained or any(s.in_plans for s in live):
+        here = self._staff.roster.first_at(*AT_STAKE)
+        if not world.trained or any(s.worker in world.places for s in here):
             return ""
         lost = f"all {counted(len(world.members), 'member')} of generation {world.generation}"
         why = f"are lost, and nobody is left to go on from: {gathering.reason}"

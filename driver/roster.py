@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from elastic.protocol import Address, Commit, Place, Worker
 
-INDEXED = ("stage", "leaving", "exit_by")
+INDEXED = ("stage", "leaving", "exit_by", "killed_for", "frozen", "inside")
 
 
 class Stage(enum.Enum):
@@ -23,6 +24,9 @@ class Stage(enum.Enum):
     RETURNED = "returned"  # its function returned; keeps its sockets until all have
     FINISHED = "finished"  # told that all is done; user code after elastic.run may still go on
     DISMISSED = "dismissed"  # told to leave, or about to die: not part of any plan
+
+
+AT_STAKE = (Stage.READY, Stage.MEMBER, Stage.RETURNED)  # others train with it, or are about to
 
 
 @dataclass(eq=False)
@@ -44,14 +48,23 @@ class Standing:
     exit_by: float | None = None  # must be gone by then, or is killed
     exit_why: str = ""  # said when it is killed for that
     killed_for: str = ""  # why a kill was ordered; empty: none was
+    rejected: str = ""  # the digest of the layout that its own should have been
+    readies: int = 0  # the number of its latest Ready
+    frozen: str = ""  # how, as its agent sees it; empty: it runs
+    inside: str = ""  # the collective of the present generation that it waits in
+    last_inside: str = ""  # ... or waited in before
+    entered: int = 0  # collectives of the present generation, when it was last heard of
+    phase: str = ""  # what the user marks as long
+    waits_since: float = 0.0  # inside a collective, ready, or returned
+    moved_at: float = 0.0  # it was last known to get on
 
-    _filed: Callable[[Standing], None] | None = field(default=None, repr=False)
+    _filed: Callable[[Standing, str], None] | None = field(default=None, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """The roster hears of what it looks workers up by."""
         object.__setattr__(self, name, value)
         if name in INDEXED and self._filed is not None:
-            self._filed(self)
+            self._filed(self, name)
 
     @property
     def slot(self) -> tuple[str, int]:
@@ -67,6 +80,11 @@ class Standing:
         """Whether it leaves however few stay."""
         return bool(self.leaving) and not self.unlisted
 
+    def moved(self, now: float) -> None:
+        """It waits in no collective now, and no suspicion from before counts."""
+        self.inside = ""
+        self.moved_at = now
+
 
 class Roster(dict[Worker, Standing]):
     """Every live process, by worker, and by what is asked for after each of very many events."""
@@ -74,8 +92,15 @@ class Roster(dict[Worker, Standing]):
     def __init__(self) -> None:
         super().__init__()
         self.version = 0  # grows when a process comes or goes
+        self.shifts = 0  # grows when somebody's part in what comes next may have changed
         self.leavers: dict[Worker, Standing] = {}
-        self.timed: dict[Worker, Standing] = {}  # must be gone by some time
+        self._exits: list[
+            tuple[float, int, Worker]
+        ] = []  # a heap; those that were put off included
+        self._filed_exits = 0
+        self.inside: dict[Worker, Standing] = {}  # members that wait in a collective
+        self.frozen: dict[Worker, Standing] = {}  # ready or members, and not being killed
+        self.hosts: dict[str, dict[Worker, Standing]] = {}
         # Ordered: the first of a plain dict takes long to find once many before it are gone.
         self._stages: dict[Stage, OrderedDict[Worker, Standing]] = {s: OrderedDict() for s in Stage}
         self._stage_of: dict[Worker, Stage] = {}
@@ -83,8 +108,10 @@ class Roster(dict[Worker, Standing]):
     def __setitem__(self, worker: Worker, standing: Standing) -> None:
         super().__setitem__(worker, standing)
         self.version += 1
+        self.hosts.setdefault(worker.host, {})[worker] = standing
         standing._filed = self._file
-        self._file(standing)
+        for name in ("exit_by", "stage"):
+            self._file(standing, name)
 
     def remove(self, worker: Worker) -> Standing | None:
         """The process is gone; None if there was none."""
@@ -93,25 +120,55 @@ class Roster(dict[Worker, Standing]):
             return None
         del self[worker]
         self.version += 1
+        self.shifts += 1
         standing._filed = None
         del self._stages[self._stage_of.pop(worker)][worker]
-        self.leavers.pop(worker, None)
-        self.timed.pop(worker, None)
+        for index in (self.leavers, self.inside, self.frozen, self.hosts[worker.host]):
+            index.pop(worker, None)
         return standing
 
-    def _file(self, standing: Standing) -> None:
+    def _file(self, standing: Standing, name: str) -> None:
         worker = standing.worker
+        if name == "exit_by":
+            if standing.exit_by is not None:
+                self._filed_exits += 1
+                heapq.heappush(self._exits, (standing.exit_by, self._filed_exits, worker))
+            return
+        self.shifts += name != "inside"
         before = self._stage_of.get(worker)
         if before is not standing.stage:
             if before is not None:
                 del self._stages[before][worker]
             self._stages[standing.stage][worker] = standing
             self._stage_of[worker] = standing.stage
-        for index, belongs in ((self.leavers, standing.leaving), (self.timed, standing.exit_by)):
-            if belongs not in ("", None):
+        hale = not standing.killed_for
+        for index, belongs in (
+            (self.leavers, bool(standing.leaving)),
+            (self.inside, bool(standing.inside) and hale and standing.stage is Stage.MEMBER),
+            (self.frozen, bool(standing.frozen) and hale and standing.stage in AT_STAKE),
+        ):
+            if belongs:
                 index[worker] = standing
             else:
                 index.pop(worker, None)
+
+    def first_exit_by(self) -> float | None:
+        """When the first must be gone."""
+        while self._exits:
+            exit_by, _, worker = self._exits[0]
+            standing = self.get(worker)
+            if standing is not None and standing.exit_by == exit_by:
+                return exit_by
+            heapq.heappop(self._exits)
+        return None
+
+    def overdue(self, now: float) -> list[Standing]:
+        """Those that should be gone, the longest overdue first. Each must be given another time, or none."""
+        found: dict[Worker, Standing] = {}
+        while (exit_by := self.first_exit_by()) is not None and exit_by <= now:
+            worker = heapq.heappop(self._exits)[2]
+            found[worker] = self[worker]
+        return list(found.values())
 
     def at(self, *stages: Stage) -> list[Standing]:
         """In the order in which they came there."""

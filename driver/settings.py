@@ -34,6 +34,7 @@ class Settings:
     prepare_s: float = 5.0  # for all members to answer a planned change
     leave_s: float = 30.0  # from being told to leave to the exit
     disconnect_s: float = 2.0  # from a lost connection to the fence, if no exit is seen
+    reconnect_s: float = 15.0  # for all workers to find a driver that was restarted
     stranded_failures: int = (
         3  # world failures in a row with nobody lost and no new commit before giving up
     )
@@ -74,6 +75,10 @@ class Settings:
         ):
             if value < 0:
                 raise Invalid(f"{flag} is {value:g}; give seconds, or 0 to turn it off")
+        if self.dump_s < 0:
+            raise Invalid(f"dump_s is {self.dump_s:g}; give 0 or more seconds")
+        if self.kill_s <= 0:
+            raise Invalid(f"kill_s is {self.kill_s:g}; give a positive number of seconds")
         if self.reset_limit is not None and self.reset_limit < 0:
             raise Invalid(f"--reset-limit is {self.reset_limit}; give 0 or more")
         if self.slot_attempts < 1:

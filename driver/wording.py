@@ -17,6 +17,7 @@ from elastic.driver.events import (
     WorkerProgressed,
     WorkerRaised,
     WorkerReady,
+    WorkerReconnected,
     WorkerResumed,
     WorkerReturned,
     WorkerStranded,
@@ -29,8 +30,10 @@ def event_of(worker: Worker, message: Any) -> Event:
     match message:
         case protocol.Hello(_, pid):
             return WorkerConnected(worker, pid)
-        case protocol.Ready(generation, commit, store, layout, running):
-            return WorkerReady(worker, generation, commit, store, layout, running)
+        case protocol.Reconnected(generation, welcomed):
+            return WorkerReconnected(worker, generation, welcomed)
+        case protocol.Ready(generation, commit, store, layout, running, number):
+            return WorkerReady(worker, generation, commit, store, layout, running, number)
         case protocol.Failed(generation, reason):
             return WorkerFailed(worker, generation, reason)
         case protocol.Stranded(generation, reason):

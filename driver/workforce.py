@@ -19,7 +19,7 @@ from elastic.driver.events import (
     WorkerExited,
 )
 from elastic.driver.orders import Orders
-from elastic.driver.roster import Roster, Stage, Standing
+from elastic.driver.roster import AT_STAKE, Roster, Stage, Standing
 from elastic.driver.settings import Settings
 from elastic.driver.slots import Slots
 from elastic.protocol import Worker
@@ -149,6 +149,7 @@ class Workforce:
     def reject(self, standing: Standing, expected: str) -> None:
         text = f"{standing.worker} is rejected: its state differs from the world's"
         self.orders.say("error", text)
+        standing.rejected = expected
         self.dismiss(standing, "it was rejected", self.settings.leave_s)
         self.orders.do(RejectWorker(standing.worker, standing.layout, expected))
 
@@ -158,9 +159,11 @@ class Workforce:
         standing.exit_by = self.orders.now + within_s
         standing.exit_why = why
 
-    def disconnected(self, standing: Standing) -> None:
-        """Its exit usually follows at once."""
-        if standing.in_plans and standing.exit_by is None:
+    def disconnected(self, standing: Standing, *, silent: bool) -> None:
+        """Its exit usually follows at once; ``silent``: its host can't be reached, so that none will."""
+        if standing.in_plans and silent and not standing.killed_for:
+            self.fence(standing, "it is cut off: its host acknowledges nothing any more")
+        elif standing.in_plans and standing.exit_by is None:
             standing.exit_by = self.orders.now + self.settings.disconnect_s
             standing.exit_why = "its connection was lost"
 
@@ -171,8 +174,12 @@ class Workforce:
     def kill(self, standing: Standing, reason: str) -> None:
         if not standing.killed_for:
             standing.killed_for = reason
-            standing.exit_by = self.orders.now + self.settings.leave_s
+            standing.exit_by = self.orders.now + self._dies_within_s(standing)
             self.orders.do(KillWorker(standing.worker, reason))
+
+    def _dies_within_s(self, standing: Standing) -> float:
+        """How long to wait for the exit of one that is killed. Where others wait with it, that is not long."""
+        return self.settings.kill_s if standing.stage in AT_STAKE else self.settings.leave_s
 
     # ---- gone ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +215,9 @@ class Workforce:
 
     def deadlines(self, *, starting: bool, first: bool) -> Iterator[float]:
         """``starting``: workers may be started; ``first``: the first world waits for those that have connected."""
-        yield from (s.exit_by for s in self.roster.timed.values() if s.exit_by is not None)
+        exit_by = self.roster.first_exit_by()
+        if exit_by is not None:
+            yield exit_by
         for stage in (Stage.STARTING, Stage.CONNECTED) if first else (Stage.STARTING,):
             for standing in self.roster.first_at(stage):  # in the order in which they were started
                 start_by = self._start_by(standing)
@@ -241,10 +250,12 @@ class Workforce:
                 within = f"{self.settings.start_timeout_s:g} s"
                 self.fence(standing, f"it did not call init() within {within}")
         immortal = []
-        for standing in [s for s in self.roster.timed.values() if self.orders.due(s.exit_by)]:
+        for standing in self.roster.overdue(self.orders.now):
             if standing.killed_for:
                 standing.exit_by = None
-                self.orders.say("error", f"{standing.worker} can't be killed: going on without it")
+                within = f"{self._dies_within_s(standing):g} s"
+                text = f"{standing.worker} can't be killed within {within}: going on without it"
+                self.orders.say("error", text)
                 immortal.append(standing)
             else:
                 self.kill(standing, standing.exit_why)

@@ -56,6 +56,9 @@ class Worlds:
         self._staff = Workforce(settings, self._orders)
         self._patience = Patience(settings, self._staff, self._orders)
         self._world = World()
+        self._published: PublishWorld | None = None  # the last one
+        self._verdict: EndJob | None = None
+        self._wished: tuple[tuple[int, int, int], tuple[str, bool]] | None = None
         self._gathering = Gathering(Kind.START, "first start", 0.0, settings)
         self._change = Change(settings)
         self._change_reason = ""
@@ -129,7 +132,8 @@ class Worlds:
             awaited = self._gathering.awaited(self.roster)
         if next(awaited, None) is not None:
             return
-        old, new, others = candidates(self.roster.at(Stage.READY), self.members)
+        ready = [s for s in self.roster.first_at(Stage.READY) if not s.killed_for]
+        old, new, others = candidates(ready, self.members)
         composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})
         for standing in composition.leaving:
             self._staff.let_go(standing, standing.leaving)
@@ -178,17 +182,19 @@ class Worlds:
             if not standing.running:
                 self._staff.welcome(standing, self.members)
         for worker in arranged.order:
-            self.roster[worker].stage = Stage.MEMBER
-        self._orders.do(
-            PublishWorld(
-                generation=self.generation,
-                members=self._world.placed(),
-                store=source.store,
-                holders=arranged.holders,
-                commit=arranged.commit,
-                reason=reason,
-            )
+            standing = self.roster[worker]
+            standing.stage = Stage.MEMBER
+            standing.moved(self._now)
+            standing.entered, standing.phase, standing.last_inside = 0, "", ""
+        self._published = PublishWorld(
+            generation=self.generation,
+            members=self._world.placed(),
+            store=source.store,
+            holders=arranged.holders,
+            commit=arranged.commit,
+            reason=reason,
         )
+        self._orders.do(self._published)
 
     def _consider_change(self) -> None:
         """A planned change, if somebody waits to join or has to leave."""
@@ -218,10 +224,17 @@ class Worlds:
         joining = [
             s
             for s in self.roster.first_at(Stage.READY)
-            if s.running and not s.leaving and s.worker not in places
+            if s.running and not s.leaving and not s.killed_for and s.worker not in places
         ]
         if not joining and not any(w in places for w in self.roster.leavers):
             return "", False
+        # Looking at all members after each of very many answers would take too long where nothing has changed.
+        basis = (self.generation, self.roster.shifts, self._slots.version)
+        if self._wished is None or self._wished[0] != basis:
+            self._wished = (basis, self._compose_wish(joining))
+        return self._wished[1]
+
+    def _compose_wish(self, joining: list[Standing]) -> tuple[str, bool]:
         live = self._live()
         same = Commit(self.generation, 1)  # where all stop together, all hold the same
         composition = self._compose(live, joining, {s.worker: same for s in live})
@@ -265,14 +278,15 @@ class Worlds:
         """A member is gone, or as good as gone: the world is over for the others."""
         if standing.worker not in self._world.places:
             return
-        live = self._live()
         if self.phase is Phase.GATHERING:
             self._gathering.lost(reason)
-            at_work = [s.worker for s in live if s.stage is Stage.MEMBER]
-            if self._gathering.kind is Kind.START and at_work:
-                self._orders.do(BreakWorld(self.generation, at_work, reason))
+            if self._gathering.kind is Kind.START:
+                at_work = [s.worker for s in self._live() if s.stage is Stage.MEMBER]
+                if at_work:
+                    self._orders.do(BreakWorld(self.generation, at_work, reason))
             self._end_if(self._patience.all_lost(self._world, self._gathering))
             return
+        live = self._live()
         returned = bool(live) and all(s.stage in (Stage.RETURNED, Stage.FINISHED) for s in live)
         if self.phase is Phase.ENDING and returned and live[0].worker == self.members[0]:
             self._orders.say("warning", f"{reason}, after all others had returned")
@@ -307,7 +321,8 @@ class Worlds:
         self.phase = Phase.DONE
         if code == 0:
             self._staff.let_all_go("the job has ended")
-        self._orders.do(EndJob(code, reason))
+        self._verdict = EndJob(code, reason)
+        self._orders.do(self._verdict)
         raise Over
 
     # ---- small questions -------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import msgspec
 VERSION = 1
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
+STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal at which a worker writes its stacks
 
 
 class ProtocolError(Exception):
@@ -128,6 +129,16 @@ class Hello(Message):
     pid: int
 
 
+class Reconnected(Message):
+    """First message on a connection that replaces a lost one. What had no answer yet is said again after it.
+
+    ``generation`` is the last world that it was told; ``welcomed``: it has had an answer to its Hello.
+    """
+
+    generation: int
+    welcomed: bool
+
+
 class Layout(Message):
     """The names, shapes and dtypes of this worker's state, sent once before the first Ready that
     carries its digest.
@@ -145,6 +156,7 @@ class Ready(Message):
     store: Address  # already bound: where this worker would serve the generation's store as rank 0
     layout: str = ""  # digest of the state's layout; empty before elastic.run
     running: bool = True  # False while still in init(), before elastic.run
+    number: int = 0  # of this process's waits: an older Ready that comes late counts no more
 
 
 class Failed(Message):
@@ -319,6 +331,7 @@ class End(Message):
 FromWorker = (
     Answer
     | Hello
+    | Reconnected
     | Layout
     | Ready
     | Failed

@@ -13,6 +13,11 @@ Checks are numbered from the start of each world. A planned change is agreed wit
 for their number c, each holds its training thread at check c + 1, the driver answers with the largest c + 1, those
 behind run on to it, and all stop at the same place.
 
+A connection may be lost and replaced. What is said meanwhile is not kept: on the new one this machine says where it
+stands and repeats what has had no answer, the driver repeats what holds for it, and either side can hear anything
+twice, or long after its time. So every message is judged by its generation and its number, and one that says nothing
+new changes nothing.
+
 A commit is numbered by the check it belongs to, not by counting commits: whatever a worker passed or missed, equal
 numbers of one generation mean the same place in the same training.
 """
@@ -76,6 +81,13 @@ class Recovery:
     reason: str = ""  # why the world broke, or why it is over
     newest: Commit | None = None
     over: Message | None = None  # the message that ended it: Leave, Rejected or End
+    _welcomed: bool = False
+    _readies: int = 0
+    _ready: protocol.Ready | None = None  # the last one
+    _own_failure: bool = False  # the world broke here first, and the driver was told
+    _resumed: protocol.Resumed | None = None  # of this generation
+    _leaving: str = ""  # why it asked to leave
+    _raised: protocol.Raised | None = None
     _checks: int = 0
     _before: Commit | None = None  # the commit before the newest one
     _stopped: bool = False  # the agreed check was reached: what is saved now belongs to it
@@ -93,7 +105,9 @@ class Recovery:
             return []
         match message:
             case protocol.Welcome():
-                self.place, self.newcomer = message.place, message.newcomer
+                self._welcomed = True
+                if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # a late one is no news
+                    self.place, self.newcomer = message.place, message.newcomer
                 if message.newcomer and self.phase is Phase.WAITING and not self.running:
                     self.phase = Phase.OUTSIDE  # the world of init() went on without this worker
             case protocol.World():
@@ -107,8 +121,7 @@ class Recovery:
                     return [Cut(generation, reason)]
             case protocol.Prepare(generation=generation, change=change):
                 if generation == self.generation and self.phase is Phase.TRAINING:
-                    self._change, self._hold_at, self._stop_at = change, self._checks + 1, None
-                    return [Send(protocol.Checked(generation, change, self._checks))]
+                    return self._prepare(change)
             case protocol.StopAt(generation=generation, change=change, check=check):
                 if generation == self.generation and change == self._change:
                     if change == self._passed:
@@ -127,6 +140,14 @@ class Recovery:
                 pass  # a message of a later version that this one can do without
         return []
 
+    def _prepare(self, change: int) -> list[Action]:
+        if change > self._change:
+            self._change, self._hold_at, self._stop_at = change, self._checks + 1, None
+        elif change < self._change or self._hold_at is None or self._stop_at is not None:
+            return []  # an old one, or asked again after more was said about it
+        # Asked again, it gives the same answer: the others may have been told to stop by the first one.
+        return [Send(protocol.Checked(self.generation, change, self._hold_at - 1))]
+
     def _take_place(self, world: protocol.World) -> None:
         if self.phase is not Phase.WAITING or world.generation <= self.generation:
             return
@@ -134,6 +155,7 @@ class Recovery:
         self.world = world
         self.generation, self.place = world.generation, world.place
         self.provisional = self.newcomer = self._stranded = self._stopped = False
+        self._ready, self._resumed, self._own_failure = None, None, False
         self.reason = ""
         self._checks = 0
         self._hold_at = self._stop_at = None
@@ -154,6 +176,43 @@ class Recovery:
         if self.phase in (Phase.OVER, Phase.FINISHED):
             return []
         return self._end(protocol.End(reason), reason)
+
+    def reconnected(self) -> list[Action]:
+        """A new connection stands in for a lost one: what the driver may not have heard."""
+        said: list[Message] = [protocol.Reconnected(self.generation, self._welcomed)]
+        if self._leaving:
+            said.append(protocol.Leaving(self._leaving))
+        if self._resumed is not None:
+            said.append(self._resumed)
+        match self.phase:
+            case Phase.WAITING if self._ready is not None:
+                said.append(self._ready)
+            case Phase.BROKEN if self._own_failure:
+                said.append(protocol.Failed(self.generation, self.reason))
+            case Phase.BROKEN if self._stranded:
+                said.append(protocol.Stranded(self.generation, self.reason))
+            case Phase.RETURNED:
+                said.append(protocol.Returned(self.generation))
+            case Phase.OVER if self._raised is not None:
+                said.append(self._raised)
+        return [Send(message) for message in said]
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it has asked to leave."""
+        return bool(self._leaving)
+
+    def ask_to_leave(self, reason: str) -> list[Action]:
+        """It got SIGTERM: leave at a commit."""
+        if self.phase is Phase.OVER:
+            return []
+        self._leaving = reason
+        return [Send(protocol.Leaving(reason))]
+
+    def resumed(self, phases_ms: dict[str, float], copied_bytes: int = 0) -> list[Action]:
+        """The first collective of user code completed in this generation."""
+        self._resumed = protocol.Resumed(self.generation, phases_ms, copied_bytes)
+        return [Send(self._resumed)]
 
     # ---- what the training thread does -----------------------------------------------------------------------------
 
@@ -176,8 +235,12 @@ class Recovery:
         if self.phase is Phase.OVER:
             return []
         self.phase = Phase.WAITING
+        self._readies += 1
         commit = self.newest if self.running else None
-        return [Send(protocol.Ready(self.generation, commit, store, layout, self.running))]
+        self._ready = protocol.Ready(
+            self.generation, commit, store, layout, self.running, self._readies
+        )
+        return [Send(self._ready)]
 
     def fail(self, generation: int, reason: str) -> list[Action]:
         """A collective broke here. Many threads may report one failure; only the first of a generation counts."""
@@ -186,6 +249,7 @@ class Recovery:
         self._break(reason)
         if not self.running:
             return [Cut(generation, reason), *self.strand()]
+        self._own_failure = True
         return [Cut(generation, reason), Send(protocol.Failed(generation, reason))]
 
     def strand(self) -> list[Action]:
@@ -255,7 +319,5 @@ class Recovery:
         generation = self.generation
         self.phase = Phase.OVER
         self.reason = summary
-        return [
-            Send(protocol.Raised(generation, self.newest, summary, traceback)),
-            Cut(generation, summary),
-        ]
+        self._raised = protocol.Raised(generation, self.newest, summary, traceback)
+        return [Send(self._raised), Cut(generation, summary)]

@@ -12,8 +12,11 @@ from typing import Any, TypeVar
 from elastic.driver.events import (
     Action,
     Event,
+    HostLost,
     HostsChanged,
+    ProbeWorkers,
     PublishWorld,
+    Report,
     StartWorker,
     TimePassed,
     WorkerChecked,
@@ -21,12 +24,17 @@ from elastic.driver.events import (
     WorkerDisconnected,
     WorkerExited,
     WorkerFailed,
+    WorkerFrozen,
     WorkerLeaving,
+    WorkerPaced,
+    WorkerProbed,
+    WorkerProgressed,
     WorkerRaised,
     WorkerReady,
     WorkerResumed,
     WorkerReturned,
     WorkerStranded,
+    WorkerThawed,
 )
 from elastic.driver.membership import Membership
 from elastic.driver.settings import Settings
@@ -94,8 +102,37 @@ def returned(name: str, generation: int) -> Event:
     return WorkerReturned(worker(name), generation)
 
 
-def disconnected(name: str) -> Event:
-    return WorkerDisconnected(worker(name))
+def disconnected(name: str, *, silent: bool = False) -> Event:
+    return WorkerDisconnected(worker(name), silent)
+
+
+def frozen(name: str, how: str = "stopped by a signal") -> Event:
+    return WorkerFrozen(worker(name), how)
+
+
+def thawed(name: str) -> Event:
+    return WorkerThawed(worker(name))
+
+
+def inside(
+    name: str, generation: int, collective: str = "loss", *, entered: int = 7, for_s: float = 1.0
+) -> Event:
+    """It waits in a collective, for one second already if nothing else is said."""
+    return WorkerProgressed(worker(name), generation, entered, collective, for_s)
+
+
+def outside(name: str, generation: int, *, entered: int = 7, phase: str = "") -> Event:
+    """It is in user code; ``phase``: in one that is marked as long."""
+    return WorkerProgressed(worker(name), generation, entered, "", 0.0, phase)
+
+
+def paced(name: str, generation: int, share: float, collectives: int = 100) -> Event:
+    """It has waited for this share of the last 30 seconds."""
+    return WorkerPaced(worker(name), generation, collectives, 30.0 * share, 30.0)
+
+
+def host_lost(host: str) -> Event:
+    return HostLost(host, "its agent was not heard of for 2 s")
 
 
 def exited(name: str, code: int = -9, output: str = "", reason: str = "") -> Event:
@@ -116,6 +153,15 @@ class Talk:
         settings.setdefault("elastic", True)
         self.m = Membership(Settings(**settings))
         self.now = 0.0
+        self.processes: dict[str, tuple[float, float]] = {}
+        self.traced: set[str] = set()  # under a debugger
+        self._probed: dict[str, tuple[float, float, float]] = {}
+
+    def works(self, name: str, *, cpu: float = 0.0, io: float = 0.0, traced: bool = False) -> None:
+        """From here on probes are answered for it: it uses so much of a processor, and so many bytes per second."""
+        name = str(worker(name))
+        self.processes[name] = (cpu, io)
+        (self.traced.add if traced else self.traced.discard)(name)
 
     def tell(self, *events: Event) -> list[Action]:
         """Events one after the other; everything that is answered."""
@@ -139,7 +185,19 @@ class Talk:
     def _handle(self, event: Event) -> list[Action]:
         actions = self.m.handle(event, self.now)
         self.m.check()
+        for probe in [action for action in actions if isinstance(action, ProbeWorkers)]:
+            for name in [str(w) for w in probe.workers if str(w) in self.processes]:
+                actions = [*actions, *self._handle(self._answer(name))]
         return actions
+
+    def _answer(self, name: str) -> Event:
+        """What the kernel has counted: it grows as ``works`` has said."""
+        cpu, io = self.processes[name]
+        at, cpu_s, io_bytes = self._probed.get(name, (self.now, 100.0, 1e6))
+        cpu_s, io_bytes = cpu_s + cpu * (self.now - at), io_bytes + io * (self.now - at)
+        self._probed[name] = (self.now, cpu_s, io_bytes)
+        traced = name in self.traced
+        return WorkerProbed(worker(name), cpu_s, int(io_bytes), "t" if traced else "S", traced)
 
     def connect(self, *names: str) -> list[Action]:
         return self.tell(*map(connected, names))
@@ -220,4 +278,4 @@ def order(world: PublishWorld) -> list[str]:
 
 def said(actions: list[Action]) -> str:
     """What the log is told."""
-    return "\n".join(str(getattr(action, "text", "")) for action in actions)
+    return "\n".join(action.text for action in actions if isinstance(action, Report))

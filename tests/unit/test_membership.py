@@ -282,6 +282,27 @@ def test_two_at_once_and_another_while_the_survivors_gather():
     assert "lost h:0#1" in world.reason and "lost h:3#1" in world.reason
 
 
+def test_what_everybody_is_told_does_not_grow_with_the_number_of_those_that_are_lost():
+    talk = running(20)
+    talk.tell(*(exited(f"h:{slot}") for slot in range(15)))
+    left = [f"h:{slot}" for slot in range(15, 20)]
+    reason = the(PublishWorld, talk.ready(*left, commit=(2, 5))).reason
+    assert reason.startswith("lost h:0#1 (signal 9 SIGKILL); lost h:1#1 (signal 9 SIGKILL); ")
+    assert "lost h:7#1 (signal 9 SIGKILL); and 7 more; 5 of 20 old members ready" in reason
+
+
+def test_many_that_cannot_be_killed_are_gone_on_without_all_at_once():
+    talk = running(6)
+    for slot in (1, 3, 2):
+        assert names(talk.tell(disconnected(f"h:{slot}", silent=True)), KillWorker)
+        talk.wait(0.1)
+    assert not has(BreakWorld, talk.wait(0.65))
+    assert the(BreakWorld, talk.wait(0.1)).reason.startswith("lost h:1#1, which can't be killed")
+    talk.wait(0.3)
+    world = the(PublishWorld, talk.ready("h:0", "h:4", "h:5", commit=(2, 5)))
+    assert order(world) == ["h:0#1", "h:4#1", "h:5#1"]
+
+
 def test_a_second_failure_while_the_next_world_forms():
     talk = running(4)
     talk.tell(exited("h:0"))
@@ -552,6 +573,14 @@ def test_who_has_returned_does_not_wait_for_ever():
     assert the(BreakWorld, talk.tell(exited("h:2"))).members == [worker("h:0")]
     assert order(the(PublishWorld, talk.ready("h:0", commit=(2, 3)))) == ["h:0#1"]
     assert the(EndJob, talk.tell(returned("h:0", 3))).code == 0
+
+
+def test_nor_does_who_returns_after_the_first_have_been_let_go():
+    talk = running(3)
+    talk.tell(returned("h:0", 2))
+    assert has(FinishWorld, talk.wait(601))
+    talk.tell(returned("h:1", 2))
+    assert the(FinishWorld, talk.wait(601)).members == [worker("h:1")]
 
 
 def test_a_stop_ends_the_job_from_anywhere():

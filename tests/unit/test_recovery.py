@@ -13,11 +13,14 @@ from elastic.protocol import (
     Failed,
     Finish,
     Leave,
+    Leaving,
+    Message,
     Place,
     Prepare,
     Proceed,
     Raised,
     Ready,
+    Reconnected,
     Rejected,
     Returned,
     StopAt,
@@ -63,11 +66,11 @@ def test_from_init_to_training():
     r = Recovery()
     assert r.provisional
     assert r.receive(Welcome(PLACE, newcomer=False, elastic=True)) == []
-    assert r.wait_for_world(STORE, "") == [Send(Ready(0, None, STORE, "", running=False))]
+    assert r.wait_for_world(STORE, "") == [Send(Ready(0, None, STORE, "", running=False, number=1))]
     assert r.receive(world(1)) == []
     assert (r.phase, r.generation, r.provisional) == (Phase.TRAINING, 1, False)
     r.enter()
-    assert r.wait_for_world(STORE, "x") == [Send(Ready(1, None, STORE, "x", running=True))]
+    assert r.wait_for_world(STORE, "x") == [Send(Ready(1, None, STORE, "x", number=2))]
     r.receive(world(2))
     assert r.adopt() == Commit(2, 0)
 
@@ -106,7 +109,7 @@ def test_the_drivers_word_comes_first():
     assert r.receive(Broken(2, "lost h:1")) == [Cut(2, "lost h:1")]
     assert r.fail(2, "closed") == []
     assert r.verdict() is Verdict.BROKEN and r.reason == "lost h:1"
-    assert r.wait_for_world(STORE, "x") == [Send(Ready(2, Commit(2, 0), STORE, "x"))]
+    assert r.wait_for_world(STORE, "x") == [Send(Ready(2, Commit(2, 0), STORE, "x", number=3))]
 
 
 def test_what_belongs_to_another_generation_is_dropped():
@@ -136,7 +139,7 @@ def test_a_world_that_broke_strands_only_those_that_still_want_it():
     r.receive(Broken(1, "lost"))
     r.enter()
     assert r.strand() == []
-    assert r.wait_for_world(STORE, "x") == [Send(Ready(1, None, STORE, "x"))]
+    assert r.wait_for_world(STORE, "x") == [Send(Ready(1, None, STORE, "x", number=2))]
 
 
 # ---- planned changes ----------------------------------------------------------------------------
@@ -233,7 +236,7 @@ def test_commits_outside_elastic_run_are_a_workers_own():
     assert r.committed() is None
     r.enter()
     [ready] = r.wait_for_world(STORE, "x")
-    assert ready == Send(Ready(1, None, STORE, "x"))
+    assert ready == Send(Ready(1, None, STORE, "x", number=2))
 
 
 def test_a_torn_commit_is_none():
@@ -241,7 +244,7 @@ def test_a_torn_commit_is_none():
     r.committed()
     r.forget_commit()
     r.receive(Broken(2, "lost"))
-    assert r.wait_for_world(STORE, "x") == [Send(Ready(2, None, STORE, "x"))]
+    assert r.wait_for_world(STORE, "x") == [Send(Ready(2, None, STORE, "x", number=3))]
 
 
 def test_a_commit_that_does_not_count_gives_way_to_the_one_before():
@@ -292,7 +295,7 @@ def test_init_again():
     r.pause()
     r.receive(Broken(1, "lost"))  # concerns it no more
     assert r.phase is Phase.OUTSIDE
-    assert r.wait_for_world(STORE, "") == [Send(Ready(1, None, STORE, "", running=False))]
+    assert r.wait_for_world(STORE, "") == [Send(Ready(1, None, STORE, "", False, number=2))]
     r.receive(world(2))
     assert r.generation == 2
 
@@ -322,3 +325,87 @@ def test_a_user_exception_is_told_with_the_commit_it_came_after():
         Cut(2, "ValueError: x"),
     ]
     assert r.phase is Phase.OVER
+
+
+# ---- a connection that is lost and replaced -----------------------------------------------------
+
+
+def said(r: Recovery) -> list[Message]:
+    return [action.message for action in r.reconnected() if isinstance(action, Send)]
+
+
+def test_on_a_new_connection_it_says_where_it_stands():
+    r = Recovery()
+    assert said(r) == [Reconnected(0, welcomed=False)]
+    r.receive(Welcome(PLACE, newcomer=False, elastic=True))
+    assert said(r) == [Reconnected(0, welcomed=True)]
+    r = training(2)
+    assert said(r) == [Reconnected(2, welcomed=True)]
+    assert r.phase is Phase.TRAINING
+
+
+def test_what_has_no_answer_is_said_again_word_for_word():
+    r = training(2)
+    r.fail(2, "closed")
+    assert said(r)[1:] == [Failed(2, "closed")]
+    ready = r.wait_for_world(STORE, "x")
+    assert [Send(m) for m in said(r)[1:]] == ready
+    r.receive(world(3))
+    assert said(r)[1:] == []
+    [resumed] = r.resumed({"formed": 2.0})
+    assert [Send(m) for m in said(r)[1:]] == [resumed]
+    r.returned()
+    assert said(r)[-1] == Returned(3)
+
+
+def test_a_world_that_the_driver_broke_needs_no_word():
+    r = training(2)
+    r.receive(Broken(2, "lost h:1"))
+    assert said(r)[1:] == []
+
+
+def test_that_it_wants_to_leave_and_what_it_raised_are_said_again():
+    r = training(2)
+    assert r.ask_to_leave("SIGTERM") == [Send(Leaving("SIGTERM"))]
+    assert said(r)[1:] == [Leaving("SIGTERM")]
+    r.raised("ValueError: x", "trace")
+    assert said(r)[-1] == Raised(2, Commit(2, 0), "ValueError: x", "trace")
+    assert r.ask_to_leave("SIGTERM") == []
+
+
+def test_asked_again_for_its_number_of_checks_it_gives_the_same_answer():
+    """The first one may have been heard: all may be about to stop where it said."""
+    r = training(2)
+    r.arrive()
+    assert r.receive(Prepare(2, 1)) == [Send(Checked(2, 1, 1))]
+    assert r.arrive() is Verdict.HOLD
+    assert r.receive(Prepare(2, 1)) == [Send(Checked(2, 1, 1))]
+    assert r.verdict() is Verdict.HOLD
+    r.receive(StopAt(2, 1, 2))
+    assert r.receive(Prepare(2, 1)) == []
+    assert r.verdict() is Verdict.STOP
+
+
+def test_a_change_that_is_over_does_not_begin_again():
+    r = training(2)
+    r.receive(Prepare(2, 1))
+    r.receive(Proceed(2, 1))
+    assert r.receive(Prepare(2, 1)) == []
+    assert r.arrive() is Verdict.PASS
+    assert r.receive(Prepare(2, 2)) == [Send(Checked(2, 2, 1))]
+    assert r.receive(Prepare(2, 1)) == []
+
+
+def test_late_words_of_a_lost_connection_change_nothing():
+    r = training(3)
+    for late in (world(2), world(3), Broken(2, "old"), StopAt(2, 1, 1), Proceed(2, 1), Finish(2)):
+        assert r.receive(late) == []
+    r.receive(Welcome(Place(7, 8, 0, 1, 0, 1), newcomer=True, elastic=True))
+    assert (r.phase, r.generation, r.place, r.newcomer) == (Phase.TRAINING, 3, PLACE, False)
+
+
+def test_each_ready_has_a_number_so_that_an_older_one_can_be_told():
+    r = outside()
+    first, second = (r.wait_for_world(STORE, "x")[0] for _ in range(2))
+    assert isinstance(first, Send) and isinstance(second, Send)
+    assert (first.message.number, second.message.number) == (2, 3)  # type: ignore[attr-defined]

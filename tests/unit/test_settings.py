@@ -36,6 +36,12 @@ def test_good_settings_are_taken_and_frozen():
         ({"reset_limit": -1}, "--reset-limit is -1; give 0 or more"),
         ({"slot_attempts": 0}, "--slot-attempts is 0; give 1 or more"),
         ({"host_attempts": 0}, "--host-attempts is 0; give 1 or more"),
+        ({"lease_s": 0.0}, "--lease is 0; give a positive number of seconds"),
+        ({"idle_s": -1.0}, "--idle-timeout is -1; give seconds, or 0 to turn it off"),
+        ({"busy_warning_s": -1.0}, "--busy-warning is -1; give seconds, or 0 to turn it off"),
+        ({"busy_s": -1.0}, "--busy-timeout is -1; give seconds, or 0 to turn it off"),
+        ({"dump_s": -1.0}, "dump_s is -1; give 0 or more seconds"),
+        ({"kill_s": 0.0}, "kill_s is 0; give a positive number of seconds"),
     ],
 )
 def test_contradictions_are_told(changed, said):
