@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "elastic.basics": (
         "init shutdown is_initialized rank size local_rank local_size cross_rank cross_size"
-        " is_homogeneous"
+        " is_homogeneous long_phase"
     ),
     "elastic.run_loop": "run",
     "elastic.state": "State ObjectState TorchState ElasticSampler",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from elastic import runtime
@@ -26,6 +28,27 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 def shutdown() -> None:
     """Leaves the world. ``init()`` may follow, on every worker. Idempotent."""
     runtime.shutdown()
+
+
+@contextlib.contextmanager
+def long_phase(name: str) -> Iterator[None]:
+    """Around work during which the others wait for this worker, such as an evaluation or a checkpoint on one rank.
+
+    While it lasts, this worker is not taken for stuck, however long it takes and whatever it does; the log names it and
+    the phase now and then. What is not turned off: a process that is stopped or cut off is fenced as ever, and if the
+    world breaks meanwhile, the others wait for ``--elastic-timeout`` at most. Costs a message at both ends; may be
+    nested. Without a driver it does nothing.
+    """
+    if not isinstance(name, str) or not name:
+        raise Invalid(
+            f"long_phase was given {name!r}; give it a name, as in long_phase('evaluate')"
+        )
+    rt = runtime.active()
+    if rt is None:
+        yield
+        return
+    with rt.long_phase(name):
+        yield
 
 
 def is_initialized() -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from elastic.errors import Invalid
 from elastic.protocol import Address, Worker
 
+WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, and a minute
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -22,6 +24,7 @@ class Environment:
     bind_host: str
     elastic: bool
     timeout_s: float
+    wait_timeout_s: float  # for the driver's word, should it be frozen
     digest_commits: bool  # report a digest of every commit, so that replicas can be compared
 
 
@@ -29,13 +32,10 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     """Raises Invalid where a variable that the launcher sets is damaged."""
     env = os.environ if environ is None else environ
     alone = Worker("localhost", 0, 1)
-    try:
-        timeout_s = float(env.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
-    except ValueError as error:
-        raise Invalid(
-            "HOROVOD_GLOO_TIMEOUT_SECONDS is"
-            f" {env['HOROVOD_GLOO_TIMEOUT_SECONDS']!r}; give a number of seconds"
-        ) from error
+    # Where the driver judges who is stuck, a collective's own timeout is the last resort, and longer.
+    given = "ELASTIC_COLLECTIVE_TIMEOUT"
+    given = given if given in env else "HOROVOD_GLOO_TIMEOUT_SECONDS"
+    timeout_s = _seconds(env, given, 30.0)
     driver: Address | None = None
     worker, secret = alone, b""
     if "ELASTIC_DRIVER" in env:
@@ -56,5 +56,34 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         bind_host=env.get("ELASTIC_BIND", "127.0.0.1"),
         elastic=env.get("HOROVOD_ELASTIC", "0") == "1",
         timeout_s=timeout_s,
-        digest_commits=env.get("ELASTIC_DIGESTS", "0") == "1",
+        wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
+        digest_commits=digests(env),
     )
+
+
+def digests(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether workers report what they commit, so that a test can compare it."""
+    env = os.environ if environ is None else environ
+    return env.get("ELASTIC_DIGESTS", "0") == "1"
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(env.get(name, default))
+    except ValueError as error:
+        raise Invalid(f"{name} is {env[name]!r}; give a number of seconds") from error
+
+
+def failpoints(environ: Mapping[str, str] | None = None) -> str:
+    """Rules of `elastic.failpoints`, not read yet. Empty: there are none."""
+    env = os.environ if environ is None else environ
+    return env.get("ELASTIC_FAILPOINTS", "").strip()
+
+
+def worker(environ: Mapping[str, str] | None = None) -> Worker:
+    """Who this process is, without looking at anything else that it was told."""
+    env = os.environ if environ is None else environ
+    try:
+        return Worker.parse(env["ELASTIC_WORKER"])
+    except (KeyError, ValueError):
+        return Worker("localhost", 0, 1)

@@ -24,6 +24,7 @@ from elastic import buckets, runtime, sparse_gradients
 from elastic.collectives.interface import Op, Work
 from elastic.compression import Compression
 from elastic.errors import CollectiveFailed, Interrupted, NotInitialized, StateMismatch
+from elastic.failpoints import failpoint
 from elastic.gradient_buckets import (
     CompressedGradient,
     Compressor,
@@ -137,7 +138,7 @@ class GradientReducer:
         Parameters without a gradient contribute zeros and get one.
         """
         world = runtime.current()
-        with world.guard(), torch.no_grad():
+        with world.guard("gradients"), torch.no_grad():
             if self._generation != world.generation:
                 self.forget()
                 self._generation = world.generation
@@ -232,6 +233,7 @@ class GradientReducer:
         assert self._buckets is not None
         bucket = self._buckets[self._launched]
         op = Op.SUM if self._op is Op.AVERAGE else self._op
+        failpoint("bucket")
         bucket.launch(world.group("gradients", bucket.parameters[0].device), op)
         self._launched += 1
 

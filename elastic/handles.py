@@ -58,6 +58,12 @@ class Handles:
             if claimed is not None:
                 claimed.works, claimed.finish = works, finish
 
+    def name(self, handle: int) -> str:
+        """As in ``allreduce.loss``; empty for a handle that is not in flight."""
+        with self._lock:
+            claimed = self._claimed.get(handle)
+        return claimed.name if claimed is not None else ""
+
     def release(self, handle: int) -> None:
         """The collective was not submitted after all, or its result was taken."""
         with self._lock:
@@ -75,8 +81,8 @@ class Handles:
             return True
         return all(work.done() for work in claimed.works or [])
 
-    def take(self, handle: int, rt: Runtime) -> tuple[list[Work], Callable[[], Any]] | None:
-        """Its works and what makes the result of them; None for a handle that is not in flight.
+    def take(self, handle: int, rt: Runtime) -> tuple[list[Work], Callable[[], Any], str] | None:
+        """Its works, what makes the result of them, and its name; None for a handle that is not in flight.
 
         The handle and its name are free again. Raises PeerLost if it belongs to a world that is gone.
         """
@@ -89,7 +95,7 @@ class Handles:
         if claimed is None or claimed.works is None or claimed.finish is None:
             return None
         self.release(handle)
-        return claimed.works, claimed.finish
+        return claimed.works, claimed.finish, claimed.name
 
     def _drop_stale(self, rt: Runtime) -> None:
         for handle, claimed in list(self._claimed.items()):

@@ -20,6 +20,7 @@ from elastic.errors import DriverLost
 from elastic.protocol import Address, Message, ProtocolError, Worker
 
 CONNECT_S = 20.0  # to reach the driver and prove who we are
+TICK_S = 1.0  # ``poked`` is called as often without a poke
 SEND_S = 10.0  # a driver that reads nothing for so long is lost
 
 
@@ -93,7 +94,9 @@ class Link:
         poked: Callable[[], None],
         lost: Callable[[str], None],
     ) -> None:
-        """Delivers every message, poke and the loss of the connection from one daemon thread."""
+        """Delivers every message, poke and the loss of the connection from one daemon thread, which calls ``poked``
+        at least once a second.
+        """
         self._socket.settimeout(SEND_S)
         self._thread = threading.Thread(
             target=self._read, args=(receive, poked, lost), name="elastic-link", daemon=True
@@ -114,11 +117,11 @@ class Link:
         poll.register(self._poke_read, select.POLLIN)
         reason = "the driver closed the connection"
         while not self._closed:
-            ready = {fd for fd, _ in poll.poll()}
+            ready = {fd for fd, _ in poll.poll(TICK_S * 1000)}
             if self._poke_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._poke_read, 4096)
-                poked()
+            poked()
             if self._socket.fileno() in ready:
                 try:
                     data = self._socket.recv(65536)

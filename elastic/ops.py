@@ -413,7 +413,7 @@ def barrier(process_set: GlobalProcessSet = global_process_set) -> None:
     """Returns once every rank has called it."""
     require_global(process_set)
     rt = runtime.current()
-    with rt.guard():
+    with rt.guard("barrier"):
         rt.group("named", torch.device("cpu")).barrier().wait()
 
 

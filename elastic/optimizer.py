@@ -19,6 +19,7 @@ from elastic import runtime
 from elastic.collectives.interface import Op
 from elastic.compression import Compression
 from elastic.errors import Invalid
+from elastic.failpoints import failpoint
 from elastic.gradient_buckets import Compressor
 from elastic.gradients import GradientReducer
 from elastic.process_sets import GlobalProcessSet, global_process_set, require_global
@@ -177,6 +178,7 @@ class Distributed(torch.optim.Optimizer):
         self._synchronized = self._synchronized_for_scaler = False
         # Before the values change, so that nobody takes the state for unchanged if the step fails half way.
         runtime.current().activity += 1
+        failpoint("optimizer-step")
         return super().step() if closure is None else super().step(closure)
 
     # torch wraps the step() of each class once, for profiling and step hooks. The user's class has been; wrapping this

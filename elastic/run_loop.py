@@ -92,6 +92,7 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             # nothing.
             state.save()
             rt.committed()
+            state.report_commit()
             rt.mark_restored()
         if rt.alone and rt.place.size == 1:
             state.on_reset()
@@ -135,7 +136,8 @@ def _copy_state(rt: Runtime, state: State, world: World) -> int:
     if not lacking:
         return 0
     group = rt.group("state", torch.device("cpu"), (0, *lacking))
-    with rt.guard():
+    # Those that hold the commit already may wait for long in their first collective: it is no one's fault.
+    with rt.guard("copy of the state"), rt.long_phase("copy of the state"):
         copied = state.transfer(group, root=0)
     if rank != 0:
         state.save()

@@ -11,24 +11,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from elastic import environment, protocol, recovery
-from elastic.collectives.construct import Abortable, Connecting
+from elastic import environment, failpoints, protocol, recovery, stacks
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
-from elastic.collectives.store import Listener, Store, listen
 from elastic.environment import Environment
 from elastic.errors import (
     CollectiveFailed,
@@ -42,7 +38,11 @@ from elastic.errors import (
     StateMismatch,
     WorldChanging,
 )
+from elastic.failpoints import failpoint
+from elastic.groups import Groups
 from elastic.link import CONNECT_S, Link
+from elastic.phases import Phases
+from elastic.progress import Progress
 from elastic.protocol import Address, Message, Place
 from elastic.recovery import Cut, Phase, Recovery, Send, Verdict
 from elastic.state import pinned
@@ -50,35 +50,6 @@ from elastic.state import pinned
 HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
 WAIT_SAID_S = 30.0  # how often a long wait says what it waits for
 DRAIN_S = 1.0  # for aborted collectives to end; they take milliseconds
-CLOSE_S = 2.0  # at exit, for the groups to end
-
-GroupKey = tuple[str, str, tuple[int, ...]]
-
-
-class _Graveyard:
-    """Closes old groups in a thread of its own: freeing one takes tens of milliseconds that no step
-    should pay.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def bury(self, close: Callable[[], None]) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="elastic-close", daemon=True)
-            self._thread.start()
-        self._queue.put(close)
-
-    def _work(self) -> None:
-        while (close := self._queue.get()) is not None:
-            close()
-            del close  # the last reference may free sockets and threads
-
-    def finish(self, timeout_s: float) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join(timeout_s)
 
 
 class Runtime:
@@ -93,21 +64,12 @@ class Runtime:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._recovery = Recovery()
-        self._forming = threading.RLock()
-        self._groups: dict[GroupKey, Collectives] = {}
-        self._store: Store | None = None
-        self._listener: Listener | None = None
-        # What the link thread cuts when the world breaks, with its generation. Appended to before
-        # anything blocks.
-        self._cuttable: list[tuple[int, Abortable]] = []
-        self._graveyard = _Graveyard()
+        self._groups = Groups(env, over=lambda: self.broken)
+        self._progress = Progress()
+        self._phases = Phases()
         self._layout_sent = ""
         self._leave_asked = False
         self._warned_alone = False
-        self._marks: dict[str, float] = {}
-        self._phases_ms: dict[str, float] = {}
-        self._resumed_generation = 0
-        self._copied_bytes = 0
 
     # ---- what others read ------------------------------------------------------------------------
 
@@ -142,6 +104,7 @@ class Runtime:
     def connect(self) -> None:
         """Introduces this process to the driver and waits for its answer. Raises DriverLost."""
         assert self._link is not None
+        stacks.answer()
         self._link.start(self._receive, self._poked, self._driver_lost)
         with self._lock:
             self._recovery.place = Place(-1, 0, 0, 0, 0, 0)
@@ -180,20 +143,28 @@ class Runtime:
             self._link.poke()
 
     def _poked(self) -> None:
-        if self._leave_asked and self._link is not None:
+        """In the link thread: at every poke, and once a second."""
+        if self._leave_asked:
             self._leave_asked = False
-            with contextlib.suppress(DriverLost):
-                self._link.send(protocol.Leaving("SIGTERM"))
+            with self._lock:
+                actions = self._recovery.ask_to_leave("SIGTERM")
+            self._perform(actions)
+        now = time.monotonic()
+        news = self._progress.tell(now)
+        if self.elastic and self._recovery.phase is Phase.TRAINING:
+            news += self._progress.pace(now)
+        for message in news:
+            self._send(message)
 
     # ---- the link thread -------------------------------------------------------------------------
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, protocol.Broken):
-            self._mark("broken")
+            self._phases.mark("broken", time.monotonic())
         with self._changed:
             actions = self._recovery.receive(message)
             if isinstance(message, protocol.World):
-                self._mark("world")
+                self._phases.mark("world", time.monotonic())
             self._changed.notify_all()
         self._perform(actions)
 
@@ -222,9 +193,7 @@ class Runtime:
     def _cut(self, generation: int) -> None:
         # Snapshots on a GPU that are not complete by now may be of garbage that an abort leaves behind.
         pinned.abort_requested()
-        for of, abortable in list(self._cuttable):
-            if of == generation:
-                abortable.abort()
+        self._groups.cut(generation)
 
     # ---- worlds ----------------------------------------------------------------------------------
 
@@ -232,24 +201,14 @@ class Runtime:
         """Says ready, waits for a world and takes its place. Raises what ends the wait
         otherwise.
         """
-        if self._listener is None:
-            self._listener = listen(self.env.bind_host)
+        store = self._groups.listen()
         with self._lock:
-            actions = self._recovery.wait_for_world(self._listener.address, layout)
-        self._mark("ready")
+            actions = self._recovery.wait_for_world(store, layout)
+        self._phases.mark("ready", time.monotonic())
         self._perform(actions)
-        said_at = time.monotonic()
-        with self._changed:
-            # Bounded by the driver, which counts --elastic-timeout, and by its connection, whose
-            # loss is noticed.
-            while self._recovery.phase is Phase.WAITING:
-                self._changed.wait(1.0)
-                if time.monotonic() - said_at > WAIT_SAID_S:
-                    said_at = time.monotonic()
-                    print(
-                        f"elastic: {self.env.worker} waits for the driver to form a world",
-                        file=sys.stderr,
-                    )
+        failpoint("rendezvous")
+        self._wait_while(Phase.WAITING, "to form a world")
+        with self._lock:
             phase, world = self._recovery.phase, self._recovery.world
         if phase is Phase.OVER:
             self._raise_over()
@@ -258,9 +217,28 @@ class Runtime:
                 0, self.place, Address("", 0), holders=0, commit=None, reason="newcomer"
             )
         assert world is not None
-        self._retire_groups()
-        self._open_store(world)
+        self._groups.retire()
+        self._groups.open(world)
         return world
+
+    def _wait_while(self, phase: Phase, what: str) -> None:
+        """For the driver's word. Bounded by the driver, which counts its own deadlines, by its connection, whose loss
+        is noticed, and by ``wait_timeout_s``, should the driver be frozen. Raises DriverLost.
+        """
+        began = said_at = time.monotonic()
+        waits = f"{self.env.worker} waits for the driver {what}"
+        with self._changed:
+            while self._recovery.phase is phase:
+                self._changed.wait(1.0)
+                now = time.monotonic()
+                if now - began > self.env.wait_timeout_s:
+                    raise DriverLost(
+                        f"{waits}, in vain for {self.env.wait_timeout_s:g} s: is elasticrun stopped,"
+                        " or its host cut off?"
+                    )
+                if now - said_at > WAIT_SAID_S:
+                    said_at = now
+                    print(f"elastic: {waits}", file=sys.stderr)
 
     def enter(self) -> None:
         """``elastic.run`` begins. Raises JobFailed if the job's training is over already."""
@@ -290,8 +268,8 @@ class Runtime:
         """State is equal everywhere: from here a loss rolls back to this point, not further."""
         with self._lock:
             self._recovery.adopt()
-        self._copied_bytes = copied_bytes
-        self._mark("synced")
+        self._phases.copied_bytes = copied_bytes
+        self._phases.mark("synced", time.monotonic())
 
     def forget_commit(self) -> None:
         with self._lock:
@@ -324,7 +302,7 @@ class Runtime:
             self._resumed()
         match verdict:
             case Verdict.STOP:
-                self._mark("broken")
+                self._phases.mark("broken", time.monotonic())
                 raise WorldChanging("a planned change of the world")
             case Verdict.BROKEN:
                 raise PeerLost(self._recovery.reason)
@@ -340,11 +318,8 @@ class Runtime:
         with self._lock:
             actions = self._recovery.returned()
         self._perform(actions)
-        with self._changed:
-            # Bounded by the driver, which lets returned workers go after --elastic-timeout.
-            while self._recovery.phase is Phase.RETURNED:
-                self._changed.wait(1.0)
-            phase = self._recovery.phase
+        self._wait_while(Phase.RETURNED, "to say that all have returned")
+        phase = self._recovery.phase
         if phase is Phase.BROKEN:
             raise PeerLost(self._recovery.reason)
         if phase is Phase.OVER:
@@ -358,10 +333,14 @@ class Runtime:
             actions = self._recovery.raised(summary, traceback)
         self._perform(actions)
 
-    def report_digest(self, digest: int, buffers: int) -> None:
+    def report_digest(
+        self, digest: int, buffers: int, samples: Sequence[int] = (), epoch: int = 0
+    ) -> None:
+        """``samples``: ids that this rank has trained on since its last commit, in tests."""
         commit = self._recovery.newest
         if commit is not None and digest and self._recovery.running:
-            self._send(protocol.Digested(self.generation, commit, digest, buffers))
+            generation = self.generation
+            self._send(protocol.Digested(generation, commit, digest, buffers, list(samples), epoch))
 
     def send(self, message: Message) -> None:
         """To the driver, after everything that this thread sent before."""
@@ -412,88 +391,31 @@ class Runtime:
         if len(members) == 1:
             return LocalCollectives()
         key = (purpose, device.type, members)
-        group = self._groups.get(key)
+        group = self._groups.find(key)
         if group is not None:
             return group
-        with self._forming:
-            if key in self._groups:
-                return self._groups[key]
-            began = time.monotonic()
-            try:
-                group = self._make_group(key, generation, place.rank)
-            except CollectiveFailed as error:
-                self.mark_broken(generation, f"no {purpose} group: {error}")
-                self._strand()
-                raise PeerLost(str(error)) from error
-            self._groups[key] = group
-            spent = (time.monotonic() - began) * 1e3
-            self._phases_ms["formed"] = self._phases_ms.get("formed", 0.0) + spent
-            return group
-
-    def _make_group(self, key: GroupKey, generation: int, rank: int) -> Collectives:
-        purpose, device_type, members = key
-        if self._store is None or self._store.generation != generation:
-            raise CollectiveFailed(f"generation {generation} is over")
-        everybody = len(members) == self.place.size
-        connecting = Connecting(
-            self._store,
-            purpose=purpose if everybody else f"{purpose} of {','.join(map(str, members))}",
-            rank=members.index(rank),
-            size=len(members),
-            device_type=device_type,
-            bind_host=self.env.bind_host,
-            timeout_s=self.timeout_s,
-        )
-        self._cut_with(generation, connecting)
-        return connecting.connect()
-
-    def _open_store(self, world: protocol.World) -> None:
-        """Rank 0 serves it from now on: others may come as soon as they have heard of the world."""
-        listener = None
-        if world.place.rank == 0:
-            listener, self._listener = self._listener, None
-        self._store = Store(
-            world.store,
-            listener,
-            self.timeout_s,
-            generation=world.generation,
-            secret=self.env.secret,
-        )
-        self._store.open()
-        self._cut_with(world.generation, self._store)
-
-    def _cut_with(self, generation: int, abortable: Abortable) -> None:
-        self._cuttable.append((generation, abortable))
-        if self.broken:  # the word came before there was anything to cut
-            abortable.abort()
-
-    def _retire_groups(self) -> None:
-        """Closes what belonged to the last world, off the critical path."""
-        with self._forming:
-            groups, store = list(self._groups.values()), self._store
-            self._groups, self._store, self._cuttable = {}, None, []
-
-        def close() -> None:
-            while groups:
-                group = groups.pop()
-                group.abort()
-                group.close()
-            if store is not None:
-                store.close()
-
-        if groups or store is not None:
-            self._graveyard.bury(close)
+        began = time.monotonic()
+        try:
+            with self._inside(generation, f"forming the {purpose} group"):
+                group = self._groups.form(key, generation, place)
+        except CollectiveFailed as error:
+            self.mark_broken(generation, f"no {purpose} group: {error}")
+            self._strand()
+            raise PeerLost(str(error)) from error
+        self._phases.formed(time.monotonic() - began)
+        return group
 
     @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self, name: str) -> Iterator[None]:
         """Around collectives in the training thread: turns CollectiveFailed into PeerLost and tells
-        the driver.
+        the driver. ``name``: by which the log calls a wait in there.
         """
         self.activity += 1
         generation = self.generation
         self._raise_if_broken()
         try:
-            yield
+            with self._inside(generation, name):
+                yield
         except CollectiveFailed as error:
             self.mark_broken(generation, str(error))
             if self.alone or not self.elastic:
@@ -501,6 +423,26 @@ class Runtime:
             self._strand()  # unsaid so far if the driver's word came before the error
             raise PeerLost(str(error)) from error
         self._resumed()
+
+    @contextlib.contextmanager
+    def _inside(self, generation: int, name: str) -> Iterator[None]:
+        progress = self._progress
+        progress.enter(generation, name, time.monotonic())
+        try:
+            yield
+        finally:
+            if progress.leave(time.monotonic()) and self._link is not None:
+                self._link.poke()
+
+    @contextlib.contextmanager
+    def long_phase(self, name: str) -> Iterator[None]:
+        """See `elastic.long_phase`."""
+        before, message = self._progress.begin_phase(name)
+        self._send(message)
+        try:
+            yield
+        finally:
+            self._send(self._progress.end_phase(before))
 
     def _raise_if_broken(self) -> None:
         if self._recovery.phase is Phase.BROKEN:
@@ -522,7 +464,7 @@ class Runtime:
             actions = self._recovery.fail(generation, reason)
             self._changed.notify_all()
         if actions:
-            self._mark("broken")
+            self._phases.mark("broken", time.monotonic())
         self._perform(actions)
 
     def fail_world(self, reason: str) -> None:
@@ -533,42 +475,28 @@ class Runtime:
 
     def drain(self) -> None:
         """After a loss: waits until no collective of the old world writes into any tensor any more."""
-        for group in list(self._groups.values()):
-            if not group.drain(DRAIN_S):
-                warnings.warn(
-                    f"a collective of generation {self.generation} still ran {DRAIN_S:g} s after"
-                    " it was aborted",
-                    stacklevel=2,
-                )
-
-    def _mark(self, name: str) -> None:
-        self._marks[name] = time.monotonic()
+        for _ in range(self._groups.drain(DRAIN_S)):
+            warnings.warn(
+                f"a collective of generation {self.generation} still ran {DRAIN_S:g} s after"
+                " it was aborted",
+                stacklevel=2,
+            )
 
     def mark_raised(self) -> None:
         """The training thread has come back to ``elastic.run``."""
-        self._mark("raised")
-        self._phases_ms = {"raised": self._between("broken", "raised")}
+        self._phases.raised(time.monotonic())
 
     def mark_restored(self) -> None:
-        self._mark("restored")
-        self._phases_ms["restored"] = self._between("raised", "restored")
-
-    def _between(self, earlier: str, later: str) -> float:
-        return max(0.0, (self._marks[later] - self._marks.get(earlier, self._marks[later])) * 1e3)
+        self._phases.restored(time.monotonic())
 
     def _resumed(self) -> None:
-        if self._resumed_generation == self.generation or not self._recovery.running:
+        if self._link is None or not self._recovery.running:
             return
-        if self._marks.get("synced", 0.0) < self._marks.get("world", 0.0) or self._link is None:
-            return  # a collective of the copying, not yet of user code
-        self._resumed_generation = self.generation
-        self._mark("stepped")
-        self._phases_ms["waited"] = self._between("ready", "world")
-        self._phases_ms["synced"] = self._between("world", "synced")
-        self._phases_ms["first collective"] = self._between("synced", "stepped")
-        message = protocol.Resumed(self.generation, self._phases_ms, self._copied_bytes)
-        self._phases_ms, self._copied_bytes = {}, 0
-        self._send(message)
+        report = self._phases.stepped(self.generation, time.monotonic())
+        if report is not None:
+            with self._lock:
+                actions = self._recovery.resumed(*report)
+            self._perform(actions)
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -585,26 +513,13 @@ class Runtime:
         Link and sockets end with the process. Peers that lost them sooner would report a failure whose cause, the exit
         code of this worker, nobody can know yet; and a worker whose link is gone is taken for lost.
         """
-        with self._forming:
-            for (_, device_type, _), group in self._groups.items():
-                if device_type == "cpu":
-                    # Freed by the interpreter, it would close its sockets, or wait for what is under way.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                else:
-                    group.abort()
-                    group.close()
-        if self._listener is not None:
-            self._listener.close()
-        self._graveyard.finish(CLOSE_S)
+        self._groups.close()
 
     def forget(self) -> None:
         """In a forked child (a DataLoader worker): hold none of the parent's sockets."""
         if self._link is not None:
             self._link.forget()
-        if self._listener is not None:
-            self._listener.close()
-        for _, abortable in self._cuttable:
-            abortable.forget()
+        self._groups.forget()
 
 
 # ---- one per process -----------------------------------------------------------------------------
@@ -636,6 +551,7 @@ def init() -> None:
     global _runtime, _initialized
     if _initialized:
         return
+    failpoints.check()
     if _runtime is None:
         env = environment.read()
         link = Link(env.driver, env.secret, env.worker) if env.driver is not None else None
@@ -665,8 +581,8 @@ def init_static(rank: int, size: int, store: Address) -> None:
         world=protocol.World(1, place, store, 0, None, "static"),
     )
     if rank == 0:
-        runtime._listener = listen(store.host, store.port)
-    runtime._open_store(runtime._recovery.world)  # type: ignore[arg-type]
+        runtime._groups.listen(store)
+    runtime._groups.open(runtime._recovery.world)  # type: ignore[arg-type]
     _adopt(runtime)
     _initialized = True
 
@@ -687,6 +603,7 @@ def send_result(blob: bytes) -> None:
 def shutdown() -> None:
     """Leaves the world; ``init()`` may follow, on every worker. Idempotent."""
     global _initialized
+    failpoint("shutdown")
     if _runtime is not None and _initialized:
         _runtime.pause()
     _initialized = False

@@ -138,7 +138,7 @@ def _submit(
     rt = runtime.current()
     handle = _handles.claim(rt, kind, name)
     try:
-        with rt.guard(), torch.no_grad():
+        with rt.guard(_handles.name(handle)), torch.no_grad():
             works, finish = begin(rt.group("named", devices.pop()))
     except BaseException:
         _handles.release(handle)
@@ -190,8 +190,8 @@ def synchronize(handle: int) -> Any:
     taken = _handles.take(handle, rt)
     if taken is None:
         return None
-    works, finish = taken
-    with rt.guard():
+    works, finish, name = taken
+    with rt.guard(name):
         for work in works:
             work.wait()
         return finish()
@@ -200,7 +200,7 @@ def synchronize(handle: int) -> Any:
 def group_size(device: torch.device) -> int:
     """Number of ranks that share the collectives on this device: 1 before a newcomer's first world."""
     rt = runtime.current()
-    with rt.guard():
+    with rt.guard("forming the named group"):
         return rt.group("named", device).size
 
 

@@ -16,6 +16,7 @@ import torch
 
 from elastic.collectives.interface import Collectives, Work
 from elastic.errors import Interrupted, StateMismatch
+from elastic.failpoints import failpoint
 from elastic.state import activity
 from elastic.state.part import Part, Place, Spec
 from elastic.state.python_values import dumps, loads
@@ -63,6 +64,7 @@ def _send(
     length = torch.tensor([len(header)], dtype=torch.int64)
     group.broadcast(length, root).wait()
     group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), root).wait()
+    failpoint("state-copy")
     moved, _ = _exchange(group, root, specs, tensors)
     return len(header) + moved
 
@@ -88,6 +90,7 @@ def _receive(
         raise
     # What the broadcasts write leaves no trace in the tensors' versions.
     activity.notice()
+    failpoint("state-copy")
     moved, fresh = _exchange(group, root, specs, where)
     with torch.no_grad():
         for name, part in parts.items():

@@ -175,7 +175,7 @@ class Part(StateHandler):
         rt = runtime.active()
         if rt is not None:
             group = rt.group("state", torch.device("cpu"))
-            with rt.guard():
+            with rt.guard(f"copy of {self.what}"):
                 exchange.transfer(group, 0, {self.name: self}, {}, "\n".join(self.layout()))
         self.save()
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from elastic import environment
 from elastic.errors import Invalid
 
 
@@ -47,6 +48,8 @@ class ElasticSampler(Sampler[int]):
         self.rank = 0
         self.num_samples = 0
         self.total_size = 0
+        self._noting = environment.digests()
+        self._trained: dict[int, list[int]] = {}  # by epoch, what is not committed yet; in tests
         self._start = 0  # of this partition in the epoch's order
         self._world: tuple[int, int, int] | None = None
         self._order: torch.Tensor | None = None
@@ -67,8 +70,17 @@ class ElasticSampler(Sampler[int]):
         size = operator.index(batch_size)
         if size <= 0:
             raise Invalid(f"batch_size is {batch_size}; give the number of samples in the batch")
+        if self._noting:
+            done = (self.processed_num - self._start) // self.num_replicas
+            mine = self._indices()[done : done + size]
+            self._trained.setdefault(self.epoch, []).extend(mine)
         # The last round may be filled with repeats, and the last batch be said to be larger than it was.
         self.processed_num = min(self.processed_num + size * self.num_replicas, len(self.dataset))
+
+    def take_trained(self) -> list[tuple[int, list[int]]]:
+        """In tests (ELASTIC_DIGESTS=1): epochs and the ids that this rank has finished since this was called last."""
+        trained, self._trained = self._trained, {}
+        return sorted(trained.items())
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "processed_num": self.processed_num}
@@ -77,6 +89,7 @@ class ElasticSampler(Sampler[int]):
         """Takes over epoch and progress, and deals out what is left in the present world."""
         self.epoch = state_dict["epoch"]
         self.processed_num = min(state_dict["processed_num"], len(self.dataset))
+        self._trained = {}  # what was not committed is trained again, by whomever
         self.reset()
 
     def reset(self) -> None:
@@ -95,12 +108,16 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self._follow_world()
+        return iter(self._indices())
+
+    def _indices(self) -> list[int]:
+        """This rank's, in order, from the start of the present partition."""
         rounds = torch.arange(self.num_samples)
         positions = self._start + rounds * self.num_replicas + self.rank
         # The last round is filled from the start of the epoch's order, as often as it takes.
         order = self._epoch_order()
         indices: list[int] = order[positions % len(order)].tolist()
-        return iter(indices)
+        return indices
 
     def __len__(self) -> int:
         self._follow_world()

@@ -63,8 +63,7 @@ class State:
         rt = runtime.active()
         if rt is not None:
             rt.committed()
-            if rt.env.digest_commits:
-                rt.report_digest(self.digest(), self.digest_buffers())
+            self.report_commit()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -106,6 +105,15 @@ class State:
         """News of the hosts, from any thread; the next check looks at it."""
         self._host_messages.put((timestamp, update_result))
 
+    def report_commit(self) -> None:
+        """Tells the driver what was just committed, where it is to be compared (ELASTIC_DIGESTS=1)."""
+        from elastic import runtime
+
+        rt = runtime.active()
+        if rt is not None and rt.env.digest_commits:
+            for epoch, samples in self._trained() or [(0, [])]:
+                rt.report_digest(self.digest(), self.digest_buffers(), samples, epoch)
+
     def layout(self) -> str:
         """What must agree on all workers, one line each. Empty: nothing is compared."""
         return ""
@@ -121,6 +129,10 @@ class State:
     def digest_buffers(self) -> int:
         """The same of the committed buffers."""
         return 0
+
+    def _trained(self) -> list[tuple[int, list[int]]]:
+        """Epochs, and in each the ids of the samples that this rank has trained on since this was asked last."""
+        return []
 
     def valid(self) -> bool:
         """Whether the last save is whole. One that raised half-way is not, until another succeeds."""
@@ -241,7 +253,7 @@ def broadcast_state(state: State) -> None:
 
     group = rt.group("state", torch.device("cpu"))
     if group.size > 1:
-        with rt.guard():
+        with rt.guard("copy of the state"):
             state.transfer(group, root=0)
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic.errors import Invalid
+from elastic.failpoints import failpoint
 from elastic.state import digest, exchange
 from elastic.state.handlers import StateHandler, handler_for
 from elastic.state.model_state import ModelStateHandler
-from elastic.state.part import Part
+from elastic.state.part import Part, SamplerStateHandler
 from elastic.state.random_state import RandomState
 from elastic.state.snapshot import Snapshot
 from elastic.state.state import ObjectState, log, refuse_method_names
@@ -102,6 +103,10 @@ class TorchState(ObjectState):
             if isinstance(handler, Part) and type(handler).sync is Part.sync
         }
 
+    def _trained(self) -> list[tuple[int, list[int]]]:
+        samplers = [h.value for h in self._handlers.values() if isinstance(h, SamplerStateHandler)]
+        return samplers[0].take_trained() if samplers else []
+
     def _foreign_handlers(self) -> dict[str, StateHandler]:
         """Handlers with a ``sync`` of their own."""
         parts = self._parts()
@@ -134,6 +139,7 @@ class TorchState(ObjectState):
                     snapshot.double()
             for handler in self._handlers.values():
                 handler.save()
+                failpoint("snapshot")
             self._previous = self._saved_state if doubled else None
             self._saved_state = values
             if self._random is not None:

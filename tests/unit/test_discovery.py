@@ -369,7 +369,7 @@ def test_a_job_with_a_list_runs_nothing():
     ("body", "said"),
     [
         ("exit 1", "ended with exit code 1"),
-        ("echo ???", "line 1 reads '???'"),
+        ("echo '???'", "line 1 reads '???'"),
         ("echo gpu7:4", "lists gpu7: it is another machine (192.0.2.7), and launching on other"),
     ],
 )

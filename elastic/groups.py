@@ -1,0 +1,175 @@
+"""The groups of collectives and the store of the present world: made at their first use, cut when it breaks. Acts.
+
+The link thread may cut at any time and takes no lock, so that nothing that the forming of a group holds can delay it.
+Which ranks a group has is not decided here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable
+
+from elastic import protocol
+from elastic.collectives.construct import Abortable, Connecting
+from elastic.collectives.interface import Collectives
+from elastic.collectives.store import Listener, Store, listen
+from elastic.environment import Environment
+from elastic.errors import CollectiveFailed
+from elastic.protocol import Address, Place
+
+CLOSE_S = 2.0  # at exit, for the groups to end
+
+GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
+
+
+class Graveyard:
+    """Closes old groups in a thread of its own: freeing one takes tens of milliseconds that no step
+    should pay.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def bury(self, close: Callable[[], None]) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._work, name="elastic-close", daemon=True)
+            self._thread.start()
+        self._queue.put(close)
+
+    def _work(self) -> None:
+        while (close := self._queue.get()) is not None:
+            close()
+            del close  # the last reference may free sockets and threads
+
+    def finish(self, timeout_s: float) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+
+
+class Groups:
+    """Those of one world at a time. ``over`` says whether the present world has ended."""
+
+    def __init__(self, env: Environment, over: Callable[[], bool]) -> None:
+        self._env = env
+        self._over = over
+        self._forming = threading.RLock()
+        self._made: dict[GroupKey, Collectives] = {}
+        self._store: Store | None = None
+        self._listener: Listener | None = None
+        # What is cut when the world breaks, with its generation. Appended to before anything blocks.
+        self._cuttable: list[tuple[int, Abortable]] = []
+        self._graveyard = Graveyard()
+
+    # ---- the store -------------------------------------------------------------------------------
+
+    def listen(self, address: Address | None = None) -> Address:
+        """Where this worker would serve the next generation's store; already bound."""
+        if self._listener is None:
+            if address is None:
+                self._listener = listen(self._env.bind_host)
+            else:
+                self._listener = listen(address.host, address.port)
+        return self._listener.address
+
+    def open(self, world: protocol.World) -> None:
+        """Rank 0 serves the store from now on: others may come as soon as they have heard of the world."""
+        listener = None
+        if world.place.rank == 0:
+            listener, self._listener = self._listener, None
+        self._store = Store(
+            world.store,
+            listener,
+            self._env.timeout_s,
+            generation=world.generation,
+            secret=self._env.secret,
+        )
+        self._store.open()
+        self._cut_with(world.generation, self._store)
+
+    # ---- groups ----------------------------------------------------------------------------------
+
+    def find(self, key: GroupKey) -> Collectives | None:
+        return self._made.get(key)
+
+    def form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
+        """Collective among the ranks of the key. Raises CollectiveFailed."""
+        with self._forming:
+            if key not in self._made:
+                self._made[key] = self._form(key, generation, place)
+            return self._made[key]
+
+    def _form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
+        purpose, device_type, members = key
+        if self._store is None or self._store.generation != generation:
+            raise CollectiveFailed(f"generation {generation} is over")
+        everybody = len(members) == place.size
+        connecting = Connecting(
+            self._store,
+            purpose=purpose if everybody else f"{purpose} of {','.join(map(str, members))}",
+            rank=members.index(place.rank),
+            size=len(members),
+            device_type=device_type,
+            bind_host=self._env.bind_host,
+            timeout_s=self._env.timeout_s,
+        )
+        self._cut_with(generation, connecting)
+        return connecting.connect()
+
+    def _cut_with(self, generation: int, abortable: Abortable) -> None:
+        self._cuttable.append((generation, abortable))
+        if self._over():  # the word came before there was anything to cut
+            abortable.abort()
+
+    def cut(self, generation: int) -> None:
+        """Ends every collective of this generation. Any thread, never blocks."""
+        for of, abortable in list(self._cuttable):
+            if of == generation:
+                abortable.abort()
+
+    def drain(self, timeout_s: float) -> int:
+        """After a cut: waits until no collective writes into any tensor. How many groups still do."""
+        return sum(not group.drain(timeout_s) for group in list(self._made.values()))
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Closes what belonged to the last world, off the critical path."""
+        with self._forming:
+            groups, store = list(self._made.values()), self._store
+            self._made, self._store, self._cuttable = {}, None, []
+
+        def close() -> None:
+            while groups:
+                group = groups.pop()
+                group.abort()
+                group.close()
+            if store is not None:
+                store.close()
+
+        if groups or store is not None:
+            self._graveyard.bury(close)
+
+    def close(self) -> None:
+        """At exit. Groups on the CPU keep their sockets until the process ends: see `Runtime.close`."""
+        with self._forming:
+            for (_, device_type, _), group in self._made.items():
+                if device_type == "cpu":
+                    # Freed by the interpreter, it would close its sockets, or wait for what is under way.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                else:
+                    group.abort()
+                    group.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._graveyard.finish(CLOSE_S)
+
+    def forget(self) -> None:
+        """In a forked child: hold none of the parent's sockets."""
+        if self._listener is not None:
+            self._listener.close()
+        for _, abortable in self._cuttable:
+            abortable.forget()

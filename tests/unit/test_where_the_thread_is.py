@@ -1,0 +1,123 @@
+"""What a worker says of its own progress: nothing while nobody waits, and a little when somebody does."""
+
+from __future__ import annotations
+
+import pytest
+
+import elastic
+from elastic import protocol
+from elastic.errors import Invalid
+from elastic.progress import PACE_S, Progress
+
+
+def told(progress: Progress, now: float) -> list[tuple[str, float, str]]:
+    """Collective, seconds, phase."""
+    messages = progress.tell(now)
+    assert all(isinstance(m, protocol.Progress) for m in messages)
+    return [(m.inside, round(m.waited_s, 3), m.phase) for m in messages]  # type: ignore[attr-defined]
+
+
+def test_a_step_in_which_nobody_waits_says_nothing():
+    progress = Progress()
+    for step in range(100):
+        progress.enter(2, "gradients", step * 0.1)
+        assert not progress.leave(step * 0.1 + 0.05)
+        assert told(progress, step * 0.1 + 0.05) == []
+
+
+def test_a_wait_of_a_second_is_said_once_and_so_is_its_end():
+    progress = Progress()
+    progress.enter(2, "allreduce.loss", 10.0)
+    assert told(progress, 10.9) == []
+    assert told(progress, 11.2) == [("allreduce.loss", 1.2, "")]
+    assert told(progress, 12.2) == []
+    assert progress.leave(13.0), "the driver thinks that it waits: it should hear at once"
+    assert told(progress, 13.0) == [("", 0.0, "")]
+    assert told(progress, 14.0) == []
+
+
+def test_the_next_collective_is_another_wait():
+    progress = Progress()
+    progress.enter(2, "allreduce.loss", 10.0)
+    told(progress, 11.5)
+    progress.leave(11.6)
+    progress.enter(2, "gradients", 11.6)
+    assert told(progress, 11.7) == [("", 0.0, "")]
+    assert told(progress, 12.8) == [("gradients", 1.2, "")]
+
+
+def test_collectives_are_counted_in_each_generation():
+    progress = Progress()
+    for _ in range(3):
+        progress.enter(2, "gradients", 0.0)
+        progress.leave(0.0)
+    assert progress.entered == 3
+    progress.enter(3, "gradients", 0.0)
+    assert (progress.generation, progress.entered) == (3, 1)
+
+
+def test_one_inside_another_is_the_outer_one():
+    """A group is formed in the middle of a collective: that is one wait."""
+    progress = Progress()
+    progress.enter(2, "gradients", 10.0)
+    progress.enter(2, "forming the gradients group", 10.1)
+    assert told(progress, 11.5) == [("gradients", 1.5, "")]
+    progress.leave(11.6)
+    assert progress.inside == "gradients" and progress.entered == 1
+
+
+def test_a_long_phase_is_said_at_both_ends_and_restores_the_outer_one():
+    progress = Progress()
+    outer, said = progress.begin_phase("evaluate")
+    assert isinstance(said, protocol.Progress) and said.phase == "evaluate"
+    before, said = progress.begin_phase("write")
+    assert before == "evaluate" and said.phase == "write"
+    assert progress.end_phase(before).phase == "evaluate"
+    assert progress.end_phase(outer).phase == ""
+    assert told(progress, 99.0) == [], "both ends were said when they were reached"
+
+
+def test_waiting_inside_a_long_phase_is_said_with_it():
+    progress = Progress()
+    progress.begin_phase("evaluate")
+    progress.enter(2, "allreduce.score", 10.0)
+    assert told(progress, 12.0) == [("allreduce.score", 2.0, "evaluate")]
+
+
+def test_the_pace_is_how_much_was_waited_in_half_a_minute():
+    progress = Progress()
+    progress.enter(2, "gradients", 0.0)
+    progress.leave(0.0)
+    assert progress.pace(0.0) == []
+    for second in range(30):
+        progress.enter(2, "gradients", second)
+        progress.leave(second + 0.6)
+    (pace,) = progress.pace(PACE_S)
+    assert isinstance(pace, protocol.Pace)
+    assert (pace.generation, pace.collectives, pace.over_s) == (2, 30, PACE_S)
+    assert pace.waited_s == pytest.approx(18.0)
+    assert progress.pace(2 * PACE_S) == [], "nothing was done since"
+
+
+def test_a_pace_never_spans_two_worlds():
+    progress = Progress()
+    progress.enter(2, "gradients", 0.0)
+    progress.leave(0.5)
+    progress.pace(0.5)
+    progress.enter(3, "gradients", 29.0)
+    progress.leave(29.5)
+    assert progress.pace(31.0) == []
+    progress.enter(3, "gradients", 40.0)
+    progress.leave(41.0)
+    (pace,) = progress.pace(31.0 + PACE_S)
+    assert isinstance(pace, protocol.Pace) and pace.generation == 3 and pace.collectives == 1
+
+
+def test_long_phase_without_a_job_does_nothing_and_passes_exceptions_on():
+    with pytest.raises(KeyError), elastic.long_phase("evaluate"):
+        raise KeyError("x")
+
+
+def test_a_long_phase_needs_a_name():
+    with pytest.raises(Invalid, match="give it a name"), elastic.long_phase(""):
+        pass
