@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install train test check fix bench clean
+.PHONY: help install train test check fix bench soak matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,8 @@ help:
 	@echo "make check     format, lint, types, unit and simulation tests: under a minute"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make bench     every benchmark: a table each"
+	@echo "make soak      train under random faults for MINUTES=20, and look for what grows: docs/soak.md"
+	@echo "make matrix    every fault in every phase on real processes: an hour or two, goes on where it stopped; docs/faults.md"
 	@echo "make clean     remove .venv and everything that was generated"
 
 install: $(STAMP)
@@ -33,21 +35,30 @@ train: $(STAMP)
 	$(BIN)/python examples/train.py
 
 test: $(STAMP)
+	@tests/needs.sh
 	$(BIN)/python -m pytest
 
 check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy $(TYPED)
-	$(BIN)/python -m pytest --quiet tests/unit tests/simulation
+	$(BIN)/python -m pytest --quiet -m "not slow" tests/unit tests/simulation
 
 fix: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 bench: $(STAMP)
-	@for name in recovery join step commit reinit; do \
+	@for name in recovery frozen join step commit reinit; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+MINUTES ?= 20
+
+soak: $(STAMP)
+	$(BIN)/python -m elastic.chaos soak --minutes $(MINUTES) --write-doc docs/soak.md
+
+matrix: $(STAMP)
+	$(BIN)/python -m elastic.chaos matrix --jobs 2 --report docs/faults.md
 
 clean:
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

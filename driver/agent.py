@@ -1,9 +1,12 @@
-"""Starts, watches and kills the workers of this host. Decides nothing: it does what it is told and reports exits.
+"""Starts, watches and kills the workers of this host. Decides nothing: does what it is told, reports what it sees.
 
 A worker's exit is known from its pidfd the moment it happens, never from the end of its output, because its children
 may hold the pipes for longer. In order: read the exit status without reaping, kill what is left of its process group,
 take what its pipes hold, report the exit. A moment later its whole session is swept and only then it is reaped, so
 that until then nobody else can have its process number.
+
+Four times a second it looks at the state of all processes: who was not seen able to run for a whole lease is reported
+as frozen, and as thawed once it runs again. What a worker does with its time is looked at only when that is asked.
 
 Each worker is a session of its own and dies with the thread that started it (PDEATHSIG); the warden kills its children
 if the driver is killed. Everything here runs in the event loop's thread.
@@ -13,44 +16,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import errno
 import mmap
 import os
 import signal
 import subprocess
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic.driver import warden
-from elastic.driver.events import WorkerExited
+from elastic.driver import sampling, warden
+from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.launch.interface import Log, Sink, Stream
+from elastic.driver.leases import Leases
+from elastic.driver.pipes import Pipe
+from elastic.driver.settings import Settings
+from elastic.driver.spawning import spawn, why_not_started
 from elastic.driver.warden_process import WardenProcess
-from elastic.protocol import Worker
+from elastic.protocol import STACKS_SIGNAL_OFFSET, Worker
 
-CHUNK = 64 * 1024
-DRAIN_LIMIT = 1024 * 1024  # bytes taken from a dead worker's pipe before its exit is reported
 LINGER_S = 0.5  # a dead worker's pipes are read for this long, should somebody still hold them
 SWEEP_S = 0.01  # gathers the sweeps of workers that die together
 DEATH_S = 10.0  # SIGKILL works at once, but for a process stuck in the kernel
-PR_SET_PDEATHSIG = 1
-
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
+LOOK_S = 0.25  # between two looks at the state of all processes; a quarter of a shorter lease ...
+LEAST_LOOK_S = 0.05  # ... but no less
 
 
 class Agent:
-    """The worker processes of this host. ``exited`` is called once per started worker, ``sink`` gets their output."""
+    """The worker processes of this host. ``exited`` is called once per started worker, ``sink`` gets their output.
 
-    def __init__(self, *, exited: Callable[[WorkerExited], None], sink: Sink, log: Log) -> None:
+    ``noticed`` is told what else is seen of them: WorkerFrozen, WorkerThawed, WorkerProbed.
+    """
+
+    def __init__(
+        self,
+        *,
+        exited: Callable[[WorkerExited], None],
+        noticed: Callable[[Event], None],
+        sink: Sink,
+        log: Log,
+        lease_s: float = Settings.lease_s,
+    ) -> None:
         self._exited = exited
+        self._noticed = noticed
         self._sink = sink
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._processes: dict[Worker, _Process] = {}
         self._unreaped: set[_Process] = set()
-        self._pipes: set[_Pipe] = set()
+        self._pipes: set[Pipe] = set()
         self._sweep: asyncio.TimerHandle | None = None
+        self._leases: Leases[Worker] = Leases(lease_s)
+        self._look_s = min(LOOK_S, max(LEAST_LOOK_S, lease_s / 4))
+        self._next_look: asyncio.TimerHandle | None = None
         self._born = mmap.mmap(-1, 8)  # shared with children
         self._warden = WardenProcess(self._loop, self._groups, log)
 
@@ -60,12 +76,12 @@ class Agent:
         self._warden.ensure()
         self._born[:] = bytes(len(self._born))
         try:
-            process = _Process(worker, _spawn(command, env, self._announce))
+            process = _Process(worker, spawn(command, env, self._announce))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             if pid := int.from_bytes(self._born[:], "little"):
                 self._warden.tell(f"-{pid}\n")
             code = 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
-            reason = _why_not_started(command[0], error)
+            reason = why_not_started(command[0], error)
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
         self._warden.tell(
@@ -75,20 +91,46 @@ class Agent:
         streams: tuple[Stream, ...] = ("stdout", "stderr")
         for stream, file in zip(streams, (process.popen.stdout, process.popen.stderr), strict=True):
             assert file is not None
-            pipe = _Pipe(self._loop, os.dup(file.fileno()), worker, stream, self._sink)
+            pipe = Pipe(self._loop, os.dup(file.fileno()), worker, stream, self._sink)
             file.close()
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
             process.pipes.append(pipe)
         self._watch(process)
+        self._leases.grant(worker, self._loop.time())
+        if self._next_look is None:
+            self._next_look = self._loop.call_later(self._look_s, self._look)
 
     def kill(self, worker: Worker) -> None:
         """See `Launcher.kill`."""
         process = self._processes.get(worker)
         if process is not None:
+            self._leases.drop(worker)
             warden.kill_group(process.pid)
             if process.overdue is None:
                 process.overdue = self._loop.call_later(DEATH_S, self._report_overdue, process)
+
+    def probe(self, workers: Sequence[Worker]) -> None:
+        """See `Launcher.probe`."""
+        pids = {w: self._processes[w].pid for w in workers if w in self._processes}
+        samples = sampling.samples_of(set(pids.values())) if pids else {}
+        for worker, pid in pids.items():
+            seen = samples[pid]
+            probed = WorkerProbed(worker, seen.cpu_s, seen.io_bytes, seen.state, seen.traced)
+            self._noticed(probed)
+
+    def dump(self, worker: Worker) -> None:
+        """See `Launcher.dump`."""
+        process = self._processes.get(worker)
+        if process is None:
+            return
+        number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
+        if sampling.stat_of(process.pid).state == sampling.STOPPED or sampling.frozen(process.pid):
+            self._log("info", f"no stacks of {worker}: a process that can't run can't write them")
+        elif not sampling.handles(process.pid, number):
+            self._log("info", f"no stacks of {worker}: it has not called init()")
+        else:
+            os.kill(process.pid, number)
 
     def alive(self) -> frozenset[Worker]:
         return frozenset(self._processes)
@@ -100,6 +142,8 @@ class Agent:
 
     async def close(self) -> None:
         """Kill every worker, wait at most DEATH_S for them, read out their pipes, end the warden."""
+        if self._next_look is not None:
+            self._next_look.cancel()
         for worker in list(self._processes):
             self.kill(worker)
         deadline = self._loop.time() + DEATH_S
@@ -118,6 +162,21 @@ class Agent:
         """In the child. If its exec fails, this memory is all that the parent learns of it."""
         self._born[:] = pid.to_bytes(len(self._born), "little")
         self._warden.announce(pid)
+
+    # ---- states ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Renew the lease of everybody who is able to run."""
+        self._next_look = None
+        now = self._loop.time()
+        for worker, process in self._processes.items():
+            process.hindrance, process.stat = sampling.cannot_run(process.pid, process.stat)
+            if not process.hindrance and self._leases.renew(worker, now):
+                self._noticed(WorkerThawed(worker))
+        for worker in self._leases.expired(now):
+            self._noticed(WorkerFrozen(worker, self._processes[worker].hindrance))
+        if self._processes:
+            self._next_look = self._loop.call_later(self._look_s, self._look)
 
     # ---- exits -----------------------------------------------------------------------------------------------------
 
@@ -148,6 +207,7 @@ class Agent:
         for pipe in list(process.pipes):
             pipe.drain()
         del self._processes[process.worker]
+        self._leases.drop(process.worker)
         self._exited(WorkerExited(process.worker, code, reason, self._sink.tail(process.worker)))
         process.reported = True
         for pipe in process.pipes:
@@ -157,7 +217,7 @@ class Agent:
         if self._sweep is None:
             self._sweep = self._loop.call_later(SWEEP_S, self._reap)
 
-    def _on_pipe_end(self, process: _Process, pipe: _Pipe) -> None:
+    def _on_pipe_end(self, process: _Process, pipe: Pipe) -> None:
         self._pipes.discard(pipe)
         process.pipes.remove(pipe)
         self._forget_if_done(process)
@@ -195,9 +255,11 @@ class _Process:
         self.popen = popen
         self.pid = popen.pid
         self.pidfd: int | None = None
-        self.pipes: list[_Pipe] = []  # those not at their end
+        self.pipes: list[Pipe] = []  # those not at their end
         self.reported = False  # its exit has been
         self.overdue: asyncio.TimerHandle | None = None
+        self.stat: sampling.Stat | None = None  # at the last look
+        self.hindrance = ""  # why it could not run then
 
     def status(self) -> tuple[int, str]:
         """Exit code, or minus the signal, without reaping."""
@@ -208,102 +270,3 @@ class _Process:
         assert status is not None, f"{self.worker} was reported dead, but it runs"
         died = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         return (-status.si_status if died else status.si_status), ""
-
-
-class _Pipe:
-    """The reading end of one output stream."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        fd: int,
-        worker: Worker,
-        stream: Stream,
-        sink: Sink,
-    ) -> None:
-        self._loop = loop
-        self._fd = fd
-        self._worker = worker
-        self._stream: Stream = stream
-        self._sink = sink
-        self._open = True
-        self.closed: Callable[[_Pipe], None] = lambda pipe: None
-        os.set_blocking(fd, False)
-        loop.add_reader(fd, self._read)
-
-    def _read(self) -> bool:
-        """Pass on one chunk. False when there is none now, or never again."""
-        if not self._open:
-            return False
-        try:
-            data = os.read(self._fd, CHUNK)
-        except BlockingIOError:
-            return False
-        if not data:
-            self.close()
-            return False
-        self._sink.feed(self._worker, self._stream, data)
-        return True
-
-    def drain(self) -> None:
-        """What is there now, without waiting and within a bound."""
-        for _ in range(DRAIN_LIMIT // CHUNK):
-            if not self._read():
-                return
-
-    def end_within(self, timeout_s: float) -> None:
-        if self._open:
-            self._loop.call_later(timeout_s, self.close)
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._sink.finish(self._worker, self._stream)
-            self.closed(self)
-
-
-def _spawn(
-    command: Sequence[str], env: Mapping[str, str], announce: Callable[[int], None]
-) -> subprocess.Popen[bytes]:
-    driver = os.getpid()
-
-    def before_exec() -> None:  # in the child
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != driver:  # it died before it could be told to take us with it
-            os.kill(os.getpid(), signal.SIGKILL)
-        announce(os.getpid())
-
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads; ours makes a few system calls and execs.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return subprocess.Popen(
-            list(command),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=before_exec,
-        )
-
-
-def _why_not_started(program: str, error: Exception) -> str:
-    match getattr(error, "errno", None):
-        case errno.ENOENT | errno.ENOTDIR:
-            if os.path.exists(program):
-                return (
-                    f"cannot start {program!r}: the interpreter named in its first line is missing"
-                )
-            return f"cannot start {program!r}: there is no such program; check the name and PATH"
-        case errno.EACCES:
-            return f"cannot start {program!r}: it is not executable; try `chmod +x` or `python {program}`"
-        case errno.ENOEXEC:
-            return f"cannot start {program!r}: it is no program; add a first line such as #!/bin/sh"
-        case errno.EAGAIN | errno.ENOMEM:
-            return f"cannot start {program!r}: the host is out of processes or memory; check `ulimit -u`"
-        case errno.E2BIG:
-            return f"cannot start {program!r}: its arguments and environment are too long; shorten them"
-        case _:
-            return f"cannot start {program!r}: {error}"

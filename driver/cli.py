@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from elastic.driver import check_build, flags
 from elastic.driver.command import check_command
@@ -40,7 +40,22 @@ _FROM_ENVIRONMENT = {
     "HOROVOD_ELASTIC_TIMEOUT": "--elastic-timeout",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "--gloo-timeout-seconds",
     "HOROVOD_LOG_LEVEL": "--log-level",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "--busy-warning",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "--busy-timeout",
 }
+# Horovod's default, 0, is no wish.
+_SAYS_NOTHING = {("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")}
+_A_DAY_S = 86_400.0
+_GLOO_S = 30.0
+_SLACK_S = 60.0  # a collective gives up by itself only when its worker has long been judged
+
+
+class _Patience(NamedTuple):
+    """With a worker that others wait for, in seconds; 0: without end."""
+
+    idle_s: float
+    busy_warning_s: float
+    busy_s: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,8 +96,9 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
     words = [
         (f"{flag}={environ[name]}", f"environment variable {name}")
         for name, flag in _FROM_ENVIRONMENT.items()
-        if environ.get(name)
+        if environ.get(name) and (name, environ[name]) not in _SAYS_NOTHING
     ]
+    words += _stall_check(environ)
     if options.config_file is not None:
         words += read_config(options.config_file)
     for word, source in words:
@@ -92,6 +108,17 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
             raise Invalid(f"{source}: {error}") from None
     # The last one given wins, so the command line comes last.
     return flags.parse([*(word for word, _ in words), *arguments])
+
+
+def _stall_check(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    name = "HOROVOD_STALL_CHECK_DISABLE"
+    match environ.get(name, ""):
+        case "" | "0":
+            return []
+        case "1":
+            return [("--no-stall-check", f"environment variable {name}")]
+        case other:
+            raise Invalid(f"{name} is {other!r}; set it to 1 to turn the check off, or unset it")
 
 
 # ---- the job ---------------------------------------------------------------------------------------------------------
@@ -143,6 +170,7 @@ def make_job(
     cooldown_min_s, cooldown_max_s = _given(
         options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)
     )
+    patience = _patience(options)
     return Job(
         command=options.command,
         settings=Settings(
@@ -157,6 +185,10 @@ def make_job(
             cooldown_max_s=cooldown_max_s,
             slot_attempts=_given(options.slot_attempts, Settings.slot_attempts),
             host_attempts=options.host_attempts,
+            lease_s=_given(options.lease, Settings.lease_s),
+            idle_s=patience.idle_s,
+            busy_warning_s=patience.busy_warning_s,
+            busy_s=patience.busy_s,
             env=env,
         ),
         hosts=hosts,
@@ -166,7 +198,9 @@ def make_job(
         bind=interface_address(options.network_interfaces[0])
         if options.network_interfaces
         else "127.0.0.1",
+        collective_timeout_s=_collective_timeout_s(options, elastic=elastic),
         journal=_writable_file(options.journal),
+        metrics=_metrics(options),
         output_dir=_writable_dir(options.output_filename),
         prefix_timestamps=options.prefix_output_with_timestamp,
         log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
@@ -176,12 +210,40 @@ def make_job(
 
 def _worker_additions(options: Options) -> dict[str, str]:
     """What flags add to the environment of every worker."""
-    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, 30.0):g}"}
+    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, _GLOO_S):g}"}
     if options.tcp:
         env["NCCL_IB_DISABLE"] = "1"
     if options.log_level is not None:
         env["HOROVOD_LOG_LEVEL"] = options.log_level
     return env
+
+
+def _patience(options: Options) -> _Patience:
+    if not options.stall_check:
+        return _Patience(0.0, 0.0, 0.0)
+    return _Patience(
+        _given(options.idle_timeout, Settings.idle_s),
+        _given(options.busy_warning, Settings.busy_warning_s),
+        _given(options.busy_timeout, Settings.busy_s),
+    )
+
+
+def _collective_timeout_s(options: Options, *, elastic: bool) -> float:
+    """Gloo knows only that somebody is late: where the driver finds out who and why, it is the last resort."""
+    if options.gloo_timeout_seconds is not None or not elastic:
+        return _given(options.gloo_timeout_seconds, _GLOO_S)
+    busy_s = _patience(options).busy_s
+    return busy_s + _SLACK_S if busy_s else _A_DAY_S
+
+
+def _metrics(options: Options) -> tuple[str, int] | None:
+    if options.metrics_port is None:
+        if options.metrics_host is not None:
+            raise Invalid("--metrics-host is given without --metrics-port; give the port too")
+        return None
+    if options.metrics_port > 65535:
+        raise Invalid(f"--metrics-port {options.metrics_port} is no port; give 1 to 65535")
+    return _given(options.metrics_host, "127.0.0.1"), options.metrics_port
 
 
 def _workers(options: Options) -> tuple[int, int, int, bool]:

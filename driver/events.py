@@ -102,7 +102,7 @@ class WorkerDigested(Event):
 
 
 class WorkerProgressed(Event):
-    """It waits in a collective, waits no longer, or is in a phase that the user marks as long; see protocol.Progress."""
+    """It waits in a collective, or no longer, or is in a phase that the user marks as long; see protocol.Progress."""
 
     worker: Worker
     generation: int

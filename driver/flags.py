@@ -61,11 +61,18 @@ class Options:
     output_filename: str | None = None
     prefix_output_with_timestamp: bool = False
     journal: str | None = None
+    metrics_port: int | None = None
+    metrics_host: str | None = None
     log_level: str | None = None
     verbose: bool = False
     config_file: str | None = None
     network_interfaces: list[str] | None = None
     gloo_timeout_seconds: float | None = None
+    lease: float | None = None  # seconds
+    idle_timeout: float | None = None  # seconds; 0: never
+    busy_warning: float | None = None  # seconds; 0: never
+    busy_timeout: float | None = None  # seconds; 0: never
+    stall_check: bool = True
     tcp: bool = False
     controller: str = "gloo"  # "mpi" and "jsrun" are there to be refused
     ssh_port: int | None = None
@@ -107,6 +114,12 @@ def build_parser() -> Parser:
         )
     )
     _add_communication(parser.group("communication"))
+    _add_detection(
+        parser.group(
+            "workers that live but do not come on",
+            "They are named, then fenced: killed, so that the others go on. See docs/detection.md.",
+        )
+    )
     _add_output(parser.group("output"))
     _add_general(parser.group("general"))
     _add_without_effect(
@@ -206,10 +219,51 @@ def _add_communication(add: Group) -> None:
         "--gloo-timeout-seconds",
         "S",
         seconds,
-        "End a collective that has waited this long (default: 30, or"
-        " HOROVOD_GLOO_TIMEOUT_SECONDS).",
+        "End a collective that has waited this long, whoever is to blame (default: 30, or"
+        " HOROVOD_GLOO_TIMEOUT_SECONDS; elastic: --busy-timeout and a minute).",
     )
     add("--tcp", None, None, "Keep NCCL off InfiniBand (sets NCCL_IB_DISABLE=1).")
+
+
+def _add_detection(add: Group) -> None:
+    add(
+        "--lease",
+        "S",
+        seconds,
+        "Fence a worker that was not able to run for this long, as its process is stopped, or that"
+        " the network does not reach (default: 2).",
+    )
+    add(
+        "--idle-timeout",
+        "S",
+        number,
+        "Fence a worker that others wait for and that uses neither processor nor disk for this"
+        " long; 0: never (default: 30).",
+    )
+    add(
+        "--busy-warning --stall-check-warning-time-seconds",
+        "S",
+        number,
+        "Name a busy worker once others have waited for it this long; 0: never (default: 60, or"
+        " HOROVOD_STALL_CHECK_TIME_SECONDS).",
+        dest="busy_warning",
+    )
+    add(
+        "--busy-timeout --stall-check-shutdown-time-seconds",
+        "S",
+        number,
+        "Fence a busy worker once others have waited for it this long; 0: never (default: 600, or"
+        " HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, where that is not 0).",
+        dest="busy_timeout",
+    )
+    add(
+        "--no-stall-check",
+        None,
+        None,
+        "Turn the last three off, as HOROVOD_STALL_CHECK_DISABLE=1 does. --stall-check: leave them on.",
+        **_stall_check(False),
+    )
+    add("--stall-check", None, None, argparse.SUPPRESS, **_stall_check(True))
 
 
 def _add_output(add: Group) -> None:
@@ -226,6 +280,13 @@ def _add_output(add: Group) -> None:
         "Put the time before each line that a worker prints.",
     )
     add("--journal", "FILE", str, "Write every event and decision of the driver to FILE.")
+    add(
+        "--metrics-port",
+        "PORT",
+        whole(1),
+        "Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics.",
+    )
+    add("--metrics-host", "ADDRESS", str, "Serve them on this address, to whoever reaches it.")
     add(
         "--log-level",
         "LEVEL",
@@ -255,8 +316,6 @@ def _add_without_effect(add: Group) -> None:
         ("--autotune-bayes-opt-max-samples", whole(0), "Most samples of autotuning."),
         ("--autotune-gaussian-process-noise", number, "Noise that autotuning assumes."),
         ("--timeline-filename", str, "Where a timeline is written."),
-        ("--stall-check-warning-time-seconds", number, "When to warn of a stalled collective."),
-        ("--stall-check-shutdown-time-seconds", number, "When to end a stalled job."),
         ("--num-nccl-streams", whole(0), "Number of NCCL streams."),
         ("--thread-affinity", whole(0), "Core of the background thread."),
         ("--mpi-args", str, "Arguments of mpirun."),
@@ -269,7 +328,6 @@ def _add_without_effect(add: Group) -> None:
         ("--torus-allreduce", "--no-torus-allreduce", "Allreduce on a torus."),
         ("--autotune", "--no-autotune", "Tune the parameters above while training."),
         ("--timeline-mark-cycles", "--no-timeline-mark-cycles", "Mark cycles in the timeline."),
-        ("--stall-check", "--no-stall-check", "Watch for stalled collectives."),
         ("--mpi-threads-disable", "--no-mpi-threads-disable", "Turn MPI's threads off."),
         ("--log-with-timestamp", "--log-without-timestamp", "Time before our own messages."),
         ("--no-log-hide-timestamp", "--log-hide-timestamp", "The same, by an older name."),
@@ -281,3 +339,7 @@ def _add_without_effect(add: Group) -> None:
 
 def _controller(name: str) -> dict[str, Any]:
     return {"action": "store_const", "dest": "controller", "const": name}
+
+
+def _stall_check(on: bool) -> dict[str, Any]:
+    return {"action": "store_const", "dest": "stall_check", "const": on}

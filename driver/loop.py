@@ -14,7 +14,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from elastic.driver.events import (
     Action,
     BreakWorld,
     CallOffChange,
+    DumpStacks,
     EndJob,
     Event,
     FinishWorld,
@@ -33,6 +34,7 @@ from elastic.driver.events import (
     KillWorker,
     LetGo,
     PrepareChange,
+    ProbeWorkers,
     PublishWorld,
     RejectWorker,
     Report,
@@ -40,6 +42,7 @@ from elastic.driver.events import (
     StartWorker,
     StopMembersAt,
     StopRequested,
+    TellWorld,
     TimePassed,
     WelcomeWorker,
     WorkerDisconnected,
@@ -56,6 +59,7 @@ from elastic.protocol import Address, Place, Worker
 PARTING_S = (
     2.0  # for what a worker sent before it exited with code 0 to arrive, a large result perhaps
 )
+WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
 Line = tuple[str, str]  # level and text for the log
 STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -81,12 +85,14 @@ class Job:
     advertised: str = ""  # address workers connect to, if it is another one
     bind: str = "127.0.0.1"  # address on which a worker may listen for its peers
     port: int = 0
-    gloo_timeout_s: float = 30.0
+    gloo_timeout_s: float = 30.0  # for a group to form
+    collective_timeout_s: float = 30.0  # for a collective to end
 
 
 class Driver:
-    """One job, from its first worker to its exit code. ``log`` takes a level and a text.
+    """One job, from its first worker to its exit code.
 
+    ``log`` takes a level and a text, ``noted`` every event with its actions, as the journal does.
     After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
     """
 
@@ -100,6 +106,7 @@ class Driver:
         discovery: Discovery,
         journal: Journal,
         log: Log,
+        noted: Callable[[Event, Sequence[Action]], None] | None = None,
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
@@ -113,6 +120,7 @@ class Driver:
         self._discovery = discovery
         self._journal = journal
         self._log = log
+        self._noted = noted
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: asyncio.Queue[Event] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None
@@ -162,7 +170,7 @@ class Driver:
             )
             self._address = Address(self.job.advertised or bound.host, bound.port)
             self._log("debug", f"listening on {bound.host}:{bound.port}")
-            await self._launcher.open(self._worker_gone)
+            await self._launcher.open(self._worker_gone, self._post)
             watching = asyncio.create_task(self._watch_hosts())
             while self._ending is None or not self._ending.over:
                 self._handle(await self._mailbox.get())
@@ -202,8 +210,8 @@ class Driver:
             case _:
                 self._post(event_of(worker, message))
 
-    def _connection_gone(self, worker: Worker) -> None:
-        self._post(WorkerDisconnected(worker))
+    def _connection_gone(self, worker: Worker, silent: bool) -> None:
+        self._post(WorkerDisconnected(worker, silent))
         if worker in self._parting:
             self._part(worker)
 
@@ -288,6 +296,8 @@ class Driver:
             self._log("error", f"{reason}; the latest events:\n{self._journal.story(last=30)}")
             return [EndJob(1, reason)]
         self._journal.record(now, event, actions)
+        if self._noted is not None:
+            self._noted(event, actions)
         return actions
 
     def _set_alarm(self) -> None:
@@ -331,11 +341,20 @@ class Driver:
                 self._start(action)
             case KillWorker():
                 self._launcher.kill(action.worker)
+            case ProbeWorkers(workers):
+                self._launcher.probe(workers)
+                return ("debug", f"looking at what {_some(workers)} does")
+            case DumpStacks(worker, reason):
+                self._launcher.dump(worker)
+                return ("info", f"the stacks of {worker} follow: {reason}")
             case BreakWorld(generation, members, reason):
                 broadcast(members, protocol.Broken(generation, reason))
                 return ("info", f"generation {generation} is over: {reason}")
             case PublishWorld():
                 return self._publish(action)
+            case TellWorld(generation, member, store, holders, commit, reason):
+                word = protocol.World(generation, member.place, store, holders, commit, reason)
+                send(member.worker, word)
             case WelcomeWorker(worker, place, newcomer, elastic):
                 send(worker, protocol.Welcome(place, newcomer, elastic))
             case PrepareChange(generation, change, members, reason):
@@ -381,6 +400,8 @@ class Driver:
             bind=self.job.bind,
             elastic=settings.elastic,
             gloo_timeout_s=self.job.gloo_timeout_s,
+            collective_timeout_s=self.job.collective_timeout_s,
+            wait_timeout_s=2 * settings.elastic_timeout_s + WAIT_SLACK_S,
             threads=threads_per_worker(cores, action.place.local_size),
             extra=settings.env,
         )
@@ -397,10 +418,9 @@ class Driver:
             if not any(action.reason in text for text in told):
                 by_reason.setdefault(action.reason, []).append(action.worker)
         for reason, workers in by_reason.items():
-            named = ", ".join(map(str, workers[:8])) + (", ..." if len(workers) > 8 else "")
             number = f"{len(workers)} workers, " if len(workers) > 1 else ""
             now = f" (generation {self.generation})" if self.generation else ""
-            self._log("info", f"{verb} {number}{named}: {reason}{now}")
+            self._log("info", f"{verb} {number}{_some(workers)}: {reason}{now}")
 
     def _publish(self, world: PublishWorld) -> Line:
         for member in world.members:
@@ -438,3 +458,7 @@ class Driver:
             return ("info", f"training has ended: {outcome.reason}")
         level = "info" if self._stop_code is not None else "error"
         return (level, f"the job ends with exit code {outcome.code}: {outcome.reason}")
+
+
+def _some(workers: Sequence[Worker]) -> str:
+    return ", ".join(map(str, workers[:8])) + (", ..." if len(workers) > 8 else "")

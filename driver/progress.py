@@ -138,7 +138,7 @@ class Suspicion:
                 return "under a debugger, so it is not fenced"
             case Verdict.EXCUSED:
                 return f"in {self.phase!r}, which its code marks as long, so it is not fenced"
-        return self.verdict.value
+        return str(self.verdict.value)
 
     def reason(self, now: float) -> str:
         """Why it is fenced."""

@@ -4,6 +4,9 @@
     Answer    --Accepted-->    open: each message goes to ``heard``
     closed, broken or no message of the protocol: ``gone``, once
 
+Each host's kernel acknowledges a small packet every second, whatever the processes there do. If for ``lease_s`` nothing
+is acknowledged, the connection ends with a timeout: ``gone`` is told that it was ``silent``.
+
 The worker proves ``proof(secret, "worker", challenge.nonce, answer.nonce, worker)``, the driver proves
 ``proof(secret, "driver", answer.nonce, challenge.nonce, worker)``. A worker says nothing between its Answer and the
 driver's Accepted.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -21,6 +25,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from elastic.driver.launch.interface import Log
+from elastic.driver.settings import Settings
 from elastic.protocol import (
     HANDSHAKE_LIMIT,
     VERSION,
@@ -44,16 +49,21 @@ BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a worker that reads nothing is cut of
 DRAIN_LIMIT = 16 * 1024 * 1024  # bytes
 REFUSALS_S = 5.0  # between two log lines about refused connections
 CLOSE_S = 1.0
+KEEPALIVE_S = 1  # the kernel's shortest
+
+# Nothing was closed. Where routers report that they can't reach a host, the kernel gives that as its reason.
+_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 class Server:
     """Listens for workers. ``secret`` is the job's; nobody is heard who does not prove to know it."""
 
-    def __init__(self, *, secret: bytes, log: Log) -> None:
+    def __init__(self, *, secret: bytes, log: Log, lease_s: float = Settings.lease_s) -> None:
         self.secret = secret
+        self.lease_s = lease_s
         self._log = log
         self._heard: Callable[[Worker, Any], None] = lambda worker, message: None
-        self._gone: Callable[[Worker], None] = lambda worker: None
+        self._gone: Callable[[Worker, bool], None] = lambda worker, silent: None
         self._expected: Callable[[Worker], bool] = lambda worker: False
         self._server: asyncio.Server | None = None
         self._connections: dict[Worker, _Connection] = {}
@@ -67,13 +77,13 @@ class Server:
         port: int = 0,
         *,
         heard: Callable[[Worker, Any], None],
-        gone: Callable[[Worker], None],
+        gone: Callable[[Worker, bool], None],
         expected: Callable[[Worker], bool],
     ) -> Address:
         """Listen on one address; port 0 lets the system choose. Raises OSError.
 
         ``expected`` tells which workers may connect, ``heard`` gets their messages, ``gone`` is told once when the
-        connection of a worker ends. All are called in the event loop's thread.
+        connection of a worker ends, and whether it ended in silence. All are called in the event loop's thread.
         """
         self._heard, self._gone, self._expected = heard, gone, expected
         loop = asyncio.get_running_loop()
@@ -113,7 +123,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening, send what is buffered within CLOSE_S, drop every connection. ``gone`` is not called."""
-        self._gone = lambda worker: None
+        self._gone = lambda worker, silent: None
         if self._server is not None:
             self._server.close()
         for connection in list(self._unknown):
@@ -165,7 +175,9 @@ class Server:
             raise ProtocolError(f"it says hello as {message.worker}")
         self._heard(worker, message)
 
-    def lost(self, connection: _Connection, worker: Worker | None, trouble: str) -> None:
+    def lost(
+        self, connection: _Connection, worker: Worker | None, trouble: str, silent: bool
+    ) -> None:
         """A connection has ended; ``trouble`` is set if it was closed for a reason."""
         if worker is None:
             self._unknown.discard(connection)
@@ -176,7 +188,7 @@ class Server:
             self._log("warning", f"the connection of {worker} was closed: {trouble}")
         if self._connections.get(worker) is connection:
             del self._connections[worker]
-            self._gone(worker)
+            self._gone(worker, silent)
 
     def _refuse(self, peer: str, trouble: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -214,7 +226,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._expect_signs_of_life()
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "?"
         if not self._server.opened(self):
@@ -247,7 +259,7 @@ class _Connection(asyncio.Protocol):
             self._end(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end("")
+        self._end("", silent=_is_silence(exc))
 
     def write(self, frame: bytes) -> bool:
         """Send or buffer; False if the connection is over."""
@@ -267,8 +279,9 @@ class _Connection(asyncio.Protocol):
                 data = os.read(self._socket.fileno(), 256 * 1024)
             except BlockingIOError:
                 return
-            except OSError:
-                data = b""
+            except OSError as error:
+                self._end("", silent=_is_silence(error))
+                return
             if not data:
                 self._end("")
                 return
@@ -281,7 +294,19 @@ class _Connection(asyncio.Protocol):
     def _too_late(self) -> None:
         self._end(f"no proof within {HANDSHAKE_S:.0f} s")
 
-    def _end(self, trouble: str) -> None:
+    def _expect_signs_of_life(self) -> None:
+        options = {
+            socket.TCP_KEEPIDLE: KEEPALIVE_S,
+            socket.TCP_KEEPINTVL: KEEPALIVE_S,
+            socket.TCP_KEEPCNT: max(1, round(self._server.lease_s / KEEPALIVE_S) - 1),
+            # Also where bytes are under way, for which there are no keepalives but repetitions at growing intervals.
+            socket.TCP_USER_TIMEOUT: round(self._server.lease_s * 1000),
+        }
+        for option, value in options.items():
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def _end(self, trouble: str, *, silent: bool = False) -> None:
         """Close at once. The server is told once, before this returns."""
         if self._over:
             return
@@ -290,4 +315,8 @@ class _Connection(asyncio.Protocol):
             self._deadline.cancel()
         with contextlib.suppress(OSError):
             self._transport.abort()
-        self._server.lost(self, self._worker, trouble)
+        self._server.lost(self, self._worker, trouble, silent)
+
+
+def _is_silence(error: Exception | None) -> bool:
+    return isinstance(error, OSError) and error.errno in _SILENT

@@ -6,6 +6,7 @@ import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elastic.driver import loop
 from elastic.driver.console import Console, write_to
@@ -15,6 +16,9 @@ from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.membership import Membership
 from elastic.driver.output import Output
 from elastic.driver.server import Server
+
+if TYPE_CHECKING:
+    from elastic.driver.metrics import Metrics
 
 # Horovod's names; ours have four levels.
 _LEVELS = {
@@ -49,6 +53,7 @@ async def start(job: Job) -> Outcome:
         timestamps=job.prefix_timestamps,
         folder=Path(job.output_dir) if job.output_dir else None,
     )
+    metrics: Metrics | None = None
     console = Console(output.say, level=_LEVELS[job.log_level], colour=sys.stderr.isatty())
     try:
         for level, line in job.notes:
@@ -59,6 +64,12 @@ async def start(job: Job) -> Outcome:
             job.settings,
             failed=lambda text: console("warning", text),
         )
+        if job.metrics is not None:
+            from elastic.driver.metrics import Metrics  # its library takes a tenth of a second
+
+            metrics = Metrics(*job.metrics)
+            host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
+            console("info", f"metrics are at http://{host}:{metrics.port}/metrics")
         driver = loop.Driver(
             loop.Job(
                 settings=job.settings,
@@ -67,15 +78,21 @@ async def start(job: Job) -> Outcome:
                 interface=job.bind,
                 bind=job.bind,
                 gloo_timeout_s=float(job.settings.env.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30")),
+                collective_timeout_s=job.collective_timeout_s,
             ),
             membership=membership,
-            server=Server(secret=secrets.token_bytes(32), log=console),
-            launcher=LocalLauncher(sink=output, log=console),
+            server=Server(
+                secret=secrets.token_bytes(32), log=console, lease_s=job.settings.lease_s
+            ),
+            launcher=LocalLauncher(sink=output, log=console, lease_s=job.settings.lease_s),
             discovery=discovery,
             journal=journal,
             log=console,
+            noted=None if metrics is None else metrics.note,
         )
         code = await driver.run()
         return Outcome(code, driver.outcome, driver.ordered_results())
     finally:
+        if metrics is not None:
+            metrics.close()
         output.close()

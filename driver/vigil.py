@@ -145,6 +145,8 @@ class Vigil(Frozen):
 
     def _somebody_may_wait(self) -> bool:
         """Asked after every event, so that it must be cheap. What it means is looked at later, and seldom."""
+        if not (self.settings.idle_s or self.settings.busy_s or self.settings.busy_warning_s):
+            return False  # nothing would come of it
         match self.phase:
             case Phase.TRAINING | Phase.PREPARING:
                 return bool(self.roster.inside)

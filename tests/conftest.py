@@ -15,6 +15,7 @@ from integration.job import Job, Process
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite",
+        "--rewrite-scenarios",
         action="store_true",
         help="write golden files anew from what the code does now; read the diff afterwards",
     )
@@ -49,7 +50,8 @@ def rewrite(request: pytest.FixtureRequest) -> bool:
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Starts jobs: ``job("-np 4 --min-np 2", ["python", script, "--steps", "100"], env={...})``; see `integration.job`.
 
-    Each runs in a folder of its own. At the end of the test no process of any may be left, or the test fails.
+    Each runs in a folder of its own. At the end of the test no process of any may be left, and the journal of each must
+    keep every invariant, or the test fails. A test that breaks the product on purpose says why in ``unchecked``.
     """
     started: list[Job] = []
 
@@ -67,3 +69,5 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     yield start
     left: list[Process] = [process for each in started for process in each.end()]
     assert not left, f"these processes outlived their job: {left}"
+    for each in started:
+        each.check_invariants()

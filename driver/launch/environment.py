@@ -17,6 +17,8 @@ def worker_environment(
     bind: str,
     elastic: bool,
     gloo_timeout_s: float,
+    collective_timeout_s: float,
+    wait_timeout_s: float,
     threads: int,
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
@@ -25,7 +27,8 @@ def worker_environment(
     ``inherited`` is the driver's own environment, ``extra`` the job's additions; both give way to the worker's
     identity, and go before the defaults. ``place`` is provisional. ``secret`` is hexadecimal: the environment of a
     process is readable by its user only, its arguments by everybody. ``bind`` is the address on which the worker may
-    listen. ``threads`` is the default of OMP_NUM_THREADS.
+    listen. ``threads`` is the default of OMP_NUM_THREADS. A group forms within ``gloo_timeout_s``, a collective ends
+    within ``collective_timeout_s``, and ``wait_timeout_s`` is for how long to wait for a word of the driver.
     """
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -38,6 +41,8 @@ def worker_environment(
         "ELASTIC_SECRET": secret,
         "ELASTIC_WORKER": str(worker),
         "ELASTIC_BIND": bind,
+        "ELASTIC_COLLECTIVE_TIMEOUT": f"{collective_timeout_s:g}",
+        "ELASTIC_WAIT_TIMEOUT": f"{wait_timeout_s:g}",
         "HOROVOD_ELASTIC": "1" if elastic else "0",
         "HOROVOD_RANK": str(place.rank),
         "HOROVOD_SIZE": str(place.size),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic.driver.events import WorkerExited
+from elastic.driver.events import Event, WorkerExited
 from elastic.protocol import Worker
 
 
@@ -14,14 +14,20 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.started: list[Worker] = []
         self.killed: list[Worker] = []
+        self.probed: list[Worker] = []
+        self.dumped: list[Worker] = []
         self.environments: dict[Worker, dict[str, str]] = {}
         self.closed = False
         self._alive: set[Worker] = set()
         self._exited: Callable[[WorkerExited], None] = lambda event: None
         self._missing: set[str] = set()
+        self.noticed: Callable[[Event], None] = lambda event: None
 
-    async def open(self, exited: Callable[[WorkerExited], None]) -> None:
+    async def open(
+        self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
+    ) -> None:
         self._exited = exited
+        self.noticed = noticed
 
     def lose_program(self, program: str) -> None:
         """From now on starting ``program`` fails as a missing file does."""
@@ -44,6 +50,13 @@ class FakeLauncher:
         self.killed.append(worker)
         if worker in self._alive:
             self.exit(worker, -9)
+
+    def probe(self, workers: Sequence[Worker]) -> None:
+        """What comes of it, the test says through ``noticed``."""
+        self.probed += workers
+
+    def dump(self, worker: Worker) -> None:
+        self.dumped.append(worker)
 
     def alive(self) -> frozenset[Worker]:
         return frozenset(self._alive)

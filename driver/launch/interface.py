@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from elastic.driver.events import WorkerExited
+from elastic.driver.events import Event, WorkerExited
 from elastic.protocol import Worker
 
 Stream = Literal["stdout", "stderr"]
@@ -15,8 +15,13 @@ Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") 
 class Launcher(Protocol):
     """Starts, watches and kills worker processes. All calls come from the thread of the driver's event loop."""
 
-    async def open(self, exited: Callable[[WorkerExited], None]) -> None:
-        """Called once, before anything else. ``exited`` is called exactly once per started worker."""
+    async def open(
+        self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
+    ) -> None:
+        """Called once, before anything else. ``exited`` is called exactly once per started worker.
+
+        ``noticed`` is told what else is seen of the processes: WorkerFrozen, WorkerThawed, WorkerProbed.
+        """
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start ``command`` as this worker with exactly this environment.
@@ -27,6 +32,12 @@ class Launcher(Protocol):
 
     def kill(self, worker: Worker) -> None:
         """SIGKILL the worker and its children; its exit comes back through ``exited``. Unknown ones are ignored."""
+
+    def probe(self, workers: Sequence[Worker]) -> None:
+        """Look at what these processes do; each comes back as WorkerProbed. Unknown ones are ignored."""
+
+    def dump(self, worker: Worker) -> None:
+        """Have the worker write the stacks of its threads to stderr, if it is able to. Unknown ones are ignored."""
 
     def alive(self) -> frozenset[Worker]:
         """Workers that were started and whose exit was not reported yet."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic.driver.agent import Agent
-from elastic.driver.events import WorkerExited
+from elastic.driver.events import Event, WorkerExited
 from elastic.driver.launch.interface import Log, Sink
+from elastic.driver.settings import Settings
 from elastic.protocol import Worker
 
 
 class LocalLauncher:
     """All workers run here, whatever host name they carry: several "hosts" of one machine are fine for trials."""
 
-    def __init__(self, *, sink: Sink, log: Log) -> None:
+    def __init__(self, *, sink: Sink, log: Log, lease_s: float = Settings.lease_s) -> None:
         self._sink = sink
         self._log = log
+        self._lease_s = lease_s
         self._agent: Agent | None = None
 
     @property
@@ -23,15 +25,25 @@ class LocalLauncher:
         assert self._agent is not None, "open() comes first"
         return self._agent
 
-    async def open(self, exited: Callable[[WorkerExited], None]) -> None:
+    async def open(
+        self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
+    ) -> None:
         assert self._agent is None, "open() is called once"
-        self._agent = Agent(exited=exited, sink=self._sink, log=self._log)
+        self._agent = Agent(
+            exited=exited, noticed=noticed, sink=self._sink, log=self._log, lease_s=self._lease_s
+        )
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.agent.start(worker, command, env)
 
     def kill(self, worker: Worker) -> None:
         self.agent.kill(worker)
+
+    def probe(self, workers: Sequence[Worker]) -> None:
+        self.agent.probe(workers)
+
+    def dump(self, worker: Worker) -> None:
+        self.agent.dump(worker)
 
     def alive(self) -> frozenset[Worker]:
         return self.agent.alive()

@@ -112,7 +112,7 @@ class History:
                 key = (record["generation"], record["step"])
                 by_place.setdefault(key, set()).add(record["sha"])
             assert all(len(shas) == 1 for shas in by_place.values()), (what, by_place)
-        assert "fencing" not in self.job.output
+        assert "its parameters differ" not in self.job.output
 
     def check_undisturbed(self, steps: int, optimizer: str = "SGD") -> None:
         """The losses and final weights are those of one process that nothing happened to."""

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic.chaos.invariants import Summary, check_journal
+from elastic.driver.journal import read
+
 MARK = "ELASTIC_TEST_JOB"
 GRACE_S = 10.0  # for the driver to end its job after SIGTERM
 LINGER_S = 3.0  # for the last processes to go once the driver has
@@ -55,6 +58,7 @@ class Job:
     ) -> None:
         self.folder = folder
         self.journal = folder / "journal.jsonl"
+        self.unchecked = ""  # why its journal may break an invariant; empty: it must not
         self._mark = uuid.uuid4().hex
         self._lines: list[str] = []
         self._news = threading.Condition()
@@ -217,6 +221,13 @@ class Job:
         if self.driver.stdout is not None and not self._reader.is_alive():
             self.driver.stdout.close()
         return left
+
+    def check_invariants(self) -> Summary | None:
+        """What must hold in every job; see `elastic.chaos.invariants`. None where there is no journal to check."""
+        if self.unchecked or not self.journal.exists() or not read(self.journal)[1]:
+            return None
+        # Only a driver that was killed itself has not said how its job ended.
+        return check_journal(self.journal, ended=self.driver.returncode >= 0)
 
     # ---- inside
 

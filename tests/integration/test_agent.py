@@ -17,14 +17,22 @@ from pathlib import Path
 import pytest
 
 from elastic.driver import warden
-from elastic.driver.events import WorkerExited
+from elastic.driver.events import (
+    Event,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerProbed,
+    WorkerThawed,
+)
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.output import Output
 from elastic.protocol import Place, Worker
+from integration.stalls import debugged, freezer
 
 A, B = Worker("localhost", 0), Worker("localhost", 1)
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
+LEASE_S = 0.4
 
 
 class Host:
@@ -33,6 +41,7 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.exits: asyncio.Queue[tuple[float, WorkerExited]] = asyncio.Queue()
+        self.seen: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
         self.log: list[str] = []
         self.ranks: dict[Worker, int] = {}
         self.out, self.err = bytearray(), bytearray()
@@ -42,7 +51,9 @@ class Host:
             stderr=self.err.extend,
         )
         self.launcher = LocalLauncher(
-            sink=self.output, log=lambda level, text: self.log.append(f"{level}: {text}")
+            sink=self.output,
+            log=lambda level, text: self.log.append(f"{level}: {text}"),
+            lease_s=LEASE_S,
         )
 
     def start(self, worker: Worker, command: str | list[str], **env: str) -> int | None:
@@ -57,6 +68,27 @@ class Host:
 
     async def timed_exit(self) -> tuple[float, WorkerExited]:
         return await asyncio.wait_for(self.exits.get(), DEADLINE_S)
+
+    async def sees(self) -> Event:
+        """What is noticed next."""
+        return (await self.timed_sight())[1]
+
+    async def timed_sight(self) -> tuple[float, Event]:
+        return await asyncio.wait_for(self.seen.get(), DEADLINE_S)
+
+    async def looks(self, times: int = 8) -> None:
+        """Until it has looked at the processes so often: more than a lease."""
+        looked = 0
+        look = self.launcher.agent._leases.expired
+
+        def counted(now: float) -> list[Worker]:
+            nonlocal looked
+            looked += 1
+            return look(now)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.launcher.agent._leases, "expired", counted)
+            await until(lambda: looked >= times, f"{times} looks")
 
     async def written(self, name: str) -> str:
         """A line that a worker writes to a file."""
@@ -89,7 +121,10 @@ def gone(pid: int) -> None:
 @contextlib.asynccontextmanager
 async def hosting(folder: Path) -> AsyncIterator[Host]:
     host = Host(folder)
-    await host.launcher.open(lambda e: host.exits.put_nowait((time.monotonic(), e)))
+    await host.launcher.open(
+        lambda e: host.exits.put_nowait((time.monotonic(), e)),
+        lambda e: host.seen.put_nowait((time.monotonic(), e)),
+    )
     try:
         yield host
     finally:
@@ -214,6 +249,144 @@ async def test_many_at_once(host):
         host.start(worker, f"exit {worker.slot}")
     exits = [await host.exit() for _ in workers]
     assert {e.worker.slot: e.code for e in exits} == {n: n for n in range(24)}
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+@conversation
+async def test_a_stopped_worker_is_frozen_when_its_lease_is_over_and_thawed_when_it_runs(host):
+    pid = host.start(A, ["sleep", "60"])
+    host.start(B, ["sleep", "60"])
+    await host.looks(2)
+    stopped_at = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    at, event = await host.timed_sight()
+    assert event == WorkerFrozen(A, "stopped by a signal, as SIGSTOP")
+    assert LEASE_S / 2 < at - stopped_at < LEASE_S + 1.0
+    os.kill(pid, signal.SIGCONT)
+    assert await host.sees() == WorkerThawed(A)
+    await host.looks()
+    assert host.seen.empty()  # it is said once, and B sleeps in good health
+
+
+@pytest.mark.parametrize("kind", ["unified", "freezer"])
+def test_a_frozen_cgroup_is_seen_though_its_processes_seem_to_sleep(kind, tmp_path):
+    with freezer(kind) as cgroup:
+
+        @conversation
+        async def talk(host):
+            pid = host.start(A, ["sleep", "60"])
+            cgroup.freeze(pid)
+            assert await host.sees() == WorkerFrozen(A, "its cgroup is frozen")
+            host.launcher.dump(A)
+            assert host.log[-1].endswith("a process that can't run can't write them")
+            cgroup.thaw()
+            assert await host.sees() == WorkerThawed(A)
+
+        talk(tmp_path)
+
+
+@conversation
+async def test_a_worker_under_a_debugger_is_not_frozen(host):
+    pid = host.start(A, ["sleep", "60"])
+    with debugged(pid):
+        await host.looks()
+        host.launcher.probe([A])
+        seen = await host.sees()
+        assert isinstance(seen, WorkerProbed) and seen.traced and seen.state == "t"
+        os.kill(pid, signal.SIGSTOP)
+        await host.looks()
+        assert host.seen.empty()
+    assert await host.sees() == WorkerFrozen(A, "stopped by a signal, as SIGSTOP")
+
+
+@conversation
+async def test_an_agent_that_was_paused_itself_blames_nobody(host):
+    pid = host.start(A, ["sleep", "60"])
+    await host.looks(2)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.2)  # the whole loop stands still, as in a suspended machine
+    os.kill(pid, signal.SIGCONT)
+    await host.looks()
+    assert host.seen.empty()
+
+
+@conversation
+async def test_who_is_killed_is_not_frozen(host):
+    with freezer("freezer") as cgroup:
+        pid = host.start(A, ["sleep", "60"])
+        cgroup.freeze(pid)
+        host.launcher.kill(A)
+        await host.looks()
+        assert host.seen.empty() and lives(pid)  # not even SIGKILL ends it now
+        cgroup.thaw()
+        assert await host.exit() == WorkerExited(A, -9)
+
+
+@conversation
+async def test_a_probe_counts_what_a_worker_and_its_children_do(host):
+    host.start(A, ["sleep", "60"])
+    host.start(
+        B, "while :; do :; done & head -c 3000000 /dev/zero >$OUT/bytes; echo >$OUT/on; wait"
+    )
+    await host.written("on")
+
+    async def probe() -> list[WorkerProbed]:
+        host.launcher.probe([A, B, Worker("elsewhere", 0)])
+        first, second = await host.sees(), await host.sees()
+        assert isinstance(first, WorkerProbed) and isinstance(second, WorkerProbed)
+        assert [first.worker, second.worker] == [A, B] and host.seen.empty()
+        return [first, second]
+
+    idle, busy = await probe()
+    while True:
+        later_idle, later = await probe()
+        if later.cpu_s >= busy.cpu_s + 0.05:
+            break
+        await asyncio.sleep(0.01)
+    assert later_idle.cpu_s - idle.cpu_s <= 0.01
+    assert later_idle.io_bytes == idle.io_bytes and idle.state == "S"
+    assert busy.io_bytes >= 2 * 3_000_000
+
+
+WRITES_STACKS = """
+import faulthandler, pathlib, signal, sys, threading, time
+faulthandler.register(signal.SIGRTMIN + 4, all_threads=True)
+def hangs_here():
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(60)
+hangs_here()
+"""
+
+
+@conversation
+async def test_stacks_are_written_by_who_can_and_nobody_dies_of_it(host):
+    host.start(A, [sys.executable, "-c", WRITES_STACKS, str(host.folder / "on")])
+    pid = host.start(B, ["sleep", "60"])
+    await until((host.folder / "on").exists, "a worker that hangs")
+    host.launcher.dump(B)
+    assert host.log[-1] == "info: no stacks of localhost:1#1: it has not called init()"
+    host.launcher.dump(A)
+    await until(lambda: b"in hangs_here" in host.err, "its stacks")
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: warden.state_of(pid)[0] == "T", "a stopped process")
+    host.launcher.dump(B)
+    assert host.log[-1].endswith("a process that can't run can't write them")
+    host.launcher.dump(Worker("elsewhere", 0))
+    assert host.launcher.alive() == {A, B}
+
+
+@conversation
+async def test_looking_costs_next_to_nothing(host):
+    for slot in range(8):
+        host.start(Worker("localhost", slot), ["sleep", "60"])
+    looks = 100
+    began = time.process_time()
+    for _ in range(looks):
+        host.launcher.agent._look()
+    per_look_s = (time.process_time() - began) / looks
+    assert per_look_s / 0.25 < 0.005, f"{per_look_s * 1e3:.2f} ms every 0.25 s"
 
 
 # ---- starts ----------------------------------------------------------------------------------------------------------
@@ -345,7 +518,7 @@ class Sink:
 
 async def main():
     launcher = LocalLauncher(sink=Sink(), log=print)
-    await launcher.open(lambda event: None)
+    await launcher.open(lambda event: None, lambda event: None)
     script = "sleep 600 & a=$!; set -m; sleep 600 & echo $$ $a $! >$OUT/pids; exec sleep 600"
     launcher.start(Worker("localhost", 0), ["/bin/sh", "-c", script], dict(os.environ))
     if "fork" in sys.argv and os.fork() == 0:  # somebody who inherits the pipe to the warden

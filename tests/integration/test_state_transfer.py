@@ -109,7 +109,7 @@ def _some_ranks(rank: int) -> int:
     state = _state(0 if rank == 1 else rank)
     if rank != 1:
         group = rt.group("state", torch.device("cpu"), (0, 2))
-        with rt.guard():
+        with rt.guard("copy of the state"):
             state.transfer(group, root=0)
         state.save()
     return state.digest()

@@ -353,6 +353,65 @@ def test_threads_are_shared_unless_the_user_has_chosen():
     assert chosen.notes == []
 
 
+# ---- detection
+
+
+def detection(made: Job) -> tuple[float, float, float, float]:
+    s = made.settings
+    return s.lease_s, s.idle_s, s.busy_warning_s, s.busy_s
+
+
+def test_how_long_to_wait_for_others():
+    assert detection(job("-np 2")) == (2, 30, 60, 600)
+    line = "-np 2 --lease 5 --idle-timeout 7 --busy-warning 8 --busy-timeout 9"
+    assert detection(job(line)) == (5, 7, 8, 9)
+    assert detection(job("-np 2 --idle-timeout 0 --busy-timeout 0")) == (2, 0, 60, 0)
+    assert "more than 0" in refusal("-np 2 --lease 0")
+
+
+def test_horovods_words_for_the_same():
+    named = "--stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 40"
+    assert detection(job(f"-np 2 {named}")) == (2, 30, 20, 40)
+    made = job(
+        "-np 2",
+        HOROVOD_STALL_CHECK_TIME_SECONDS="20",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="40",
+    )
+    assert detection(made) == (2, 30, 20, 40)
+    assert detection(job("-np 2", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="0")) == (2, 30, 60, 600)
+    stall_check = "stall_check: {warning_time_seconds: 20, shutdown_time_seconds: 40}"
+    assert detection(config(stall_check)) == (2, 30, 20, 40)
+
+
+def test_the_stall_check_can_be_turned_off():
+    assert detection(job("-np 2 --no-stall-check --busy-timeout 9")) == (2, 0, 0, 0)
+    assert detection(job("-np 2", HOROVOD_STALL_CHECK_DISABLE="1")) == (2, 0, 0, 0)
+    assert detection(job("-np 2", HOROVOD_STALL_CHECK_DISABLE="0")) == (2, 30, 60, 600)
+    assert detection(job("-np 2 --stall-check", HOROVOD_STALL_CHECK_DISABLE="1"))[1] == 30
+    said = refusal("-np 2", HOROVOD_STALL_CHECK_DISABLE="no")
+    assert (
+        said
+        == "HOROVOD_STALL_CHECK_DISABLE is 'no'; set it to 1 to turn the check off, or unset it"
+    )
+
+
+def test_a_collective_is_ended_by_gloo_only_when_the_driver_has_long_judged():
+    assert job("-np 2 --min-np 1").collective_timeout_s == 660
+    assert job("-np 2 --min-np 1 --busy-timeout 90").collective_timeout_s == 150
+    assert job("-np 2 --min-np 1 --no-stall-check").collective_timeout_s == 86400
+    assert job("-np 2 --min-np 1 --gloo-timeout-seconds 5").collective_timeout_s == 5
+    assert job("-np 2 --min-np 1", HOROVOD_GLOO_TIMEOUT_SECONDS="6").collective_timeout_s == 6
+    assert job("-np 2").collective_timeout_s == 30  # in a static job nobody is judged
+
+
+def test_where_metrics_are_served():
+    assert job("-np 2").metrics is None
+    assert job("-np 2 --metrics-port 9100").metrics == ("127.0.0.1", 9100)
+    assert job("-np 2 --metrics-port 9100 --metrics-host ::").metrics == ("::", 9100)
+    assert "give the port too" in refusal("-np 2 --metrics-host ::")
+    assert "give 1 to 65535" in refusal("-np 2 --metrics-port 70000")
+
+
 # ---- what has no effect is said
 
 
@@ -399,9 +458,9 @@ def test_a_config_file_of_horovods_form():
     assert made.settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "60"
     assert warnings(made) == [
         "without effect yet: --fusion-threshold-mb, --cycle-time-ms, --autotune,"
-        " --autotune-log-file, --autotune-gaussian-process-noise,"
-        " --stall-check-warning-time-seconds"
+        " --autotune-log-file, --autotune-gaussian-process-noise"
     ]
+    assert made.settings.idle_s == made.settings.busy_s == made.settings.busy_warning_s == 0
 
 
 def test_flags_win_over_the_config_file():

@@ -104,7 +104,8 @@ def test_a_gap_that_is_no_pause_is_no_excuse():
 def test_an_observer_that_only_wakes_at_deadlines_is_not_taken_for_paused():
     leases: Leases[str] = Leases(LEASE_S)
     leases.grant("host", 0.0)
-    now, out = 0.0, []
+    now = 0.0
+    out: list[str] = []
     while not out:
         deadline = leases.next_deadline()
         assert deadline is not None and deadline > now

@@ -14,10 +14,13 @@ from elastic.driver import ending
 from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.events import (
     BreakWorld,
+    DumpStacks,
+    ProbeWorkers,
     RejectWorker,
     ReportRecovery,
     StartWorker,
     WorkerExited,
+    WorkerFrozen,
 )
 from elastic.driver.journal import Journal, replay
 from elastic.driver.launch.fake import FakeLauncher
@@ -64,7 +67,7 @@ class FakeServer:
     def disconnect(self, worker) -> None:
         if worker in self.here:
             self.here.discard(worker)
-            self.gone(worker)
+            self.gone(worker, False)
 
     async def close(self) -> None: ...
 
@@ -75,7 +78,7 @@ class FakeServer:
 class Story:
     """One job under way, with everything around it a fake."""
 
-    def __init__(self, np=2, path=None, membership=None, **changes) -> None:
+    def __init__(self, np=2, path=None, membership=None, noted=None, **changes) -> None:
         self.settings = Settings(
             np=np, workers_min=1, workers_max=np, elastic=True, env={"X": "extra"}, **changes
         )
@@ -91,6 +94,7 @@ class Story:
             discovery=self.discovery,
             journal=Journal(path, self.settings),
             log=lambda level, text: self.log.append(f"{level}: {text}"),
+            noted=noted,
         )
 
     async def __aenter__(self) -> Story:
@@ -201,7 +205,7 @@ async def test_a_clean_exit_waits_for_what_is_still_under_way(s):
     assert not s.run.done()  # A's connection has not ended
     s.server.heard(A, protocol.Result(b"large"))
     s.server.here.discard(A)
-    s.server.gone(A)
+    s.server.gone(A, False)
     assert await s.code() == 0
     assert s.driver.results == {A: b"large"}
 
@@ -225,6 +229,45 @@ async def test_members_are_told_before_anything_is_started(s):
     s.driver._perform([StartWorker(C, place, "x"), BreakWorld(1, [A], "lost")])
     assert performed == ["Broken", "start"]
     s.launcher.exit(C, 0)
+
+
+@story()
+async def test_what_is_seen_of_processes_becomes_events(s):
+    await s.train(A, B)
+    s.driver._perform([ProbeWorkers([A, B]), DumpStacks(B, "it is stuck")])
+    assert s.launcher.probed == [A, B] and s.launcher.dumped == [B]
+    assert s.log[-1] == "info: the stacks of localhost:1#1 follow: it is stuck"
+    s.launcher.noticed(WorkerFrozen(B, "stopped by a signal"))
+    await s.settle()
+    assert s.launcher.killed == [B]
+    assert any("fencing localhost:1#1: it is frozen (stopped by a signal)" in x for x in s.log)
+
+
+@story()
+async def test_a_worker_that_nobody_can_reach_is_fenced_at_once(s):
+    await s.train(A, B)
+    s.server.here.discard(B)
+    s.server.gone(B, True)
+    await s.settle()
+    assert s.launcher.killed == [B]
+
+
+@story()
+async def test_a_worker_is_told_for_how_long_to_wait(s):
+    env = s.launcher.environments[A]
+    assert env["ELASTIC_COLLECTIVE_TIMEOUT"] == "30"
+    assert env["ELASTIC_WAIT_TIMEOUT"] == "1260"
+
+
+def test_what_goes_into_the_journal_is_noted_too(tmp_path):
+    noted: list[str] = []
+
+    @story(noted=lambda event, actions: noted.append(type(event).__name__))
+    async def talk(s):
+        await s.train(A, B)
+
+    talk(tmp_path)
+    assert noted[0] == "HostsChanged" and noted.count("WorkerReady") == 2
 
 
 @story()

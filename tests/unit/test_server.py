@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 import time
 from collections.abc import AsyncIterator
 from typing import ClassVar
@@ -87,7 +89,9 @@ async def driving() -> AsyncIterator[Driver]:
     driver.address = await driver.server.open(
         "127.0.0.1",
         heard=lambda worker, message: driver.events.put_nowait((worker, message)),
-        gone=lambda worker: driver.events.put_nowait((worker, "gone")),
+        gone=lambda worker, silent: driver.events.put_nowait(
+            (worker, "silent" if silent else "gone")
+        ),
         expected=driver.expected.__contains__,
     )
     try:
@@ -277,6 +281,39 @@ async def test_last_words_are_heard_before_the_loop_comes_to_them(driver):
     driver.server.drain(A)  # the end of the stream came meanwhile
     assert await driver.next() == (A, "gone")
     assert driver.events.empty()
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (None, "gone"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), "gone"),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), "silent"),
+        (OSError(errno.EHOSTUNREACH, "no route"), "silent"),
+    ],
+)
+def test_a_host_that_acknowledges_nothing_any_more_is_told_from_a_closed_connection(error, end):
+    @conversation
+    async def talk(driver):
+        await driver.worker()
+        driver.server._connections[A].connection_lost(error)  # as the event loop calls it
+        assert await driver.next() == (A, end)
+
+    talk()
+
+
+@conversation
+async def test_the_kernel_is_asked_for_signs_of_life(driver):
+    await driver.worker()
+    connected = driver.server._connections[A]._socket
+    assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, 1),
+        (socket.TCP_USER_TIMEOUT, 2000),
+    ):
+        assert connected.getsockopt(socket.IPPROTO_TCP, option) == value
 
 
 def test_who_does_not_read_is_cut_off(monkeypatch):

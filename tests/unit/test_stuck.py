@@ -600,3 +600,8 @@ def test_whatever_is_said_there_is_a_reason_for_every_kill_and_an_end_to_every_w
         # Nobody who works is killed within minutes; the invariants are looked at after every event.
         dead = {name.split("#")[0] for name in names(actions, KillWorker) if name.endswith("#1")}
         assert dead <= accused
+
+
+def test_with_everything_turned_off_nobody_is_looked_at():
+    talk = waiting(idle_s=0, busy_s=0, busy_warning_s=0)
+    assert talk.wait(7200) == []

@@ -1,0 +1,65 @@
+"""Starts one worker process, in a session of its own, and words why one could not be started. Decides nothing.
+
+It dies with the thread that started it (PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+PR_SET_PDEATHSIG = 1
+
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def spawn(
+    command: Sequence[str], env: Mapping[str, str], announce: Callable[[int], None]
+) -> subprocess.Popen[bytes]:
+    """Raises OSError, SubprocessError or ValueError. ``announce`` is told its process number, in the child."""
+    driver = os.getpid()
+
+    def before_exec() -> None:  # in the child
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != driver:  # it died before it could be told to take us with it
+            os.kill(os.getpid(), signal.SIGKILL)
+        announce(os.getpid())
+
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads; ours makes a few system calls and execs.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return subprocess.Popen(
+            list(command),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=before_exec,
+        )
+
+
+def why_not_started(program: str, error: Exception) -> str:
+    """One sentence, with what to do about it."""
+    match getattr(error, "errno", None):
+        case errno.ENOENT | errno.ENOTDIR:
+            if os.path.exists(program):
+                return (
+                    f"cannot start {program!r}: the interpreter named in its first line is missing"
+                )
+            return f"cannot start {program!r}: there is no such program; check the name and PATH"
+        case errno.EACCES:
+            return f"cannot start {program!r}: it is not executable; try `chmod +x` or `python {program}`"
+        case errno.ENOEXEC:
+            return f"cannot start {program!r}: it is no program; add a first line such as #!/bin/sh"
+        case errno.EAGAIN | errno.ENOMEM:
+            return f"cannot start {program!r}: the host is out of processes or memory; check `ulimit -u`"
+        case errno.E2BIG:
+            return f"cannot start {program!r}: its arguments and environment are too long; shorten them"
+        case _:
+            return f"cannot start {program!r}: {error}"

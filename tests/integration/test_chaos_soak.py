@@ -1,0 +1,69 @@
+"""The soak, for seconds instead of minutes: that it measures, judges and reports. Whether all is flat takes longer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from elastic.chaos import resources
+
+
+def test_a_process_is_measured_from_outside():
+    before = resources.measure(os.getpid())
+    assert before["rss_mb"] > 5
+    assert before["threads"] >= 1
+    reading, writing = os.pipe()
+    try:
+        after = resources.measure(os.getpid())
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert after["fds"] == before["fds"] + 2
+    assert after["sockets"] == before["sockets"]
+
+
+def test_segments_that_are_open_are_counted():
+    path = resources.SEGMENTS / f"elastic-test-{os.getpid()}"
+    before = resources.measure(os.getpid())["shm"]
+    with path.open("wb"):
+        assert resources.measure(os.getpid())["shm"] == before + 1
+        assert str(path) not in resources.unused_segments()
+    assert str(path) in resources.unused_segments()
+    path.unlink()
+    assert str(path) not in resources.unused_segments()
+
+
+@pytest.mark.slow
+def test_a_short_soak_measures_judges_and_leaves_nothing(tmp_path):
+    flags = "--minutes 0.1 --fault-every 1 --workers 2 --faults kill,freeze --seed 3"
+    words = ["soak", *shlex.split(flags)]
+    words += ["--sample-every", "0.5", "--json", "soak.json", "--write-doc", "soak.md"]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "HOROVOD_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic.chaos", *words],
+        cwd=tmp_path,
+        env=clean | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    said = done.stdout + done.stderr
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["report"]["code"] == 0, said
+    assert found["report"]["steps"]["lost"] == 0
+    assert found["report"]["broken"] == []
+    assert found["report"]["faults"], said
+    assert found["soak"]["left"] == []
+    curves = {(curve["who"], curve["quantity"]["key"]) for curve in found["soak"]["curves"]}
+    assert {("driver", "fds"), ("localhost:0#1", "rss_mb"), ("localhost:0#1", "shm")} <= curves
+    assert set(found["growth"]) == {f"{who} {key}" for who, key in curves}
+    assert done.returncode == (0 if found["passed"] else 1)
+    assert found["passed"] == (not found["troubles"])
+    page = (tmp_path / "soak.md").read_text()
+    assert "python -m elastic.chaos soak --minutes=0.1" in page
+    assert "| commits lost | 0 of " in page

@@ -1,0 +1,92 @@
+"""The driver's answers as lines of a scenario. ``h:2`` is the first worker of its slot, ``h:2#2`` the second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    CallOffChange,
+    DumpStacks,
+    EndJob,
+    FinishWorld,
+    KillWorker,
+    LetGo,
+    PrepareChange,
+    ProbeWorkers,
+    PublishWorld,
+    RejectWorker,
+    Report,
+    ReportRecovery,
+    StartWorker,
+    StopMembersAt,
+    TellWorld,
+    WelcomeWorker,
+)
+from elastic.driver.wording import recovery_line
+from elastic.protocol import Place, Worker
+
+
+def short(worker: Worker) -> str:
+    return str(worker).removesuffix("#1")
+
+
+def listed(workers: Iterable[Worker]) -> str:
+    return " ".join(map(short, workers)) or "nobody"
+
+
+def placed(place: Place) -> str:
+    return f"rank {place.rank} of {place.size}"
+
+
+def line_of(action: Action) -> str:
+    """One line, or several."""
+    match action:
+        case StartWorker(worker, place, reason):
+            return f"start {short(worker)} as {placed(place)}: {reason}"
+        case KillWorker(worker, reason):
+            return f"kill {short(worker)}: {reason}"
+        case ProbeWorkers(workers):
+            return f"probe {listed(workers)}"
+        case DumpStacks(worker, reason):
+            return f"dump the stacks of {short(worker)}: {reason}"
+        case BreakWorld(generation, members, reason):
+            return f"break generation {generation}, tell {listed(members)}: {reason}"
+        case PublishWorld():
+            return f"{world_line(action)}: {action.reason}"
+        case TellWorld(generation, member):
+            where = placed(member.place)
+            return f"tell {short(member.worker)} again: {where} in generation {generation}"
+        case WelcomeWorker(worker, place, newcomer):
+            as_newcomer = ", a newcomer" if newcomer else ""
+            return f"welcome {short(worker)} as {placed(place)}{as_newcomer}"
+        case PrepareChange(generation, change, members, reason):
+            return f"prepare change {change} of generation {generation}, ask {listed(members)}: {reason}"
+        case StopMembersAt(_, change, check, members):
+            return f"stop for change {change} at check {check}, tell {listed(members)}"
+        case CallOffChange(_, change, members, reason):
+            return f"call off change {change}, tell {listed(members)}: {reason}"
+        case LetGo(worker, reason):
+            return f"let {short(worker)} go: {reason}"
+        case RejectWorker(worker, layout, expected):
+            return f"reject {short(worker)}: its state has layout {layout}, expected {expected}"
+        case FinishWorld(generation, members):
+            return f"finish generation {generation}, tell {listed(members)}"
+        case EndJob(code, reason):
+            return f"end the job with exit code {code}: {reason}"
+        case Report(level, text):
+            return f"log {level}: {text}"
+        case ReportRecovery():
+            return f"log info: {recovery_line(action)}"
+        case _:
+            raise AssertionError(f"no words for {type(action).__name__}")
+
+
+def world_line(world: PublishWorld) -> str:
+    members = [member.worker for member in world.members]
+    held = world.commit is not None
+    source = f"commit {world.commit}" if held else f"the state of {short(members[0])}"
+    lacking = members[world.holders :]
+    lack = f" ({listed(lacking)} must be sent it)" if held and lacking else ""
+    return f"publish generation {world.generation} from {source}, ranks: {listed(members)}{lack}"

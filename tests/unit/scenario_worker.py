@@ -1,0 +1,166 @@
+"""One worker's Recovery in a scenario: what the driver says to it, what user code does, and what it does about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from elastic import protocol
+from elastic.protocol import Address, Commit, Place
+from elastic.recovery import Action, Cut, Recovery, Send, Verdict
+
+STORE = Address("127.0.0.1", 7000)
+DOES = {
+    Verdict.PASS: "go on",
+    Verdict.HOLD: "hold here for the driver's word",
+    Verdict.STOP: "stop here: raise WorldChanging",
+    Verdict.BROKEN: "raise PeerLost",
+    Verdict.OVER: "end",
+}
+
+
+class WorkerStory:
+    """It is rank 1, and has just started."""
+
+    def __init__(self) -> None:
+        self.machine = Recovery()
+
+    def happens(self, line: str) -> Iterator[str]:
+        before = self.machine.phase
+        yield from self._answers(line)
+        if self.machine.phase is not before:
+            yield f"(it is {self.machine.phase.value} now)"
+
+    def _answers(self, line: str) -> Iterator[str]:
+        for pattern, message in HEARS.items():
+            found = re.fullmatch(f"the driver says: {pattern}", line)
+            if found:
+                yield from map(line_of, self.machine.receive(message(found)))
+                return
+        for pattern, do in DOES_ITSELF.items():
+            found = re.fullmatch(pattern, line)
+            if found:
+                yield from do(self.machine, found)
+                return
+        raise ValueError(f"{line!r} is nothing that can happen; see {__file__} for what can")
+
+
+def line_of(action: Action) -> str:
+    match action:
+        case Cut(generation, reason):
+            return f"cut the collectives of generation {generation}: {reason}"
+        case Send(protocol.Ready(generation, commit, _, _, running)):
+            held = f"commit {commit}" if commit else "no commit"
+            where = "" if running else ", outside elastic.run"
+            return f"say ready: last in generation {generation}, holds {held}{where}"
+        case Send(protocol.Checked(generation, change, check)):
+            return f"answer change {change} of generation {generation}: {check} checks passed"
+        case Send(protocol.Failed(generation, reason)):
+            return f"say that generation {generation} broke here: {reason}"
+        case Send(protocol.Stranded(generation, reason)):
+            return f"say that it is stranded in generation {generation}: {reason}"
+        case Send(protocol.Returned(generation)):
+            return f"say that it has returned from generation {generation}"
+        case Send(protocol.Raised(generation, commit, summary)):
+            return f"say that it raised {summary} in generation {generation} at commit {commit}"
+        case Send(protocol.Leaving(reason)):
+            return f"say that it wants to leave: {reason}"
+        case Send(message):
+            return f"say {message}"
+
+
+def world(found: re.Match[str]) -> protocol.World:
+    commit = found["commit"] and Commit(*map(int, found["commit"].split(".")))
+    place = Place(1, int(found["size"]), 1, int(found["size"]), 0, 1)
+    holders = int(found["holders"] or 0)
+    return protocol.World(
+        int(found["generation"]), place, STORE, holders, commit or None, "because"
+    )
+
+
+GENERATION = r"generation (?P<generation>\d+)"
+HEARS: dict[str, Callable[[re.Match[str]], protocol.Message]] = {
+    r"welcome, a newcomer": lambda found: protocol.Welcome(Place(4, 5, 0, 1, 0, 1), True, True),
+    r"welcome": lambda found: protocol.Welcome(Place(1, 4, 1, 4, 0, 1), False, True),
+    rf"{GENERATION}, rank 1 of (?P<size>\d+)(?:, (?P<holders>\d+) hold (?P<commit>\d+\.\d+))?": world,
+    rf"{GENERATION} is broken: (?P<reason>.+)": lambda found: protocol.Broken(
+        int(found["generation"]), found["reason"]
+    ),
+    rf"prepare change (?P<change>\d+) of {GENERATION}": lambda found: protocol.Prepare(
+        int(found["generation"]), int(found["change"])
+    ),
+    rf"stop for change (?P<change>\d+) of {GENERATION} at check (?P<check>\d+)": (
+        lambda found: protocol.StopAt(
+            int(found["generation"]), int(found["change"]), int(found["check"])
+        )
+    ),
+    rf"change (?P<change>\d+) of {GENERATION} is called off": lambda found: protocol.Proceed(
+        int(found["generation"]), int(found["change"])
+    ),
+    r"leave: (?P<reason>.+)": lambda found: protocol.Leave(found["reason"]),
+    rf"finish {GENERATION}": lambda found: protocol.Finish(int(found["generation"])),
+}
+
+
+def enters(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    machine.enter()
+    yield from waits(machine, found)
+
+
+def waits(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    yield from map(line_of, machine.wait_for_world(STORE, "x" if machine.running else ""))
+
+
+def adopts(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    yield f"commit {machine.adopt()}"
+
+
+def commits(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    yield f"commit {machine.committed()}"
+    yield from checks(machine, found)
+
+
+def checks(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    yield DOES[machine.arrive()]
+
+
+def looks_again(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    yield DOES[machine.verdict()]
+
+
+def gives_up(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    machine.release()
+    yield DOES[machine.verdict()]
+
+
+def fails(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    yield from map(line_of, machine.fail(machine.generation, found["reason"]))
+
+
+def returns(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    yield from map(line_of, machine.returned())
+
+
+def raises(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    yield from map(line_of, machine.raised(found["summary"], "Traceback ..."))
+
+
+def stops(machine: Recovery, found: re.Match[str]) -> Iterator[str]:
+    yield f"commit {machine.committed()}"
+    yield from waits(machine, found)
+
+
+DOES_ITSELF: dict[str, Callable[[Recovery, re.Match[str]], Iterator[str]]] = {
+    r"it calls init\(\)": waits,
+    r"it enters elastic.run": enters,
+    r"it restores its commit and waits for a world": waits,
+    r"its state is in step with rank 0": adopts,
+    r"it comes to commit\(\)": commits,
+    r"it comes to check_host_updates\(\)": checks,
+    r"it looks again": looks_again,
+    r"it has waited long enough": gives_up,
+    r"it saves its state and waits for a world": stops,
+    r"a collective breaks: (?P<reason>.+)": fails,
+    r"its function returns": returns,
+    r"user code raises (?P<summary>.+)": raises,
+}

@@ -1,0 +1,135 @@
+"""Following a journal: who trains under which process id, how many commits there were; line by line, as it grows."""
+
+from __future__ import annotations
+
+from elastic.chaos.follow import Follower, Story
+from elastic.driver.events import (
+    EndJob,
+    Event,
+    Member,
+    PublishWorld,
+    StopRequested,
+    TimePassed,
+    WorkerConnected,
+    WorkerDigested,
+    WorkerExited,
+    WorkerResumed,
+    WorkerReturned,
+)
+from elastic.driver.journal import Journal
+from elastic.driver.settings import Settings
+from elastic.protocol import Address, Commit, Place, Worker
+
+A, B, C = (Worker("localhost", slot) for slot in range(3))
+
+
+def world(generation: int, *workers: Worker) -> PublishWorld:
+    places = [
+        Member(worker, Place(rank, len(workers), rank, len(workers), 0, 1))
+        for rank, worker in enumerate(workers)
+    ]
+    return PublishWorld(generation, places, Address("127.0.0.1", 1), 0, None, "ready")
+
+
+class Written:
+    """A journal that is being written, and its follower."""
+
+    journal: Journal
+
+    def __init__(self, folder) -> None:
+        self.path = folder / "journal.jsonl"
+        self.follower = Follower(self.path)
+        self.now = 0.0
+
+    def begin(self) -> None:
+        settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
+        self.journal = Journal(self.path, settings)
+
+    def happens(self, event: Event, *actions) -> Story:
+        self.now += 1.0
+        self.journal.record(self.now, event, actions)
+        return self.follower.look()
+
+
+def test_the_world_and_its_process_ids_as_they_change(tmp_path):
+    written = Written(tmp_path)
+    assert written.follower.look() == Story()  # there is no file yet
+    written.begin()
+    assert written.follower.look() == Story()  # the settings tell nothing
+    written.happens(WorkerConnected(B, 102))
+    written.happens(WorkerConnected(A, 101))
+    story = written.happens(TimePassed(), world(1, A, B))
+    assert story.generation == 1
+    assert story.present() == [A, B]
+    assert story.arrived() == [B, A]
+    assert story.pids == {A: 101, B: 102}
+    story = written.happens(WorkerExited(A, -9))
+    assert story.present() == [B]
+    assert A not in story.pids
+    written.happens(WorkerConnected(A.next(), 103))
+    assert story.present() == [B]  # it is there, but in no world
+    story = written.happens(TimePassed(), world(2, B, A.next()))
+    assert story.present() == [B, A.next()]
+    assert story.arrived() == [B, A.next()]
+
+
+def test_training_begins_with_the_first_collective_of_elastic_run(tmp_path):
+    written = Written(tmp_path)
+    written.begin()
+    written.happens(TimePassed(), world(1, A, B))
+    assert written.follower.story.began_at is None
+    assert written.happens(WorkerResumed(A, 2, {})).began_at == 2.0
+    assert written.happens(WorkerResumed(B, 2, {})).began_at == 2.0
+
+
+def test_a_commit_counts_once_whoever_reports_it(tmp_path):
+    written = Written(tmp_path)
+    written.begin()
+
+    def commits(worker: Worker, generation: int, number: int) -> int:
+        event = WorkerDigested(worker, generation, Commit(generation, number), 1)
+        return written.happens(event).commits
+
+    assert commits(A, 2, 1) == 1
+    assert commits(B, 2, 1) == 1
+    assert commits(B, 2, 2) == 2
+    assert commits(A, 2, 2) == 2
+    assert commits(A, 3, 0) == 2  # what a world began with, nobody has committed in it
+    assert commits(A, 3, 1) == 3
+
+
+def test_the_end_shows_before_it_is_there(tmp_path):
+    for number, (event, actions) in enumerate(
+        [
+            (WorkerReturned(A, 2), ()),
+            (StopRequested("Ctrl-C"), ()),
+            (TimePassed(), (EndJob(1, "too few"),)),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        written = Written(folder)
+        written.begin()
+        assert not written.happens(TimePassed()).ending
+        assert written.happens(event, *actions).ending
+
+
+def test_a_line_that_is_still_being_written_is_heard_when_it_is_whole(tmp_path):
+    written = Written(tmp_path)
+    written.begin()
+    written.happens(WorkerConnected(A, 101))
+    whole = written.path.read_bytes()
+    growing = tmp_path / "growing.jsonl"
+    follower = Follower(growing)
+    for end in range(1, len(whole) + 1):
+        with growing.open("ab") as file:
+            file.write(whole[end - 1 : end])
+        heard = follower.look().pids
+        assert heard == ({A: 101} if end == len(whole) else {})
+
+
+def test_what_is_no_entry_means_nothing():
+    story = Story()
+    for line in (b"", b"{", b"[]", b'{"journal": 1}', b"\xff\xfe"):
+        story.hear(line)
+    assert story == Story()

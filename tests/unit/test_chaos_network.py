@@ -1,0 +1,74 @@
+"""Whose sockets are whose, and what is to be dropped."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from elastic.chaos import network
+from elastic.chaos.network import Socket
+from elastic.errors import Invalid
+
+
+def test_the_sockets_of_a_process_with_both_their_ends():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        door = listening.getsockname()
+        with socket.create_connection(door) as calling:
+            called, _ = listening.accept()
+            with called:
+                found = network.sockets_of(os.getpid())
+                assert Socket(door, None) in found
+                assert Socket(calling.getsockname(), door) in found
+                assert Socket(door, calling.getsockname()) in found
+
+
+def test_a_process_that_is_gone_has_none():
+    with pytest.raises(OSError):
+        network.sockets_of(2**22 + 1)
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the texts are a little-endian machine's")
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("0100007F:1F90", ("127.0.0.1", 8080)),
+        ("00000000:0016", ("0.0.0.0", 22)),
+        ("00000000000000000000000001000000:1F90", ("::1", 8080)),
+        ("0000000000000000FFFF00000100007F:1F90", ("127.0.0.1", 8080)),
+    ],
+)
+def test_addresses_as_the_kernel_writes_them(text, end):
+    line = f"0: {text} {text} 01 0:0 00:0 0 0 0 4711".split()
+    assert network._socket(line, {"4711"}) == Socket(end, end)
+    assert network._socket(line, {"4712"}) is None
+
+
+def test_a_connection_is_dropped_both_ways_and_a_door_inwards():
+    connection = Socket(("10.0.0.1", 5), ("10.0.0.2", 6))
+    assert network._elements(connection) == [
+        "flows_ip { 10.0.0.1 . 5 . 10.0.0.2 . 6 }",
+        "flows_ip { 10.0.0.2 . 6 . 10.0.0.1 . 5 }",
+    ]
+    assert network._elements(Socket(("::1", 5), None)) == ["doors_ip6 { ::1 . 5 }"]
+    assert network._elements(Socket(("0.0.0.0", 5), None)) == ["doors { 5 }"]
+
+
+def test_without_root_or_its_program_it_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    for check, needs in (
+        (network.check_partition, "needs root"),
+        (network.check_cut, "needs root"),
+    ):
+        with pytest.raises(Invalid, match=needs):
+            check()
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda program: None)
+    with pytest.raises(Invalid, match="apt-get install nftables"):
+        network.check_partition()
+    with pytest.raises(Invalid, match="apt-get install iproute2"):
+        network.check_cut()

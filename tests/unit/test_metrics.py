@@ -1,0 +1,166 @@
+"""What is counted for Prometheus: a job's events go in, and the lines that a scrape gets come out."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from elastic.driver.events import (
+    EndJob,
+    KillWorker,
+    LetGo,
+    Member,
+    PublishWorld,
+    ReportRecovery,
+    StartWorker,
+    TimePassed,
+    WorkerConnected,
+    WorkerDigested,
+    WorkerExited,
+    WorkerPaced,
+    WorkerReady,
+    WorkerReturned,
+)
+from elastic.driver.metrics import Figures, Metrics, families, kind_of
+from elastic.errors import Invalid
+from elastic.protocol import Address, Commit, Place, Worker
+
+A, B, C = (Worker("localhost", slot) for slot in range(3))
+PLACE = Place(0, 3, 0, 3, 0, 1)
+
+
+def published(*workers: Worker, generation: int = 1) -> PublishWorld:
+    members = [Member(worker, PLACE) for worker in workers]
+    return PublishWorld(generation, members, Address("h", 1), 0, None, "first world")
+
+
+def training(*workers: Worker) -> Figures:
+    figures = Figures()
+    figures.note(TimePassed(), [StartWorker(worker, PLACE, "first start") for worker in workers])
+    for worker in workers:
+        figures.note(WorkerConnected(worker, 7), [])
+    figures.note(WorkerReady(workers[0], 0, None, Address("h", 1)), [published(*workers)])
+    return figures
+
+
+def lines(figures: Figures) -> set[str]:
+    class All(Collector):
+        def collect(self):
+            return [*families(figures)]
+
+    registry = CollectorRegistry()
+    registry.register(All())
+    text = generate_latest(registry).decode()
+    return {line for line in text.splitlines() if not line.startswith("#")}
+
+
+def test_workers_by_stage_and_the_world():
+    figures = training(A, B, C)
+    figures.note(WorkerReturned(C, 1), [])
+    assert {
+        'elastic_workers{stage="training"} 2.0',
+        'elastic_workers{stage="returned"} 1.0',
+        'elastic_workers{stage="starting"} 0.0',
+        "elastic_generation 1.0",
+        "elastic_world_size 3.0",
+        "elastic_started_workers_total 3.0",
+    } <= lines(figures)
+
+
+def test_a_frozen_worker_is_fenced_and_lost_once():
+    figures = training(A, B)
+    figures.note(TimePassed(), [KillWorker(B, "it is frozen (stopped by a signal)")])
+    assert 'elastic_workers{stage="killed"} 1.0' in lines(figures)
+    figures.note(WorkerReady(B, 1, None, Address("h", 1)), [])  # its last words
+    assert figures.stages[B] == "killed"
+    figures.note(WorkerExited(B, -9), [published(A, generation=2)])
+    figures.note(WorkerExited(B, -9), [])
+    assert {
+        'elastic_fenced_workers_total{reason="frozen"} 1.0',
+        'elastic_fenced_workers_total{reason="stuck"} 0.0',
+        "elastic_lost_workers_total 1.0",
+        "elastic_generation 2.0",
+        'elastic_workers{stage="training"} 1.0',
+        'elastic_workers{stage="killed"} 0.0',
+    } <= lines(figures)
+
+
+def test_who_was_asked_to_go_is_not_lost():
+    figures = training(A, B, C)
+    figures.note(TimePassed(), [LetGo(A, "its host left"), KillWorker(B, "the host left the list")])
+    figures.note(WorkerExited(A, 1), [])
+    figures.note(WorkerExited(B, -9), [EndJob(0, "done")])
+    figures.note(WorkerExited(C, -15), [])
+    assert "elastic_lost_workers_total 0.0" in lines(figures)
+    assert sum(figures.fenced.values()) == 0
+
+
+def test_every_fence_has_its_kind():
+    assert kind_of("it is stuck: idle for 30 s while the others waited in 'loss'") == "stuck"
+    assert kind_of("it is cut off: its host acknowledges nothing any more") == "cut off"
+    assert kind_of("its parameters differ from localhost:0#1's under commit 1.2") == "digest"
+    assert kind_of("it did not call init() within 120 s") == "late"
+    assert kind_of("the job ends") == ""
+
+
+def test_recoveries_are_a_histogram():
+    figures = training(A, B)
+    for ms in (20.0, 80.0, 40_000.0):
+        report = ReportRecovery(2, "recovery", "lost b", 1, ms, {}, 0)
+        figures.note(TimePassed(), [report])
+    assert {
+        'elastic_recovery_seconds_bucket{kind="recovery",le="0.01"} 0.0',
+        'elastic_recovery_seconds_bucket{kind="recovery",le="0.025"} 1.0',
+        'elastic_recovery_seconds_bucket{kind="recovery",le="30.0"} 2.0',
+        'elastic_recovery_seconds_bucket{kind="recovery",le="+Inf"} 3.0',
+        'elastic_recovery_seconds_count{kind="recovery"} 3.0',
+        'elastic_recovery_seconds_sum{kind="recovery"} 40.1',
+    } <= lines(figures)
+
+
+def test_a_straggler_shows_until_the_world_changes():
+    figures = training(A, B, C)
+    for worker, waited_s in ((A, 25.0), (B, 26.0), (C, 1.0)):
+        figures.note(WorkerPaced(worker, 1, 300, waited_s, 30.0), [])
+    assert {
+        'elastic_straggler{worker="localhost:2#1"} 1.0',
+        'elastic_straggler{worker="localhost:0#1"} 0.0',
+        'elastic_waited_seconds_total{worker="localhost:0#1"} 25.0',
+        'elastic_reported_seconds_total{worker="localhost:0#1"} 30.0',
+        'elastic_collectives_total{worker="localhost:0#1"} 300.0',
+    } <= lines(figures)
+    figures.note(TimePassed(), [published(A, B, C, generation=2)])
+    figures.note(WorkerPaced(A, 1, 300, 1.0, 30.0), [])  # of the world before
+    assert 'elastic_straggler{worker="localhost:2#1"} 0.0' in lines(figures)
+
+
+def test_workers_that_are_gone_leave_no_lines():
+    figures = training(A, B)
+    figures.note(WorkerPaced(B, 1, 300, 1.0, 30.0), [])
+    figures.note(WorkerExited(B, 1), [])
+    assert not [line for line in lines(figures) if "localhost:1#1" in line]
+
+
+def test_the_newest_commit():
+    figures = training(A, B)
+    assert not [line for line in lines(figures) if "commit" in line]
+    for worker, commit in ((A, Commit(2, 5)), (B, Commit(2, 4))):
+        figures.note(WorkerDigested(worker, 2, commit, 17), [])
+    assert {"elastic_commit_number 5.0", "elastic_commit_generation 2.0"} <= lines(figures)
+
+
+def test_they_are_served_on_loopback_until_the_end():
+    metrics = Metrics("127.0.0.1", 0)
+    metrics.note(TimePassed(), [StartWorker(A, PLACE, "first start")])
+    url = f"http://127.0.0.1:{metrics.port}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        assert b'elastic_workers{stage="starting"} 1.0' in answer.read()
+    with pytest.raises(Invalid, match=f"port {metrics.port}: Address already in use; give another"):
+        Metrics("127.0.0.1", metrics.port)
+    metrics.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", metrics.port), timeout=10)

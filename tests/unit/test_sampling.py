@@ -1,0 +1,100 @@
+"""What is read from /proc, on texts as the kernel writes them, and once on this process itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from elastic.driver import sampling
+from elastic.driver.sampling import (
+    parse_cgroup,
+    parse_io,
+    parse_mounts,
+    parse_stat,
+    parse_status,
+    says_frozen,
+)
+
+REST = b"4194304 800 120 0 0 250 50 30 20 20 0 5 0 31256 9000000 900 18446744073709551615 1 1 0"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"python", b"a b", b"a) S 1 1 1", b"(sd-pam)", b"))) T 7", b""],
+    ids=["plain", "a space", "a whole state", "parentheses", "closing ones", "nothing"],
+)
+def test_a_command_may_be_called_anything(name):
+    stat = parse_stat(b"4711 (" + name + b") S 12 4711 4700 34816 4711 " + REST + b"\n")
+    assert (stat.state, stat.parent, stat.session) == ("S", 12, 4700)
+    assert stat.ticks == 250 + 50 + 30 + 20  # its own in user and kernel mode, its children's
+
+
+def test_half_a_line_is_none():
+    for text in (b"", b"4711 (python", b"4711 (python) S 12"):
+        with pytest.raises(ValueError, match="no line of /proc/PID/stat"):
+            parse_stat(text)
+
+
+def test_a_debugger_and_the_signals_that_are_handled():
+    text = b"Name:\tpython\nTracerPid:\t77\nSigQ:\t0/7\nSigCgt:\t0000002000000002\n"
+    assert parse_status(text) == (77, 1 << 37 | 1 << 1)
+    assert parse_status(b"") == (0, 0)
+
+
+def test_bytes_read_and_written():
+    text = b"rchar: 1000\nwchar: 24\nsyscr: 5\nsyscw: 6\nread_bytes: 4096\nwrite_bytes: 0\n"
+    assert parse_io(text) == 1024
+    assert parse_io(b"") == 0  # another user's process
+
+
+MOUNTS = b"""\
+tmpfs /sys/fs/cgroup tmpfs rw,mode=755 0 0
+cgroup /sys/fs/cgroup/cpu cgroup rw,relatime,cpu 0 0
+cgroup /sys/fs/cgroup/freezer cgroup rw,relatime,freezer 0 0
+cgroup2 /sys/fs/cgroup/unified cgroup2 rw,relatime 0 0
+"""
+
+
+def test_where_a_cgroup_says_that_it_is_frozen():
+    mounts = parse_mounts(MOUNTS)
+    assert mounts == {"freezer": "/sys/fs/cgroup/freezer", "unified": "/sys/fs/cgroup/unified"}
+    text = b"6:freezer:/job\n1:cpu,cpuacct:/elsewhere\n0::/a:b/c\n"
+    assert parse_cgroup(text, mounts) == [
+        "/sys/fs/cgroup/freezer/job/freezer.state",
+        "/sys/fs/cgroup/unified/a:b/c/cgroup.events",
+    ]
+    assert parse_cgroup(b"6:freezer:/\n0::/\n", mounts) == []  # a root can't be frozen
+    assert parse_cgroup(text, {}) == []
+
+
+def test_modern_hosts_have_one_hierarchy_only():
+    mounts = parse_mounts(b"cgroup2 /sys/fs/cgroup cgroup2 rw,nsdelegate 0 0\n")
+    assert parse_cgroup(b"0::/user.slice/x\n", mounts) == [
+        "/sys/fs/cgroup/user.slice/x/cgroup.events"
+    ]
+
+
+def test_frozen_or_not():
+    assert says_frozen(b"populated 1\nfrozen 1\n") and says_frozen(b"FROZEN\n")
+    for text in (b"populated 1\nfrozen 0\n", b"THAWED\n", b"FREEZING\n", b""):
+        assert not says_frozen(text)
+
+
+def test_a_process_that_runs_is_not_hindered():
+    why, stat = sampling.cannot_run(os.getpid(), None)
+    assert (why, stat.session) == ("", os.getsid(0))
+    assert sampling.cannot_run(os.getpid(), stat)[0] == ""
+    assert not sampling.frozen(os.getpid()) and not sampling.traced(os.getpid())
+    assert sampling.handles(os.getpid(), signal.SIGINT)
+    assert not sampling.handles(os.getpid(), signal.SIGRTMIN + 9)
+
+
+def test_a_process_that_is_none():
+    none = 2**22 + 1  # greater than any process number
+    assert sampling.stat_of(none).state == sampling.GONE
+    assert sampling.cannot_run(none, None)[0] == ""
+    assert not sampling.handles(none, signal.SIGINT)
+    seen = sampling.samples_of({none})[none]
+    assert (seen.state, seen.cpu_s, seen.io_bytes, seen.traced) == (sampling.GONE, 0.0, 0, False)
