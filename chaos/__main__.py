@@ -1,0 +1,106 @@
+"""`python -m elastic.chaos COMMAND`: picks the command's module, and gives it its options. Decides nothing else.
+
+A command is a module of this folder with ``add_arguments(parser)`` and ``main(options) -> int``, its exit code; it may
+have a ``DESCRIPTION`` and ``EXAMPLES`` for its help. Only the module that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from elastic.errors import Invalid
+
+COMMANDS = {
+    "run": "kill, freeze, slow down and cut off workers of your own job; a report at the end",
+    "check": "check a job's journal: was anything lost that must not be lost?",
+    "replay": "decide again what a journal has recorded, and compare",
+    "simulate": "run driver and workers by the thousand on a virtual clock, under drawn faults",
+    "matrix": "try every fault on real processes, in every phase",
+    "soak": "train for twenty minutes under fire, and look for what grows",
+}
+WIDTH = 100
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. ``arguments`` are those of the process by default."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if words else 2
+    name, *rest = words
+    if name not in COMMANDS:
+        print(
+            f"python -m elastic.chaos: there is no command {name!r}; give one of {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        module = importlib.import_module(f"elastic.chaos.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"elastic.chaos.{name}":
+            raise
+        print(f"python -m elastic.chaos {name} is not part of this installation", file=sys.stderr)
+        return 2
+    options = parse(name, module, rest)
+    try:
+        return int(module.main(options))
+    except Invalid as error:
+        print(f"python -m elastic.chaos {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse(name: str, module: ModuleType, words: Sequence[str]) -> argparse.Namespace:
+    """The options of one command. What follows ``--`` is a program, for commands that take one."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m elastic.chaos {name}",
+        description=getattr(module, "DESCRIPTION", f"{COMMANDS[name].capitalize()}."),
+        epilog=getattr(module, "EXAMPLES", None),
+        formatter_class=_Help,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    own, program = split(words)
+    options = parser.parse_args(own)
+    if hasattr(options, "command"):
+        options.command = program
+    elif program:
+        parser.error("it takes no program after --")
+    return options
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after the first ``--``."""
+    if "--" not in words:
+        return list(words), []
+    at = words.index("--")
+    return list(words[:at]), list(words[at + 1 :])
+
+
+def overview() -> str:
+    lines = [
+        "usage: python -m elastic.chaos COMMAND [options]",
+        "",
+        "Makes things go wrong on purpose, and says what became of it.",
+        "",
+        *(f"  {name:10}{text}" for name, text in COMMANDS.items()),
+        "",
+        "python -m elastic.chaos COMMAND --help says more. To begin with:",
+        "  python -m elastic.chaos run --mean-time-between-faults 20 -- \\",
+        "      elasticrun -np 4 --min-np 1 python train.py",
+    ]
+    return "\n".join(lines)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=WIDTH)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

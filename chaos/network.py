@@ -1,0 +1,216 @@
+"""Cuts off single processes of this machine: drops their TCP packets, or closes their connections. Decides nothing.
+
+Packets are dropped by a table of nftables of our own that belongs to the `nft` process we feed: the kernel removes it
+when that process is gone, so that it cannot outlive us, whatever ends us. Needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from elastic.errors import Invalid
+
+ANSWER_S = 5.0  # for nft or ss to answer
+LISTEN = "0A"
+
+End = tuple[str, int]  # address and port
+
+
+@dataclass(frozen=True)
+class Socket:
+    """One TCP socket. ``peer`` is None where it listens."""
+
+    own: End
+    peer: End | None
+
+
+def check_partition() -> None:
+    """Raises Invalid with a sentence if packets can't be dropped here. Tries it, on no packet."""
+    if os.geteuid() != 0:
+        raise Invalid(
+            "a partition needs root, because it drops packets; run as root, or leave it out"
+        )
+    if shutil.which("nft") is None:
+        raise Invalid(
+            "a partition needs nft; install it (apt-get install nftables), or leave partition out"
+        )
+    try:
+        PacketFilter(os.getpid()).close()
+    except OSError as error:
+        raise Invalid(f"a partition is not possible here: {error}; leave partition out") from None
+
+
+def check_cut() -> None:
+    """Raises Invalid with a sentence if connections can't be closed from outside here."""
+    if os.geteuid() != 0:
+        raise Invalid("a cut needs root; run as root, or leave cut out of the faults")
+    if shutil.which("ss") is None:
+        raise Invalid("a cut needs ss; install it (apt-get install iproute2), or leave cut out")
+
+
+def sockets_of(pid: int) -> list[Socket]:
+    """The TCP sockets of a process. Raises OSError if it is gone, or lives in a network of its own."""
+    if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
+        raise OSError(f"process {pid} has a network of its own")
+    inodes = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    sockets = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/net/{table}") as file:
+            sockets += [s for line in file if (s := _socket(line.split(), inodes)) is not None]
+    return sockets
+
+
+def _socket(fields: list[str], inodes: Collection[str]) -> Socket | None:
+    """From a line of /proc/net/tcp, if it is one of these."""
+    if len(fields) < 10 or fields[9] not in inodes:
+        return None
+    peer = None if fields[3] == LISTEN else _end(fields[2])
+    return Socket(_end(fields[1]), peer)
+
+
+def _end(text: str) -> End:
+    """``0100007F:1F90`` is 127.0.0.1 and 8080: words of four bytes, each in this machine's order."""
+    words, _, port = text.partition(":")
+    data = b"".join(
+        int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)
+    )
+    address = ipaddress.ip_address(data)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return str(address), int(port, 16)
+
+
+def close_connections(pid: int, peers: Iterable[int]) -> int:
+    """Closes the connections between a process and others of this machine. Returns how many. Raises OSError."""
+    theirs = {socket.own for peer in peers for socket in _sockets_or_none(peer)}
+    closed = 0
+    for socket in sockets_of(pid):
+        if socket.peer is None or socket.peer not in theirs:
+            continue
+        words = ["src", _host(socket.own), "sport", "=", f":{socket.own[1]}"]
+        words += ["dst", _host(socket.peer), "dport", "=", f":{socket.peer[1]}"]
+        done = subprocess.run(
+            ["ss", "-KtnH", *words], capture_output=True, text=True, timeout=ANSWER_S
+        )
+        closed += bool(done.stdout.strip())
+    return closed
+
+
+def _sockets_or_none(pid: int) -> list[Socket]:
+    try:
+        return sockets_of(pid)
+    except OSError:
+        return []
+
+
+def _host(end: End) -> str:
+    return f"[{end[0]}]" if ":" in end[0] else end[0]
+
+
+class PacketFilter:
+    """Drops all TCP packets to and from chosen sockets for as long as it is open. Raises OSError where it can't."""
+
+    def __init__(self, number: int) -> None:
+        """``number`` makes the table's name unique on this machine."""
+        self.table = f"inet elastic_chaos_{number}"
+        self._known: set[str] = set()
+        self._nft = subprocess.Popen(
+            ["nft", "-i"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us
+        )
+        try:
+            self._tell([f"add table {self.table} {{ flags owner; }}", *self._rules()])
+            self._check()
+        except OSError:
+            self.close()
+            raise
+
+    def drop(self, sockets: Iterable[Socket]) -> None:
+        """From now on also the packets of these. May be called again and again with the same ones."""
+        elements = {text for socket in sockets for text in _elements(socket)}
+        new = sorted(elements - self._known)
+        self._known |= elements
+        if new:
+            self._tell([f"add element {self.table} {text}" for text in new])
+
+    def close(self) -> None:
+        """Packets pass again. Idempotent."""
+        if self._nft.poll() is None and self._nft.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._nft.stdin.close()
+            try:
+                self._nft.wait(ANSWER_S)
+            except subprocess.TimeoutExpired:
+                self._nft.kill()
+                self._nft.wait()
+
+    def _rules(self) -> list[str]:
+        lines = []
+        for family, address in (("ip", "ipv4_addr"), ("ip6", "ipv6_addr")):
+            flow = f"{address} . inet_service . {address} . inet_service"
+            lines.append(f"add set {self.table} flows_{family} {{ type {flow}; }}")
+            lines.append(
+                f"add set {self.table} doors_{family} {{ type {address} . inet_service; }}"
+            )
+        lines.append(f"add set {self.table} doors {{ type inet_service; }}")
+        for hook in ("input", "output"):
+            chain = f"{{ type filter hook {hook} priority 0; policy accept; }}"
+            lines.append(f"add chain {self.table} {hook} {chain}")
+            for family in ("ip", "ip6"):
+                flow = f"{family} saddr . tcp sport . {family} daddr . tcp dport"
+                lines.append(f"add rule {self.table} {hook} {flow} @flows_{family} drop")
+                to = f"{family} daddr . tcp dport @doors_{family} drop"
+                lines.append(f"add rule {self.table} {hook} {to}")
+            lines.append(f"add rule {self.table} {hook} tcp dport @doors drop")
+        return lines
+
+    def _tell(self, lines: Iterable[str]) -> None:
+        assert self._nft.stdin is not None
+        self._nft.stdin.write("".join(f"{line}\n" for line in lines))
+        self._nft.stdin.flush()
+
+    def _check(self) -> None:
+        """Waits for the table: nft says nothing of what it did. Raises OSError if there is none soon."""
+        deadline = time.monotonic() + ANSWER_S
+        while self._nft.poll() is None and time.monotonic() < deadline:
+            listed = subprocess.run(
+                ["nft", "list", "tables"], capture_output=True, text=True, timeout=ANSWER_S
+            )
+            if f"table {self.table}" in listed.stdout.splitlines():
+                return
+            time.sleep(0.01)
+        raise OSError(
+            "nft could not make a table that belongs to its process (Linux 5.12, nft 0.9.9)"
+        )
+
+
+def _elements(socket: Socket) -> list[str]:
+    """What to add to the sets for a socket: both directions of a connection, or the way in."""
+    address, port = socket.own
+    family = "ip6" if ":" in address else "ip"
+    if socket.peer is not None:
+        there, their_port = socket.peer
+        return [
+            f"flows_{family} {{ {address} . {port} . {there} . {their_port} }}",
+            f"flows_{family} {{ {there} . {their_port} . {address} . {port} }}",
+        ]
+    if address in ("0.0.0.0", "::"):
+        return [f"doors {{ {port} }}"]
+    return [f"doors_{family} {{ {address} . {port} }}"]

@@ -1,0 +1,70 @@
+"""Measures from outside what a process holds, and what nobody holds any more. Decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+SEGMENTS = Path("/dev/shm")
+
+
+def measure(pid: int) -> dict[str, float]:
+    """What a process has now, by the keys of `curves.QUANTITIES`. Raises OSError if it is gone."""
+    descriptors = _descriptors(pid)
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return {
+        "rss_mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        "fds": float(len(descriptors)),
+        "threads": float(len(os.listdir(f"/proc/{pid}/task"))),
+        "sockets": float(sum(target.startswith("socket:") for target in descriptors)),
+        "shm": float(len(_segments_of(pid, descriptors))),
+    }
+
+
+def _descriptors(pid: int) -> list[str]:
+    """What each open descriptor refers to."""
+    targets = []
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            targets.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
+    return targets
+
+
+def _segments_of(pid: int, descriptors: list[str]) -> set[str]:
+    """The shared-memory segments that a process has mapped or open, by their paths."""
+    within = f"{SEGMENTS}/"
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    mapped = {line.split(maxsplit=5)[-1] for line in lines if within in line}
+    return {path for path in (*mapped, *descriptors) if path.startswith(within)}
+
+
+def segments() -> set[str]:
+    return {f"{SEGMENTS}/{name}" for name in os.listdir(SEGMENTS)} if SEGMENTS.is_dir() else set()
+
+
+def unused_segments() -> set[str]:
+    """Those of ours that no process has mapped or open: nobody will ever free them."""
+    unused = segments()
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            with contextlib.suppress(OSError):
+                pid = int(process.name)
+                unused -= _segments_of(pid, _descriptors(pid))
+    mine = set()
+    for path in unused:
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_uid == os.getuid():
+                mine.add(path)
+    return mine
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Those that still run the soak's training."""
+    left = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and int(process.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if str(folder).encode() in (process / "cmdline").read_bytes():
+                    left.append(int(process.name))
+    return left

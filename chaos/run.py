@@ -1,0 +1,230 @@
+"""`python -m elastic.chaos run`: a user's own job, and what a plan does to it; a report at the end.
+
+Checks everything before anything is started; `ordeal` does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from elastic.chaos import network, tables
+from elastic.chaos.check import broken_invariants
+from elastic.chaos.injection import RUN_S
+from elastic.chaos.ordeal import Job, Ordeal, say, under_fire
+from elastic.chaos.plan import KINDS, Chance, Plan, draw
+from elastic.chaos.plan_file import read_plan
+from elastic.chaos.report import Report, report
+from elastic.driver import cli, journal
+from elastic.driver.settings import Settings
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Starts a job with elasticrun and lets things go wrong with its workers, by a plan or at random. The script needs no
+change and knows nothing of it. At the end: the faults and what became of each, how long the recoveries took, whether
+a committed step was lost, whether the replicas agree, and how much of the time went into training."""
+
+EXAMPLES = f"""\
+faults:
+{chr(10).join(f"  {kind:10} {text}" for kind, text in KINDS.items())}
+
+examples:
+  python -m elastic.chaos run --mean-time-between-faults 20 -- elasticrun -np 4 --min-np 1 python train.py
+      kills and freezes workers at random, one about every 20 s
+  python -m elastic.chaos run --plan plan.toml --dry-run -- elasticrun -np 4 --min-np 1 python train.py
+      says what the plan would do, and starts nothing
+
+The exit code is the job's own; where that is 0, it is 1 if a committed step was lost, replicas differ or an invariant
+is broken. docs/chaos.md has a plan to begin with."""
+
+DRAWN_SHOWN = 10  # of the drawn faults, by --dry-run
+PAUSE_SHARE = 0.7  # of the lease: the longest pause of a slowed worker
+PROGRAMS = ("elasticrun", "horovodrun")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=[])
+    parser.usage = f"{parser.prog} [options] -- elasticrun [flags] program [arguments]"
+    add = parser.add_argument
+    add("--plan", type=Path, metavar="FILE", help="a plan in TOML; see docs/chaos.md")
+    add(
+        "--mean-time-between-faults",
+        type=float,
+        metavar="S",
+        help="without a plan: draw faults at random, this many seconds apart on average",
+    )
+    add("--faults", metavar="LIST", help="which ones to draw (default: kill,freeze)")
+    add("--seed", type=int, metavar="N", help="draw the same faults at the same times again")
+    add("--duration", type=float, metavar="S", help="draw faults for so long, then leave it alone")
+    add("--dry-run", action="store_true", help="check everything, say what would be done, and end")
+    add("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    add(
+        "--no-digests",
+        action="store_true",
+        help="do not have the replicas compared at every commit (it costs a pass over the parameters)",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    plan = plan_of(options)
+    job = check_job(options.command, plan, folder=None)
+    check_plan(plan, job.settings, digests=not options.no_digests)
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise Invalid(f"--json {options.json}: there is no folder {options.json.resolve().parent}")
+    if options.dry_run:
+        print("\n".join(dry_run(plan, job)))
+        return 0
+    if plan.chance is not None:
+        say(f"faults are drawn with --seed {plan.chance.seed}")
+    ordeal = under_fire(job, plan, digests=not options.no_digests)
+    if not job.journal.stat().st_size:  # elasticrun has said why
+        print(f"the job ended with exit code {ordeal.code}, before anything could be done to it")
+        return ordeal.code or 1
+    found = report_of(ordeal)
+    tables.show(found)
+    print(f"journal: {job.journal}")
+    if options.json is not None:
+        write_json(found, job, plan, options.json)
+    return found.exit_code
+
+
+# ---- before anything is started --------------------------------------------------------------------------------------
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """From the file or from the flags; with a seed in any case. Raises Invalid."""
+    flags = {
+        "--mean-time-between-faults": options.mean_time_between_faults,
+        "--faults": options.faults,
+        "--duration": options.duration,
+    }
+    given = [flag for flag, value in flags.items() if value is not None]
+    if options.plan is not None:
+        if given:
+            raise Invalid(f"{given[0]} and --plan are given together; put it into the plan")
+        try:
+            text = options.plan.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise Invalid(f"cannot read the plan {options.plan}: {why}") from None
+        plan = read_plan(text, str(options.plan))
+        if options.seed is not None and plan.chance is not None and plan.chance.seed is not None:
+            raise Invalid(f"--seed is given, and {options.plan} has a seed too; keep one of them")
+    else:
+        plan = Plan(chance=_chance_of(options))
+    return plan.seeded(secrets.randbelow(2**31) if options.seed is None else options.seed)
+
+
+def _chance_of(options: argparse.Namespace) -> Chance:
+    mean, duration = options.mean_time_between_faults, options.duration
+    if mean is None:
+        raise Invalid("say what is to go wrong: give --plan FILE or --mean-time-between-faults S")
+    for flag, value in (("--mean-time-between-faults", mean), ("--duration", duration)):
+        if value is not None and not 0 < value < float("inf"):
+            raise Invalid(f"{flag} is {value:g}; give seconds, more than 0")
+    if options.seed is not None and options.seed < 0:
+        raise Invalid(f"--seed is {options.seed}; give 0 or more")
+    kinds = [kind.strip() for kind in (options.faults or "kill,freeze").split(",")]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise Invalid(f"--faults: {kind!r} is no fault; give some of {','.join(KINDS)}")
+    return Chance(mean, tuple(kinds), duration_s=duration)
+
+
+def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job:
+    """The command, checked as elasticrun itself would do it, with a journal. Raises Invalid.
+
+    ``folder`` is where a journal goes that the command does not name; None: a new one of its own, made when it is run.
+    """
+    at = next((i for i, word in enumerate(command) if Path(word).name in PROGRAMS), None)
+    if at is None:
+        raise Invalid(
+            "give the job after --, started with elasticrun, as in: -- elasticrun -np 4 --min-np 1"
+            " python train.py"
+        )
+    options = cli.read_options(command[at + 1 :], os.environ)
+    checked = cli.make_job(options, os.environ)
+    if not checked.settings.elastic:
+        raise Invalid(
+            "this job is not elastic, so that its first lost worker ends it: give --min-np, as in"
+            " elasticrun -np 4 --min-np 1 python train.py"
+        )
+    if checked.journal is not None:
+        return Job(list(command), Path(checked.journal), checked.settings)
+    name = f"elastic-chaos-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    path = (folder or Path(tempfile.gettempdir(), name)) / "journal.jsonl"
+    words = [*command[: at + 1], "--journal", str(path), *command[at + 1 :]]
+    return Job(words, path, checked.settings)
+
+
+def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
+    """Whether this machine and this job can have it. Raises Invalid."""
+    kinds = plan.kinds()
+    if "partition" in kinds:
+        network.check_partition()
+    if "cut" in kinds:
+        network.check_cut()
+    if plan.counts_commits() and not digests:
+        raise Invalid("after_commits needs digests, by which commits are seen; drop --no-digests")
+    longest = PAUSE_SHARE * settings.lease_s
+    factors = [fault.factor for fault in plan.faults if fault.kind == "slow"]
+    if plan.chance is not None and "slow" in plan.chance.kinds:
+        factors.append(plan.chance.factor)
+    if factors and RUN_S * (max(factors) - 1) > longest:
+        raise Invalid(
+            f"a worker slowed {max(factors):g} times pauses for {RUN_S * (max(factors) - 1):.1f} s at"
+            f" a time, and counts as frozen where the lease is {settings.lease_s:g} s: give a factor"
+            f" of at most {1 + int(10 * longest / RUN_S) / 10:g}"
+        )
+
+
+def dry_run(plan: Plan, job: Job) -> list[str]:
+    """What would be done, a line each."""
+    lines = [f"would run: {' '.join(job.words)}", *(f"  {fault}" for fault in plan.faults)]
+    if plan.chance is not None:
+        faults = draw(plan.chance)
+        drawn = [fault for fault, _ in zip(faults, range(DRAWN_SHOWN), strict=False)]
+        lines += [f"drawn with seed {plan.chance.seed}:", *(f"  {fault}" for fault in drawn)]
+        if len(drawn) == DRAWN_SHOWN:
+            lines.append("  ... and so on")
+    return lines
+
+
+# ---- afterwards ------------------------------------------------------------------------------------------------------
+
+
+def report_of(ordeal: Ordeal) -> Report:
+    """From the journal that the job has left. Raises Invalid if it left none."""
+    settings, entries = journal.read(ordeal.job.journal)
+    return report(
+        settings,
+        entries,
+        ordeal.injected,
+        code=ordeal.code,
+        spared=ordeal.spared,
+        broken=broken_invariants(ordeal.job.journal),
+    )
+
+
+def write_json(found: Report, job: Job, plan: Plan, path: Path) -> None:
+    content = {
+        **asdict(found),
+        "goodput": {
+            **asdict(found.goodput),
+            "share": found.goodput.share,
+            "full_share": found.goodput.full_share,
+            "worker_share": found.goodput.worker_share,
+        },
+        "exit_code": found.exit_code,
+        "seed": plan.chance.seed if plan.chance else None,
+        "command": job.words,
+        "journal": str(job.journal),
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
