@@ -85,16 +85,16 @@ class Progress:
 
     # ---- long phases -----------------------------------------------------------------------------
 
-    def begin_phase(self, name: str) -> tuple[str, protocol.Message]:
+    def begin_phase(self, name: str) -> tuple[str, protocol.Progress]:
         """The phase before, which has to be restored, and what the driver is told at once."""
         before, self.phase = self.phase, name
         return before, self._phase_said()
 
-    def end_phase(self, before: str) -> protocol.Message:
+    def end_phase(self, before: str) -> protocol.Progress:
         self.phase = before
         return self._phase_said()
 
-    def _phase_said(self) -> protocol.Message:
+    def _phase_said(self) -> protocol.Progress:
         self._said_phase, self._said = self.phase, None
         return self._progress("", 0.0)
 

@@ -1,0 +1,45 @@
+"""A clock that is moved by what happens next. Everything random in a run comes from its one seeded source."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+Happening = tuple[float, int, Callable[..., None], tuple[Any, ...]]
+
+
+class Clock:
+    """Times are virtual seconds. What happens at one time happens in the order in which it was asked for."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self.happened = 0
+        self._order = 0
+        self._coming: list[Happening] = []
+
+    def at(self, time: float, happen: Callable[..., None], *args: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._coming, (time, self._order, happen, args))
+
+    def after(self, delay_s: float, happen: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + delay_s, happen, *args)
+
+    def between(self, low: float, high: float) -> float:
+        return low + (high - low) * self.random.random()
+
+    def chance(self, share: float) -> bool:
+        """True for this share of all calls."""
+        return share > 0 and self.random.random() < share
+
+    def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
+        """Lets happen what is due before ``until``, or until it is ``over``."""
+        coming, pop = self._coming, heapq.heappop
+        while coming and coming[0][0] <= until and not over():
+            self.now, _, happen, args = pop(coming)
+            self.happened += 1
+            happen(*args)
+        if not over():
+            self.now = max(self.now, until) if coming else self.now

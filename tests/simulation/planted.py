@@ -1,0 +1,359 @@
+"""Bugs to plant: each a small patch of the real code, of a kind that somebody could write, and that a test must catch.
+
+The names that they replace are those of `elastic.driver`, `elastic.recovery` and `elastic.state`. Nothing of this is
+ever imported by the product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic import protocol
+from elastic.driver import composition, progress, worlds
+from elastic.driver.change import Change
+from elastic.driver.events import HostLost
+from elastic.driver.frozen import Frozen
+from elastic.driver.gathering import Gathering
+from elastic.driver.leases import Leases
+from elastic.driver.membership import Membership
+from elastic.driver.patience import Patience
+from elastic.driver.placement import Arrangement
+from elastic.driver.progress import Suspicions
+from elastic.driver.roster import Stage
+from elastic.driver.vigil import Vigil
+from elastic.driver.workforce import Workforce
+from elastic.driver.worlds import Phase, Worlds
+from elastic.protocol import Commit
+from elastic.recovery import Recovery
+from elastic.state.optimizer_state import OptimizerStateHandler
+from elastic.state.sampler import ElasticSampler
+from elastic.state.snapshot import _Copy
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``bug`` is given what stands there, and returns what is to stand there instead."""
+
+    where: Any  # a class or a module
+    name: str
+    bug: Callable[[Any], Any]
+    changing: bool = False  # found where hosts and workers come and go all the time
+
+    def plant(self, setattr: Callable[[Any, str, Any], None]) -> None:
+        setattr(self.where, self.name, self.bug(getattr(self.where, self.name)))
+
+
+# ---- the driver: who trains, and from what ---------------------------------------------------------------------------
+
+
+def oldest_first(original: Any) -> Any:
+    def arrange(survivors: Any, newcomers: Any, commits: Any) -> Arrangement:
+        newest = max((c for w in survivors if (c := commits.get(w))), default=None)
+        holders = [w for w in survivors if commits.get(w) == newest] if newest else []
+        return Arrangement([*survivors, *newcomers], len(holders), newest)
+
+    return arrange
+
+
+def joiner_first(original: Any) -> Any:
+    def arrange(survivors: Any, newcomers: Any, commits: Any) -> Arrangement:
+        made: Arrangement = original(survivors, newcomers, commits)
+        joined = [w for w in made.order if w in set(newcomers)]
+        rest = [w for w in made.order if w not in set(newcomers)]
+        return dataclasses.replace(made, order=[*joined, *rest])
+
+    return arrange
+
+
+def number_alone(original: Any) -> Any:
+    def arrange(survivors: Any, newcomers: Any, commits: Any) -> Arrangement:
+        held = [c for w in survivors if (c := commits.get(w)) is not None]
+        newest = max(held, key=lambda commit: (commit.number, commit.generation), default=None)
+        if newest is None:
+            return Arrangement([*survivors, *newcomers], 0, None)
+        holders = [w for w in survivors if commits.get(w) == newest]
+        lacking = [w for w in survivors if commits.get(w) != newest]
+        return Arrangement([*holders, *lacking, *newcomers], len(holders), newest)
+
+    return arrange
+
+
+def everybody_goes(original: Any) -> Any:
+    def compose(old: Any, new: Any, commits: Any, **limits: Any) -> Any:
+        made = original([s for s in old if not s.leaving], new, commits, **limits)
+        return dataclasses.replace(made, leaving=[s for s in old if s.leaving])
+
+    return compose
+
+
+def one_is_enough(original: Any) -> Any:
+    return lambda self: 1
+
+
+def rank_0_matters(original: Any) -> Any:
+    def all_lost(self: Patience, world: Any, gathering: Any) -> Any:
+        first = self._staff.roster.get(world.members[0]) if world.members else None
+        if world.trained and first is None:
+            return "rank 0 is lost, and nobody is left to go on from"
+        return original(self, world, gathering)
+
+    return all_lost
+
+
+def nobody(original: Any) -> Any:
+    return lambda self, roster: iter(())
+
+
+def earliest_answer(original: Any) -> Any:
+    def stop(self: Change, now: float) -> int:
+        self.check = min(self._answers.values()) + 1
+        self.by = now + self.settings.elastic_timeout_s
+        return self.check
+
+    return stop
+
+
+# ---- the driver: fences and waits ------------------------------------------------------------------------------------
+
+
+def fenced_may_return(original: Any) -> Any:
+    """Who was given up has a connection again: it is one of us."""
+
+    def reconnected(self: Membership, event: Any) -> Any:
+        standing = self.roster.get(event.worker)
+        if standing is not None and standing.killed_for:
+            standing.killed_for, standing.exit_by, standing.stage = "", None, Stage.CONNECTED
+        return original(self, event)
+
+    return reconnected
+
+
+def lost_means_dead(original: Any) -> Any:
+    """A lost host's workers are taken for dead, and their slots for free."""
+
+    def host_lost(self: Frozen, event: HostLost) -> None:
+        original(self, event)
+        for worker in [*self.roster.hosts.get(event.host, {})]:
+            self.roster.remove(worker)
+
+    return host_lost
+
+
+def killed_means_dead(original: Any) -> Any:
+    """An order to kill is taken for an exit."""
+
+    def kill(self: Workforce, standing: Any, reason: str) -> None:
+        fresh = not standing.killed_for
+        original(self, standing, reason)
+        if fresh:
+            self.roster.remove(standing.worker)
+
+    return kill
+
+
+def immortals_awaited(original: Any) -> Any:
+    return lambda self, standing: 1e6
+
+
+def stuck_for_ever(original: Any) -> Any:
+    return lambda self, now: []
+
+
+def phase_forgotten(original: Any) -> Any:
+    def progressed(self: Vigil, event: Any) -> None:
+        changed = {name: getattr(event, name) for name in event.__struct_fields__} | {"phase": ""}
+        original(self, type(event)(**changed))
+
+    return progressed
+
+
+def never_busy(original: Any) -> Any:
+    return 1e9
+
+
+def goes_on_after_the_end(original: Any) -> Any:
+    def end(self: Worlds, code: int, reason: str) -> Any:
+        try:
+            original(self, code, reason)
+        except worlds.Over:
+            if self.phase is Phase.DONE and code:
+                self.phase = Phase.TRAINING
+
+    return end
+
+
+def any_generation(original: Any) -> Any:
+    """A Ready of an older world counts for the present one."""
+
+    def ready(self: Membership, event: Any) -> Any:
+        changed = {name: getattr(event, name) for name in event.__struct_fields__}
+        if event.worker in self.members:
+            changed |= {"generation": self.generation, "number": 0}
+        return original(self, type(event)(**changed))
+
+    return ready
+
+
+# ---- the worker ------------------------------------------------------------------------------------------------------
+
+
+def counted(original: Any) -> Any:
+    def committed(self: Any) -> Commit:
+        self._count = getattr(self, "_count", 0) + 1
+        newest = self.newest = Commit(self.generation, self._count)
+        return newest
+
+    return committed
+
+
+def stop_at_own_check(original: Any) -> Any:
+    def receive(self: Recovery, message: Any) -> Any:
+        if isinstance(message, protocol.StopAt):
+            message = protocol.StopAt(message.generation, message.change, self._checks)
+        return original(self, message)
+
+    return receive
+
+
+def old_label(original: Any) -> Any:
+    def adopt(self: Recovery) -> Commit:
+        self.newest = self.newest or Commit(self.generation, 0)
+        return self.newest
+
+    return adopt
+
+
+def resync_skipped(original: Any) -> Any:
+    def take_place(self: Recovery, world: protocol.World) -> None:
+        size = world.place.size
+        original(
+            self, protocol.World(world.generation, world.place, world.store, size, world.commit, "")
+        )
+
+    return take_place
+
+
+def hold_forgotten(original: Any) -> Any:
+    """It answers how far it is, and runs on."""
+
+    def prepare(self: Recovery, change: int) -> Any:
+        answer = original(self, change)
+        self._hold_at = None
+        return answer
+
+    return prepare
+
+
+def torn_commit_kept(original: Any) -> Any:
+    """The commit is numbered by the check before, which others have saved another state for."""
+
+    def committed(self: Recovery) -> Any:
+        made = original(self)
+        if self.running and not self._stopped and self._checks:
+            made = self.newest = Commit(self.generation, self._checks)
+        return made
+
+    return committed
+
+
+# ---- samples and state, which a simulation only has a model of -------------------------------------------------------
+
+
+def cursor_one_short(original: Any) -> Any:
+    def reset(self: ElasticSampler) -> None:
+        done, self.processed_num = self.processed_num, max(0, self.processed_num - 1)
+        original(self)
+        self.processed_num = done
+
+    return reset
+
+
+def own_samples_only(original: Any) -> Any:
+    def record_batch(self: ElasticSampler, batch_idx: int, batch_size: int) -> None:
+        self.processed_num = min(self.processed_num + batch_size, len(self.dataset))
+
+    return record_batch
+
+
+def old_partition(original: Any) -> Any:
+    return lambda self: None
+
+
+def order_of_its_own(original: Any) -> Any:
+    def epoch_order(self: ElasticSampler) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.epoch + 1000 * self.rank)
+        return torch.randperm(len(self.dataset), generator=generator)
+
+    return epoch_order
+
+
+def does_nothing(original: Any) -> Any:
+    return lambda self, *args: None
+
+
+def always_agrees(original: Any) -> Any:
+    return lambda self, tensor: True
+
+
+def zombies_renew(original: Any) -> Any:
+    """Who is heard of has a lease, whatever was decided about it."""
+    return lambda self, key, now: self.grant(key, now)
+
+
+SIMULATED = {
+    "rank 0 is the oldest, not a holder": Bug(composition, "arrange", oldest_first),
+    "a joiner is made the source": Bug(composition, "arrange", joiner_first),
+    "commits are compared by number alone": Bug(composition, "arrange", number_alone),
+    "one worker is always enough": Bug(Patience, "needed", one_is_enough),
+    "the job ends with rank 0": Bug(Patience, "all_lost", rank_0_matters),
+    "survivors are not waited for": Bug(Gathering, "awaited", nobody),
+    "all stop where the last one is": Bug(Change, "stop", earliest_answer, changing=True),
+    "who was fenced may return": Bug(Membership, "_reconnected", fenced_may_return),
+    "a lost host's workers are dead": Bug(Frozen, "_host_lost", lost_means_dead),
+    "an order to kill is an exit": Bug(Workforce, "kill", killed_means_dead),
+    "no deadline for an exit": Bug(Workforce, "_dies_within_s", immortals_awaited),
+    "who is stuck is never fenced": Bug(Suspicions, "to_fence", stuck_for_ever),
+    "a long phase is forgotten": Bug(Vigil, "_progressed", phase_forgotten),
+    "who computes is idle": Bug(progress, "BUSY_CPU", never_busy),
+    "the driver decides on after the end": Bug(Worlds, "_end", goes_on_after_the_end),
+    "a word of an older generation counts": Bug(Membership, "_ready", any_generation),
+    "commits are counted, a stop twice": Bug(Recovery, "committed", counted, changing=True),
+    "a commit is one check too early": Bug(Recovery, "committed", torn_commit_kept),
+    "each stops where it is": Bug(Recovery, "receive", stop_at_own_check, changing=True),
+    "nobody is held for an answer": Bug(Recovery, "_prepare", hold_forgotten, changing=True),
+    "what was copied is not a commit": Bug(Recovery, "adopt", old_label),
+    "the re-sync is skipped": Bug(Recovery, "_take_place", resync_skipped),
+}
+TOLD = {  # by a scenario: what leads there is too rare for chance
+    "who leaves goes, whatever it holds": (
+        Bug(worlds, "compose", everybody_goes),
+        "28-the-only-holder-leaves",
+    ),
+}
+TRIED = {  # by a check of `test_planted_bugs`, without a simulation
+    "a zombie renews its lease": (Bug(Leases, "renew", zombies_renew), "lease"),
+    "the cursor is one short": (Bug(ElasticSampler, "reset", cursor_one_short), "samples"),
+    "progress is that of one rank": (
+        Bug(ElasticSampler, "record_batch", own_samples_only),
+        "samples",
+    ),
+    "the old partition is kept": (Bug(ElasticSampler, "_follow_world", old_partition), "samples"),
+    "each rank has its own order": (
+        Bug(ElasticSampler, "_epoch_order", order_of_its_own),
+        "samples",
+    ),
+    "restore() leaves the optimizer": (
+        Bug(OptimizerStateHandler, "_place_entries", does_nothing),
+        "state",
+    ),
+    "restore() leaves the learning rate": (
+        Bug(OptimizerStateHandler, "_place_options", does_nothing),
+        "state",
+    ),
+    "a commit trusts versions alone": (Bug(_Copy, "_sample_agrees", always_agrees), "state"),
+}

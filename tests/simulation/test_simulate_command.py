@@ -1,0 +1,56 @@
+"""`python -m elastic.chaos simulate` and `replay`: what they print when nothing is wrong, and when something is."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.chaos.__main__ import main
+from elastic.chaos.simulator import Simulation
+from elastic.driver import journal
+
+
+def test_seeds_are_counted(capsys):
+    assert main(["simulate", "--seed", "3", "--seeds", "2", "--workers", "4", "--steps", "40"]) == 0
+    assert "2 seeds of 4 workers: " in capsys.readouterr().out
+
+
+def test_one_seed_tells_its_story_and_its_journal_replays(tmp_path, capsys):
+    path = tmp_path / "seed.jsonl"
+    assert main(["simulate", "--seed", "7", "--journal", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "PublishWorld generation=1" in said and "seed 7: " in said
+    assert main(["replay", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "led to the same actions" in said and "every invariant holds" in said
+    assert journal.main([str(path)]) == 0
+
+
+def test_a_violation_prints_all_that_is_needed_to_see_it_again(tmp_path, capsys, monkeypatch):
+    def planted(self, process):
+        assert process.recovery.generation < 2, "planted"
+
+    monkeypatch.setattr(Simulation, "labelled", planted)
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "--seed", "7", "--workers", "4", "--steps", "40"]) == 1
+    said = capsys.readouterr().out
+    assert "seed 7: planted" in said
+    assert "simulate --seed 7 --workers 4 --steps 40" in said
+    assert "\ncommit   " in said
+    path = tmp_path / "simulated-seed-7.jsonl"
+    assert f"replay {path.name}" in said
+    assert main(["replay", str(path)]) == 0  # the driver did nothing wrong
+    assert "the job had not ended when the journal did" in capsys.readouterr().out
+
+
+def test_a_changed_decision_is_seen_by_replay(tmp_path, capsys):
+    path = tmp_path / "seed.jsonl"
+    main(["simulate", "--seed", "7", "--workers", "4", "--steps", "40", "--journal", str(path)])
+    path.write_text(path.read_text().replace("entering elastic.run; ", ""))
+    assert main(["replay", str(path)]) == 1
+    assert "the replay differs: line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--seeds", "--workers", "--steps"])
+def test_bad_numbers_are_refused(flag, capsys):
+    assert main(["simulate", flag, "0"]) == 2
+    assert f"{flag} is 0; give 1 or more" in capsys.readouterr().err
