@@ -17,7 +17,7 @@ help:
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make bench     every benchmark: a table each"
 	@echo "make soak      train under random faults for MINUTES=20, and look for what grows: docs/soak.md"
-	@echo "make matrix    every fault in every phase on real processes: an hour or two, goes on where it stopped; docs/faults.md"
+	@echo "make matrix    every fault in every phase on real processes: goes on where it stopped; docs/faults.md"
 	@echo "make clean     remove .venv and everything that was generated"
 
 install: $(STAMP)

@@ -106,6 +106,7 @@ class Agent:
         process = self._processes.get(worker)
         if process is not None:
             self._leases.drop(worker)
+            process.frozen_said_at = None
             warden.kill_group(process.pid)
             if process.overdue is None:
                 process.overdue = self._loop.call_later(DEATH_S, self._report_overdue, process)
@@ -172,9 +173,16 @@ class Agent:
         for worker, process in self._processes.items():
             process.hindrance, process.stat = sampling.cannot_run(process.pid, process.stat)
             if not process.hindrance and self._leases.renew(worker, now):
+                process.frozen_said_at = None
                 self._noticed(WorkerThawed(worker))
-        for worker in self._leases.expired(now):
-            self._noticed(WorkerFrozen(worker, self._processes[worker].hindrance))
+        expired = self._leases.expired(now)
+        for worker, process in self._processes.items():
+            # Again while it lasts: a word of its own that was long under way may have made it look awake.
+            said_at = process.frozen_said_at
+            again = said_at is not None and now - said_at >= self._leases.lease_s
+            if worker in expired or (again and process.hindrance):
+                process.frozen_said_at = now
+                self._noticed(WorkerFrozen(worker, process.hindrance))
         if self._processes:
             self._next_look = self._loop.call_later(self._look_s, self._look)
 
@@ -260,6 +268,7 @@ class _Process:
         self.overdue: asyncio.TimerHandle | None = None
         self.stat: sampling.Stat | None = None  # at the last look
         self.hindrance = ""  # why it could not run then
+        self.frozen_said_at: float | None = None
 
     def status(self) -> tuple[int, str]:
         """Exit code, or minus the signal, without reaping."""

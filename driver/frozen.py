@@ -33,6 +33,8 @@ class Frozen(Worlds):
         standing = self.roster.get(event.worker)
         if standing is None or standing.killed_for:
             return
+        if standing.frozen:
+            return  # said again, as long as it lasts
         standing.frozen = event.how or "not able to run"
         if standing.stage not in AT_STAKE:
             text = f"{self._named(standing)} is frozen ({standing.frozen}); nobody trains with it"
@@ -47,6 +49,12 @@ class Frozen(Worlds):
         if not standing.killed_for:
             standing.moved_at = self._now
             self._orders.say("info", f"{self._named(standing)} runs again")
+
+    def _speaks(self, standing: Standing) -> None:
+        """It has come to its next wait since it was frozen: its word is here before its agent looks again."""
+        if standing.frozen and not standing.killed_for:
+            standing.frozen = ""
+            self._alone_said.discard(standing.worker)
 
     def _fence_frozen(self) -> None:
         """Before anything else is decided: a world with a frozen member would only wait for it."""

@@ -155,6 +155,7 @@ class Membership(Failures, Reconnections, Vigil):
         if standing is None or standing.stage is not Stage.STARTING:
             return  # a connection that outlived its process
         standing.pid = event.pid
+        self._speaks(standing)
         self._staff.welcome(standing, self.members)
 
     def _ready(self, event: WorkerReady) -> None:
@@ -168,6 +169,7 @@ class Membership(Failures, Reconnections, Vigil):
         if 0 < event.number < standing.readies:
             return  # of a wait that is over
         standing.readies = event.number
+        self._speaks(standing)
         if standing.stage is Stage.STARTING:
             raise self._illegal(event, "ready before it connected")
         if standing.stage is Stage.FINISHED:

@@ -53,6 +53,7 @@ class Standing:
     frozen: str = ""  # how, as its agent sees it; empty: it runs
     inside: str = ""  # the collective of the present generation that it waits in
     last_inside: str = ""  # ... or waited in before
+    said_at: float = 0.0  # when it said so last
     entered: int = 0  # collectives of the present generation, when it was last heard of
     phase: str = ""  # what the user marks as long
     waits_since: float = 0.0  # inside a collective, ready, or returned

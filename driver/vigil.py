@@ -24,9 +24,10 @@ from elastic.driver.roster import Stage, Standing
 from elastic.driver.settings import Settings
 from elastic.driver.stragglers import Stragglers
 from elastic.driver.worlds import Phase
-from elastic.protocol import Worker
+from elastic.protocol import COPY, Worker
 
 SOON_S = 0.001
+SILENT_S = 15.0  # three times as long as a worker that waits takes between two words about it
 NAMED = 4  # who holds the others up gets a line of its own, up to so many at a time
 
 
@@ -39,6 +40,7 @@ class Vigil(Frozen):
         self._stragglers = Stragglers()
         self._probe_s = probe_every_s(settings)
         self._look_at: float | None = None  # None: nobody waits
+        self._repeated_at = 0.0  # when somebody last said again that it waits
         self._watched = 0  # the generation of what is known
         self._where = ""  # the others wait
         self._lines = NAMED  # left until the next look
@@ -59,6 +61,9 @@ class Vigil(Frozen):
         if standing.stage is not Stage.MEMBER or standing.killed_for:
             return
         before = (standing.entered, standing.phase, standing.inside)
+        standing.said_at = self._now
+        if event.inside and before == (event.entered, event.phase, event.inside):
+            self._repeated_at = self._now
         if event.inside:
             standing.inside = standing.last_inside = event.inside
             standing.waits_since = self._now - event.waited_s
@@ -167,6 +172,7 @@ class Vigil(Frozen):
             more = counted(self._unnamed, "more member")
             self._orders.say("warning", f"{more} keep the others waiting {self._where}")
         self._lines, self._unnamed = NAMED, 0
+        self._disbelieve_the_silent()
         waiters, suspects = self._sides()
         if not waiters or not suspects:
             self._suspicions.only(())
@@ -193,6 +199,12 @@ class Vigil(Frozen):
                 to_probe.append(suspicion.worker)
         if to_probe:
             self._orders.do(ProbeWorkers(to_probe))
+
+    def _disbelieve_the_silent(self) -> None:
+        """Who waits says so again and again. Who no longer does, while others do, may be stuck since: a suspect."""
+        for standing in [*self.roster.inside.values()]:
+            if standing.said_at < self._repeated_at - SILENT_S:
+                standing.inside = ""
 
     def _sides(self) -> tuple[list[Standing], list[Standing]]:
         """Members that wait, and those that they wait for."""
@@ -289,7 +301,10 @@ class Vigil(Frozen):
             return
         self._all_inside_said = text
         groups = {(s.inside, s.entered) for s in inside}
-        if len(groups) > 1:
+        copying = any(s.inside == COPY for s in inside)
+        if len(groups) > 1 and copying:
+            self._orders.say("warning", f"{text} for {patience:g} s: is there so much to copy?")
+        elif len(groups) > 1:
             why = "these are not the same collective, so that nobody can go on: the script is wrong"
             self._orders.say("error", f"all members wait for {patience:g} s, but {text}: {why}")
         else:

@@ -23,7 +23,8 @@ class Environment:
     secret: bytes
     bind_host: str
     elastic: bool
-    timeout_s: float
+    timeout_s: float  # to form a group
+    collective_timeout_s: float  # for a collective to end
     wait_timeout_s: float  # for the driver's word, should it be frozen
     digest_commits: bool  # report a digest of every commit, so that replicas can be compared
 
@@ -32,10 +33,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     """Raises Invalid where a variable that the launcher sets is damaged."""
     env = os.environ if environ is None else environ
     alone = Worker("localhost", 0, 1)
-    # Where the driver judges who is stuck, a collective's own timeout is the last resort, and longer.
-    given = "ELASTIC_COLLECTIVE_TIMEOUT"
-    given = given if given in env else "HOROVOD_GLOO_TIMEOUT_SECONDS"
-    timeout_s = _seconds(env, given, 30.0)
+    timeout_s = _seconds(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", 30.0)
     driver: Address | None = None
     worker, secret = alone, b""
     if "ELASTIC_DRIVER" in env:
@@ -56,6 +54,8 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         bind_host=env.get("ELASTIC_BIND", "127.0.0.1"),
         elastic=env.get("HOROVOD_ELASTIC", "0") == "1",
         timeout_s=timeout_s,
+        # Where the driver judges who is stuck, this is the last resort, and longer.
+        collective_timeout_s=_seconds(env, "ELASTIC_COLLECTIVE_TIMEOUT", timeout_s),
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),
     )

@@ -115,6 +115,7 @@ class Groups:
             device_type=device_type,
             bind_host=self._env.bind_host,
             timeout_s=self._env.timeout_s,
+            collective_timeout_s=self._env.collective_timeout_s,
         )
         self._cut_with(generation, connecting)
         return connecting.connect()

@@ -18,6 +18,7 @@ class _Claimed:
     """A name in use. ``works`` is None until the collective has been submitted."""
 
     name: str
+    shown: str  # the same on all ranks: without a number that only this process gave it
     runtime: Runtime
     generation: int
     works: list[Work] | None = None
@@ -49,7 +50,8 @@ class Handles:
                     f"{kind} {name!r} is in flight already; synchronize() its handle first, or use another name"
                 )
             self._names[full] = handle
-            self._claimed[handle] = _Claimed(full, rt, rt.generation)
+            shown = kind if name is None else full
+            self._claimed[handle] = _Claimed(full, shown, rt, rt.generation)
             return handle
 
     def submitted(self, handle: int, works: list[Work], finish: Callable[[], Any]) -> None:
@@ -59,10 +61,10 @@ class Handles:
                 claimed.works, claimed.finish = works, finish
 
     def name(self, handle: int) -> str:
-        """As in ``allreduce.loss``; empty for a handle that is not in flight."""
+        """By which it is told of: ``allreduce.loss``, or ``allreduce`` if it has none. Empty if it is not in flight."""
         with self._lock:
             claimed = self._claimed.get(handle)
-        return claimed.name if claimed is not None else ""
+        return claimed.shown if claimed is not None else ""
 
     def release(self, handle: int) -> None:
         """The collective was not submitted after all, or its result was taken."""
@@ -95,7 +97,7 @@ class Handles:
         if claimed is None or claimed.works is None or claimed.finish is None:
             return None
         self.release(handle)
-        return claimed.works, claimed.finish, claimed.name
+        return claimed.works, claimed.finish, claimed.shown
 
     def _drop_stale(self, rt: Runtime) -> None:
         for handle, claimed in list(self._claimed.items()):

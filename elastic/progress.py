@@ -1,8 +1,8 @@
 """Where this worker's training thread is, and when that is worth telling the driver. Pure: times are passed in.
 
 The training thread writes it down at every collective: two attributes and two looks at the clock. The link thread looks
-once a second and says only what lasts: a wait of a second, its end, a phase that was marked as long. So a step in which
-nobody waits costs no message.
+once a second and says only what lasts: a wait of a second, again while it lasts, its end, a phase that was marked as
+long. So a step in which nobody waits costs no message.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from elastic import protocol
 
 WAIT_S = 1.0  # inside one collective, before the driver is told
+REPEAT_S = 5.0  # ... and between two words about the same wait: a worker that falls silent may be stuck in there
 PACE_S = 30.0  # between two reports of how much was waited
 
 
@@ -24,6 +25,7 @@ class Progress:
         self._since = 0.0
         self._depth = 0
         self._said: tuple[int, int] | None = None  # the collective that the driver knows of
+        self._said_at = 0.0
         self._said_phase = ""
         self._completed = 0  # since the last report of the pace, as is what follows
         self._waited_s = 0.0
@@ -52,6 +54,10 @@ class Progress:
         self._waited_s += now - self._since
         return self._said is not None
 
+    def begin_training(self) -> None:
+        """The state is equal everywhere. What only some members did for that is forgotten: from here all count alike."""
+        self.entered = 0
+
     # ---- the link thread -------------------------------------------------------------------------
 
     def tell(self, now: float) -> list[protocol.Message]:
@@ -60,8 +66,10 @@ class Progress:
         at, inside, since = (self.generation, self.entered), self.inside, self._since
         waits = bool(inside) and now - since >= WAIT_S
         phase = self.phase
-        if (at if waits else None) != self._said or phase != self._said_phase:
+        news = (at if waits else None) != self._said or phase != self._said_phase
+        if news or (waits and now - self._said_at >= REPEAT_S):
             self._said, self._said_phase = at if waits else None, phase
+            self._said_at = now
             said.append(self._progress(inside if waits else "", now - since if waits else 0.0))
         return said
 

@@ -20,6 +20,7 @@ import msgspec
 VERSION = 1
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
+COPY = "copy of the state"  # by this name a worker waits in one
 STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal at which a worker writes its stacks
 
 

@@ -20,7 +20,7 @@ import torch
 from elastic import runtime
 from elastic.errors import Invalid, LeaveRequested, PeerLost, StateMismatch, WorldChanging
 from elastic.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
-from elastic.protocol import World
+from elastic.protocol import COPY, World
 from elastic.runtime import Runtime
 from elastic.state.state import State, has_custom_sync
 
@@ -50,7 +50,9 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
         rt.enter()
         try:
             return _train(rt, func, state, args, kwargs)
-        except LeaveRequested:
+        except LeaveRequested as end:
+            if rt.lost_driver:
+                print(f"elastic: {end}", file=sys.stderr)
             sys.exit(0 if rt.asked_to_leave else 1)
         except StateMismatch:
             raise
@@ -136,8 +138,7 @@ def _copy_state(rt: Runtime, state: State, world: World) -> int:
     if not lacking:
         return 0
     group = rt.group("state", torch.device("cpu"), (0, *lacking))
-    # Those that hold the commit already may wait for long in their first collective: it is no one's fault.
-    with rt.guard("copy of the state"), rt.long_phase("copy of the state"):
+    with rt.guard(COPY):
         copied = state.transfer(group, root=0)
     if rank != 0:
         state.save()

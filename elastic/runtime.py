@@ -49,6 +49,7 @@ from elastic.state import pinned
 
 HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
 WAIT_SAID_S = 30.0  # how often a long wait says what it waits for
+ASLEEP_S = 3.0  # the link thread, which wakes once a second: the process did not run
 DRAIN_S = 1.0  # for aborted collectives to end; they take milliseconds
 
 
@@ -70,6 +71,9 @@ class Runtime:
         self._layout_sent = ""
         self._leave_asked = False
         self._warned_alone = False
+        self.lost_driver = False  # nobody else will say why this worker ends
+        self._awake_at = 0.0  # the link thread was last; 0: it does not run yet
+        self._slept_s = 0.0  # before that
 
     # ---- what others read ------------------------------------------------------------------------
 
@@ -144,12 +148,14 @@ class Runtime:
 
     def _poked(self) -> None:
         """In the link thread: at every poke, and once a second."""
+        now = time.monotonic()
+        self._slept_s = now - self._awake_at if self._awake_at else 0.0
+        self._awake_at = now
         if self._leave_asked:
             self._leave_asked = False
             with self._lock:
                 actions = self._recovery.ask_to_leave("SIGTERM")
             self._perform(actions)
-        now = time.monotonic()
         news = self._progress.tell(now)
         if self.elastic and self._recovery.phase is Phase.TRAINING:
             news += self._progress.pace(now)
@@ -169,8 +175,13 @@ class Runtime:
         self._perform(actions)
 
     def _driver_lost(self, reason: str) -> None:
+        if self._slept_s > ASLEEP_S:
+            why = f"{self.env.worker} was fenced: it did not run for {self._slept_s:.0f} s, and the others go on without it"
+        else:
+            why = f"{self.env.worker} ends, because it was fenced or elasticrun is gone: {reason}"
         with self._changed:
-            actions = self._recovery.driver_lost(reason)
+            actions = self._recovery.driver_lost(why)
+            self.lost_driver = self.lost_driver or bool(actions)
             self._changed.notify_all()
         self._perform(actions)
 
@@ -268,6 +279,7 @@ class Runtime:
         """State is equal everywhere: from here a loss rolls back to this point, not further."""
         with self._lock:
             self._recovery.adopt()
+        self._progress.begin_training()
         self._phases.copied_bytes = copied_bytes
         self._phases.mark("synced", time.monotonic())
 

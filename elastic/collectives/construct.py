@@ -25,7 +25,8 @@ class Connecting:
 
     ``purpose`` tells groups of one generation apart: equal on all its ranks, different from any other group's.
     ``rank`` and ``size`` count within the group. ``bind_host`` is the numeric address that peers connect to.
-    ``timeout_s`` bounds the connecting and every single collective. Raises ValueError for a device without a backend.
+    ``timeout_s`` bounds the connecting, ``collective_timeout_s`` every single collective (by default the same).
+    Raises ValueError for a device without a backend.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class Connecting:
         device_type: str,
         bind_host: str,
         timeout_s: float,
+        collective_timeout_s: float | None = None,
     ) -> None:
         self._store = store
         self._purpose = purpose
         self._bind_host = bind_host
-        self._group = _group(rank, size, device_type, timeout_s)
+        self._group = _group(rank, size, device_type, timeout_s, collective_timeout_s)
 
     def connect(self) -> Collectives:
         """Blocks until all ranks are connected. Raises CollectiveFailed if a rank is late or gone, or on `abort`."""
@@ -64,18 +66,20 @@ class _Group(Collectives, Abortable, Protocol):
     """What every backend gives: the seam, and the two calls that it shares with `Connecting`."""
 
 
-def _group(rank: int, size: int, device_type: str, timeout_s: float) -> _Group:
+def _group(
+    rank: int, size: int, device_type: str, timeout_s: float, collective_timeout_s: float | None
+) -> _Group:
     if size == 1:
         return LocalCollectives()
     # Imported here, because each needs its backend in torch's build.
     if device_type == "cpu":
         from elastic.collectives.gloo import GlooCollectives
 
-        return GlooCollectives(rank, size, timeout_s)
+        return GlooCollectives(rank, size, timeout_s, collective_timeout_s)
     if device_type == "cuda":
         from elastic.collectives.nccl import NcclCollectives
 
-        return NcclCollectives(rank, size, timeout_s)
+        return NcclCollectives(rank, size, timeout_s, collective_timeout_s)
     raise ValueError(
         f"there are no collectives for tensors on {device_type!r}; move them to cpu or cuda first"
     )

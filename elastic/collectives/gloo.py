@@ -75,10 +75,15 @@ _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes]] = msgspec.msgpack
 class GlooCollectives:
     """One group of one generation, on CPU tensors. `connect` first; `abort` works at any time, from any thread."""
 
-    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout_s: float, collective_timeout_s: float | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s  # to connect
+        self._collective_timeout_s = (
+            timeout_s if collective_timeout_s is None else collective_timeout_s
+        )
         self._backend: Any = None
         self._own: Endpoint | None = None
         self._peers: frozenset[Endpoint] = frozenset()
@@ -112,6 +117,8 @@ class GlooCollectives:
                 return self._swap(store, purpose, key, value)
 
             backend = gloo(_Addresses(swap), self.rank, self.size, options)
+            if self._collective_timeout_s != self._timeout_s:
+                backend._set_default_timeout(timedelta(seconds=self._collective_timeout_s))
             sockets.keep_from_programs(self._own, self._peers)
             self._sockets = sockets.identities(self._own, self._peers)
             self._backend = backend

@@ -56,10 +56,15 @@ _environment_lock = threading.Lock()
 class NcclCollectives:
     """One group of one generation, on the tensors of one CUDA device. `connect` first; `abort` works at any time."""
 
-    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout_s: float, collective_timeout_s: float | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s  # to connect
+        self._collective_timeout_s = (
+            timeout_s if collective_timeout_s is None else collective_timeout_s
+        )
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._backend: Any = None
         self._failed: str | None = None
@@ -85,7 +90,7 @@ class NcclCollectives:
             torch.cuda.set_device(self._device)
             nccl: Any = c10d.ProcessGroupNCCL  # torch has it only where it was built with CUDA
             options = nccl.Options()
-            options._timeout = timedelta(seconds=self._timeout_s)
+            options._timeout = timedelta(seconds=self._collective_timeout_s)
             options.config.blocking = 0
             ids = self._open_id_store(store, purpose, bind_host)
             self._raise_if_failed()
@@ -242,7 +247,7 @@ class NcclWork:
         began = time.monotonic()
         while not self.done():
             waited = time.monotonic() - began
-            if waited > self._group._timeout_s:
+            if waited > self._group._collective_timeout_s:
                 self._group._fail(f"a collective did not complete within {waited:.0f} s")
             elif waited > _SPIN_S:
                 time.sleep(_STEP_S)

@@ -32,7 +32,12 @@ TIMEOUT_S = 20.0
 
 
 def connecting(
-    store: Store, rank: int, size: int, purpose: str = "named", timeout_s: float = TIMEOUT_S
+    store: Store,
+    rank: int,
+    size: int,
+    purpose: str = "named",
+    timeout_s: float = TIMEOUT_S,
+    collective_timeout_s: float | None = None,
 ) -> Connecting:
     return Connecting(
         store,
@@ -42,6 +47,7 @@ def connecting(
         device_type="cpu",
         bind_host="127.0.0.1",
         timeout_s=timeout_s,
+        collective_timeout_s=collective_timeout_s,
     )
 
 
@@ -407,6 +413,22 @@ def test_the_timeout_bounds_a_collective(world):
     with pytest.raises(CollectiveFailed, match=r"(?i)timed out"):
         groups[0].allreduce(torch.ones(1000), Op.SUM).wait()
     assert time.monotonic() - began < WAKE_S
+
+
+@pytest.mark.parametrize(
+    ("to_connect", "to_end", "least"),
+    [(TIMEOUT_S, 0.3, 0.3), (0.3, 0.9, 0.9)],
+    ids=["shorter", "longer"],
+)
+def test_a_collective_may_have_a_timeout_of_its_own(world, to_connect, to_end, least):
+    groups = world.on_all(
+        lambda rank: connecting(world.stores[rank], rank, 3, "own", to_connect, to_end).connect()
+    )
+    world.groups += groups
+    began = time.monotonic()
+    with pytest.raises(CollectiveFailed, match=r"(?i)timed out"):
+        groups[0].allreduce(torch.ones(1000), Op.SUM).wait()
+    assert least <= time.monotonic() - began < least + WAKE_S
 
 
 def test_torch_keeps_the_private_names_that_the_seam_uses():

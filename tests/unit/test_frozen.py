@@ -63,6 +63,18 @@ def test_it_is_fenced_once_and_what_is_said_of_it_later_changes_nothing():
     assert talk.tell(frozen("h:2"), thawed("h:2")) == []
 
 
+def test_who_says_that_it_is_ready_runs_whatever_its_agent_saw_last():
+    """Continued between two looks of its agent, it speaks before it is seen."""
+    talk = Talk(np=2)
+    talk.tell(hosts(h=2))
+    talk.connect("h:0", "h:1")
+    talk.ready("h:0", running=False)
+    talk.tell(frozen("h:1"))
+    actions = talk.ready("h:1", running=False)
+    assert not has(KillWorker, actions)
+    assert order(the(PublishWorld, actions)) == ["h:0#1", "h:1#1"]
+
+
 def test_alone_in_its_world_it_may_have_been_stopped_on_purpose():
     talk = running(1, workers_min=1)
     actions = talk.tell(frozen("h:0"))
@@ -163,12 +175,14 @@ def test_one_that_is_ready_is_fenced_because_the_others_are_about_to_train_with_
     assert names(newcomer.tell(frozen("h:2")), KillWorker) == ["h:2#1"]
 
 
-def test_a_word_that_was_under_way_when_it_froze_brings_it_into_no_world():
+def test_a_word_that_was_long_under_way_wakes_nobody():
+    """Its agent says again and again that it is frozen."""
     talk = running(2, workers_max=3)
     talk.tell(hosts(h=3))
     talk.connect("h:2")
     assert not has(KillWorker, talk.tell(frozen("h:2")))
-    assert names(talk.ready("h:2", generation=0), KillWorker) == ["h:2#1"]
+    assert not has(KillWorker, talk.ready("h:2", generation=0))
+    assert names(talk.tell(frozen("h:2")), KillWorker) == ["h:2#1"]
 
 
 def test_in_the_world_of_init_it_is_fenced_too():

@@ -605,3 +605,35 @@ def test_whatever_is_said_there_is_a_reason_for_every_kill_and_an_end_to_every_w
 def test_with_everything_turned_off_nobody_is_looked_at():
     talk = waiting(idle_s=0, busy_s=0, busy_warning_s=0)
     assert talk.wait(7200) == []
+
+
+def test_who_no_longer_says_that_it_waits_may_be_stuck_since():
+    """All said that they wait; then the interpreter of one was held, and its link thread fell silent."""
+    talk = running(3)
+    talk.works("h:2", cpu=0.0)
+    for second in range(1, 12):
+        silent = [] if second > 1 else [inside("h:2", 2, "loss", for_s=1.0)]
+        talk.tell(
+            inside("h:0", 2, "loss", for_s=5.0 * second),
+            inside("h:1", 2, "loss", for_s=5.0 * second),
+        )
+        talk.tell(*silent)
+        actions = talk.wait(5.0)
+        if has(KillWorker, actions):
+            break
+    assert names(actions, KillWorker) == ["h:2#1"]
+    assert 30 <= 5.0 * second <= 50
+
+
+def test_as_long_as_all_say_so_nobody_is_a_suspect():
+    talk = running(3)
+    for second in range(1, 12):
+        talk.tell(*(inside(f"h:{n}", 2, "loss", for_s=5.0 * second) for n in range(3)))
+        assert not has(ProbeWorkers, talk.wait(5.0))
+
+
+def test_a_long_copy_is_no_mistake_of_the_script():
+    talk = running(3)
+    talk.tell(inside("h:0", 2, "copy of the state"), inside("h:2", 2, "copy of the state"))
+    text = said([*talk.tell(inside("h:1", 2, "gradients")), *talk.wait(40)])
+    assert "is there so much to copy?" in text and "the script is wrong" not in text

@@ -1,0 +1,118 @@
+"""What can befall whom, and when: the three axes of the fault matrix, and which of its cells can't be. Pure.
+
+The rest of what is decided about a cell is in `matrix_cells`; `matrix_job` carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+RANK_0, MIDDLE, LAST = "rank 0", "middle", "last"
+JOINER, TWO, ALL_BUT_ONE = "joiner", "two at once", "all but one"
+AGENT, DRIVER = "agent", "driver"
+VICTIMS = {
+    RANK_0: "the member with rank 0, which sends the state to newcomers",
+    MIDDLE: "the member with rank 2 of 4",
+    LAST: "the member with rank 3 of 4",
+    JOINER: "a worker that has just been started in a free slot",
+    TWO: "ranks 0 and 2 in the same moment",
+    ALL_BUT_ONE: "ranks 0, 1 and 2 in the same moment",
+    AGENT: "the agent of the host",
+    DRIVER: "the process elasticrun",
+}
+
+KILL, TERM, STOP, SEGV, EXIT = "SIGKILL", "SIGTERM", "SIGSTOP, SIGCONT", "SIGSEGV", "os._exit"
+RAISE, GIL, SHUT, DROP = "user exception", "GIL held", "sockets shut", "packets dropped"
+SLOW, DISK, MEMORY = "10 x slow", "disk full", "out of memory"
+FAULTS = {
+    KILL: "the process is killed; the kernel's out-of-memory killer does the same",
+    TERM: "a request to leave",
+    STOP: "the process is stopped, and continued after 1.5 s where nobody fences it",
+    SEGV: "it reads address 0",
+    EXIT: "it ends at once with exit code 7",
+    RAISE: "RuntimeError",
+    GIL: "a call into C that sleeps and keeps the GIL: no thread of the process runs any Python",
+    SHUT: "all its connections to other workers are shut down",
+    DROP: "nftables drops every packet to and from all its sockets, from now on",
+    SLOW: "this one time the phase takes 0.4 s, ten times as long as a step",
+    DISK: "a write fails with ENOSPC",
+    MEMORY: "an allocation fails because of RLIMIT_AS",
+}
+RAISING = (RAISE, DISK, MEMORY)
+ENDING = (KILL, SEGV, EXIT)
+
+BEFORE_INIT, RENDEZVOUS, FORWARD, BUCKET = "before init", "rendezvous", "forward", "bucket"
+STEP, BEFORE_COMMIT, SNAPSHOT, COPY = "optimizer step", "before commit", "snapshot", "state copy"
+RESET, EVALUATION, SHUTDOWN = "reset callback", "evaluation", "shutdown"
+PHASES = {  # and the failpoint that hits each
+    BEFORE_INIT: "before-init",
+    RENDEZVOUS: "rendezvous",
+    FORWARD: "forward",
+    BUCKET: "bucket",
+    STEP: "optimizer-step",
+    BEFORE_COMMIT: "before-commit",
+    SNAPSHOT: "snapshot",
+    COPY: "state-copy",
+    RESET: "reset",
+    EVALUATION: "evaluation",
+    SHUTDOWN: "shutdown",
+}
+MEANINGS = {
+    BEFORE_INIT: "the script has begun, and has not called init()",
+    RENDEZVOUS: "it has said that it is ready, and waits for the next world",
+    FORWARD: "in the forward pass",
+    BUCKET: "in the second gradient bucket of a backward pass",
+    STEP: "gradients are averaged, parameters not changed yet",
+    BEFORE_COMMIT: "the step is done and not committed",
+    SNAPSHOT: "half of a commit is saved",
+    COPY: "a newcomer has got the header of the state, and not its tensors",
+    RESET: "in a reset callback, after the world has changed",
+    EVALUATION: "in a forward pass without gradients",
+    SHUTDOWN: "training is over, the process is not",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    victim: str
+    fault: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.victim} | {self.fault} | {self.phase}"
+
+
+def all_cells() -> Iterator[Cell]:
+    for victim in VICTIMS:
+        for phase in PHASES:
+            for fault in FAULTS:
+                yield Cell(victim, fault, phase)
+
+
+def impossible(cell: Cell) -> str:
+    """Why there can't be such a cell; empty if there can."""
+    victim, fault, phase = cell.victim, cell.fault, cell.phase
+    if victim == AGENT:
+        return "the agent of this machine is part of the driver's process: see driver"
+    if victim == DRIVER:
+        return _impossible_for_driver(fault)
+    if phase == COPY and victim in (MIDDLE, LAST, ALL_BUT_ONE):
+        return "only rank 0, which sends, and the joiner take part in the copy"
+    if phase == RESET and victim == JOINER:
+        return "a joiner's world has not changed: its callbacks are not called"
+    if phase == BEFORE_INIT and fault in (SHUT, DROP):
+        return "before init() a worker has no connection"
+    if fault == SHUT and phase in (RENDEZVOUS, RESET):
+        return "the old world's connections are cut already, and the new world's not made yet"
+    return ""
+
+
+def _impossible_for_driver(fault: str) -> str:
+    if fault in (EXIT, RAISE, GIL):
+        return "no user code runs in the driver: see SIGKILL for its sudden end, SIGSTOP for its silence"
+    if fault == MEMORY:
+        return "the driver holds no tensors; the kernel's out-of-memory killer is SIGKILL"
+    if fault in (SHUT, DROP):
+        return "the driver talks to the workers of its own machine, in which no network can fail; a worker's side may"
+    return ""

@@ -1,0 +1,134 @@
+"""What the fault matrix trains: a small model over whole epochs of a small dataset, until a file exists.
+
+It has places for faults (see `elastic.failpoints`), and watches over itself: every sample of an epoch is trained once,
+whatever happens, but for at most size - 1 repeats that fill the last round, and nobody goes back behind a commit of its
+own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import light  # type: ignore[import-not-found]  # noqa: F401
+import torch
+
+import elastic
+from elastic import gradients
+from elastic.failpoints import failpoint, set_step
+
+SAMPLES = 37  # neither rounds nor epochs come out even
+BATCH = 2
+STEP_S = 0.02  # besides the work, so that a machine with few cores has room for imports
+EVALUATE_EVERY = 3  # steps
+
+gradients.FIRST_BYTES = gradients.FULL_BYTES = 64  # several buckets for a few parameters
+inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+wanted = inputs.sin() @ torch.ones(6, 3)
+
+
+class State(elastic.TorchState):
+    committed = -1  # steps; this process's own
+
+    def commit(self) -> None:
+        set_step(self.step)
+        if elastic.rank() == 0:
+            os.pwrite(STEPS, f"{self.step:9}".encode(), 0)
+        failpoint("before-commit")
+        super().commit()
+
+    def save(self) -> None:
+        super().save()
+        self.committed = self.step
+
+    def watch(self) -> None:
+        assert self.step >= self.committed, f"step {self.step} after {self.committed} was committed"
+
+
+def one_step(state: State, batch: list[int]) -> None:
+    state.optimizer.zero_grad()
+    # A share of the whole batch, so that the loss is the same however many train.
+    loss = (state.model(inputs[batch]) - wanted[batch]).square().sum() / SAMPLES
+    loss.backward()
+    state.optimizer.step()
+    trained = elastic.allgather(torch.tensor(batch), name="trained").tolist()
+    state.seen = [*state.seen, *trained]
+    state.repeats = elastic.size() - 1
+    state.step += 1
+
+
+def evaluate(state: State) -> None:
+    with torch.no_grad():
+        failpoint("evaluation")
+        loss = (state.model(inputs) - wanted).square().mean()
+    mean = elastic.allreduce(loss, name="evaluation")
+    assert torch.isfinite(mean), mean
+
+
+def one_epoch(state: State) -> None:
+    indices = list(state.sampler)
+    for number, start in enumerate(range(0, len(indices), BATCH)):
+        batch = indices[start : start + BATCH]
+        if told_to_end():
+            raise Ended
+        one_step(state, batch)
+        state.sampler.record_batch(number, len(batch))
+        time.sleep(STEP_S)
+        state.commit()
+        if state.step % EVALUATE_EVERY == 0:
+            evaluate(state)
+    assert set(state.seen) == set(range(SAMPLES)), sorted(set(range(SAMPLES)) - set(state.seen))
+    repeats = len(state.seen) - SAMPLES
+    assert repeats <= state.repeats, f"{repeats} repeats in epoch {state.epoch}: {state.seen}"
+    state.epoch, state.seen = state.epoch + 1, []
+    state.sampler.set_epoch(state.epoch)
+    state.commit()
+
+
+class Ended(Exception):
+    """The file exists."""
+
+
+def told_to_end() -> bool:
+    """One looks, all hear: they end at the same step."""
+    found = torch.tensor([float(elastic.rank() == 0 and os.path.exists(OVER))])
+    return bool(elastic.allreduce(found, op=elastic.Max, name="over").item())
+
+
+def main() -> None:
+    failpoint("before-init")
+    elastic.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    model.register_forward_hook(lambda *_: failpoint("forward") if model.training else None)
+    optimizer: Any = elastic.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        op=elastic.Sum,
+    )
+    sampler = elastic.ElasticSampler(range(SAMPLES), shuffle=True)
+    state = State(
+        model=model, optimizer=optimizer, sampler=sampler, step=0, epoch=0, seen=[], repeats=0
+    )
+    state.register_reset_callbacks([lambda: failpoint("reset")])
+
+    @elastic.run
+    def train(state: State) -> None:
+        state.watch()
+        try:
+            while True:
+                one_epoch(state)
+        except Ended:
+            return
+
+    train(state)
+    elastic.shutdown()
+    print("the end", flush=True)
+
+
+if __name__ == "__main__":
+    OVER = sys.argv[1]
+    STEPS = os.open("step", os.O_WRONLY | os.O_CREAT, 0o644)  # says where the training is
+    main()

@@ -1,0 +1,197 @@
+"""Failpoints: rules are read or refused with a sentence, and strike whom they mean, once."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from elastic import environment, failpoints
+from elastic.chaos import in_process
+from elastic.errors import Invalid
+from elastic.failpoints import Rule, failpoint, parse
+
+
+@pytest.fixture
+def struck(monkeypatch):
+    """The arguments of every action that was carried out; all actions only note them."""
+    arguments: list[str] = []
+    for action in in_process.ACTIONS:
+        monkeypatch.setitem(in_process.ACTIONS, action, arguments.append)
+    return arguments
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    """Makes this process one that was started with these rules, as localhost:2#1."""
+
+    def set_rules(text: str) -> None:
+        monkeypatch.setattr(failpoints, "_text", text)
+        monkeypatch.setattr(failpoints, "_read", None)
+        monkeypatch.setattr(failpoints, "_rules", [])
+        monkeypatch.setattr(failpoints, "_met", {})
+        monkeypatch.setattr(failpoints, "_step", "")
+        monkeypatch.setenv("ELASTIC_WORKER", "localhost:2#1")
+
+    return set_rules
+
+
+# ---- rules as text -------------------------------------------------------------------------------
+
+
+def test_a_rule_is_a_place_an_action_and_conditions():
+    assert parse("bucket kill rank=0,2 step=7 hit=3; before-commit slow=0.5") == [
+        Rule("bucket", "kill", "", (("rank", ("0", "2")), ("step", ("7",))), hit=3, id="bucket"),
+        Rule("before-commit", "slow", "0.5", (), id="before-commit"),
+    ]
+
+
+def test_rules_may_stand_on_lines_and_there_may_be_none():
+    assert [rule.place for rule in parse("\nforward kill\n\nreset term id=x\n")] == [
+        "forward",
+        "reset",
+    ]
+    assert parse("") == parse(" ; \n") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("bucket", "'bucket' names no action; a rule is PLACE ACTION"),
+        ("bucket explode", "there is no action 'explode'"),
+        ("bucket exit", "write exit=..."),
+        ("bucket kill=9", "write kill "),
+        ("bucket slow=soon", "slow=soon is no number of seconds"),
+        ("bucket slow=-1", "slow=-1 is no number of seconds"),
+        ("bucket slow=nan", "slow=nan is no number of seconds"),
+        ("bucket exit=seven", "exit=seven is no whole number"),
+        ("bucket kill rank", "'rank' is no condition"),
+        ("bucket kill rank=", "'rank=' is no condition"),
+        ("bucket kill colour=red", "'colour=red' is no condition"),
+        ("bucket kill hit=often", "hit=often is no whole number"),
+    ],
+)
+def test_a_text_that_is_no_rule_is_refused_with_a_sentence(text, sentence):
+    with pytest.raises(Invalid, match="ELASTIC_FAILPOINTS") as refused:
+        parse(text)
+    assert sentence in str(refused.value)
+
+
+# ---- who is struck -------------------------------------------------------------------------------
+
+
+def test_a_rule_means_who_has_one_of_the_values_of_each_condition():
+    rule = parse("bucket kill rank=0,2 other-than=b:0#1")[0]
+    assert rule.means({"worker": "a:0#1", "rank": "2"})
+    assert not rule.means({"worker": "a:0#1", "rank": "1"})
+    assert not rule.means({"worker": "b:0#1", "rank": "2"})
+    assert not rule.means({"worker": "a:0#1"})  # it has no rank yet
+
+
+def test_without_rules_nothing_happens(rules, struck):
+    rules("")
+    failpoint("bucket")
+    assert not struck
+
+
+def test_a_rule_strikes_at_its_place_and_once(rules, struck):
+    rules("bucket exit=7 worker=localhost:2#1")
+    failpoint("forward")
+    assert not struck
+    failpoint("bucket")
+    failpoint("bucket")
+    assert struck == ["7"]
+
+
+def test_a_rule_for_somebody_else_does_not_strike(rules, struck):
+    rules("bucket exit=7 slot=1; bucket exit=8 incarnation=2; bucket exit=9 rank=0")
+    failpoint("bucket")
+    assert not struck
+
+
+def test_only_hits_that_meet_the_conditions_are_counted(rules, struck):
+    rules("bucket exit=7 step=4 hit=2")
+    for step in (3, 3, 4):
+        failpoints.set_step(step)
+        failpoint("bucket")
+    assert not struck
+    failpoint("bucket")
+    assert struck == ["7"]
+
+
+def test_init_refuses_what_can_not_be_read(rules):
+    rules("bucket explode")
+    with pytest.raises(Invalid, match="no action 'explode'"):
+        failpoints.check()
+    rules("@/nowhere/rules")
+    with pytest.raises(Invalid, match="cannot be read: No such file"):
+        failpoints.check()
+
+
+def test_the_environment_is_read_in_one_place():
+    assert environment.failpoints({"ELASTIC_FAILPOINTS": " bucket kill\n"}) == "bucket kill"
+    assert environment.failpoints({}) == ""
+    assert str(environment.worker({"ELASTIC_WORKER": "h:3#2"})) == "h:3#2"
+
+
+# ---- rules in a file -----------------------------------------------------------------------------
+
+
+def replace(file, text):
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.rename(file)
+
+
+def test_a_file_is_read_again_when_it_was_replaced(rules, struck, tmp_path):
+    file = tmp_path / "rules"
+    replace(file, "")
+    rules(f"@{file}")
+    failpoint("bucket")
+    assert not struck
+    replace(file, "bucket exit=1 id=first")
+    failpoint("bucket")
+    replace(file, "bucket exit=2 id=second")
+    failpoint("bucket")
+    assert struck == ["1", "2"]
+
+
+def test_a_rule_in_a_file_strikes_as_many_processes_as_it_says(rules, struck, tmp_path):
+    file = tmp_path / "rules"
+    replace(file, "bucket exit=1 id=cell")
+    for _ in range(2):  # as two processes would
+        rules(f"@{file}")
+        failpoint("bucket")
+    assert struck == ["1"]
+    said = json.loads((tmp_path / "rules.cell.0").read_text())
+    assert said["worker"] == "localhost:2#1"
+
+
+def test_several_victims_wait_for_each_other(struck, tmp_path):
+    rule = parse("bucket exit=1 victims=2 id=cell")[0]
+    facts = {"worker": "localhost:2#1"}
+    first = threading.Thread(target=in_process.strike, args=(rule, facts, tmp_path / "rules"))
+    first.start()
+    first.join(0.05)
+    assert first.is_alive() and not struck
+    in_process.strike(rule, facts, tmp_path / "rules")
+    first.join(10)
+    assert struck == ["1", "1"]
+
+
+# ---- what is done --------------------------------------------------------------------------------
+
+
+def test_a_user_exception_is_raised_as_it_is():
+    with pytest.raises(RuntimeError, match="a-damaged-sample"):
+        in_process.ACTIONS["raise"]("a-damaged-sample")
+
+
+def test_a_full_disk_says_so():
+    with pytest.raises(OSError, match="No space left on device"):
+        in_process.ACTIONS["disk-full"]("")
+
+
+def test_every_action_that_can_be_written_can_be_done():
+    assert failpoints.ACTIONS.keys() == in_process.ACTIONS.keys()

@@ -1,0 +1,223 @@
+"""The fault matrix as a plan: every cell is possible or says why not, ends in one way, and some cover all pairs."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from elastic.chaos import faults, matrix, matrix_cells, matrix_page
+from elastic.chaos.faults import Cell
+from elastic.chaos.matrix_cells import (
+    End,
+    Result,
+    batches,
+    expected,
+    is_first,
+    is_last,
+    orders,
+    pairwise,
+)
+from elastic.chaos.matrix_story import Story
+from elastic.errors import Invalid
+from elastic.failpoints import parse
+
+MEMBERS = ["h:0#1", "h:1#1", "h:2#1", "h:3#1"]
+POSSIBLE = [cell for cell in faults.all_cells() if not faults.impossible(cell)]
+
+
+def asked(victim: str, fault: str, phase: str) -> list[str]:
+    return orders(Cell(victim, fault, phase), MEMBERS, "h:3#1", "x", "/go", step=7).rules
+
+
+# ---- the axes ------------------------------------------------------------------------------------
+
+
+def test_every_cell_is_there_once():
+    cells = list(faults.all_cells())
+    assert len(cells) == len(set(cells)) == 8 * 12 * 11
+
+
+def test_no_victim_fault_or_phase_is_impossible_everywhere_but_the_agent():
+    assert {cell.victim for cell in POSSIBLE} == faults.VICTIMS.keys() - {faults.AGENT}
+    assert {cell.fault for cell in POSSIBLE} == faults.FAULTS.keys()
+    assert {cell.phase for cell in POSSIBLE} == faults.PHASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        (Cell(faults.AGENT, faults.KILL, faults.FORWARD), "part of the driver's process"),
+        (Cell(faults.DRIVER, faults.RAISE, faults.FORWARD), "no user code runs in the driver"),
+        (Cell(faults.MIDDLE, faults.KILL, faults.COPY), "only rank 0, which sends, and the joiner"),
+        (Cell(faults.JOINER, faults.KILL, faults.RESET), "its callbacks are not called"),
+        (Cell(faults.LAST, faults.DROP, faults.BEFORE_INIT), "has no connection"),
+        (Cell(faults.LAST, faults.SHUT, faults.RESET), "not made yet"),
+    ],
+)
+def test_an_impossible_cell_says_why(cell, reason):
+    assert reason in faults.impossible(cell)
+
+
+# ---- how a cell ends -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("victim", "fault", "phase", "end"),
+    [
+        (faults.RANK_0, faults.KILL, faults.BUCKET, End.RECOVERS),
+        (faults.RANK_0, faults.TERM, faults.BUCKET, End.LEAVES),
+        (faults.RANK_0, faults.TERM, faults.BEFORE_INIT, End.RECOVERS),
+        (faults.RANK_0, faults.SHUT, faults.BUCKET, End.REGROUPS),
+        (faults.ALL_BUT_ONE, faults.SLOW, faults.SNAPSHOT, End.GOES_ON),
+        (faults.MIDDLE, faults.RAISE, faults.STEP, End.RECOVERS),
+        (faults.TWO, faults.RAISE, faults.STEP, End.JOB_ENDS),
+        (faults.TWO, faults.RAISE, faults.BEFORE_INIT, End.RECOVERS),
+        (faults.LAST, faults.KILL, faults.SHUTDOWN, End.FAILS),
+        (faults.LAST, faults.STOP, faults.SHUTDOWN, End.SUCCEEDS),
+        (faults.DRIVER, faults.KILL, faults.FORWARD, End.ALL_GONE),
+        (faults.DRIVER, faults.STOP, faults.FORWARD, End.GOES_ON),
+    ],
+)
+def test_how_a_cell_ends(victim, fault, phase, end):
+    wanted = expected(Cell(victim, fault, phase))
+    assert wanted.end is end
+    assert wanted.why
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (faults.STOP, "frozen"),
+        (faults.GIL, "while the others waited"),
+        (faults.DROP, "cut off"),
+        (faults.KILL, ""),
+    ],
+)
+def test_who_does_not_end_by_itself_is_fenced_and_the_reason_says_so(fault, reason):
+    assert expected(Cell(faults.LAST, fault, faults.FORWARD)).fenced == reason
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+def test_the_rules_of_every_cell_can_be_read():
+    for cell in POSSIBLE:
+        rules = orders(cell, MEMBERS, "h:3#1", "x", "/go")
+        places = [rule.place for text in rules.rules for rule in parse(text)]
+        assert faults.PHASES[cell.phase] in places
+
+
+def test_victims_are_named_by_their_rank():
+    assert asked(faults.ALL_BUT_ONE, faults.KILL, faults.FORWARD) == [
+        "forward kill worker=h:0#1,h:1#1,h:2#1 step=9 victims=3 id=x"
+    ]
+
+
+def test_a_joiner_needs_a_place_and_is_whoever_comes_new():
+    assert asked(faults.JOINER, faults.EXIT, faults.SNAPSHOT) == [
+        "snapshot exit=7 other-than=h:0#1,h:1#1,h:2#1,h:3#1 victims=1 id=x",
+        "forward kill worker=h:3#1 id=x-before",
+    ]
+
+
+def test_a_rendezvous_needs_a_broken_world_in_which_nobody_is_lost():
+    assert asked(faults.LAST, faults.KILL, faults.RENDEZVOUS) == [
+        "rendezvous kill worker=h:3#1 victims=1 id=x",
+        "forward shut worker=h:1#1 id=x-before",
+    ]
+
+
+def test_what_comes_from_outside_waits_for_it():
+    assert asked(faults.DRIVER, faults.KILL, faults.STEP)[0].startswith("optimizer-step wait=/go")
+    assert asked(faults.LAST, faults.DROP, faults.STEP)[0].startswith("optimizer-step wait=/go")
+
+
+# ---- few that cover much -------------------------------------------------------------------------
+
+
+def test_every_pair_that_can_be_is_in_a_few_cells():
+    chosen = pairwise(POSSIBLE)
+    covered = {pair for cell in chosen for pair in matrix_cells.pairs(cell)}
+    assert covered == {pair for cell in POSSIBLE for pair in matrix_cells.pairs(cell)}
+    assert len(chosen) < 150
+    assert chosen == pairwise(reversed(POSSIBLE))
+
+
+def test_jobs_hold_every_cell_once_and_in_an_order_that_can_be():
+    chosen = pairwise(POSSIBLE)
+    jobs = batches(chosen)
+    assert sorted(cell for job in jobs for cell in job.cells) == sorted(chosen)
+    for job in jobs:
+        assert not any(is_first(cell) for cell in job.cells[1:])
+        assert not any(is_last(cell) for cell in job.cells[:-1])
+
+
+# ---- what is asked for ---------------------------------------------------------------------------
+
+
+def chosen_by(*words: str) -> list[Cell]:
+    parser = argparse.ArgumentParser()
+    matrix.add_arguments(parser)
+    return matrix.choose(parser.parse_args(words))
+
+
+def test_cells_are_chosen_by_axis():
+    assert chosen_by("--only", "victim=last,fault=SIGSTOP, SIGCONT,phase=bucket") == [
+        Cell("last", "SIGSTOP, SIGCONT", "bucket")
+    ]
+    assert len(chosen_by("--only", "victim=last,phase=bucket", "--skip", "fault=GIL held")) == 11
+
+
+@pytest.mark.parametrize("text", ["last", "who=last", "victim=nobody"])
+def test_cells_that_do_not_exist_are_refused(text):
+    with pytest.raises(Invalid, match=text.split("=")[-1] if "=" not in text else "one of"):
+        chosen_by("--only", text)
+
+
+# ---- what the journal tells ----------------------------------------------------------------------
+
+
+def world(generation: int, *slots: int) -> dict:
+    members = [{"worker": ["h", slot, 1]} for slot in slots]
+    action = {"type": "PublishWorld", "generation": generation, "members": members}
+    return {"at": 0.0, "event": {"type": "TimePassed"}, "actions": [action]}
+
+
+def told(kind: str, slot: int, **fields) -> dict:
+    return {"at": 0.0, "event": {"type": kind, "worker": ["h", slot, 1], **fields}, "actions": []}
+
+
+def test_a_job_is_full_when_four_train_and_commit():
+    story = Story()
+    story.hear(world(2, 0, 1, 2, 3))
+    for slot in range(4):
+        story.hear(told("WorkerResumed", slot, generation=2))
+    was_full = [story.full]
+    story.hear(told("WorkerDigested", 0, commit=[2, 2]))
+    was_full.append(story.full)
+    story.hear(told("WorkerExited", 1, code=-9))
+    was_full.append(story.full)
+    assert was_full == [False, True, False]
+
+
+def test_the_newest_member_is_the_one_that_connected_last():
+    story = Story()
+    for slot in (1, 3, 0, 2):
+        story.hear(told("WorkerConnected", slot, pid=1))
+    story.hear(world(2, 0, 1, 3))
+    assert story.newest == "h:0#1"
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_passed_what_failed_and_what_has_not_run():
+    done = Cell(faults.LAST, faults.STOP, faults.FORWARD)
+    failed = Cell(faults.LAST, faults.KILL, faults.FORWARD)
+    text = matrix_page.page(
+        {done: Result(done, True, 612.4), failed: Result(failed, False, said="4 exits, not 1")}
+    )
+    assert "fenced, recovers 612" in text
+    assert "- last | SIGKILL | forward: 4 exits, not 1" in text
+    assert f"{len(POSSIBLE) - 2} have not run" in text
