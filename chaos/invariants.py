@@ -32,8 +32,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.chaos.succession import Succession
-from elastic.chaos.testimony import BrokenInvariant, Known
+from elastic.chaos.worker_records import BrokenInvariant, Known
+from elastic.chaos.world_sequence import WorldSequence
 from elastic.driver.events import (
     Action,
     BreakWorld,
@@ -78,7 +78,7 @@ class Summary:
     samples_counted: int
 
 
-class Invariants(Succession):
+class Invariants(WorldSequence):
     """``samples``: how many the dataset has, if it is known that the job trains whole epochs."""
 
     def __init__(self, settings: Settings, *, samples: int = 0) -> None:

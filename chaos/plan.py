@@ -1,6 +1,6 @@
 """Decides what goes wrong, when and to whom: by a plan, or drawn from a seed. Pure; touches no process.
 
-A plan is read by `plan_file`, carried out by `ordeal`.
+A plan is read by `plan_file`, carried out by `faulty_job`.
 """
 
 from __future__ import annotations

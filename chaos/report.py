@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from elastic.chaos.fates import Fate, fates
+from elastic.chaos.fault_outcomes import FaultOutcome, outcomes
 from elastic.chaos.plan import Injected
 from elastic.driver.events import (
     BreakWorld,
@@ -106,7 +106,7 @@ class Report:
 
     code: int
     ended: str
-    faults: list[Fate]
+    faults: list[FaultOutcome]
     spared: int
     recoveries: list[Recovery]
     steps: Steps
@@ -139,7 +139,7 @@ def report(
     return Report(
         code,
         reading.ended,
-        fates(entries, injected, began_at=reading.began_at or 0.0),
+        outcomes(entries, injected, began_at=reading.began_at or 0.0),
         spared,
         reading.recoveries,
         reading.steps,

@@ -1,6 +1,6 @@
 """`python -m elastic.chaos run`: a user's own job, and what a plan does to it; a report at the end.
 
-Checks everything before anything is started; `ordeal` does the rest.
+Checks everything before anything is started; `faulty_job` does the rest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from elastic.chaos import network, tables
 from elastic.chaos.check import broken_invariants
+from elastic.chaos.faulty_job import FaultyJob, Job, say, under_fire
 from elastic.chaos.injection import RUN_S
-from elastic.chaos.ordeal import Job, Ordeal, say, under_fire
 from elastic.chaos.plan import KINDS, Chance, Plan, draw
 from elastic.chaos.plan_file import read_plan
 from elastic.chaos.report import Report, report
@@ -83,11 +83,11 @@ def main(options: argparse.Namespace) -> int:
         return 0
     if plan.chance is not None:
         say(f"faults are drawn with --seed {plan.chance.seed}")
-    ordeal = under_fire(job, plan, digests=not options.no_digests)
+    faulty_job = under_fire(job, plan, digests=not options.no_digests)
     if not job.journal.stat().st_size:  # elasticrun has said why
-        print(f"the job ended with exit code {ordeal.code}, before anything could be done to it")
-        return ordeal.code or 1
-    found = report_of(ordeal)
+        print(f"the job ended with exit code {faulty_job.code}, before anything could be done to it")
+        return faulty_job.code or 1
+    found = report_of(faulty_job)
     tables.show(found)
     print(f"journal: {job.journal}")
     if options.json is not None:
@@ -200,16 +200,16 @@ def dry_run(plan: Plan, job: Job) -> list[str]:
 # ---- afterwards ------------------------------------------------------------------------------------------------------
 
 
-def report_of(ordeal: Ordeal) -> Report:
+def report_of(faulty_job: FaultyJob) -> Report:
     """From the journal that the job has left. Raises Invalid if it left none."""
-    settings, entries = journal.read(ordeal.job.journal)
+    settings, entries = journal.read(faulty_job.job.journal)
     return report(
         settings,
         entries,
-        ordeal.injected,
-        code=ordeal.code,
-        spared=ordeal.spared,
-        broken=broken_invariants(ordeal.job.journal),
+        faulty_job.injected,
+        code=faulty_job.code,
+        spared=faulty_job.spared,
+        broken=broken_invariants(faulty_job.job.journal),
     )
 
 

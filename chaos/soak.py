@@ -1,7 +1,7 @@
 """`python -m elastic.chaos soak`: trains a small model under fire for long, and measures what must not grow.
 
-Samples the driver, with its agent, and one worker that no fault hits; `curves` decides what is flat, `ordeal` does the
-rest. After the last fault the job is left alone until all its workers are back, and ended.
+Samples the driver, with its agent, and one worker that no fault hits; `curves` decides what is flat,
+`faulty_job` does the rest. After the last fault the job is left alone until all its workers are back, and ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rich.console import Console
 
 from elastic.chaos import network, resources, run, soak_page, tables
 from elastic.chaos.curves import QUANTITIES, Curve
+from elastic.chaos.faulty_job import Job, say, under_fire
 from elastic.chaos.follow import Story
-from elastic.chaos.ordeal import Job, say, under_fire
 from elastic.chaos.plan import KINDS, Chance, Plan
 from elastic.chaos.soak_page import BACK_S, DRIVER, Found
 from elastic.driver.hosts import SLOTS_LIMIT
@@ -82,8 +82,8 @@ def main(options: argparse.Namespace) -> int:
     before = resources.segments()
     watch = Watch(options, folder)
     with (folder / "output.txt").open("wb") as output:
-        ordeal = under_fire(job, plan, each_turn=watch.look, output=output)
-    report = run.report_of(ordeal)
+        faulty_job = under_fire(job, plan, each_turn=watch.look, output=output)
+    report = run.report_of(faulty_job)
     found = watch.found()
     found.left = sorted(resources.unused_segments() - before)
     found.left += [f"process {pid}" for pid in resources.processes_of(folder)]
@@ -183,7 +183,7 @@ class Watch:
         self._over = False
 
     def look(self, story: Story, driver: int, now: float) -> None:
-        """Called all the time; see `ordeal.under_fire`."""
+        """Called all the time; see `faulty_job.under_fire`."""
         if story.began_at is None or story.ending:
             return
         since = now - story.began_at

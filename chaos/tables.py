@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic.chaos.fates import Fate
+from elastic.chaos.fault_outcomes import FaultOutcome
 from elastic.chaos.report import Recovery, Report, percentiles
 
 WIDTH = 118  # where the output is no terminal
@@ -35,7 +35,7 @@ def show(report: Report, console: Console | None = None) -> None:
     console.print(_verdicts(report))
 
 
-def _faults(faults: list[Fate]) -> Table:
+def _faults(faults: list[FaultOutcome]) -> Table:
     table = _table("faults")
     for name, justify in (("at", "right"), ("fault", "left"), ("worker, rank", "left")):
         table.add_column(name, justify=justify, no_wrap=name != "fault")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ line at the top of each handler. A worker that is lost is dead before the world 
 agent that reaped the process, and whoever cannot be reached is killed first.
 
 Here is what each event means; `worlds` has the transitions that follow from it, `failures` says what broken worlds and
-dead workers mean, `vigil` who holds the others up, `workforce` decides which processes run, `blame` whose fault it was.
+dead workers mean, `stuck` who holds the others up, `workforce` decides which processes run, `blame` whose fault it was.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from elastic.driver.gathering import Kind
 from elastic.driver.reconnect import Reconnections
 from elastic.driver.roster import Stage, Standing
 from elastic.driver.settings import Settings
-from elastic.driver.vigil import Vigil
+from elastic.driver.stuck import Stuck
 from elastic.driver.worlds import Over, Phase
 
 __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
@@ -65,7 +65,7 @@ class IllegalEvent(AssertionError):
     """An event that is neither stale nor legal: a bug. Carries the events that led here."""
 
 
-class Membership(Failures, Reconnections, Vigil):
+class Membership(Failures, Reconnections, Stuck):
     """One job's membership. Feed it events with their time, perform the actions it returns, in order."""
 
     def __init__(self, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""Decides whether a worker that others wait for is stuck, slow, or excused. Pure; `vigil` says who waits for whom.
+"""Decides whether a worker that others wait for is stuck, slow, or excused. Pure; `stuck` says who waits for whom.
 
                      nobody waits for it any more, or it got on: forgotten
                         ^

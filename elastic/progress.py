@@ -55,7 +55,7 @@ class Progress:
         return self._said is not None
 
     def begin_training(self) -> None:
-        """The state is equal everywhere. What only some members did for that is forgotten: from here all count alike."""
+        """The state is equal everywhere: from here all count alike, whoever took part in the copying."""
         self.entered = 0
 
     # ---- the link thread -------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Runtime:
         self._warned_alone = False
         self.lost_driver = False  # nobody else will say why this worker ends
         self._awake_at = 0.0  # the link thread was last; 0: it does not run yet
-        self._slept_s = 0.0  # before that
+        self._slept_s = self._woke_at = 0.0
 
     # ---- what others read ------------------------------------------------------------------------
 
@@ -149,7 +149,8 @@ class Runtime:
     def _poked(self) -> None:
         """In the link thread: at every poke, and once a second."""
         now = time.monotonic()
-        self._slept_s = now - self._awake_at if self._awake_at else 0.0
+        if self._awake_at and now - self._awake_at > ASLEEP_S:
+            self._slept_s, self._woke_at = now - self._awake_at, now
         self._awake_at = now
         if self._leave_asked:
             self._leave_asked = False
@@ -175,12 +176,13 @@ class Runtime:
         self._perform(actions)
 
     def _driver_lost(self, reason: str) -> None:
-        if self._slept_s > ASLEEP_S:
-            why = f"{self.env.worker} was fenced: it did not run for {self._slept_s:.0f} s, and the others go on without it"
+        if self._slept_s and time.monotonic() - self._woke_at < ASLEEP_S:
+            why = f"it did not run for {self._slept_s:.0f} s, and the others go on without it"
+            reason = f"this worker was fenced: {why} ({reason})"
         else:
-            why = f"{self.env.worker} ends, because it was fenced or elasticrun is gone: {reason}"
+            reason = f"this worker was fenced, or elasticrun is gone: {reason}"
         with self._changed:
-            actions = self._recovery.driver_lost(why)
+            actions = self._recovery.driver_lost(reason)
             self.lost_driver = self.lost_driver or bool(actions)
             self._changed.notify_all()
         self._perform(actions)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import os
 import re
 import threading
 import time
@@ -32,7 +33,7 @@ import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic.collectives import sockets
+from elastic.collectives import asleep, sockets
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.sockets import Endpoint
 from elastic.collectives.store import Store
@@ -40,6 +41,7 @@ from elastic.errors import CollectiveFailed
 
 _THREADS = 2  # collectives of one group that make progress at the same time
 _DRAIN_STEP_S = 0.0005
+_QUIET_S = 0.02  # how long nothing may have happened in a group that is taken for drained
 _CLOSE_S = 0.1  # in which what is under way usually ends once the sockets are cut
 # How often who waits looks whether the group was aborted. Needed because Gloo now and then (in 1 of 80 aborts in the
 # middle of an allreduce) loses the wake-up of a send that is queued while its socket closes, and then waits for the
@@ -70,6 +72,21 @@ _WIDENED = {torch.int16: torch.int32}
 _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes]] = msgspec.msgpack.Decoder(
     tuple[Endpoint, str, bytes]
 )
+
+
+
+def _record_nothing() -> None:
+    """Turns off torch's flight recorder, unless somebody asked for it.
+
+    It keeps the last 2000 collectives of the process with their Python stacks, and something of every group for ever:
+    8 MB with three workers, in pieces between which other memory can't be given back. Read by torch when it makes its
+    first group.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+
+
+_record_nothing()
 
 
 class GlooCollectives:
@@ -205,11 +222,20 @@ class GlooCollectives:
 
     def drain(self, timeout_s: float) -> bool:
         """See `Collectives.drain`."""
-        deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
+        deadline, look_at = now + timeout_s, now + _QUIET_S
+        before: asleep.Runs | None = None
         while any(not work.is_completed() for work in list(self._under_way)):
-            if time.monotonic() > deadline:
-                # One that lost its wake-up has nothing to read from once Gloo has closed what was cut.
-                return sockets.count(self._own, self._peers, self._sockets) == 0
+            now = time.monotonic()
+            if now >= look_at:
+                # One that lost its wake-up never completes. It has nothing to read from once Gloo has closed what was
+                # cut, and what it read is in place when its thread sleeps on.
+                runs = asleep.runs() if self._connections() == 0 else None
+                if runs is not None and runs == before:
+                    return True
+                before, look_at = runs, now + _QUIET_S
+            if now > deadline:
+                return self._connections() == 0
             time.sleep(_DRAIN_STEP_S)
         return True
 
@@ -242,8 +268,11 @@ class GlooCollectives:
 
     def look(self) -> None:
         """Fails the group if one of its connections is gone, which Gloo may have noticed without waking this rank."""
-        if sockets.count(self._own, self._peers, self._sockets) < self.size - 1:
+        if self._connections() < self.size - 1:
             self._fail("the connection to a peer was closed")
+
+    def _connections(self) -> int:
+        return sockets.count(self._own, self._peers, self._sockets)
 
     def failure(self, error: str) -> str:
         """Why a collective failed: the first cause that this rank saw, then what Gloo says."""

@@ -25,7 +25,7 @@ from elastic.driver.patience import Patience
 from elastic.driver.placement import Arrangement
 from elastic.driver.progress import Suspicions
 from elastic.driver.roster import Stage
-from elastic.driver.vigil import Vigil
+from elastic.driver.stuck import Stuck
 from elastic.driver.workforce import Workforce
 from elastic.driver.worlds import Phase, Worlds
 from elastic.protocol import Commit
@@ -165,7 +165,7 @@ def stuck_for_ever(original: Any) -> Any:
 
 
 def phase_forgotten(original: Any) -> Any:
-    def progressed(self: Vigil, event: Any) -> None:
+    def progressed(self: Stuck, event: Any) -> None:
         changed = {name: getattr(event, name) for name in event.__struct_fields__} | {"phase": ""}
         original(self, type(event)(**changed))
 
@@ -318,7 +318,7 @@ SIMULATED = {
     "an order to kill is an exit": Bug(Workforce, "kill", killed_means_dead),
     "no deadline for an exit": Bug(Workforce, "_dies_within_s", immortals_awaited),
     "who is stuck is never fenced": Bug(Suspicions, "to_fence", stuck_for_ever),
-    "a long phase is forgotten": Bug(Vigil, "_progressed", phase_forgotten),
+    "a long phase is forgotten": Bug(Stuck, "_progressed", phase_forgotten),
     "who computes is idle": Bug(progress, "BUSY_CPU", never_busy),
     "the driver decides on after the end": Bug(Worlds, "_end", goes_on_after_the_end),
     "a word of an older generation counts": Bug(Membership, "_ready", any_generation),

@@ -21,7 +21,7 @@ PURE = [
     "driver/failures.py",
     "driver/frozen.py",
     "driver/reconnect.py",
-    "driver/vigil.py",
+    "driver/stuck.py",
     "driver/progress.py",
     "driver/stragglers.py",
     "driver/leases.py",

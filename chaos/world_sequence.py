@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from elastic.chaos.testimony import Testimony
+from elastic.chaos.worker_records import WorkerRecords
 from elastic.driver.events import Member, PublishWorld
 from elastic.driver.settings import Settings
 from elastic.protocol import Commit, Worker
 
 
-class Succession(Testimony):
+class WorldSequence(WorkerRecords):
     """The worlds of one journal, one after the other."""
 
     def __init__(self, settings: Settings, samples: int) -> None:

@@ -31,7 +31,7 @@ SILENT_S = 15.0  # three times as long as a worker that waits takes between two 
 NAMED = 4  # who holds the others up gets a line of its own, up to so many at a time
 
 
-class Vigil(Frozen):
+class Stuck(Frozen):
     """Watches over the members. Asked nothing, it looks when others have waited for a while."""
 
     def __init__(self, settings: Settings) -> None:

@@ -27,7 +27,7 @@ AFTERMATH_S = 10.0  # an exit later than this after the end of a fault is not it
 
 
 @dataclass
-class Fate:
+class FaultOutcome:
     """``at_s``: seconds since training began. ``noticed_ms``: until the driver knew. ``back_ms``: until a world without
     the victim, or a new ring with it, was at work. Both since the fault; None: never.
     """
@@ -57,14 +57,14 @@ class _Happened:
     ended: tuple[float, str] | None = None
 
 
-def fates(entries: Sequence[Entry], injected: Sequence[Injected], *, began_at: float) -> list[Fate]:
+def outcomes(entries: Sequence[Entry], injected: Sequence[Injected], *, began_at: float) -> list[FaultOutcome]:
     """One for each fault, in order."""
     happened = _happened(entries)
     found = []
     for each in injected:
         later = [i.at for i in injected if i.worker == each.worker and i.at > each.at]
         until = min([(each.until or each.at) + AFTERMATH_S, *later])
-        found.append(_fate(each, until, happened, began_at))
+        found.append(_outcome(each, until, happened, began_at))
     return found
 
 
@@ -103,8 +103,8 @@ def _happened(entries: Sequence[Entry]) -> _Happened:
     return happened
 
 
-def _fate(each: Injected, until: float, happened: _Happened, began_at: float) -> Fate:
-    fate = Fate(
+def _outcome(each: Injected, until: float, happened: _Happened, began_at: float) -> FaultOutcome:
+    outcome = FaultOutcome(
         each.number,
         max(0.0, each.at - began_at),
         each.what,
@@ -122,31 +122,31 @@ def _fate(each: Injected, until: float, happened: _Happened, began_at: float) ->
         if since <= at <= until and (what != COLLECTIVE or each.kind in ("cut", "partition"))
     ]
     if noticed:
-        fate.noticed_ms = _ms(noticed[0][0] - each.at)
+        outcome.noticed_ms = _ms(noticed[0][0] - each.at)
     exit_at, code = happened.exits.get(each.worker, (None, 0))
     worlds = [world for world in happened.worlds if world[0] <= until]
     if exit_at is not None and since <= exit_at <= until:
-        _gone(fate, each, exit_at, code, happened)
+        _gone(outcome, each, exit_at, code, happened)
     elif each.kind == "leave" and any(each.at <= w[0] and each.worker not in w[2] for w in worlds):
-        _gone(fate, each, worlds[-1][0], 0, happened)  # its process takes its time to end
+        _gone(outcome, each, worlds[-1][0], 0, happened)  # its process takes its time to end
     elif each.kind == "cut":
-        _cut(fate, each, happened)
+        _cut(outcome, each, happened)
     elif until <= (each.until or each.at):
-        fate.outcome = "the job ended meanwhile"
+        outcome.outcome = "the job ended meanwhile"
     elif each.kind in ("kill", "leave"):
-        fate.outcome = "it did not go"
+        outcome.outcome = "it did not go"
     elif any(what == "frozen" for _, what in noticed):
-        fate.outcome = "was seen as frozen, nobody waited for it, and it went on afterwards"
+        outcome.outcome = "was seen as frozen, nobody waited for it, and it went on afterwards"
     elif noticed:
-        fate.outcome = f"noticed by {noticed[0][1]}; it went on afterwards"
+        outcome.outcome = f"noticed by {noticed[0][1]}; it went on afterwards"
     elif each.kind == "slow":
-        fate.outcome = "training went on, slower"
+        outcome.outcome = "training went on, slower"
     else:
-        fate.outcome = "the others waited, and it went on afterwards"
-    return fate
+        outcome.outcome = "the others waited, and it went on afterwards"
+    return outcome
 
 
-def _gone(fate: Fate, each: Injected, at: float, code: int, happened: _Happened) -> None:
+def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened: _Happened) -> None:
     """The victim's process ended."""
     how = "it left" if code == 0 else "lost"
     kill = happened.kills.get(each.worker)
@@ -156,38 +156,38 @@ def _gone(fate: Fate, each: Injected, at: float, code: int, happened: _Happened)
         each.worker in members for when, _, members in happened.worlds if when <= max(at, each.at)
     )
     if not was_member:
-        fate.outcome = f"{how}; it was in no world yet"
+        outcome.outcome = f"{how}; it was in no world yet"
         return
     # A leaver's world changes before its process ends, a dead one's after.
     since = min(at, each.at)
     worlds = [w for w in happened.worlds if w[0] >= since and each.worker not in w[2]]
-    _back(fate, each, how, worlds[0][1] if worlds else None, happened)
+    _back(outcome, each, how, worlds[0][1] if worlds else None, happened)
 
 
-def _cut(fate: Fate, each: Injected, happened: _Happened) -> None:
+def _cut(outcome: FaultOutcome, each: Injected, happened: _Happened) -> None:
     broken = [b for b in happened.broken if each.at - EARLY_S <= b[0] <= each.at + AFTERMATH_S]
     if not broken:
-        fate.outcome = "no collective broke"
+        outcome.outcome = "no collective broke"
         return
-    fate.noticed_ms = _ms(broken[0][0] - each.at)
+    outcome.noticed_ms = _ms(broken[0][0] - each.at)
     worlds = [w for w in happened.worlds if w[0] >= broken[0][0]]
-    _back(fate, each, "the ring broke", worlds[0][1] if worlds else None, happened)
+    _back(outcome, each, "the ring broke", worlds[0][1] if worlds else None, happened)
 
 
 def _back(
-    fate: Fate, each: Injected, how: str, generation: int | None, happened: _Happened
+    outcome: FaultOutcome, each: Injected, how: str, generation: int | None, happened: _Happened
 ) -> None:
     """Adds when a world of this generation or a later one was at work."""
     if generation is not None:
         for at, done in happened.at_work:
             if done.generation >= generation:
-                fate.back_ms, fate.generation = _ms(at - each.at), done.generation
+                outcome.back_ms, outcome.generation = _ms(at - each.at), done.generation
                 more = ", after another fault" if done.generation > generation else ""
                 size = f"{done.size} worker{'s' if done.size > 1 else ''}"
-                fate.outcome = f"{how}; {size} trained on{more}"
+                outcome.outcome = f"{how}; {size} trained on{more}"
                 return
     ended = f": {happened.ended[1]}" if happened.ended is not None else ""
-    fate.outcome = f"{how}; no world trained afterwards, the job ended{ended}"
+    outcome.outcome = f"{how}; no world trained afterwards, the job ended{ended}"
 
 
 def _ms(seconds: float) -> float:

@@ -43,7 +43,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Ordeal:
+class FaultyJob:
     """A job that is over, and what was done to it."""
 
     job: Job
@@ -65,7 +65,7 @@ def under_fire(
     env: Mapping[str, str] | None = None,
     each_turn: Turn | None = None,
     output: IO[bytes] | None = None,
-) -> Ordeal:
+) -> FaultyJob:
     """Runs the job to its end. ``each_turn`` is told what is known, the driver's process id and the time.
 
     ``env`` is added to the job's environment; ``output`` is where it writes, by default where we do.
@@ -98,7 +98,7 @@ def under_fire(
     code = process.returncode
     for fault in fire.schedule.left():
         say(f"it did not come to this: {fault}")
-    return Ordeal(job, code if code >= 0 else 128 - code, fire.injector.done, fire.spared)
+    return FaultyJob(job, code if code >= 0 else 128 - code, fire.injector.done, fire.spared)
 
 
 class _Fire:

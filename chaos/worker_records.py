@@ -55,7 +55,7 @@ class Known:
     asked_to_leave: bool = False
 
 
-class Testimony:
+class WorkerRecords:
     """The events of one journal, in their order."""
 
     def __init__(self, settings: Settings, samples: int) -> None:

@@ -1,0 +1,97 @@
+"""A worker whose driver has let go of it says so in one sentence, whether it knows why or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import elastic
+from elastic import environment, protocol, runtime
+from elastic.errors import JobFailed, LeaveRequested
+from elastic.runtime import Runtime
+
+
+class Silent:
+    """A link on which nothing comes, and nothing is heard of what goes."""
+
+    def send(self, message: protocol.Message) -> None:
+        pass
+
+    def poke(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A list with the present time, which only the runtime sees."""
+    now = [100.0]
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.fixture
+def worker() -> Iterator[Runtime]:
+    silent: Any = Silent()
+    worker = Runtime(environment.read({"HOROVOD_ELASTIC": "1"}), silent)
+    yield worker
+    worker.close()
+
+
+def test_one_that_did_not_run_knows_that_it_was_fenced(worker, clock):
+    worker.enter()
+    worker._poked()
+    clock[0] += 12.0  # stopped, and continued
+    worker._poked()
+    worker._driver_lost("the driver closed the connection")
+    assert worker.lost_driver
+    with pytest.raises(LeaveRequested, match="was fenced: it did not run for 12 s, and the others"):
+        worker._raise_over()
+
+
+def test_one_that_ran_all_the_time_cannot_tell(worker, clock):
+    worker.enter()
+    for _ in range(20):
+        worker._poked()
+        clock[0] += 1.0
+    worker._driver_lost("the driver closed the connection")
+    with pytest.raises(
+        LeaveRequested, match="was fenced, or elasticrun is gone: the driver closed"
+    ):
+        worker._raise_over()
+
+
+def test_a_sleep_of_long_ago_has_nothing_to_do_with_it(worker, clock):
+    worker._poked()
+    clock[0] += 12.0
+    for _ in range(60):
+        worker._poked()
+        clock[0] += 1.0
+    worker._driver_lost("the driver closed the connection")
+    with pytest.raises(JobFailed, match="fenced, or elasticrun is gone"):
+        worker._raise_over()
+
+
+def test_who_was_told_why_the_job_ended_says_nothing_more(worker):
+    worker._receive(protocol.End("too few workers"))
+    worker._driver_lost("the driver closed the connection")
+    assert not worker.lost_driver
+    with pytest.raises(JobFailed, match="too few workers"):
+        worker._raise_over()
+
+
+def test_the_sentence_is_printed_where_elastic_run_ends(worker, monkeypatch, capsys):
+    monkeypatch.setattr(runtime, "_runtime", worker)
+    monkeypatch.setattr(runtime, "_initialized", True)
+
+    @elastic.run
+    def train(state: elastic.ObjectState) -> None:
+        raise AssertionError("it was fenced before")
+
+    worker._driver_lost("the driver closed the connection")
+    with pytest.raises(SystemExit) as end:
+        train(elastic.ObjectState(step=0))
+    assert end.value.code == 1
+    assert capsys.readouterr().err.count("this worker was fenced") == 1
