@@ -129,7 +129,8 @@ class Agent:
         if sampling.stat_of(process.pid).state == sampling.STOPPED or sampling.frozen(process.pid):
             self._log("info", f"no stacks of {worker}: a process that can't run can't write them")
         elif not sampling.handles(process.pid, number):
-            self._log("info", f"no stacks of {worker}: it has not called init()")
+            why = f"it has not called init(), or has given up signal {number}"
+            self._log("info", f"no stacks of {worker}: {why}")
         else:
             os.kill(process.pid, number)
 

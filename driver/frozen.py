@@ -60,7 +60,7 @@ class Frozen(Worlds):
         """Before anything else is decided: a world with a frozen member would only wait for it."""
         for standing in [*self.roster.frozen.values()]:
             reason = f"it is frozen ({standing.frozen})"
-            if self._awaited(standing) or self._has_company(standing):
+            if self._has_company(standing):
                 self._staff.fence(standing, reason)
             elif standing.worker not in self._alone_said:
                 self._alone_said.add(standing.worker)
@@ -74,12 +74,15 @@ class Frozen(Worlds):
         return at_work and (standing.running or not self._gathering.late)
 
     def _has_company(self, standing: Standing) -> bool:
-        """Whether anybody trains with it, or will in the next world."""
-        ready = standing.stage is Stage.READY
+        """Whether anybody trains with it, or will in the next world, who can. Newcomers know nothing of what a member
+        has learned, so for them it is not given up; and of members that are all frozen one has to stay.
+        """
+        member = standing.worker in self._world.places
         return any(
             other is not standing
             and not other.killed_for
-            and (ready or other.worker in self._world.places)
+            and not other.frozen
+            and (not member or other.worker in self._world.places)
             for other in self.roster.first_at(Stage.MEMBER, Stage.RETURNED, Stage.READY)
         )
 

@@ -58,9 +58,11 @@ class Gathering:
         end = "it is killed" if first.running else "the others go on without it"
         if not self.settings.elastic:
             end = "the job ends"
+        doubt = "" if first.phase else " (stuck, or frozen?)"
+        left = max(0.0, self.late_at - now)
         return (
-            f"waiting for {names}{more}, {what} for {now - self.began_at:.0f} s"
-            f" (stuck, or frozen?); {end} in {self.late_at - now:.0f} s at the latest (--elastic-timeout)"
+            f"waiting for {names}{more}, {what} for {now - self.began_at:.0f} s{doubt};"
+            f" {end} in {left:.0f} s at the latest (--elastic-timeout)"
         )
 
     @property

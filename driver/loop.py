@@ -401,7 +401,9 @@ class Driver:
             elastic=settings.elastic,
             gloo_timeout_s=self.job.gloo_timeout_s,
             collective_timeout_s=self.job.collective_timeout_s,
-            wait_timeout_s=2 * settings.elastic_timeout_s + WAIT_SLACK_S,
+            wait_timeout_s=(
+                2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
+            ),
             threads=threads_per_worker(cores, action.place.local_size),
             extra=settings.env,
         )

@@ -275,9 +275,14 @@ class Membership(Failures, Reconnections, Stuck):
             case DriverRestarted() if self._verdict is not None:
                 self._orders.do(self._verdict)
             case WorkerFrozen() if event.worker in self.roster:
-                named = self._named(self.roster[event.worker])
-                text = f"{named} is frozen ({event.how}): the job ends when it has"
-                self._orders.say("warning", text)
+                standing = self.roster[event.worker]
+                if not standing.frozen:
+                    named = f"{self._named(standing)}, process {standing.pid},"
+                    text = "the job's outcome is known, and it ends when this process has: continue it, or kill it"
+                    self._orders.say("warning", f"{named} is frozen ({event.how}); {text}")
+                standing.frozen = event.how or "not able to run"
+            case WorkerThawed() if event.worker in self.roster:
+                self.roster[event.worker].frozen = ""
             case _:
                 pass
 

@@ -228,7 +228,7 @@ def families(figures: Figures) -> Iterator[Metric]:
     if figures.commit is not None:
         yield GaugeMetricFamily(
             "elastic_commit_number",
-            "The newest commit known, counted in its generation.",
+            "The newest commit that workers told of, counted in its generation. They tell when a world begins.",
             value=figures.commit.number,
         )
         yield GaugeMetricFamily(

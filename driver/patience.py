@@ -27,6 +27,7 @@ class Patience:
         self._staff = staff
         self._orders = orders
         self._failures = 0  # of worlds; planned changes do not count
+        self._stuck_in: set[int] = set()  # generations since the last new commit
         self._barren = 0  # recoveries in a row with nobody lost and no new commit
 
     def needed(self) -> int:
@@ -57,11 +58,21 @@ class Patience:
             return f"no survivor holds a commit: {gathering.reason}"
         return ""
 
+    def was_stuck(self, generation: int) -> None:
+        """A member was fenced because it was stuck."""
+        self._stuck_in.add(generation)
+
     def in_circles(self, world: World, gathering: Gathering, commit: Commit | None) -> str:
         """The next world is about to begin with ``commit``: was there any progress in the last one?"""
         if commit is not None and commit.generation == world.generation and commit.number > 0:
             self._staff.slots.cooldown.clear((w.host, w.slot) for w in world.members)
             self._barren = 0
+            self._stuck_in.clear()
+        elif len(self._stuck_in) >= self._settings.stranded_failures:
+            worlds = (
+                f"in {len(self._stuck_in)} worlds a worker was stuck, with no new commit between"
+            )
+            return f"{worlds}: {gathering.reason}"
         elif gathering.somebody_lost:
             self._barren = 0
         elif gathering.kind is Kind.RECOVERY:

@@ -26,7 +26,7 @@ from elastic.protocol import Worker
 PROBE_S = 5.0  # between two probes; a sixth of the shortest patience, if that is less
 BUSY_CPU = 0.1  # of one processor's time: who uses less ...
 BUSY_IO = 64 * 1024  # ... and moves fewer bytes per second is idle
-TRACED, ON_DISK = "t", "D"  # states of a process
+TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
 
 
 def probe_every_s(settings: Settings) -> float:
@@ -86,7 +86,9 @@ class Suspicion:
         self.io = (event.io_bytes - before.io_bytes) / seconds
         # Less than before: a child is gone, and took its figures with it.
         lively = self.cpu < 0 or self.io < 0 or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
-        if lively or event.state == ON_DISK:
+        # Runnable whenever it is looked at, it would compute, and only gets no processor.
+        starved = before.state == RUNNABLE == event.state
+        if lively or starved or event.state == ON_DISK:
             self.verdict = Verdict.BUSY
         elif self.verdict is not Verdict.IDLE:
             first = self.verdict is Verdict.UNKNOWN
@@ -135,9 +137,9 @@ class Suspicion:
                     return what
                 return f"{what}; {left} (--busy-timeout), unless its code marks this as long"
             case Verdict.EXCUSED if self.traced:
-                return "under a debugger, so it is not fenced"
+                return "under a debugger: not taken for stuck"
             case Verdict.EXCUSED:
-                return f"in {self.phase!r}, which its code marks as long, so it is not fenced"
+                return f"in {self.phase!r}, which its code marks as long: not taken for stuck"
         return str(self.verdict.value)
 
     def reason(self, now: float) -> str:

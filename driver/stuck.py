@@ -122,6 +122,7 @@ class Stuck(Frozen):
             standing = self._still(suspicion)
             if standing is not None:
                 reason = f"{suspicion.reason(self._now)} while the others waited {self._where}"
+                self._patience.was_stuck(self.generation)
                 self._staff.fence(standing, reason)
         if self._look_at is None:
             first = next(iter(self.roster.inside.values()), None)
@@ -129,6 +130,8 @@ class Stuck(Frozen):
             self._look_at = since + self._probe_s
         if self._look_at <= self._now:
             self._look()
+            if not self._somebody_may_wait():  # the world was broken
+                self._forget()
 
     def _still(self, suspicion: Suspicion) -> Standing | None:
         """The suspect, unless it has moved since it was suspected: it may be ready, or have returned."""
@@ -243,11 +246,13 @@ class Stuck(Frozen):
             case Next.NAME if self._lines > 0:
                 self._lines -= 1
                 last = (
-                    f"in {standing.last_inside!r}" if standing.last_inside else "in no collective"
+                    f"in no collective now, its last wait was in {standing.last_inside!r}"
+                    if standing.last_inside
+                    else "in no collective"
                 )
                 held = f"keeps the others waiting {self._where} for {now - suspicion.since:.0f} s"
                 what, _, end = suspicion.describe(self.settings, now).partition("; ")
-                text = f"{self._named(standing)} {held}: {what}, last seen {last}"
+                text = f"{self._named(standing)} {held}: {what}, {last}"
                 self._orders.say("warning", f"{text}; {end}" if end else text)
             case Next.NAME:
                 self._unnamed += 1
@@ -280,8 +285,8 @@ class Stuck(Frozen):
         if patience <= 0 or not self.roster.inside:
             return
         inside = [s for s in waiters if s.inside]
-        if not inside:
-            return
+        if not inside or any(s.killed_for for s in self._live()):
+            return  # who was missing is on its way out
         due = max(s.waits_since for s in waiters) + patience
         if self._now < due:
             self._look_at = min(self._now + self._probe_s, due)
@@ -306,7 +311,13 @@ class Stuck(Frozen):
             self._orders.say("warning", f"{text} for {patience:g} s: is there so much to copy?")
         elif len(groups) > 1:
             why = "these are not the same collective, so that nobody can go on: the script is wrong"
-            self._orders.say("error", f"all members wait for {patience:g} s, but {text}: {why}")
+            text = f"all members wait for {patience:g} s, but {text}: {why}"
+            self._orders.say("error", text)
+            if len({s.inside for s in inside}) == 1:
+                return  # counted differently is no proof
+            if not self.settings.elastic:
+                self._end(1, text)
+            self._break(text)
         else:
             why = "nobody is missing: is the network between them broken, or this much to send?"
             self._orders.say("warning", f"{text} for {patience:g} s; {why}")

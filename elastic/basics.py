@@ -37,7 +37,7 @@ def long_phase(name: str) -> Iterator[None]:
     While it lasts, this worker is not taken for stuck, however long it takes and whatever it does; the log names it and
     the phase now and then. What is not turned off: a process that is stopped or cut off is fenced as ever, and if the
     world breaks meanwhile, the others wait for ``--elastic-timeout`` at most. Costs a message at both ends; may be
-    nested. Without a driver it does nothing.
+    nested; has no effect outside the thread that trains. Without a driver it does nothing.
     """
     if not isinstance(name, str) or not name:
         raise Invalid(

@@ -69,6 +69,7 @@ class Runtime:
         self._progress = Progress()
         self._phases = Phases()
         self._layout_sent = ""
+        self._trains_in: int | None = None  # the thread that is in elastic.run
         self._leave_asked = False
         self._warned_alone = False
         self.lost_driver = False  # nobody else will say why this worker ends
@@ -262,11 +263,13 @@ class Runtime:
             )
         with self._lock:
             self._recovery.enter()
+        self._trains_in = threading.get_ident()
 
     def leave(self) -> None:
         """``elastic.run`` is over."""
         with self._lock:
             self._recovery.leave()
+        self._trains_in = None
 
     def next_world(self, layout: str, text: str) -> protocol.World:
         """From inside ``elastic.run``: says ready with the state's layout, and waits. Raises
@@ -451,6 +454,13 @@ class Runtime:
     @contextlib.contextmanager
     def long_phase(self, name: str) -> Iterator[None]:
         """See `elastic.long_phase`."""
+        if self._trains_in not in (None, threading.get_ident()):
+            warnings.warn(
+                f"long_phase({name!r}) has no effect here: it counts in the thread that trains",
+                stacklevel=4,
+            )
+            yield
+            return
         before, message = self._progress.begin_phase(name)
         self._send(message)
         try:

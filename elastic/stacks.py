@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import stat
 from typing import IO
 
 from elastic.protocol import STACKS_SIGNAL_OFFSET
@@ -23,8 +24,10 @@ def answer() -> None:
     if _file is not None:
         return
     with contextlib.suppress(OSError):
-        # A descriptor of its own: scripts and test runners replace sys.stderr, and close it.
-        _file = os.fdopen(os.dup(2), "w")
+        # A descriptor of its own: scripts and test runners replace sys.stderr, and close it. One that was closed
+        # before may be anything by now, a socket of ours at worst.
+        if not stat.S_ISSOCK(os.fstat(2).st_mode):
+            _file = os.fdopen(os.dup(2), "w")
     number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
     if _file is not None:
         faulthandler.register(number, file=_file, all_threads=True)

@@ -58,7 +58,7 @@ def test_whom_a_debugger_holds_is_not_fenced(job):
     training = stalling(job, 3, "slot=1,step=4,place=stepped,how=pause,file=go", "--idle-timeout 9")
     training.until((training.folder / "stalls.1").exists, "a worker that pauses")
     with debugged(pid_of(training, 1)):
-        training.wait_for("keeps the others waiting .*under a debugger, so it is not fenced")
+        training.wait_for("keeps the others waiting .*under a debugger: not taken for stuck")
         until_watched(training, 1, 10.0)
     let_end(training)
 

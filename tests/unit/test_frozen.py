@@ -92,20 +92,14 @@ def test_newcomers_that_wait_are_no_reason_to_kill_the_only_one_that_has_learned
     assert not has(KillWorker, [*talk.tell(frozen("h:0")), *talk.wait(1000)])
 
 
-def test_a_frozen_one_that_a_gathering_awaits_is_fenced_even_if_it_is_the_last():
+def test_the_last_one_holds_what_was_learned_and_stays_until_the_elastic_timeout():
     talk = running(2, workers_min=1)
     talk.tell(exited("h:0"))
-    assert names(talk.tell(frozen("h:1")), KillWorker) == ["h:1#1"]
+    assert "h:1#1" not in names([*talk.tell(frozen("h:1")), *talk.wait(590)], KillWorker)
+    assert "h:1#1" in names(talk.wait(20), KillWorker)
 
 
-def test_alone_and_frozen_it_is_fenced_when_somebody_comes_to_wait_for_it():
-    talk = running(2, workers_min=1)
-    talk.tell(frozen("h:0"))
-    assert talk.tell(frozen("h:1")) != []  # a warning: whoever trained with it is about to die
-    assert names(talk.tell(exited("h:0")), KillWorker) == ["h:1#1"]
-
-
-def test_of_two_that_freeze_the_first_is_fenced_and_the_second_only_once_it_is_awaited():
+def test_of_two_that_freeze_the_first_is_fenced_and_the_second_left_alone():
     talk = running(2, workers_min=1)
     assert names(talk.tell(frozen("h:0")), KillWorker) == ["h:0#1"]
     actions = talk.tell(frozen("h:1"))
@@ -147,7 +141,9 @@ def test_frozen_at_the_end_is_named_because_the_job_waits_for_its_exit():
     talk = running(2)
     talk.tell(returned("h:0", 2), returned("h:1", 2))
     actions = talk.tell(frozen("h:1"))
-    assert "rank 1 (h:1#1 on h) is frozen" in said(actions) and not has(KillWorker, actions)
+    assert "rank 1 (h:1#1 on h), process 4711, is frozen" in said(actions) and not has(
+        KillWorker, actions
+    )
 
 
 def test_one_that_starts_is_only_awaited_where_it_is_awaited_today():
@@ -343,3 +339,23 @@ def test_a_lost_host_ends_a_job_that_is_not_elastic():
     talk = spread(elastic=False, workers_min=4)
     end = the(EndJob, talk.tell(host_lost("h")))
     assert end.reason.startswith("rank 2 (h:0#1 on h) is lost: lost host h: its agent was not")
+
+
+def test_of_members_that_are_all_frozen_one_stays_and_can_be_continued():
+    talk = running(2)
+    assert names(talk.tell(frozen("h:0")), KillWorker) == ["h:0#1"]
+    actions = [*talk.tell(frozen("h:1"), exited("h:0")), *talk.wait(100)]
+    assert not has(KillWorker, actions) and not has(EndJob, actions)
+    assert "left alone" in said(actions)
+    talk.tell(thawed("h:1"))
+    talk.ready("h:1", commit=(2, 5))
+    talk.join("h:0#2")
+    assert talk.members == ["h:1#1", "h:0#2"]
+
+
+def test_frozen_after_the_outcome_is_known_is_said_once():
+    talk = running(2)
+    talk.tell(returned("h:0", 2), returned("h:1", 2))
+    assert talk.m.over
+    text = said(talk.tell(frozen("h:1"), frozen("h:1"), frozen("h:1")))
+    assert text.count("is frozen") == 1 and "continue it, or kill it" in text

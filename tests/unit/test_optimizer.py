@@ -78,7 +78,7 @@ class World:
         return self.gradients
 
     @contextlib.contextmanager
-    def guard(self):
+    def guard(self, name):
         if self.broken:
             raise PeerLost(self.reason)
         try:

@@ -139,7 +139,7 @@ def test_under_a_debugger_it_is_only_named(traced, state):
         if answer is Next.NAME:
             heard.append(look.now)
     assert heard == [5.0 * 2**n for n in range(10)]
-    assert look.words == "under a debugger, so it is not fenced"
+    assert look.words == "under a debugger: not taken for stuck"
 
 
 @pytest.mark.parametrize(("changed", "cpu"), [({"idle_s": 0.0}, 0.0), ({"busy_s": 0.0}, 1.0)])
@@ -177,7 +177,7 @@ def test_a_phase_marked_as_long_excuses_from_when_it_begins():
     [it] = look.all.only([Suspicion(SLOW, 0.0, phase="validation")])
     assert look.all.judge(it, 500.0) is Next.NAME
     assert it.describe(look.settings, 500.0) == (
-        "in 'validation', which its code marks as long, so it is not fenced"
+        "in 'validation', which its code marks as long: not taken for stuck"
     )
 
 
