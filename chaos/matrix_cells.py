@@ -80,7 +80,7 @@ def expected(cell: Cell) -> Expected:
     """How this cell has to end, and why. Only for cells that can be."""
     victim, fault, phase = cell.victim, cell.fault, cell.phase
     if victim == faults.DRIVER:
-        return _expected_of_driver(fault)
+        return _expected_of_driver(fault, phase)
     if phase == faults.SHUTDOWN:
         return _expected_at_shutdown(fault)
     if phase == faults.BEFORE_INIT:
@@ -121,12 +121,14 @@ def _expected_at_shutdown(fault: str) -> Expected:
     return Expected(End.SUCCEEDS, "nobody waits for it any more, but for its exit")
 
 
-def _expected_of_driver(fault: str) -> Expected:
+def _expected_of_driver(fault: str, phase: str) -> Expected:
     match fault:
         case faults.KILL | faults.SEGV:
             return Expected(End.ALL_GONE, "the agent and its workers do not outlive their driver")
         case faults.TERM:
             return Expected(End.STOPS, "SIGTERM at the driver ends the job")
+        case _ if phase == faults.SHUTDOWN:
+            return Expected(End.SUCCEEDS, "training was over before it happened")
         case faults.DISK:
             return Expected(End.SUCCEEDS, "the journal ends, with a warning; the job does not")
         case _:

@@ -87,7 +87,7 @@ def _await_end(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_t
         case End.FAILS:
             _ends_with(job, 1, each_turn)
         case End.SUCCEEDS:
-            if cell.victim == faults.DRIVER:
+            if cell.victim == faults.DRIVER and cell.phase != faults.SHUTDOWN:
                 job.until(lambda: "ends here" in job.output, "word of the journal's end", CELL_S)
                 job.over.touch()
             _ends_with(job, 0, each_turn)
