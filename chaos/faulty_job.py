@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -50,6 +50,8 @@ class FaultyJob:
     code: int
     injected: list[Injected]
     spared: int  # faults that chance drew, and that found nobody whom they might hit
+    planned: int = 0  # faults that the plan names
+    missed: list[str] = field(default_factory=list)  # those of them that were done to nobody: why
 
 
 def say(text: str) -> None:
@@ -87,7 +89,11 @@ def under_fire(
             while process.poll() is None:
                 now = time.monotonic()
                 story = follower.look()
-                fire.turn(story, now, calm=stop.asked_at is not None)
+                fire.turn(
+                    story,
+                    now,
+                    calm=lambda: stop.asked_at is not None or process.poll() is not None,
+                )
                 stop.see_to_it(story, now)
                 if each_turn is not None:
                     each_turn(story, process.pid, now)
@@ -96,9 +102,17 @@ def under_fire(
         fire.injector.close(time.monotonic())
         _end(process)
     code = process.returncode
-    for fault in fire.schedule.left():
+    never = fire.schedule.left()
+    for fault in never:
         say(f"it did not come to this: {fault}")
-    return FaultyJob(job, code if code >= 0 else 128 - code, fire.injector.done, fire.spared)
+    return FaultyJob(
+        job,
+        code if code >= 0 else 128 - code,
+        fire.injector.done,
+        fire.spared,
+        len(plan.faults),
+        [*fire.failed, *(f"did not come: {fault}" for fault in never)],
+    )
 
 
 class _Fire:
@@ -108,13 +122,14 @@ class _Fire:
         self.injector = injector
         self.schedule = Schedule(plan)
         self.spared = 0
+        self.failed: list[str] = []
         self._spare = plan.chance.spare if plan.chance is not None else ()
         # Apart from the dice that draw the times: who is there to be hit is not the seed's to say.
         self._dice = random.Random(plan.chance.seed if plan.chance is not None else None)
 
-    def turn(self, story: Story, now: float, *, calm: bool) -> None:
-        """``calm``: nothing new, and an end to what lasts."""
-        if calm or story.ending:
+    def turn(self, story: Story, now: float, *, calm: Callable[[], bool]) -> None:
+        """``calm``: nothing new, and an end to what lasts. Asked before each fault: one may take its time."""
+        if calm() or story.ending:
             self.injector.close(now)
             return
         self.injector.turn(now)
@@ -124,7 +139,10 @@ class _Fire:
             since_s=now - story.began_at, commits=story.commits, generation=story.generation
         )
         for fault in due:
-            self._do(fault, story)
+            if not calm():
+                self._do(fault, story)
+            elif not fault.drawn:
+                self.schedule.put_off(fault)
 
     def rest_s(self, now: float) -> float:
         """Until somebody has to look again."""
@@ -144,12 +162,17 @@ class _Fire:
             self.spared += 1
         elif not victims:
             self.schedule.put_off(fault)
+        hit, why = False, ""
         for worker in victims:
             place = (story.members.index(worker), len(story.members))
             try:
                 self.injector.inject(fault, worker, story.pids, place, time.monotonic())
+                hit = True
             except (NotOurs, OSError) as error:
+                why = str(error)
                 say(f"could not {fault.what()}: {error}")
+        if victims and not hit and not fault.drawn:
+            self.failed.append(f"could not be done: {fault}: {why}")
 
 
 class _Stop:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from elastic.chaos import network
+from elastic.chaos.guard import Guard
 from elastic.chaos.network import PacketFilter
 from elastic.chaos.plan import Fault, Injected
 from elastic.protocol import Worker
@@ -57,6 +58,13 @@ class _Lasting:
     stopped: bool = False
     pauses_s: float = 0.0  # of a slowed one
     packets: PacketFilter | None = field(default=None, repr=False)
+    guard: Guard | None = field(default=None, repr=False)  # of one that is stopped
+
+    def close(self) -> None:
+        if self.packets is not None:
+            self.packets.close()
+        if self.guard is not None:
+            self.guard.close()
 
 
 class Injector:
@@ -135,11 +143,14 @@ class Injector:
                 return True
             case "freeze":
                 ends_at = now + fault.for_s
-                self._lasting.append(_Lasting(injected, process, ends_at, ends_at, stopped=True))
+                guard = Guard(process.pidfd)
+                lasting = _Lasting(injected, process, ends_at, ends_at, stopped=True, guard=guard)
+                self._lasting.append(lasting)
                 return process.signal(signal.SIGSTOP) or self._drop(process)
             case "slow":
                 pauses_s = RUN_S * (fault.factor - 1)
                 lasting = _Lasting(injected, process, now + fault.for_s, now, pauses_s=pauses_s)
+                lasting.guard = Guard(process.pidfd)
                 self._lasting.append(lasting)
                 return self._go_on(lasting, now) or self._drop(process)
             case "partition":
@@ -154,8 +165,7 @@ class Injector:
         """The victim was gone before its fault could begin."""
         for each in [each for each in self._lasting if each.process is process]:
             self._lasting.remove(each)
-            if each.packets is not None:
-                each.packets.close()
+            each.close()
         return False
 
     def _go_on(self, each: _Lasting, now: float) -> bool:
@@ -177,8 +187,7 @@ class Injector:
         self._lasting.remove(each)
         each.injected.until = now
         alive = each.process.signal(signal.SIGCONT if each.stopped else 0)
-        if each.packets is not None:
-            each.packets.close()
+        each.close()
         each.process.close()
         if alive:
             self._say(f"the {each.injected.kind} of {each.injected.worker} is over")

@@ -21,6 +21,9 @@ KINDS = {
 }
 LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}  # for_s, if drawn
 FACTOR = 3.0
+MEAN_LEAST_S = 0.05  # between drawn faults; more often there would be more of them than looks
+SECONDS_MAX = 1e6
+DRAWN_PER_LOOK = 20  # so that one that comes late does not keep who looks from looking
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ def draw(chance: Chance) -> Iterator[Fault]:
 
 
 class Schedule:
-    """Which faults are due. Each is given out once, at its time or as soon as somebody asks afterwards."""
+    """Which faults are due. Each is given out once, at its time or as soon as somebody asks afterwards.
+
+    Of the drawn ones at most DRAWN_PER_LOOK at once; what is left is due at the next look.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._waiting = list(plan.faults)
@@ -132,7 +138,9 @@ class Schedule:
         """``since_s``: seconds since training began; ``commits``: seen so far; ``generation``: the present one."""
         now = [fault for fault in self._waiting if _has_come(fault, since_s, commits, generation)]
         self._waiting = [fault for fault in self._waiting if fault not in now]
-        while self._next is not None and _has_come(self._next, since_s, commits, generation):
+        for _ in range(DRAWN_PER_LOOK):
+            if self._next is None or not _has_come(self._next, since_s, commits, generation):
+                break
             now.append(self._next)
             self._next = next(self._drawn, None)
         return now

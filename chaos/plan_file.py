@@ -20,7 +20,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic.chaos.plan import FACTOR, KINDS, LASTING, Chance, Fault, Plan
+from elastic.chaos.plan import (
+    FACTOR,
+    KINDS,
+    LASTING,
+    MEAN_LEAST_S,
+    SECONDS_MAX,
+    Chance,
+    Fault,
+    Plan,
+)
 from elastic.errors import Invalid
 
 if sys.version_info >= (3, 11):
@@ -30,9 +39,15 @@ else:
 
 FOR_S = 5.0  # of a planned fault that does not say
 FACTOR_MAX = 100.0
+WHOLE_MAX = 2**63 - 1  # the most that TOML promises
 MOMENTS = ("at_s", "after_commits", "at_generation")
-VICTIMS = '"random", "rank N", "newest", "oldest", "worker HOST:SLOT", "host NAME", "all but one"'
-_VICTIM = re.compile(r"random|newest|oldest|all but one|all|rank \d+|worker \S+:\d+|host \S+")
+VICTIMS = (
+    '"random", "rank N", "newest", "oldest", "worker HOST:SLOT", "host NAME", "all but one", "all"'
+)
+_NUMBER = "[0-9]{1,6}"  # not \d, which takes the digits of every script
+_VICTIM = re.compile(
+    rf"random|newest|oldest|all but one|all|rank {_NUMBER}|worker \S+:{_NUMBER}|host \S+"
+)
 
 
 def read_plan(text: str, name: str) -> Plan:
@@ -41,6 +56,8 @@ def read_plan(text: str, name: str) -> Plan:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"{name} is no TOML: {error}") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, brackets without end
+        raise Invalid(f"{name} has a number or a nesting that is too long to be read") from None
     for key in tables:
         if key not in ("random", "fault"):
             where = _Where(text, name, key, 0)
@@ -100,6 +117,8 @@ def _chance(table: dict[str, Any], where: _Where) -> Chance:
     if keys[0] not in table:
         where.fail("", f"[random] needs {keys[0]}")
     mean = where.positive(keys[0], table[keys[0]])
+    if mean < MEAN_LEAST_S:
+        where.fail(keys[0], f"{keys[0]} is {mean:g}; give at least {MEAN_LEAST_S:g}")
     kinds = table.get("faults", ["kill", "freeze"])
     if not isinstance(kinds, list) or not kinds:
         where.fail("faults", f'faults is {kinds!r}; give a list, as in ["kill", "freeze"]')
@@ -151,31 +170,37 @@ class _Where:
         return str(value)
 
     def number(self, key: str, value: Any, least: float) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-            self.fail(key, f"{key} is {value!r}; give a number, {least:g} or more")
-        if not math.isfinite(value):
-            self.fail(key, f"{key} is {value!r}; give a finite number")
-        return float(value)
+        """This or more."""
+        return self._number(key, value, f"of {least:g} or more", least, SECONDS_MAX)
 
     def positive(self, key: str, value: Any) -> float:
-        number = self.number(key, value, 0.0)
+        number = self._number(key, value, "above 0", 0.0, SECONDS_MAX)
         if number == 0:
-            self.fail(key, f"{key} is 0; give more than 0")
+            self.fail(key, f"{key} is 0; give a number above 0")
         return number
 
     def factor(self, value: Any) -> float:
-        number = self.number("factor", value, 1.0)
-        if not 1 < number <= FACTOR_MAX:
-            self.fail(
-                "factor", f"factor is {value!r}; give more than 1, and at most {FACTOR_MAX:g}"
-            )
+        number = self._number("factor", value, "above 1", 1.0, FACTOR_MAX)
+        if number == 1:
+            self.fail("factor", "factor is 1; give a number above 1")
         return number
+
+    def _number(self, key: str, value: Any, which: str, least: float, most: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+            self.fail(key, f"{key} is {value!r}; give a number {which}")
+        if value == math.inf:
+            self.fail(key, f"{key} is {value!r}; give a finite number")
+        if value > most:  # not said: it may have any number of digits
+            self.fail(key, f"{key} is too much; give at most {most:.0f}")
+        return float(value)
 
     def whole(self, key: str, value: Any, *, least: int = 1) -> int | None:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.fail(key, f"{key} is {value!r}; give a whole number, {least} or more")
+        if value > WHOLE_MAX:
+            self.fail(key, f"{key} is too much; give at most {WHOLE_MAX}")
         return int(value)
 
     def _line(self, key: str) -> int:

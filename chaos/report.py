@@ -27,6 +27,7 @@ from elastic.driver.events import (
     StopMembersAt,
     WorkerDigested,
     WorkerReady,
+    WorkerResumed,
     WorkerReturned,
 )
 from elastic.driver.journal import Entry
@@ -102,7 +103,11 @@ class Digests:
 
 @dataclass
 class Report:
-    """``code``: the job's exit code. ``broken``: invariants that do not hold, in words."""
+    """``code``: the job's exit code. ``broken``: invariants that do not hold, in words.
+
+    ``trained``: some worker of elastic.run had a collective behind it. Where none had, nothing was tested.
+    ``planned``: faults that the plan names. ``missed``: a sentence for each of them that was done to nobody.
+    """
 
     code: int
     ended: str
@@ -113,12 +118,15 @@ class Report:
     goodput: Goodput
     digests: Digests
     broken: list[str] = field(default_factory=list)
+    trained: bool = True
+    planned: int = 0
+    missed: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
-        """The job's own where it failed; 1 where it succeeded and broke a promise."""
+        """The job's own where it failed; 1 where it succeeded and broke a promise, or was no test at all."""
         promises = self.broken or self.steps.lost or self.digests.differing
-        return self.code or (1 if promises else 0)
+        return self.code or (1 if promises or not self.trained else 0)
 
 
 def report(
@@ -129,6 +137,8 @@ def report(
     code: int,
     spared: int = 0,
     broken: Iterable[str] = (),
+    planned: int = 0,
+    missed: Iterable[str] = (),
 ) -> Report:
     """``spared``: faults that chance drew, and that found nobody whom they might hit."""
     reading = _Reading(settings)
@@ -138,7 +148,8 @@ def report(
     reading.leave_out_stalls([(each.at, each.until or each.at) for each in injected])
     return Report(
         code,
-        reading.ended,
+        # The process's own code: one that was asked to stop ends with the code of the signal.
+        f"exit code {code}: {reading.ended}" if reading.ended else "",
         outcomes(entries, injected, began_at=reading.began_at or 0.0),
         spared,
         reading.recoveries,
@@ -146,6 +157,9 @@ def report(
         reading.goodput,
         reading.digests(),
         list(broken),
+        reading.trained,
+        planned,
+        list(missed),
     )
 
 
@@ -160,7 +174,8 @@ class _Reading:
 
     def __init__(self, settings: Settings) -> None:
         self.began_at: float | None = None
-        self.ended = ""
+        self.ended = ""  # why
+        self.trained = False
         self.recoveries: list[Recovery] = []
         self.steps = Steps()
         self.goodput = Goodput(workers=settings.np)
@@ -185,6 +200,8 @@ class _Reading:
                 self._digested(digested)
             case WorkerReady(worker=worker, commit=commit) if commit is not None:
                 self._held[worker] = max(commit, self._held.get(worker, commit))
+            case WorkerResumed():
+                self.trained = True
             case WorkerReturned():
                 self._training_ends(entry.at)
                 self._over(entry.at)
@@ -199,7 +216,7 @@ class _Reading:
                 case ReportRecovery():
                     self._trains(action, entry.at)
                 case EndJob(code, reason):
-                    self.ended = f"exit code {code}: {reason}"
+                    self.ended = reason
                     if code:
                         self._world_breaks(entry.at)
                     self._training_ends(entry.at)

@@ -19,7 +19,7 @@ from elastic.chaos import network, tables
 from elastic.chaos.check import broken_invariants
 from elastic.chaos.faulty_job import FaultyJob, Job, say, under_fire
 from elastic.chaos.injection import RUN_S
-from elastic.chaos.plan import KINDS, Chance, Plan, draw
+from elastic.chaos.plan import KINDS, MEAN_LEAST_S, SECONDS_MAX, Chance, Plan, draw
 from elastic.chaos.plan_file import read_plan
 from elastic.chaos.report import Report, report
 from elastic.driver import cli, journal
@@ -41,8 +41,8 @@ examples:
   python -m elastic.chaos run --plan plan.toml --dry-run -- elasticrun -np 4 --min-np 1 python train.py
       says what the plan would do, and starts nothing
 
-The exit code is the job's own; where that is 0, it is 1 if a committed step was lost, replicas differ or an invariant
-is broken. docs/chaos.md has a plan to begin with."""
+The exit code is the job's own; where that is 0, it is 1 if a committed step was lost, replicas differ, an invariant
+is broken, or no training was seen. docs/chaos.md has a plan to begin with."""
 
 DRAWN_SHOWN = 10  # of the drawn faults, by --dry-run
 PAUSE_SHARE = 0.7  # of the lease: the longest pause of a slowed worker
@@ -76,8 +76,8 @@ def main(options: argparse.Namespace) -> int:
     plan = plan_of(options)
     job = check_job(options.command, plan, folder=None)
     check_plan(plan, job.settings, digests=not options.no_digests)
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise Invalid(f"--json {options.json}: there is no folder {options.json.resolve().parent}")
+    if options.json is not None:
+        check_json(options.json)
     if options.dry_run:
         print("\n".join(dry_run(plan, job)))
         return 0
@@ -85,13 +85,19 @@ def main(options: argparse.Namespace) -> int:
         say(f"faults are drawn with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=not options.no_digests)
     if not job.journal.stat().st_size:  # elasticrun has said why
-        print(f"the job ended with exit code {faulty_job.code}, before anything could be done to it")
+        print(
+            f"the job ended with exit code {faulty_job.code}, before anything could be done to it"
+        )
         return faulty_job.code or 1
     found = report_of(faulty_job)
     tables.show(found)
     print(f"journal: {job.journal}")
     if options.json is not None:
-        write_json(found, job, plan, options.json)
+        try:
+            write_json(found, job, plan, options.json)
+        except OSError as error:
+            say(f"cannot write --json {options.json}: {error.strerror}")
+            return found.exit_code or 1
     return found.exit_code
 
 
@@ -106,6 +112,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
         "--duration": options.duration,
     }
     given = [flag for flag, value in flags.items() if value is not None]
+    if options.seed is not None and options.seed < 0:
+        raise Invalid(f"--seed is {options.seed}; give 0 or more")
     if options.plan is not None:
         if given:
             raise Invalid(f"{given[0]} and --plan are given together; put it into the plan")
@@ -115,6 +123,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
             why = getattr(error, "strerror", None) or "it is no text"
             raise Invalid(f"cannot read the plan {options.plan}: {why}") from None
         plan = read_plan(text, str(options.plan))
+        if options.seed is not None and plan.chance is None:
+            raise Invalid(
+                f"--seed is given, but {options.plan} draws nothing at random; leave it out, or"
+                " give [random] in the plan"
+            )
         if options.seed is not None and plan.chance is not None and plan.chance.seed is not None:
             raise Invalid(f"--seed is given, and {options.plan} has a seed too; keep one of them")
     else:
@@ -128,10 +141,15 @@ def _chance_of(options: argparse.Namespace) -> Chance:
         raise Invalid("say what is to go wrong: give --plan FILE or --mean-time-between-faults S")
     for flag, value in (("--mean-time-between-faults", mean), ("--duration", duration)):
         if value is not None and not 0 < value < float("inf"):
-            raise Invalid(f"{flag} is {value:g}; give seconds, more than 0")
-    if options.seed is not None and options.seed < 0:
-        raise Invalid(f"--seed is {options.seed}; give 0 or more")
-    kinds = [kind.strip() for kind in (options.faults or "kill,freeze").split(",")]
+            raise Invalid(f"{flag} is {value:g}; give a number of seconds above 0")
+        if value is not None and value > SECONDS_MAX:
+            raise Invalid(f"{flag} is {value:g}; give at most {SECONDS_MAX:.0f} seconds")
+    if mean < MEAN_LEAST_S:
+        raise Invalid(
+            f"--mean-time-between-faults is {mean:g}; give at least {MEAN_LEAST_S:g} seconds"
+        )
+    words = "kill,freeze" if options.faults is None else options.faults
+    kinds = [kind.strip() for kind in words.split(",")]
     for kind in kinds:
         if kind not in KINDS:
             raise Invalid(f"--faults: {kind!r} is no fault; give some of {','.join(KINDS)}")
@@ -173,6 +191,13 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
         network.check_cut()
     if plan.counts_commits() and not digests:
         raise Invalid("after_commits needs digests, by which commits are seen; drop --no-digests")
+    for fault in plan.faults:
+        word, _, rest = fault.victim.partition(" ")
+        if word == "rank" and int(rest) >= settings.workers_max:
+            raise Invalid(
+                f"the plan has a fault for rank {rest}, and the job has at most"
+                f" {settings.workers_max} workers: give a rank of at most {settings.workers_max - 1}"
+            )
     longest = PAUSE_SHARE * settings.lease_s
     factors = [fault.factor for fault in plan.faults if fault.kind == "slow"]
     if plan.chance is not None and "slow" in plan.chance.kinds:
@@ -183,6 +208,17 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
             f" a time, and counts as frozen where the lease is {settings.lease_s:g} s: give a factor"
             f" of at most {1 + int(10 * longest / RUN_S) / 10:g}"
         )
+
+
+def check_json(path: Path) -> None:
+    """Whether the report can be written there. Raises Invalid."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise Invalid(f"--json {path}: there is no folder {folder}")
+    if path.is_dir():
+        raise Invalid(f"--json {path}: this is a folder; give the name of a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise Invalid(f"--json {path}: it can't be written; give a file that can be")
 
 
 def dry_run(plan: Plan, job: Job) -> list[str]:
@@ -210,6 +246,8 @@ def report_of(faulty_job: FaultyJob) -> Report:
         code=faulty_job.code,
         spared=faulty_job.spared,
         broken=broken_invariants(faulty_job.job.journal),
+        planned=faulty_job.planned,
+        missed=faulty_job.missed,
     )
 
 

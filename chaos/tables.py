@@ -85,7 +85,14 @@ def _verdicts(report: Report) -> Table:
     spared = (
         f"; {report.spared} more were drawn, but nobody could be spared" if report.spared else ""
     )
+    if not report.trained:
+        table.add_row("training", Text("no training was seen: nothing was tested", style="red"))
     table.add_row("faults", f"{len(report.faults)}{spared}")
+    if report.planned and len(report.missed) == report.planned:
+        none = f"no planned fault came ({report.planned} in the plan): they tested nothing"
+        table.add_row("", Text(none, style="red"))
+    for line in report.missed:
+        table.add_row("", Text(line))
     kinds = [sum(r.kind == kind for r in report.recoveries) for kind in KINDS]
     table.add_row("recoveries", f"{kinds[0]} after a failure, {kinds[1]} planned changes")
     table.add_row(

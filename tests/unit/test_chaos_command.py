@@ -67,6 +67,10 @@ def test_each_explains_itself(name, capsys):
         (JOB, "give --plan FILE or --mean-time-between-faults S"),
         ([*OFTEN, "--faults", "kill,crash", *JOB], "--faults: 'crash' is no fault; give some of"),
         (["--mean-time-between-faults", "0", *JOB], "--mean-time-between-faults is 0; give"),
+        (["--mean-time-between-faults", "1e-9", *JOB], "is 1e-09; give at least 0.05 seconds"),
+        (["--mean-time-between-faults", "1e9", *JOB], "is 1e+09; give at most 1000000 seconds"),
+        ([*OFTEN, "--faults", "", *JOB], "--faults: '' is no fault; give some of"),
+        ([*OFTEN, "--json", "/", *JOB], "--json /: this is a folder; give the name of a file"),
         (["--mean-time-between-faults", "nan", *JOB], "--mean-time-between-faults is nan; give"),
         ([*OFTEN, "--duration", "-1", *JOB], "--duration is -1; give"),
         ([*OFTEN, "--seed", "-1", *JOB], "--seed is -1; give 0 or more"),
@@ -106,6 +110,8 @@ def test_a_mistake_in_the_words_of_run(words, told, capsys):
             "keep one of them",
         ),
         ("[random]\nmean_time_between_faults_s = 1\n", OFTEN, "put it into the plan"),
+        ("[random]\nmean_time_between_faults_s = 1\n", ["--seed", "-1"], "--seed is -1; give 0"),
+        ('[[fault]]\nat_s = 1\nkind = "kill"\n', ["--seed", "1"], "draws nothing at random; leave"),
     ],
 )
 def test_a_mistake_in_the_plan_of_run(plan, words, told, capsys, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.chaos.plan import LASTING, Chance, Fault, Plan, Schedule, choose, draw
+from elastic.chaos.plan import DRAWN_PER_LOOK, LASTING, Chance, Fault, Plan, Schedule, choose, draw
 from elastic.chaos.plan_file import read_plan
 from elastic.errors import Invalid
 from elastic.protocol import Worker
@@ -81,13 +81,20 @@ OTHER = '[[fault]]\nat_s = 1\nkind = "kill"\n\n'
         (OTHER + "[[fault]]\nat_s = 1\n", "line 5: the fault has no kind; give one of kill, leave"),
         (OTHER + FREEZE, "line 5: the fault does not say when; give one of at_s, after_commits"),
         (FREEZE + "at_s = 1\nat_generation = 2\n", "line 4: the fault has at_s and at_generation"),
-        (FREEZE + "at_s = -1\n", "line 3: at_s is -1; give a number, 0 or more"),
-        (FREEZE + 'at_s = "now"\n', "line 3: at_s is 'now'; give a number, 0 or more"),
+        (FREEZE + "at_s = -1\n", "line 3: at_s is -1; give a number of 0 or more"),
+        (FREEZE + 'at_s = "now"\n', "line 3: at_s is 'now'; give a number of 0 or more"),
         (FREEZE + "at_s = nan\n", "line 3: at_s is nan; give a number"),
         (FREEZE + "at_s = inf\n", "line 3: at_s is inf; give a finite number"),
         (FREEZE + "at_s = true\n", "line 3: at_s is True; give a number"),
         (FREEZE + "after_commits = 0\n", "line 3: after_commits is 0; give a whole number, 1"),
-        (FREEZE + "at_s = 1\nfor_s = 0\n", "line 4: for_s is 0; give more than 0"),
+        (FREEZE + "at_s = 1\nfor_s = 0\n", "line 4: for_s is 0; give a number above 0"),
+        (FREEZE + "at_s = 1\nfor_s = -1\n", "line 4: for_s is -1; give a number above 0"),
+        (FREEZE + "at_s = 1" + 400 * "0" + "\n", "line 3: at_s is too much; give at most 1000000"),
+        (FREEZE + "at_s = 1" + 5000 * "0" + "\n", "plan.toml has a number or a nesting that is"),
+        (FREEZE + "at_s = 1\nfor_s = 1e7\n", "line 4: for_s is too much; give at most 1000000"),
+        (FREEZE + "after_commits = 1" + 30 * "0" + "\n", "line 3: after_commits is too much"),
+        (FREEZE + 'at_s = 1\nvictim = "rank ٣"\n', "line 4: 'rank ٣' is no victim; give one of"),
+        (FREEZE + 'at_s = 1\nvictim = "x"\n', '"all but one", "all"'),
         (FREEZE + "at_s = 1\nfactor = 3\n", "line 4: a freeze has no factor"),
         (FREEZE + "at_s = 1\nfor = 3\n", "line 4: 'for' is not known here; give one of kind"),
         (
@@ -97,10 +104,14 @@ OTHER = '[[fault]]\nat_s = 1\nkind = "kill"\n\n'
         ('[[fault]]\nat_s = 1\nkind = "kill"\nfor_s = 1\n', "line 4: a kill does not last"),
         (
             '[[fault]]\nat_s = 1\nkind = "slow"\nfactor = 1\n',
-            "line 4: factor is 1; give more than 1",
+            "line 4: factor is 1; give a number above 1",
         ),
         ("[random]\nseed = 1\n", "line 1: [random] needs mean_time_between_faults_s"),
         ("[random]\nmean_time_between_faults_s = 0\n", "line 2: mean_time_between_faults_s is 0"),
+        (
+            "[random]\nmean_time_between_faults_s = 1e-9\n",
+            "line 2: mean_time_between_faults_s is 1e-09",
+        ),
         ("[random]\nmean_time_between_faults_s = 1\nfaults = []\n", "line 3: faults is []; give"),
         ("[random]\nmean_time_between_faults_s = 1\nfaults = ['x']\n", "line 3: 'x' is no kind"),
         ("[random]\nmean_time_between_faults_s = 1\nfor_s = [4, 1]\n", "line 3: for_s is [4, 1]"),
@@ -193,6 +204,12 @@ def test_drawn_faults_come_due_one_after_the_other():
     assert schedule.due(since_s=drawn[0].at_s - 0.1, commits=0, generation=1) == []
     assert schedule.due(since_s=drawn[1].at_s, commits=0, generation=1) == drawn[:2]
     assert schedule.due(since_s=drawn[1].at_s, commits=0, generation=1) == []
+
+
+def test_of_the_drawn_ones_that_are_overdue_only_some_are_given_out_at_once():
+    schedule = Schedule(Plan(chance=Chance(1e-9, seed=1)))
+    for _ in range(2):
+        assert len(schedule.due(since_s=1e6, commits=0, generation=1)) == DRAWN_PER_LOOK
 
 
 # ---- whom ----------------------------------------------------------------------------------------

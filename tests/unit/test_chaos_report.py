@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from elastic.chaos.plan import Injected
 from elastic.chaos.report import percentiles, report
+from elastic.chaos.tables import show
 from elastic.driver.events import (
     Action,
     BreakWorld,
@@ -296,6 +300,41 @@ def test_a_job_that_never_trained_has_a_report_too():
     assert found.goodput.share == 0.0
     assert found.steps.kept == 0
     assert found.ended == "exit code 1: no slots"
+
+
+def shown(found) -> str:
+    text = StringIO()
+    show(found, Console(file=text, width=200))
+    return text.getvalue()
+
+
+def test_where_no_training_was_seen_nothing_was_tested():
+    settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
+    found = report(settings, [Entry(1.0, TimePassed(), [EndJob(0, "the end")])], [], code=0)
+    assert found.exit_code == 1
+    assert "no training was seen: nothing was tested" in shown(found)
+    told = Told()
+    told.ends(101.0)
+    assert told.report().exit_code == 0
+    assert "no training" not in shown(told.report())
+
+
+def test_a_job_that_was_asked_to_stop_has_the_exit_code_of_its_process():
+    told = Told()
+    told.ends(101.0, code=1)
+    assert told.report(code=143).ended == "exit code 143: the end"
+
+
+def test_faults_of_the_plan_that_never_came_are_in_the_report():
+    told = Told()
+    told.ends(101.0)
+    ended = (told.settings, told.entries, told.injected)
+    some = shown(report(*ended, code=0, planned=2, missed=["did not come: kill rank 0"]))
+    assert "did not come: kill rank 0" in some
+    assert "no planned fault" not in some
+    assert "no planned fault came (1 in the plan)" in shown(
+        report(*ended, code=0, planned=1, missed=["did not come: kill rank 0"])
+    )
 
 
 def test_percentiles_are_values_that_were_measured():

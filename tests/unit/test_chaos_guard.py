@@ -1,0 +1,50 @@
+"""A stopped process goes on when whoever stopped it is gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from elastic.chaos.guard import Guard
+
+STOPS_IT_AND_IS_KILLED = """
+import os, signal, sys
+from elastic.chaos.guard import Guard
+pid = int(sys.argv[1])
+guard = Guard(os.pidfd_open(pid))
+os.kill(pid, signal.SIGSTOP)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def echo():
+    """Answers as soon as it runs."""
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_stopped_process_goes_on_when_the_tool_is_killed(echo):
+    code = subprocess.run([sys.executable, "-c", STOPS_IT_AND_IS_KILLED, str(echo.pid)], timeout=30)
+    assert code.returncode == -signal.SIGKILL
+    echo.stdin.write(b"still there\n")
+    echo.stdin.flush()
+    assert select.select([echo.stdout], [], [], 20.0)[0], "it is still stopped"
+    assert echo.stdout.readline() == b"still there\n"
+
+
+def test_a_guard_that_is_closed_continues_nobody(echo):
+    pidfd = os.pidfd_open(echo.pid)
+    guard = Guard(pidfd)
+    os.kill(echo.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, echo.pid, os.WSTOPPED)
+    guard.close()
+    os.close(pidfd)
+    assert os.waitid(os.P_PID, echo.pid, os.WCONTINUED | os.WNOHANG) is None
