@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from elastic.chaos.invariants import BrokenInvariant, check_journal
+from elastic.errors import Invalid
 
 DESCRIPTION = """\
 Reads the journal of a job that has ended (elasticrun --journal FILE), and checks what must be true of every job,
@@ -22,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples",
         type=int,
-        default=0,
         metavar="N",
         help="the dataset has N samples, and the job has trained whole epochs: each must count once"
         " (only where workers report their samples)",
@@ -30,14 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    """0: all holds; 1: something does not, or could not be checked. Raises Invalid."""
+    if options.samples is not None and options.samples < 1:
+        raise Invalid(f"--samples is {options.samples}; give 1 or more, or leave it out")
     failed = False
     for path in options.journal:
         try:
-            found = check_journal(path, samples=options.samples)
+            found = check_journal(path, samples=options.samples or 0)
         except BrokenInvariant as error:
             failed = True
             print(f"{path}: {error}", file=sys.stderr)
         else:
+            if options.samples and not found.samples_counted:
+                failed = True
+                print(
+                    f"{path}: no worker reported samples, so these can't be checked; leave out --samples",
+                    file=sys.stderr,
+                )
+                continue
             print(
                 f"{path}: all invariants hold; {found.worlds} worlds, {found.recoveries} recoveries,"
                 f" {found.commits_compared} digests compared, {found.samples_counted} samples counted"

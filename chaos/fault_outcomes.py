@@ -57,7 +57,9 @@ class _Happened:
     ended: tuple[float, str] | None = None
 
 
-def outcomes(entries: Sequence[Entry], injected: Sequence[Injected], *, began_at: float) -> list[FaultOutcome]:
+def outcomes(
+    entries: Sequence[Entry], injected: Sequence[Injected], *, began_at: float
+) -> list[FaultOutcome]:
     """One for each fault, in order."""
     happened = _happened(entries)
     found = []

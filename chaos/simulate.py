@@ -7,6 +7,8 @@ to see it again.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import subprocess
 import sys
 import time
@@ -39,18 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only faults that leave somebody to go on from: the job has to succeed",
     )
     parser.add_argument(
-        "--seconds", type=float, default=300.0, help="virtual, of a large job (default 300)"
+        "--seconds", type=float, help=f"virtual, of a job of {LARGE} workers or more (default 300)"
     )
     parser.add_argument(
-        "--journal", type=Path, help="where to write the journal of a single seed or a failing one"
+        "--journal",
+        type=Path,
+        help=f"where to write the journal of a single seed or a failing one, of less than {LARGE} workers",
     )
 
 
 def main(options: argparse.Namespace) -> int:
     """0: nothing false was seen; 1: a violation."""
-    for name in ("seeds", "workers", "steps"):
-        if getattr(options, name) < 1:
-            raise Invalid(f"--{name} is {getattr(options, name)}; give 1 or more")
+    _refuse_what_cannot_run(options)
     if options.workers >= LARGE:
         return _large(options)
     outcomes: Counter[str] = Counter()
@@ -82,6 +84,32 @@ def main(options: argparse.Namespace) -> int:
         print(f"{options.seeds} seeds of {options.workers} workers: {text}")
         print(f"{time.monotonic() - began:.1f} s", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
+    """Raises Invalid before anything runs."""
+    for name in ("seeds", "workers", "steps"):
+        if getattr(options, name) < 1:
+            raise Invalid(f"--{name} is {getattr(options, name)}; give 1 or more")
+    if options.faults < 0:
+        raise Invalid(f"--faults is {options.faults}; give 0 or more")
+    large = options.workers >= LARGE
+    seconds: float | None = options.seconds
+    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
+        raise Invalid(f"--seconds is {seconds:g}; give a number of virtual seconds above 0")
+    if seconds is not None and not large:
+        what = f"--seconds is for jobs of {LARGE} workers or more, this one has {options.workers}"
+        raise Invalid(f"{what} and runs until its --steps are trained; leave --seconds out")
+    if options.journal is None:
+        return
+    if large:
+        raise Invalid(f"a job of {LARGE} workers or more keeps no journal; leave --journal out")
+    path: Path = options.journal
+    writable = path if path.exists() else path.parent
+    if path.is_dir() or not writable.exists() or not os.access(writable, os.W_OK):
+        raise Invalid(
+            f"cannot write the journal {str(path)!r}; give a file in a writable folder that exists"
+        )
 
 
 def _tell(simulation: Simulation, outcome: Outcome, options: argparse.Namespace) -> None:
@@ -127,7 +155,8 @@ def _commit() -> str:
 
 def _large(options: argparse.Namespace) -> int:
     began = time.process_time()
-    scale = Scale(options.seed, workers=options.workers, virtual_s=options.seconds)
+    seconds = 300.0 if options.seconds is None else options.seconds
+    scale = Scale(options.seed, workers=options.workers, virtual_s=seconds)
     try:
         outcome = scale.run()
     except Violation as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from elastic.errors import Invalid
@@ -65,6 +65,18 @@ def digests(environ: Mapping[str, str] | None = None) -> bool:
     """Whether workers report what they commit, so that a test can compare it."""
     env = os.environ if environ is None else environ
     return env.get("ELASTIC_DIGESTS", "0") == "1"
+
+
+def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
+    """Turns off torch's flight recorder, unless somebody asked for it by TORCH_FR_BUFFER_SIZE.
+
+    It keeps the last 2000 collectives of the process with their Python stacks, and something of every group for ever:
+    8 MB with three workers, in pieces between which other memory can't be given back. Read by torch when it makes its
+    first group.
+    """
+    env = os.environ if environ is None else environ
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # its older name
+        env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

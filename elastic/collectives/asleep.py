@@ -10,8 +10,7 @@ import contextlib
 import os
 
 _TASKS = "/proc/self/task"
-# The thread of torch in which a collective runs; the kernel keeps 15 characters.
-_NAME = "pt_gloo_runloop"[:15]
+_NAME = b"pt_gloo_runloop"  # not those that read the sockets: they wake every 10 ms
 
 Runs = frozenset[tuple[str, bytes]]
 
@@ -26,7 +25,7 @@ def runs() -> Runs | None:
         for thread in os.listdir(_TASKS):
             with contextlib.suppress(OSError):  # it may have ended meanwhile
                 status = _status(thread)
-                if status[b"Name"] != _NAME.encode():
+                if status[b"Name"] != _NAME:
                     continue
                 if not status[b"State"].startswith(b"S"):
                     return None

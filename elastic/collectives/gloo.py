@@ -19,9 +19,10 @@ by cutting the group's sockets.
 from __future__ import annotations
 
 import collections
+import contextlib
+import ctypes
 import itertools
 import math
-import os
 import re
 import threading
 import time
@@ -33,6 +34,7 @@ import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from elastic import environment
 from elastic.collectives import asleep, sockets
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.sockets import Endpoint
@@ -48,6 +50,7 @@ _CLOSE_S = 0.1  # in which what is under way usually ends once the sockets are c
 # whole timeout. An allreduce takes no longer for it; a rank that waits for a late one uses 1 % of a core.
 _SLICE = timedelta(milliseconds=20)
 _LOOK_EVERY = 50  # slices
+_AT_ONCE = timedelta(milliseconds=1)
 
 _REDUCE = {
     Op.SUM: c10d.ReduceOp.SUM,
@@ -74,19 +77,7 @@ _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes]] = msgspec.msgpack
 )
 
 
-
-def _record_nothing() -> None:
-    """Turns off torch's flight recorder, unless somebody asked for it.
-
-    It keeps the last 2000 collectives of the process with their Python stacks, and something of every group for ever:
-    8 MB with three workers, in pieces between which other memory can't be given back. Read by torch when it makes its
-    first group.
-    """
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-
-
-_record_nothing()
+environment.record_nothing()
 
 
 class GlooCollectives:
@@ -228,9 +219,12 @@ class GlooCollectives:
         while any(not work.is_completed() for work in list(self._under_way)):
             now = time.monotonic()
             if now >= look_at:
-                # One that lost its wake-up never completes. It has nothing to read from once Gloo has closed what was
-                # cut, and what it read is in place when its thread sleeps on.
-                runs = asleep.runs() if self._connections() == 0 else None
+                # One that lost its wake-up never completes. When all that was read from is cut and read, and the
+                # threads that compute sleep on, nobody is left to write.
+                self.abort()
+                self._time_out()
+                unread = sockets.unread(self._own, self._peers, self._sockets)
+                runs = asleep.runs() if unread == 0 else None
                 if runs is not None and runs == before:
                     return True
                 before, look_at = runs, now + _QUIET_S
@@ -242,17 +236,15 @@ class GlooCollectives:
     def close(self) -> None:
         """Frees sockets and threads, within 0.1 s or so: see `Collectives.close`."""
         self.abort()
-        held = [self._backend]
-        self._backend = None
         self.drain(_CLOSE_S)
-        stuck = any(not work.is_completed() for work in list(self._under_way))
+        backend, self._backend = self._backend, None
+        works = list(self._under_way)
         self._under_way.clear()
-        if stuck:
-            # Freeing a group waits for what is under way. Let that not delay who closes others after this one.
-            threading.Thread(target=held.clear, name="elastic-gloo-close", daemon=True).start()
-            del held
-        else:
-            held.clear()
+        for left in [each for each in _left if each.done()]:
+            _left.remove(left)
+            left.release()
+        if any(not work.is_completed() for work in works):
+            _left.append(_Left(backend, works))
 
     def forget(self) -> None:
         """In a forked child: lets go of the sockets, so that the parent's death closes them."""
@@ -271,6 +263,24 @@ class GlooCollectives:
         if self._connections() < self.size - 1:
             self._fail("the connection to a peer was closed")
 
+    def _time_out(self) -> None:
+        """After a cut: makes Gloo close every connection that it left open, and wake who waits for one.
+
+        A receiver or a sender that failed in the middle of a message leaves its connection open: nobody reads or
+        writes it again, its thread spins at the end of the stream, and other works wait for it until the timeout. The
+        timeout of one receive closes all connections of a group. It's at least a millisecond, so call it off the link
+        thread.
+        """
+        backend, nothing = self._backend, torch.zeros(1, dtype=torch.uint8)
+        if backend is None or self._connections() == 0:
+            return
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # it timed out, or that one is closed already
+                    backend.recv([nothing], peer, 0).wait(_AT_ONCE)
+
     def _connections(self) -> int:
         return sockets.count(self._own, self._peers, self._sockets)
 
@@ -281,6 +291,28 @@ class GlooCollectives:
     def _raise_if_failed(self) -> None:
         if self._failed is not None:
             raise CollectiveFailed(self._failed)
+
+
+class _Left:
+    """A group that can't be freed yet, because that would wait for a work that lost its wake-up: until its timeout.
+
+    Held by a reference that the end of the interpreter does not drop: a thread that it ended in the middle of freeing
+    a group would abort the whole process.
+    """
+
+    def __init__(self, backend: Any, works: list[Any]) -> None:
+        self._held: list[Any] | None = [backend, works]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._held))
+
+    def done(self) -> bool:
+        return self._held is not None and all(work.is_completed() for work in self._held[1])
+
+    def release(self) -> None:
+        held, self._held = self._held, None
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(held))
+
+
+_left: list[_Left] = []  # freed by whoever closes another group after they have ended
 
 
 class GlooWork:

@@ -9,10 +9,13 @@ opened lead to a peer's listener. Nothing else in the process can have either ad
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import stat
 import struct
+import sys
+import termios
 from collections.abc import Iterator
 
 Endpoint = tuple[str, int]  # numeric address, port
@@ -67,6 +70,19 @@ def count(
         held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
         for _, held in _of_group(own, peers, known)
     )
+
+
+def unread(
+    own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
+) -> int:
+    """How many bytes have come for the group that Gloo has not read. A socket that is cut still gives them out."""
+    total = 0
+    for _, held in _of_group(own, peers, known):
+        with contextlib.suppress(OSError):
+            if not held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                waiting = fcntl.ioctl(held.fileno(), termios.FIONREAD, bytes(4))
+                total += int.from_bytes(waiting, sys.byteorder)
+    return total
 
 
 def keep_from_programs(own: Endpoint | None, peers: frozenset[Endpoint]) -> None:

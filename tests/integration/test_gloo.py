@@ -404,6 +404,41 @@ def test_an_abort_at_any_moment_of_connecting_ends_it(three):
         assert worst < WAKE_S
 
 
+def cut_in_the_middle(rank: int, size: int, addresses: list[Address]) -> float:
+    """Cuts while two large allreduces are under way, again and again; the longest drain."""
+    worst = 0.0
+    for number, address in enumerate(addresses):
+        listener = ranks.kept["listeners"].pop(0) if rank == 0 else None
+        store = Store(address, listener, TIMEOUT_S, generation=number)
+        store.open()
+        group = connecting(store, rank, size).connect()
+        tensor = torch.ones(1_000_000)
+        group.allreduce(tensor, Op.SUM).wait()
+        cutter = threading.Timer(0.001 * number, group.abort)
+        if rank == number % size:
+            cutter.start()
+        with pytest.raises(CollectiveFailed):
+            while True:
+                for work in [group.allreduce(tensor, Op.SUM) for _ in range(2)]:
+                    work.wait()
+        cutter.cancel()
+        group.abort()
+        began = time.monotonic()
+        assert group.drain(WAKE_S)
+        worst = max(worst, time.monotonic() - began)
+        group.close()
+        store.close()
+    return worst
+
+
+def test_a_cut_in_the_middle_of_allreduces_is_drained_at_once(three):
+    # One work in twenty loses its wake-up here, and one in sixty leaves a connection open.
+    addresses = three.run(serve_stores, 25)[0]
+    for worst in three.run(cut_in_the_middle, addresses):
+        print(f"drained {worst * 1e3:.1f} ms after the cut at worst")
+        assert worst < WAKE_S / 4
+
+
 def test_the_timeout_bounds_a_collective(world):
     groups = world.on_all(
         lambda rank: connecting(world.stores[rank], rank, 3, "short", timeout_s=0.3).connect()

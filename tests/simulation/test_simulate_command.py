@@ -54,3 +54,38 @@ def test_a_changed_decision_is_seen_by_replay(tmp_path, capsys):
 def test_bad_numbers_are_refused(flag, capsys):
     assert main(["simulate", flag, "0"]) == 2
     assert f"{flag} is 0; give 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--faults", "-1"], "--faults is -1; give 0 or more"),
+        (["--seconds", "5"], "--seconds is for jobs of 200 workers or more, this one has 8"),
+        (["--workers", "200", "--seconds", "0"], "--seconds is 0; give a number"),
+        (["--workers", "200", "--seconds", "-1"], "--seconds is -1; give a number"),
+        (["--workers", "200", "--seconds", "nan"], "--seconds is nan; give a number"),
+        (["--workers", "200", "--seconds", "inf"], "--seconds is inf; give a number"),
+        (["--workers", "200", "--journal", "x.jsonl"], "keeps no journal; leave --journal out"),
+        (["--journal", "/nowhere/x.jsonl"], "cannot write the journal '/nowhere/x.jsonl'"),
+        (["--journal", "/tmp"], "cannot write the journal '/tmp'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_the_run(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(Simulation, "run", lambda self: pytest.fail("it ran"))
+    assert main(["simulate", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_samples_that_nobody_reported_are_not_called_checked(tmp_path, capsys):
+    path = tmp_path / "seed.jsonl"
+    main(["simulate", "--workers", "2", "--steps", "5", "--faults", "0", "--journal", str(path)])
+    path.write_text(
+        "".join(
+            line + "\n" for line in path.read_text().splitlines() if "WorkerDigested" not in line
+        )
+    )
+    assert main(["check", str(path)]) == 0
+    assert main(["check", "--samples", "10", str(path)]) == 1
+    assert "no worker reported samples, so these can't be checked" in capsys.readouterr().err
+    assert main(["check", "--samples", "0", str(path)]) == 2
+    assert "--samples is 0; give 1 or more" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""When a broken group counts as drained: nothing can write into a tensor any more, whether or not Gloo says so."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+
+import pytest
+
+pytest.importorskip("torch")
+
+from elastic import environment
+from elastic.collectives import asleep, sockets
+from elastic.collectives.gloo import GlooCollectives
+
+RUNLOOP = b"pt_gloo_runloop"
+PR_SET_NAME = 15
+linux = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs Linux's /proc")
+
+
+class Unwoken:
+    """A work that lost its wake-up."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class Clock:
+    """The time that `drain` sees; its sleeps are what lets it pass."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("elastic.collectives.gloo.time", clock)
+    return clock
+
+
+@pytest.fixture
+def group():
+    group = GlooCollectives(0, 2, 30.0)
+    group._under_way.append(Unwoken())
+    return group
+
+
+def test_a_lost_wake_up_does_not_hold_the_drain_up(group, clock):
+    assert group.drain(1.0)
+    assert clock.now - 100.0 < 0.1
+
+
+def test_a_group_whose_threads_never_rest_is_not_drained(group, clock, monkeypatch):
+    monkeypatch.setattr(sockets, "count", lambda *_: 1)
+    monkeypatch.setattr(asleep, "runs", lambda: None)
+    assert not group.drain(1.0)
+    assert clock.now - 100.0 >= 1.0
+
+
+def test_what_is_not_cut_yet_is_cut_before_anyone_is_believed_to_sleep(group, clock, monkeypatch):
+    done: list[str] = []
+
+    def look() -> asleep.Runs:
+        done.append("look")
+        return frozenset()
+
+    monkeypatch.setattr(sockets, "cut", lambda *_: done.append("cut"))
+    monkeypatch.setattr(asleep, "runs", look)
+    assert group.drain(1.0)
+    assert done == ["cut", "look", "cut", "look"]
+
+
+def test_a_group_whose_threads_still_run_is_not_drained_yet(group, clock, monkeypatch):
+    seen = iter([None, frozenset({("7", b"1/0")}), frozenset({("7", b"2/0")})])
+    monkeypatch.setattr(asleep, "runs", lambda: next(seen, frozenset({("7", b"2/0")})))
+    assert group.drain(1.0)
+    assert (
+        clock.now - 100.0 >= 0.08
+    )  # two looks in a row must be equal, and those are the third and fourth
+
+
+@linux
+def test_a_thread_that_works_is_told_from_one_that_sleeps():
+    working, rest, resting, over = (threading.Event() for _ in range(4))
+
+    def run() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, RUNLOOP, 0, 0, 0)
+        working.set()
+        while not rest.is_set():
+            pass
+        resting.set()
+        over.wait(30)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert working.wait(30)
+    before = asleep.runs()
+    assert before is None or asleep.runs() != before  # it runs, or is about to
+    rest.set()
+    assert resting.wait(30)
+    before, now = None, asleep.runs()
+    for _ in range(1000):
+        if now is not None and now == before:
+            break
+        before, now = now, asleep.runs()
+    assert now is not None
+    assert now == before
+    over.set()
+    thread.join(30)
+    assert asleep.runs() != now
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ({}, "0"),
+        ({"TORCH_FR_BUFFER_SIZE": "500"}, "500"),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "500"}, None),
+    ],
+    ids=["unasked", "asked for", "asked for by its older name"],
+)
+def test_torch_records_no_collectives_unless_asked_to(given, size):
+    environ = dict(given)
+    environment.record_nothing(environ)
+    assert environ.get("TORCH_FR_BUFFER_SIZE") == size
+
+
+class Ending:
+    """A work under way whose end the test decides."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def is_completed(self) -> bool:
+        return self.over
+
+
+def test_what_could_not_be_freed_is_freed_by_a_later_close(clock):
+    stuck, backend = Ending(), Freed()
+    left = GlooCollectives(0, 2, 30.0)
+    left._under_way.append(stuck)
+    left._backend, freed = backend, weakref.ref(backend)
+    del backend
+    left.close()
+    GlooCollectives(0, 2, 30.0).close()
+    assert freed() is not None
+    stuck.over = True
+    GlooCollectives(0, 2, 30.0).close()
+    assert freed() is None
+
+
+class Freed:
+    """Stands for Gloo's group."""
