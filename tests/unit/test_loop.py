@@ -256,7 +256,9 @@ async def test_a_worker_that_nobody_can_reach_is_fenced_at_once(s):
 async def test_a_worker_is_told_for_how_long_to_wait(s):
     env = s.launcher.environments[A]
     assert env["ELASTIC_COLLECTIVE_TIMEOUT"] == "30"
-    assert env["ELASTIC_WAIT_TIMEOUT"] == "1260"
+    assert (
+        env["ELASTIC_WAIT_TIMEOUT"] == "1380"
+    )  # twice --elastic-timeout, --start-timeout, a minute
 
 
 def test_what_goes_into_the_journal_is_noted_too(tmp_path):
