@@ -1,12 +1,16 @@
-"""Runs the stepper job under elasticrun and watches it: its steps, its journal, its worker
-processes.
+"""Runs the stepper job under elasticrun, strikes its workers and watches it: its steps, its journal, its processes.
+
+Also what the benchmarks that do so share: their options, and the table in which they tell what they have found.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rich.table import Table
 
 Found = TypeVar("Found")
 HERE = Path(__file__).parent
@@ -33,10 +39,24 @@ class Step:
     step: int
 
 
+@dataclass(frozen=True)
+class Strike:
+    """A signal to one worker of a full world. Times are CLOCK_MONOTONIC in seconds, as the journal's are."""
+
+    victim: Step  # the last one that it was seen to make
+    at: float
+    resumed_at: float  # the slowest survivor's next step in a new world
+
+    @property
+    def lasted_ms(self) -> float:
+        return (self.resumed_at - self.at) * 1e3
+
+
 class Disturbed:
     """A running job. Use as a context manager; it leaves no process behind."""
 
     def __init__(self, workers: int, *flags: str, width: int = 128) -> None:
+        self.workers = workers
         self.directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
         self.journal = self.directory / "journal.jsonl"
         program = [sys.executable, str(HERE / "stepper.py"), str(self.directory), "1000000"]
@@ -95,9 +115,39 @@ class Disturbed:
         tail = (self.directory / "log").read_text()[-3000:]
         raise SystemExit(f"waited {timeout_s:g} s in vain for {what}; the job's log ends:\n{tail}")
 
-    def full(self, workers: int, steps: int) -> list[Step] | None:
-        """The last step of each worker, once all of the newest world's have made ``steps`` in
-        it.
+    def strike(
+        self, number: signal.Signals, rng: random.Random, *, within_s: float = 0.0
+    ) -> Strike:
+        """Sends a signal to a random worker, up to ``within_s`` after all have trained for a while, and waits until all
+        others train without it.
+        """
+        last = self.wait("a full world", lambda: self.full(20), 60)
+        victim = rng.choice(last)
+        survivors = {s.pid for s in last} - {victim.pid}
+        if within_s:
+            time.sleep(rng.uniform(0.0, within_s))
+        at = time.monotonic()
+        os.kill(victim.pid, number)
+
+        def resumed() -> dict[int, float] | None:
+            first: dict[int, float] = {}
+            for step in self._recent():
+                if step.generation > victim.generation and step.pid in survivors:
+                    first[step.pid] = min(step.at, first.get(step.pid, step.at))
+            return first if first.keys() == survivors else None
+
+        first = self.wait("the survivors' next step", resumed, 60)
+        return Strike(victim, at, max(first.values()))
+
+    def finish(self) -> int:
+        """Lets a full world come to its end. Returns the exit code."""
+        self.wait("a full world", lambda: self.full(20), 60)
+        (self.directory / "stop").touch()
+        return self.driver.wait(60)
+
+    def full(self, steps: int) -> list[Step] | None:
+        """The last step of each worker, once all of the newest world, in which nobody is missing, have made ``steps``
+        in it.
         """
         recent = self._recent()
         newest = max((s.generation for s in recent), default=0)
@@ -105,7 +155,7 @@ class Disturbed:
         for step in recent:
             if step.generation == newest:
                 counts.setdefault(step.pid, []).append(step)
-        if len(counts) != workers or any(len(s) < steps for s in counts.values()):
+        if len(counts) != self.workers or any(len(s) < steps for s in counts.values()):
             return None
         return [s[-1] for s in counts.values()]
 
@@ -127,3 +177,33 @@ def percentile(values: list[float], share: float) -> float:
     """Nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def options_of(description: str | None) -> argparse.ArgumentParser:
+    """What each of these benchmarks can be told."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the figures to this file")
+    return parser
+
+
+def table_of(title: str, counted: str, rows: dict[str, list[float]]) -> Table:
+    """Milliseconds by what was measured. ``counted``: what there is one of for each value."""
+    table = Table(title=title)
+    for column in ("", counted, "p50 ms", "p90 ms", "max ms"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, values in rows.items():
+        table.add_row(
+            name,
+            str(len(values)),
+            f"{statistics.median(values):.0f}",
+            f"{percentile(values, 0.9):.0f}",
+            f"{max(values):.0f}",
+        )
+    return table
+
+
+def write_json(path: str | None, figures: dict[str, Any]) -> None:
+    if path:
+        Path(path).write_text(json.dumps(figures))

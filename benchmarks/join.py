@@ -7,17 +7,13 @@ start (its imports share the machine's cores) until a second after its first ste
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
-import statistics
+import signal
 
 from rich.console import Console
-from rich.table import Table
 
-from disturbed import Disturbed, Step, percentile
-from recovery import kill_one
+from disturbed import Disturbed, Step, options_of, table_of, write_json
 
 
 def longest_gap(steps: list[Step], old: set[int], begin: float, end: float) -> float:
@@ -30,20 +26,17 @@ def longest_gap(steps: list[Step], old: set[int], begin: float, end: float) -> f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=4)
+    parser = options_of(__doc__)
     parser.add_argument("--joins", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     agreed, whole, steady = [], [], []
     with Disturbed(options.workers) as job:
         for _ in range(options.joins):
-            kill_one(job, options.workers, rng)
+            job.strike(signal.SIGKILL, rng)
             recovered = job.steps()
             generation = recovered[-1].generation
-            last = job.wait("the newcomer", lambda: job.full(options.workers, 200), 60)
+            last = job.wait("the newcomer", lambda: job.full(200), 60)
             steps = job.steps()
             joined = min(s.at for s in steps if s.generation == last[0].generation)
             begin = min(s.at for s in steps if s.generation == generation)
@@ -52,28 +45,15 @@ def main() -> None:
             whole.append(longest_gap(steps, old, begin, joined + 1.0))
             after = [s for s in steps if s.at > joined + 0.5]
             steady.append(longest_gap(after, old, joined + 0.5, after[-1].at) if after else 0.0)
-        (job.directory / "stop").touch()
-        job.driver.wait(60)
-    table = Table(title=f"longest gap between an old worker's steps, {options.workers} workers")
-    for column in ("", "joins", "p50 ms", "p90 ms", "max ms"):
-        table.add_column(column, justify="left" if not column else "right")
-    rows = (
-        ("around the join itself", agreed),
-        ("from the newcomer's start (its imports included)", whole),
-        ("afterwards, nobody joining", steady),
-    )
-    for name, values in rows:
-        table.add_row(
-            name,
-            str(len(values)),
-            f"{statistics.median(values):.0f}",
-            f"{percentile(values, 0.9):.0f}",
-            f"{max(values):.0f}",
-        )
-    Console().print(table)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"join_ms": agreed, "whole_ms": whole, "steady_ms": steady}, file)
+        job.finish()
+    title = f"longest gap between an old worker's steps, {options.workers} workers"
+    rows = {
+        "around the join itself": agreed,
+        "from the newcomer's start (its imports included)": whole,
+        "afterwards, nobody joining": steady,
+    }
+    Console().print(table_of(title, "joins", rows))
+    write_json(options.json, {"join_ms": agreed, "whole_ms": whole, "steady_ms": steady})
 
 
 if __name__ == "__main__":

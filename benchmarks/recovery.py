@@ -7,8 +7,6 @@ allreduce, are told by their parent at once, destroy the group, make a new one a
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import random
@@ -20,30 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from disturbed import Disturbed, percentile
-
-
-def kill_one(job: Disturbed, workers: int, rng: random.Random) -> tuple[float, int]:
-    """Returns milliseconds to the slowest survivor's next step in a new world, and the victim's
-    rank.
-    """
-    last = job.wait("a full world", lambda: job.full(workers, 20), 60)
-    victim = rng.choice(last)
-    survivors = {s.pid for s in last} - {victim.pid}
-    killed_at = time.monotonic()
-    os.kill(victim.pid, signal.SIGKILL)
-
-    def resumed() -> dict[int, float] | None:
-        first: dict[int, float] = {}
-        for step in job._recent():
-            if step.generation > victim.generation and step.pid in survivors:
-                first[step.pid] = min(step.at, first.get(step.pid, step.at))
-        return first if first.keys() == survivors else None
-
-    first = job.wait("the survivors' next step", resumed, 60)
-    return (max(first.values()) - killed_at) * 1e3, victim.rank
+from disturbed import Disturbed, options_of, table_of, write_json
 
 
 def lost_commits(job: Disturbed) -> int:
@@ -145,12 +121,9 @@ def bare_gloo(workers: int, kills: int, rng: random.Random) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=4)
+    parser = options_of(__doc__)
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--reference-kills", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     rng = random.Random(options.seed)
 
@@ -158,30 +131,16 @@ def main() -> None:
     times, ranks = [], []
     with Disturbed(options.workers) as job:
         for _ in range(options.kills):
-            ms, rank = kill_one(job, options.workers, rng)
-            times.append(ms)
-            ranks.append(rank)
-        job.wait("a full world", lambda: job.full(options.workers, 20), 60)
-        (job.directory / "stop").touch()
-        code = job.driver.wait(60)
+            strike = job.strike(signal.SIGKILL, rng)
+            times.append(strike.lasted_ms)
+            ranks.append(strike.victim.rank)
+        code = job.finish()
         lost = lost_commits(job)
         phases = [a for a in job.actions("ReportRecovery") if a["kind"] == "recovery"]
 
-    table = Table(
-        title=f"SIGKILL of one of {options.workers} workers -> slowest survivor's next step"
-    )
-    for column in ("", "kills", "p50 ms", "p90 ms", "max ms"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, values in (("hvd-elastic", times), ("bare Gloo rebuild", bare)):
-        table.add_row(
-            name,
-            str(len(values)),
-            f"{statistics.median(values):.0f}",
-            f"{percentile(values, 0.9):.0f}",
-            f"{max(values):.0f}",
-        )
+    title = f"SIGKILL of one of {options.workers} workers -> slowest survivor's next step"
     console = Console()
-    console.print(table)
+    console.print(table_of(title, "kills", {"hvd-elastic": times, "bare Gloo rebuild": bare}))
     ratio = statistics.median(times) / statistics.median(bare)
     console.print(
         f"ratio of medians {ratio:.2f}; victims by rank {sorted(ranks)};"
@@ -191,11 +150,8 @@ def main() -> None:
         names = sorted({n for p in phases for n in p["phases_ms"]})
         means = {n: statistics.median([p["phases_ms"].get(n, 0.0) for p in phases]) for n in names}
         console.print("median ms by phase (slowest worker of each):", means)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(
-                {"hvd_elastic_ms": times, "bare_gloo_ms": bare, "lost": lost, "ranks": ranks}, file
-            )
+    figures = {"hvd_elastic_ms": times, "bare_gloo_ms": bare, "lost": lost, "ranks": ranks}
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

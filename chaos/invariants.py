@@ -10,7 +10,8 @@ ONE GENERATION     Worlds are numbered without a gap. Whoever trained in the las
 NO OLDER COMMIT    Nobody outside the present world, unless fenced or on its way out, reports a commit that is newer
                    than the one this world began from. Not seen: a commit that nobody reports.
 NEVER BACK         A world begins from the newest commit that its old members reported, rank 0 holds it, and nobody
-                   who stays reports less than it held before. After a planned change all old members hold the same.
+                   who stays reports less than it held before, nor an older commit after a newer one of the same
+                   world, unless its connection was replaced. After a planned change all old members hold the same.
                    Not seen: what a worker held that was killed before it reported.
 EQUAL DIGESTS      Equal (generation, number) means equal parameters; a world's commit 0 is the one it began from.
 EACH SAMPLE ONCE   See `sample_history`. Only where workers report samples, which they do in tests.
@@ -21,9 +22,12 @@ RANK 0 IS NO OTHER Old members keep their order behind the holders, newcomers co
                    does not end for want of a holder while one lives.
 EVERY WAIT ENDS    For a start, an exit, an answer, a stop, a gathering and the end, each within its setting; the job
                    ends. Not seen: what a worker waits for without telling.
-ONE PER SLOT       Nobody is started in a slot whose last worker was not seen to exit; incarnations grow.
+ONE PER SLOT       Nobody is started in a slot whose last worker was not seen to exit; incarnations grow. Who was
+                   never started is not heard of.
 FENCED STAYS OUT   Who was killed, let go, rejected, lost with its host, or finished is in no later world.
-THE END            After EndJob nothing is started or published, and it comes once; the driver never raises.
+THE END            After EndJob nothing is started or published, and it comes once; the driver never raises. Its code
+                   and reason are what was seen: of returns, of exits. See `job_end`.
+TIME               It does not go back, unless another driver goes on.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.chaos.job_end import JobEnd
 from elastic.chaos.worker_records import BrokenInvariant, Known
-from elastic.chaos.world_sequence import WorldSequence
 from elastic.driver.events import (
     Action,
     BreakWorld,
@@ -62,7 +66,6 @@ from elastic.protocol import Worker
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
 EXPLAIN_S = 12.0  # a gathering that takes longer has said why
-NOBODY_LEFT = ("no survivor holds a commit", "nobody is left to go on from")
 IMMORTAL = "can't be killed"
 AFTER_THE_END = (LetGo, KillWorker, DumpStacks, Report)
 REPEATS = (WorkerReconnected, HostReported, DriverRestarted)  # answered with what holds already
@@ -78,15 +81,13 @@ class Summary:
     samples_counted: int
 
 
-class Invariants(WorldSequence):
+class Invariants(JobEnd):
     """``samples``: how many the dataset has, if it is known that the job trains whole epochs."""
 
     def __init__(self, settings: Settings, *, samples: int = 0) -> None:
         super().__init__(settings, samples)
-        self._incarnations: dict[tuple[str, int], int] = {}
         self._explained = False
         self._repeating = False
-        self._end: EndJob | None = None
         self._recoveries = 0
 
     @property
@@ -96,8 +97,9 @@ class Invariants(WorldSequence):
     def saw(self, at: float, event: Event, actions: Iterable[Action]) -> None:
         """One line of the journal. Raises BrokenInvariant."""
         self._line += 1
-        self._now = at
-        self._event = event
+        before, self._now, self._event = self._now, at, event
+        if at < before and not isinstance(event, DriverRestarted):
+            self._broken("TIME", f"the line before was at {before:.3f}")
         self._repeating = isinstance(event, REPEATS)
         answer = list(actions)
         if self._end is not None:
@@ -105,6 +107,7 @@ class Invariants(WorldSequence):
             return
         self._heard(event)
         let_go = {a.worker for a in answer if isinstance(a, LetGo | RejectWorker)}
+        self._finishes = any(isinstance(action, FinishWorld) for action in answer)
         for action in answer:
             self._did(action, let_go)
         if self._end is None:
@@ -139,6 +142,8 @@ class Invariants(WorldSequence):
                 self._leaves(worker, "was killed", self._dies_within_s(worker))
             case LetGo(worker) | RejectWorker(worker):
                 self._leaves(worker, "was told to leave", self.settings.leave_s)
+                if worker in self._workers:
+                    self._workers[worker].dismissed = True
             case PublishWorld():
                 self._publishes(action, let_go)
             case TellWorld():
@@ -182,7 +187,7 @@ class Invariants(WorldSequence):
                 self._waits.end("stop")
             case FinishWorld(generation, members):
                 self._concerns(action, generation, members)
-                self._finished = True
+                self._have_returned(action)
                 self._waits.end("end")
                 for worker in members:
                     self._leaves(worker, "had finished", None)
@@ -191,6 +196,8 @@ class Invariants(WorldSequence):
                 if IMMORTAL in text:
                     named = [w for w, k in self._workers.items() if k.going and str(w) in text]
                     self._waits.end(*(("exit", worker) for worker in named))
+                    for worker in named:
+                        self._workers[worker].dismissed = True
             case EndJob():
                 self._ends(action)
 
@@ -235,18 +242,6 @@ class Invariants(WorldSequence):
         since = self._broken_at
         if since is not None and self._now > since + EXPLAIN_S and not self._explained:
             self._broken("SIZE", f"no world since {since:.3f}, and not a word why")
-
-    def _ends(self, action: EndJob) -> None:
-        self._end = action
-        self._waits.end_all()
-        if action.code == 0 or not any(reason in action.reason for reason in NOBODY_LEFT):
-            return
-        for worker in self._members:
-            known = self._workers.get(worker)
-            if known is None or known.going or known.stranded or known.holds is None:
-                continue
-            what = f"the job ends because nobody holds its state, but {worker} holds {known.holds}"
-            self._broken("RANK 0 IS NO OTHER", what)
 
     def _nothing_after_the_end(self, actions: list[Action]) -> None:
         for action in actions:

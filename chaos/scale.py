@@ -1,7 +1,8 @@
 """Large jobs on the virtual clock, and what a regroup costs as they grow. The machines are the same, the model coarser.
 
 A step of a world is one event, a heartbeat one per host. Faults are what befalls large jobs most: whole hosts that
-die, in the middle of training, and come back. `python -m elastic.chaos.scale` prints the table.
+die, in the middle of training, and come back. When its time is up no host fails any more, and the job may finish the
+regroup that it is in: only then it is judged. `python -m elastic.chaos.scale` prints the table.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from elastic.chaos.simulated_faults import Weather
-from elastic.chaos.simulator import Outcome, Simulation, Violation
+from elastic.chaos.simulator import LIVENESS_S, Outcome, Simulation, Violation
 from elastic.driver.membership import Phase
 
 SLOTS = 8
@@ -20,7 +21,9 @@ SIZES = (10, 100, 1_000, 10_000)
 
 
 class Scale:
-    """One large job that trains for a given virtual time while hosts fail."""
+    """One large job that trains for a given virtual time while hosts fail, and for as long after it as it takes until
+    all are together again.
+    """
 
     def __init__(
         self, seed: int, *, workers: int, virtual_s: float = 300.0, host_failures: int = 4
@@ -42,15 +45,17 @@ class Scale:
             sim.clock.at(at, self._lose_a_host)
 
     def run(self) -> Outcome:
-        """Raises Violation, also if training does not go on with everybody at the end."""
+        """Raises Violation, also if training does not go on with everybody LIVENESS_S after the last fault."""
         sim = self.simulation
+        membership = sim.driver.membership
         try:
             sim.clock.run(self.virtual_s)
-            membership = sim.driver.membership
+            sim.clock.run(self.virtual_s + LIVENESS_S, over=self._settled)
             assert sim.driver.end is None, f"the job has ended: {sim.driver.end}"
-            assert membership.phase is Phase.TRAINING, f"it is {membership.phase.value}"
+            since = f"{LIVENESS_S:g} s after the last fault"
+            assert membership.phase is Phase.TRAINING, f"it is {membership.phase.value} {since}"
             missing = sim.workers - len(membership.members)
-            assert not missing, f"{missing} workers are not in the world"
+            assert not missing, f"{missing} workers are not in the world {since}"
         except AssertionError as error:
             raise Violation(f"seed {sim.seed}: {error}") from error
         return Outcome(
@@ -62,6 +67,15 @@ class Scale:
             sim.clock.happened,
             sim.network.messages,
         )
+
+    def _settled(self) -> bool:
+        """All train together, and no fault is left that has not been noticed yet."""
+        sim, membership = self.simulation, self.simulation.driver.membership
+        if sim.driver.end is not None:
+            return True
+        together = membership.phase is Phase.TRAINING and len(membership.members) == sim.workers
+        alive = len(sim.processes) == sim.workers
+        return together and alive and not any(agent.lost for agent in sim.agents.values())
 
     def _lose_a_host(self) -> None:
         sim = self.simulation

@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only faults that leave somebody to go on from: the job has to succeed",
     )
     parser.add_argument(
-        "--seconds", type=float, help=f"virtual, of a job of {LARGE} workers or more (default 300)"
+        "--seconds",
+        type=float,
+        help=f"virtual, in which hosts of a job of {LARGE} workers or more fail; a regroup that is under way at the"
+        " end may finish (default 300)",
     )
     parser.add_argument(
         "--journal",

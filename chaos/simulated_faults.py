@@ -120,10 +120,10 @@ def leave(sim: Simulation) -> None:
 
 
 def raise_in_user_code(sim: Simulation) -> None:
-    """In one worker, or the same in several."""
+    """In one worker, or the same in several: an exception, or sys.exit."""
     random = sim.clock.random
     number = random.choice((1, 1, 2))
-    text = f"ValueError: {random.choice('abcdefghij')}"
+    text = random.choice("abcdefghij")
     victims = [p for p in sim.processes.values() if not p.frozen]
     for process in random.sample(victims, min(number, len(victims))):
         sim.note(f"raise {process.worker} {text}")
@@ -134,8 +134,9 @@ def stick(sim: Simulation) -> None:
     """User code blocks, or spins, for ever."""
     process = _one(sim)
     if process is not None:
-        if sim.workers == 1:
-            return  # nobody waits for it, so nobody can tell
+        others = (p for p in sim.processes.values() if p is not process)
+        if all(p.trouble or p.point in ("stuck", "spinning") for p in others):
+            return  # nobody would wait for it, so nobody could tell
         process.trouble = sim.clock.random.choice(("stuck", "spinning"))
         process.doomed = True
         sim.note(f"{process.trouble} {process.worker}")

@@ -27,6 +27,10 @@ PACE_S, LARGE_PACE_S = 5.0, 30.0
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
+QUITS = {"a": 0, "b": 3}  # user code calls sys.exit instead, with this code
+QUITTING_S = 8.0  # at most, for an interpreter to end
+
+
 class UserError(Exception):
     """What user code raises."""
 
@@ -46,7 +50,7 @@ class SimulatedWorker:
         self.frozen = False
         self.doomed = False  # something was done to it that it may be killed for
         self.point = "start"  # where its training thread has given up control
-        self.will_raise = ""
+        self.will_raise = ""  # one of few, so that several raise the same
         self.trouble = ""  # at its next step: stuck, spinning, slow, long
         self.trouble_s = 0.0
         self.innocent = False  # slow, or in a long phase: it must not be killed for that
@@ -237,6 +241,11 @@ class SimulatedWorker:
             self.sim.training.completed(self, self.sim.steps)
         except LeaveRequested:
             code = 0 if isinstance(self.recovery.over, protocol.Leave) else 1
+        except SystemExit as end:
+            assert isinstance(end.code, int)
+            code = end.code
+            self.perform(self.recovery.quit(code))
+            yield "interpreter ends", between(0.0, QUITTING_S)
         except UserError as error:
             self.perform(self.recovery.raised(str(error), "Traceback ..."))
             code = 1
@@ -294,8 +303,7 @@ class SimulatedWorker:
             yield "step", clock.between(*self.sim.weather.step_s)
             if self.trouble:
                 yield from self._be_in_trouble()
-            if self.will_raise:
-                raise UserError(self.will_raise)
+            self._raise_what_it_will()
             rank, size = self.recovery.place.rank, self.recovery.place.size
             yield from self._arrive(self._collective("gradients", self.entered))
             if self.entered == 1:
@@ -310,6 +318,12 @@ class SimulatedWorker:
             if commits or self.state.steps % 2 == 0:
                 yield from self._check()
             self._pace()
+
+    def _raise_what_it_will(self) -> None:
+        if self.will_raise in QUITS:
+            raise SystemExit(QUITS[self.will_raise])
+        if self.will_raise:
+            raise UserError(f"ValueError: {self.will_raise}")
 
     def _be_in_trouble(self) -> Thread:
         trouble, self.trouble = self.trouble, ""
@@ -440,8 +454,7 @@ class SimulatedWorker:
                 self._fail(generation)
             if self._verdict is Verdict.PASS and self.trouble:
                 yield from self._be_in_trouble()
-            if self.will_raise:
-                raise UserError(self.will_raise)
+            self._raise_what_it_will()
             yield from self._at_check()
 
     def _one_step(self) -> bool:

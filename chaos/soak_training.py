@@ -9,30 +9,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from types import ModuleType
-from typing import Any
 
 import torch
 
 import elastic
+from elastic.chaos.uncompiled import without_compiler
 
 STEP_S = 0.02  # besides the work, so that a machine with few cores has room for imports
 WIDTH = 128
 BATCH = 64
-
-
-def without_compiler() -> None:
-    """An optimizer would import torch's compiler, which takes as long as the rest of torch. Nothing is compiled."""
-
-    def same(function: Any, *_: Any, **__: Any) -> Any:
-        return function
-
-    if "torch._dynamo" not in sys.modules:
-        compiler = ModuleType("torch._dynamo")
-        compiler.disable = same  # type: ignore[attr-defined]
-        compiler.graph_break = lambda *_: None  # type: ignore[attr-defined]
-        sys.modules["torch._dynamo"] = compiler
-        torch._dynamo = compiler
 
 
 def main(over: str) -> None:

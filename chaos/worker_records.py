@@ -19,6 +19,7 @@ from elastic.driver.events import (
     WorkerDisconnected,
     WorkerExited,
     WorkerLeaving,
+    WorkerQuit,
     WorkerRaised,
     WorkerReady,
     WorkerReconnected,
@@ -40,12 +41,18 @@ class Known:
     """A live worker, as far as the journal tells."""
 
     connected: bool = False
-    placed: int = 0  # the newest generation it was given a place in
+    first: int = 0  # the first generation that it was given a place in
+    placed: int = 0  # the newest one
     before: int = 0  # the one before that
     said: int = 0  # the newest generation it spoke of
     resumed: int = 0
     readies: int = 0  # the number of its latest Ready
     reconnected: bool = False  # so that it may repeat itself, and its words overtake each other
+    overtaken_in: int = 0  # the newest generation in which they may
+    digested: tuple[int, Commit] | None = None  # generation and commit of its newest digest
+    returned: int = 0  # the generation that its function returned in
+    finished: bool = False  # and it was told that all have
+    dismissed: bool = False  # it is a member no more, as the driver sees it
     running: bool = False  # inside elastic.run, when it was last ready
     ready: bool = False  # since its last world
     commit: Commit | None = None  # as it said when it was last ready
@@ -65,6 +72,9 @@ class WorkerRecords:
         self._event: Event | None = None
         self._workers: dict[Worker, Known] = {}
         self._slots: dict[tuple[str, int], Worker] = {}
+        self._incarnations: dict[tuple[str, int], int] = {}  # the last one started in each slot
+        self._departed: dict[tuple[str, int], tuple[Worker, Known]] = {}  # the last one gone
+        self._ended_well: dict[tuple[str, int], Known] = {}  # with exit code 0, and unasked
         self._hosts: dict[str, int] = {}
         self._generation = 0
         self._members: dict[Worker, int] = {}  # of the present world: rank
@@ -96,6 +106,7 @@ class WorkerRecords:
             case HostLost(host) if not self._all_members_are_on(host):
                 for worker, known in self._on(host):
                     self._goes(worker, known, "was lost with its host")
+                    known.dismissed = True
                     self._waits.end(("exit", worker), ("init", worker))
             case HostReported(host, running):
                 here = set(running)
@@ -104,23 +115,43 @@ class WorkerRecords:
                         self._gone(worker)
             case DriverRestarted():
                 self._restarted()
-            case WorkerExited(worker):
+            case WorkerExited(worker, code):
+                self._was_started(worker)
+                gone = self._workers.get(worker)
+                if code == 0 and gone is not None and not gone.going:
+                    self._ended_well[worker.host, worker.slot] = gone
                 self._gone(worker)
             case _:
                 speaker: Worker | None = getattr(event, "worker", None)
-                if speaker is not None and speaker in self._workers:
+                if speaker is None:
+                    return
+                self._was_started(speaker)
+                if speaker in self._workers:
                     self._heard_from(speaker, self._workers[speaker], event)
+                else:
+                    self._heard_late(speaker, event)
+
+    def _was_started(self, worker: Worker) -> None:
+        last = self._incarnations.get((worker.host, worker.slot), 0)
+        what = f"{worker} is heard of, and was never started"
+        self._must(1 <= worker.incarnation <= last, "ONE PER SLOT", what)
 
     def _on(self, host: str) -> list[tuple[Worker, Known]]:
         return [(w, known) for w, known in self._workers.items() if w.host == host]
 
     def _all_members_are_on(self, host: str) -> bool:
         """Then nobody is left to go on without it: it is awaited."""
-        here = [w for w in self._members if (k := self._workers.get(w)) is not None and not k.going]
-        return bool(here) and all(worker.host == host for worker in here)
+        here = [(w, k) for w, k in self._here() if not (k.dismissed or k.finished)]
+        return bool(here) and all(w.host == host or k.going for w, k in here)
+
+    def _here(self) -> list[tuple[Worker, Known]]:
+        """The members whose processes run."""
+        return [(w, self._workers[w]) for w in self._members if w in self._workers]
 
     def _gone(self, worker: Worker) -> None:
-        self._workers.pop(worker, None)
+        known = self._workers.pop(worker, None)
+        if known is not None:
+            self._departed[worker.host, worker.slot] = (worker, known)
         if self._slots.get((worker.host, worker.slot)) == worker:
             del self._slots[worker.host, worker.slot]
         self._waits.end(("exit", worker), ("init", worker), ("link", worker))
@@ -157,6 +188,18 @@ class WorkerRecords:
 
     # ---- what one says ---------------------------------------------------------------------------------------------
 
+    def _heard_late(self, worker: Worker, event: Event) -> None:
+        """It is gone, and the word of its exit was faster than its last words. What they say of commits counts."""
+        departed, known = self._departed.get((worker.host, worker.slot), (None, None))
+        if departed != worker or known is None:
+            return
+        match event:
+            case WorkerReconnected() | WorkerDisconnected():
+                self._is_overtaken(known, event)
+            case WorkerDigested():
+                self._speaks_of(worker, known, event.generation)
+                self._counts_on(worker, known, event)
+
     def _heard_from(self, worker: Worker, known: Known, event: Event) -> None:
         if isinstance(event, WorkerReady) and 0 < event.number < known.readies:
             return  # of a wait that is over
@@ -168,7 +211,8 @@ class WorkerRecords:
                 known.connected = True
                 self._waits.end(("init", worker))
             case WorkerReconnected():
-                known.connected = known.reconnected = True
+                known.connected = True
+                self._is_overtaken(known, event)
                 self._waits.end(("init", worker))
                 self._waits.end(("link", worker))
             case WorkerReady():
@@ -185,21 +229,42 @@ class WorkerRecords:
                 known.asked_to_leave = True
             case WorkerRaised():
                 self._goes(worker, known, "raised an exception", exit_within=self.settings.leave_s)
+                known.dismissed = True
+            case WorkerQuit(_, generation) if generation == self._generation and not known.going:
+                # Where nobody else is left it may take its time.
+                if any(w != worker and not (k.dismissed or k.finished) for w, k in self._here()):
+                    self._goes(worker, known, "has quit", exit_within=self.settings.leave_s)
+                    known.dismissed = True
             case WorkerReturned(_, generation) if generation == self._generation:
+                if self._broken_at is None:
+                    known.returned = generation
                 if self._broken_at is None and not known.going:
                     by = self._now + self.settings.elastic_timeout_s
                     what = (
                         f"expected the end of generation {generation}, from which {worker} returned"
                     )
                     self._waits.begin_unless_open("end", by, what)
-            case WorkerDisconnected() if not known.going:
+            case WorkerDisconnected():
+                self._is_overtaken(known, event)
+                if known.going:
+                    return
                 by = self._now + self.settings.disconnect_s
                 what = f"expected {worker}, which lost its connection, to exit or be fenced"
                 self._waits.begin_unless_open(("link", worker), by, what)
 
+    @staticmethod
+    def _is_overtaken(known: Known, event: WorkerReconnected | WorkerDisconnected) -> None:
+        """What was under way on its lost connection may come after what it says on another."""
+        generation = known.placed
+        if isinstance(event, WorkerReconnected):
+            known.reconnected = True
+            generation = event.generation
+        known.overtaken_in = max(known.overtaken_in, generation)
+
     def _speaks_of(self, worker: Worker, known: Known, generation: int) -> None:
         places = sorted({known.before, known.placed})
-        late = known.reconnected and generation < known.placed  # of a connection that was lost
+        # Of a connection that was lost.
+        late = known.reconnected and known.first <= generation < known.placed
         if generation not in places and not late:
             what = f"{worker} speaks of generation {generation}, expected one of {places}, its own"
             self._broken("NO MIXING", what)
@@ -243,11 +308,26 @@ class WorkerRecords:
     def _has(self, known: Known, commit: Commit) -> None:
         known.holds = commit if known.holds is None else max(known.holds, commit)
 
+    def _counts_on(self, worker: Worker, known: Known, event: WorkerDigested) -> None:
+        """Commits of one worker in one generation do not go back; one may be reported in several parts."""
+        generation, commit = event.generation, event.commit
+        if commit.generation > generation:
+            what = f"{worker} reports commit {commit} while in generation {generation}"
+            self._broken("NO MIXING", what)
+        late = known.reconnected and known.first <= commit.generation < known.placed
+        if not commit.generation or not (commit.generation in (known.before, known.placed) or late):
+            what = f"{worker} reports commit {commit}, and was in no world of generation"
+            self._broken("NO MIXING", f"{what} {commit.generation}")
+        last = known.digested
+        if last is None or last < (generation, commit):
+            known.digested = (generation, commit)
+        elif last[0] == generation and commit < last[1] and generation > known.overtaken_in:
+            what = f"{worker} reports commit {commit} after {last[1]}"
+            self._broken("NEVER BACK", what)
+
     def _digested(self, worker: Worker, known: Known, event: WorkerDigested) -> None:
         commit = event.commit
-        if commit.generation > event.generation:
-            what = f"{worker} reports commit {commit} while in generation {event.generation}"
-            self._broken("NO MIXING", what)
+        self._counts_on(worker, known, event)
         self._not_from_outside(worker, known, commit)
         if event.digest:
             digest, first = self._digests.setdefault(commit, (event.digest, str(worker)))

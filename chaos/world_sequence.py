@@ -33,6 +33,7 @@ class WorldSequence(WorkerRecords):
         for rank, worker in enumerate(workers):
             known = self._workers[worker]
             known.before, known.placed, known.ready = known.placed, generation, False
+            known.first = known.first or generation
             if rank < world.holders:
                 known.holds = world.commit
         self._generation, self._base = generation, world.commit

@@ -40,6 +40,18 @@ def test_nothing_false_is_trained_and_the_job_ends(seed):
     simulate(seed)
 
 
+@pytest.mark.parametrize(
+    ("seed", "workers"),
+    [
+        (9032, 2),  # everybody would have been stuck, with nobody left to wait for anybody
+        (9099, 2),  # a host is lost while the only member there is being killed
+        (9114, 5),  # a commit that was under way on a lost connection comes after a newer one
+    ],
+)
+def test_seeds_that_have_found_something(seed, workers):
+    Simulation(seed, workers=workers, steps=150, faults=14).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(QUICK, QUICK + MANY, 50))
 def test_a_thousand_seeds(first):

@@ -7,11 +7,36 @@ import time
 import pytest
 
 from elastic.chaos.scale import Scale, regroup
+from elastic.chaos.simulator import Simulation, Violation
 
 
 def test_hosts_of_a_large_job_fail_and_come_back():
     outcome = Scale(7, workers=400, virtual_s=120.0).run()
     assert outcome.generation >= 8  # four losses, and the way back of each
+
+
+def test_the_first_start_may_finish_when_the_time_is_up():
+    outcome = Scale(7, workers=200, virtual_s=1.0, host_failures=0).run()
+    assert 1.0 < outcome.virtual_s < 30.0
+
+
+@pytest.mark.parametrize("before_s", [0.5, 2.5])
+def test_a_regroup_may_finish_when_the_time_is_up(before_s):
+    """A host was lost so shortly before: nobody has noticed yet, or the others are regrouping."""
+    scale = Scale(7, workers=200, virtual_s=60.0, host_failures=0)
+    scale.simulation.clock.at(60.0 - before_s, scale._lose_a_host)
+    outcome = scale.run()
+    assert 60.0 < outcome.virtual_s < 120.0
+    assert outcome.generation == 4  # the first two, one without the host, one with it again
+
+
+def test_a_job_that_does_not_come_together_again_has_failed(monkeypatch):
+    monkeypatch.setattr(Simulation, "calm", lambda self: None)
+    scale = Scale(7, workers=200, virtual_s=60.0, host_failures=0)
+    scale.simulation.clock.at(58.0, scale._lose_a_host)
+    monkeypatch.setattr(scale, "_back", lambda host: None)
+    with pytest.raises(Violation, match="8 workers are not in the world 400 s after the last"):
+        scale.run()
 
 
 def test_a_regroup_costs_no_more_than_linearly():

@@ -7,6 +7,7 @@ import pytest
 from elastic.chaos.invariants import BrokenInvariant, Summary, check_journal
 from elastic.driver.events import (
     Action,
+    DriverRestarted,
     EndJob,
     FinishWorld,
     HostLost,
@@ -43,8 +44,7 @@ from unit.told import PLACE, Told, broken, digested, gathering, started, trainin
 def test_a_recovery_keeps_every_invariant():
     told = gathering()
     told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
-    told.lines_of(resumed("h:0", 3), resumed("h:1", 3), returned("h:0", 3))
-    told.line(returned("h:1", 3), FinishWorld(3, [worker("h:0"), worker("h:1")]))
+    told.lines_of(resumed("h:0", 3), resumed("h:1", 3))
     assert told.end() == Summary(worlds=3, recoveries=1, commits_compared=0, samples_counted=0)
 
 
@@ -152,6 +152,31 @@ def test_who_stays_does_not_go_back():
     assert "expected at least 2.0" in said, "it has resumed: it holds what the world began from"
 
 
+def test_the_commits_of_one_worker_do_not_go_back():
+    told = training().lines_of(digested("h:0", (2, 7)), digested("h:0", (2, 8)))
+    told.line(digested("h:0", (2, 8)))  # the samples of another epoch under the same commit
+    told.line(digested("h:1", (2, 7)))
+    said = told.breaks("NEVER BACK", digested("h:0", (2, 7)))
+    assert "h:0#1 reports commit 2.7 after 2.8" in said
+
+
+def test_words_of_a_lost_connection_may_be_overtaken_but_only_those():
+    told = gathering().lines_of(digested("h:1", (2, 5)), disconnected("h:1"))
+    told.line(digested("h:1", (2, 3)))  # it was under way
+    told.line(WorkerReconnected(worker("h:1"), 2, True)).line(digested("h:1", (2, 4)))
+    told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
+    told.lines_of(digested("h:1", (3, 2)), digested("h:1", (3, 3)))
+    told.breaks("NEVER BACK", digested("h:1", (3, 2)))
+
+
+def test_the_last_words_of_a_dead_worker_count_on_too():
+    told = training().line(digested("h:2", (2, 8)))
+    told.line(exited("h:2"), broken(2, "h:0", "h:1")).line(digested("h:2", (2, 9)))
+    told.breaks("NEVER BACK", digested("h:2", (2, 8)))
+    told = training().line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.breaks("NO MIXING", digested("h:2", (3, 1)))
+
+
 def test_a_torn_state_is_no_commit():
     told = training().line(digested("h:0", (2, 8)))
     told.line(ready("h:0", 2, None))
@@ -251,6 +276,25 @@ def test_a_commit_is_not_of_a_world_to_come():
     training().breaks("NO MIXING", ahead)
 
 
+def test_a_commit_is_of_a_world_that_its_worker_was_in():
+    told = training(workers_min=1).line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(TimePassed(), started("h:2#2"))
+    told.lines_of(connected("h:2#2"), ready("h:2#2", 0), ready("h:1", 2, (2, 5)))
+    after = world(3, "h:0", "h:1", "h:2#2", holders=2, commit=(2, 5))
+    told.line(ready("h:0", 2, (2, 5)), after).line(digested("h:2#2", (3, 1)))
+    older = WorkerDigested(worker("h:2#2"), 3, Commit(2, 9), 0xA)
+    said = told.breaks("NO MIXING", older)
+    assert "h:2#2 reports commit 2.9, and was in no world of generation 2" in said
+    training().breaks("NO MIXING", digested("h:1", (0, 3)))
+
+
+def test_who_was_never_started_is_not_heard_of():
+    for name in ("h:7", "h:2#2", "elsewhere:0"):
+        said = training().breaks("ONE PER SLOT", digested(name, (2, 3)))
+        assert f"{worker(name)} is heard of, and was never started" in said
+    training().breaks("ONE PER SLOT", exited("h:7"))
+
+
 def test_old_members_keep_their_order_and_newcomers_come_last():
     def ready_for_a_world() -> Told:
         told = training().line(exited("h:1"), broken(2, "h:0", "h:2"))
@@ -310,6 +354,89 @@ def test_nothing_follows_the_end():
     assert "StartWorker worker=h:1#2" in said and "after EndJob" in said
     welcome = WelcomeWorker(worker("h:0"), PLACE, True, True)
     training().breaks("THE END", TimePassed(), EndJob(1, "enough"), welcome)
+
+
+def test_success_is_what_returned():
+    training().all_return()
+
+    told = training().lines_of(returned("h:0", 2), returned("h:1", 2))
+    said = told.breaks("THE END", TimePassed(), EndJob(0, returned_from(2, members=3)))
+    assert "the job ends with success, and h:0#1 has not returned" in said, "nobody released it"
+
+    told = training().lines_of(returned("h:0", 2), returned("h:1", 2))
+    said = told.breaks("THE END", TimePassed(), released("h:0", "h:1", "h:2"))
+    assert "h:2#1 is released from generation 2, and has not returned" in said
+
+    told = training().lines_of(returned("h:0", 2))
+    told.line(TimePassed(), released("h:0"), after=55.0)  # it has waited for the others long enough
+    said = told.breaks("THE END", TimePassed(), EndJob(0, returned_from(2, members=1)))
+    assert "and h:1#1 has not returned" in said
+
+    told = training().line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.breaks("THE END", returned("h:0", 2), released("h:0"))
+
+
+def returned_from(generation: int, *, members: int) -> str:
+    return f"all {members} members of generation {generation} returned"
+
+
+def released(*names: str) -> FinishWorld:
+    return FinishWorld(2, [worker(name) for name in names])
+
+
+def all_but_the_last_have_returned() -> Told:
+    return training().lines_of(returned("h:0", 2), returned("h:1", 2))
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (EndJob(0, returned_from(2, members=2)), "2 members are said to have returned, expected 3"),
+        (EndJob(0, returned_from(1, members=3)), "of generation 1 returned, and 2 is active"),
+        (EndJob(0, "enough"), "success, for a reason that is none: enough"),
+        (EndJob(3, returned_from(2, members=3)), "exit code 3 for a success"),
+        (EndJob(1, "lost h:2#1"), "all 3 members have returned, and the job fails: lost h:2#1"),
+    ],
+)
+def test_code_and_reason_agree_with_the_returns(end, said):
+    told = all_but_the_last_have_returned()
+    last = (released("h:0", "h:1", "h:2"), end)
+    assert said in told.breaks("THE END", returned("h:2", 2), *last)
+
+
+def test_the_code_of_a_failure_is_that_of_the_exit():
+    training().line(exited("h:0", 3), EndJob(3, "it ended with exit code 3"))
+    training().line(exited("h:0", -9), EndJob(137, "it ended with signal 9"))
+    training().line(exited("h:0", 3), EndJob(1, "--reset-limit 0 is reached"))
+    said = training().breaks("THE END", exited("h:0", 3), EndJob(4, "it ended"))
+    assert "exit code 4, expected 1 or 3" in said
+    training().breaks("THE END", TimePassed(), EndJob(3, "it has ended"))
+
+
+def outside_elastic_run() -> Told:
+    """Two programs that have called init(), and train by themselves."""
+    told = Told(np=2).line(hosts(h=2), started("h:0"), started("h:1"))
+    told.lines_of(connected("h:0"), connected("h:1"), ready("h:0", 0, running=False))
+    return told.line(ready("h:1", 0, running=False), world(1, "h:0", "h:1"))
+
+
+def test_programs_end_one_by_one():
+    told = outside_elastic_run().line(exited("h:0", 0))
+    told.line(exited("h:1", 0), EndJob(0, "2 workers ended with exit code 0"))
+
+    told = outside_elastic_run()
+    said = told.breaks("THE END", exited("h:0", 0), EndJob(0, "1 worker ended with exit code 0"))
+    assert "all have come to their end, and h:1#1 has not" in said
+
+    for number, code in ((1, 0), (2, 3)):
+        told = outside_elastic_run().line(exited("h:0", 0))
+        end = EndJob(0, f"{number} worker{'s' * (number > 1)} ended with exit code 0")
+        told.breaks("THE END", exited("h:1", code), end)
+
+
+def test_time_goes_on_unless_another_driver_does():
+    training().breaks("TIME", TimePassed(), after=-0.02)
+    training().line(DriverRestarted(), after=-0.02)
 
 
 # ---- a journal -----------------------------------------------------------------------------------------------------

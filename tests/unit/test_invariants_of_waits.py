@@ -23,6 +23,7 @@ from unit.conversation import (
     connected,
     disconnected,
     exited,
+    has_quit,
     hosts,
     leaving,
     raised,
@@ -72,6 +73,18 @@ def test_a_lost_host_is_gone_unless_all_members_are_there():
     told.line(ready("h:1", 2, (2, 5))).line(ready("h:0", 2, (2, 5)), both)
 
 
+def test_a_host_is_awaited_for_a_member_that_is_being_killed_too():
+    """Its exit was not seen yet, and nobody else is left: a newcomer there is lost no more than it is."""
+    told = Told(np=2, workers_min=1).line(hosts(h=2), started("h:0"), started("h:1"))
+    told.lines_of(connected("h:0"), connected("h:1"), ready("h:0", 0, running=False))
+    told.line(ready("h:1", 0, running=False), world(1, "h:0", "h:1"))
+    told.line(exited("h:0"), broken(1, "h:1")).line(TimePassed(), started("h:0#2"))
+    told.lines_of(connected("h:0#2"), ready("h:0#2", 0))
+    told.line(TimePassed(), KillWorker(worker("h:1"), "it is stuck"))
+    told.line(HostLost("h", "no word from it"))
+    told.line(exited("h:1"), world(2, "h:0#2"))
+
+
 def test_who_is_told_to_leave_or_loses_its_connection_is_gone_in_time():
     told = training().line(leaving("h:0"), LetGo(worker("h:0"), "SIGTERM"))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
@@ -81,6 +94,14 @@ def test_who_is_told_to_leave_or_loses_its_connection_is_gone_in_time():
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=2.5)
     told = training().line(disconnected("h:0"))
     told.line(WorkerReconnected(worker("h:0"), 2, True)).line(TimePassed(), after=2.5)
+
+
+def test_who_has_quit_is_gone_in_time_where_others_wait_for_its_slot():
+    training().line(has_quit("h:0", 2), broken(2, "h:1", "h:2")).line(exited("h:0", 0))
+    told = training().line(has_quit("h:0", 2), broken(2, "h:1", "h:2"))
+    told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
+    told = training(1, workers_min=1).line(has_quit("h:0", 2))
+    told.line(TimePassed(), after=600.0)
 
 
 def test_who_starts_calls_init_in_time_once_somebody_waits():

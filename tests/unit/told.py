@@ -10,15 +10,18 @@ from elastic.driver.events import (
     BreakWorld,
     EndJob,
     Event,
+    FinishWorld,
     Member,
     PublishWorld,
     StartWorker,
     TimePassed,
     WorkerDigested,
+    WorkerExited,
+    WorkerReturned,
 )
 from elastic.driver.placement import places
 from elastic.driver.settings import Settings
-from elastic.protocol import Commit, Place
+from elastic.protocol import Commit, Place, Worker
 from unit.conversation import (
     connected,
     exited,
@@ -76,10 +79,35 @@ class Told:
             self.line(event)
         return self
 
-    def end(self, code: int = 0, reason: str = "all returned") -> Summary:
-        self.line(TimePassed(), EndJob(code, reason))
+    def end(self, code: int = 0, reason: str = "") -> Summary:
+        """With success, after all members have returned; or with this exit code."""
+        if code:
+            self.line(TimePassed(), EndJob(code, reason))
+        else:
+            self.all_return()
         self.invariants.finish()
         return self.invariants.summary
+
+    def all_return(self) -> Told:
+        """Every member that lives: the job ends with success."""
+        present = self.present()
+        *others, last = [member.worker for member in present.members if self.lives(member.worker)]
+        for each in others:
+            self.line(WorkerReturned(each, present.generation))
+        everybody = f"{len(others) + 1} member{'s' if others else ''}"
+        return self.line(
+            WorkerReturned(last, present.generation),
+            FinishWorld(present.generation, [*others, last]),
+            EndJob(0, f"all {everybody} of generation {present.generation} returned"),
+        )
+
+    def present(self) -> PublishWorld:
+        """The newest world."""
+        actions = [action for _, _, answer in self.lines for action in answer]
+        return [action for action in actions if isinstance(action, PublishWorld)][-1]
+
+    def lives(self, each: Worker) -> bool:
+        return not any(isinstance(e, WorkerExited) and e.worker == each for _, e, _ in self.lines)
 
     def breaks(self, invariant: str, event: Event, *actions: Action, after: float = 0.01) -> str:
         """The next line breaks this one."""
