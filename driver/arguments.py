@@ -93,11 +93,11 @@ class Names(argparse.Action):
         options.network_interfaces = [*(options.network_interfaces or []), *names]
 
 
-class WithoutEffect(argparse.Action):
+class WithoutMeaning(argparse.Action):
     """Remembers that the flag was given. ``const`` is False for a switch that turns off what is off anyway."""
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
-        options.without_effect[self.dest] = bool(self.const)
+        options.without_meaning[self.dest] = bool(self.const)
 
 
 def _dest(names: str) -> str:
@@ -140,6 +140,16 @@ def seconds(text: str) -> float:
     if value == 0.0:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, more than 0")
     return value
+
+
+def cores(text: str) -> str:
+    """Numbers of cores with commas between them, as one word without spaces."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be the numbers of cores, one for each worker of a host, as in 0,1,2,3"
+        )
+    return ",".join(words)
 
 
 def log_level(text: str) -> str:

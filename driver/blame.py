@@ -28,6 +28,11 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
+def brief(reason: str) -> str:
+    """The first words of a reason that was given before: ``it is frozen`` of ``it is frozen (stopped by a signal)``."""
+    return re.split(r": | \(", reason, maxsplit=1)[0]
+
+
 def exit_code(code: int) -> int:
     """The job's exit code for a worker that should not have ended with ``code``: never 0."""
     return code if code > 0 else 128 - code if code < 0 else 1
@@ -50,6 +55,12 @@ class Inquest:
         """Its own exception explains everything; the first one counts."""
         if self.culprit is None and worker not in self.witnesses:
             self.culprit, self.verdict = worker, verdict
+
+    def settled(self, members: Iterable[Worker]) -> bool:
+        """A new world has begun: whether all who complained are in it, and nobody is accused. Then they have helped
+        themselves, by a retry loop of the script's own that calls init() again.
+        """
+        return self.culprit is None and self.witnesses <= set(members)
 
     def wait_longer(self, live: Iterable[Worker]) -> bool:
         """``by`` has come: whether to give a suspect more time."""

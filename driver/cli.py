@@ -40,11 +40,35 @@ _FROM_ENVIRONMENT = {
     "HOROVOD_ELASTIC_TIMEOUT": "--elastic-timeout",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "--gloo-timeout-seconds",
     "HOROVOD_LOG_LEVEL": "--log-level",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "--busy-warning",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "--busy-timeout",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "--stall-check-warning-time-seconds",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "--stall-check-shutdown-time-seconds",
+    "HOROVOD_CYCLE_TIME": "--cycle-time-ms",
+    "HOROVOD_CACHE_CAPACITY": "--cache-capacity",
+    "HOROVOD_THREAD_AFFINITY": "--thread-affinity",
+    "HOROVOD_TIMELINE": "--timeline-filename",
+    "HOROVOD_AUTOTUNE_LOG": "--autotune-log-file",
+    "HOROVOD_NUM_NCCL_STREAMS": "--num-nccl-streams",
 }
-# Horovod's default, 0, is no wish.
-_SAYS_NOTHING = {("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")}
+# Switches: 1 is the flag, 0 or nothing says nothing.
+_SWITCHES = {
+    "HOROVOD_STALL_CHECK_DISABLE": "--no-stall-check",
+    "HOROVOD_TIMELINE_MARK_CYCLES": "--timeline-mark-cycles",
+    "HOROVOD_LOG_HIDE_TIME": "--log-without-timestamp",
+    "HOROVOD_AUTOTUNE": "--autotune",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "--hierarchical-allreduce",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "--hierarchical-allgather",
+    "HOROVOD_TORUS_ALLREDUCE": "--torus-allreduce",
+    "HOROVOD_MPI_THREADS_DISABLE": "--mpi-threads-disable",
+}
+# Read by workers only, and checked here so that a mistake is told once and before anything starts.
+_WORKERS_SWITCHES = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_DISABLE_GROUP_FUSION")
+_SAYS_NOTHING = {
+    ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),  # Horovod's default is no wish
+    ("HOROVOD_NUM_NCCL_STREAMS", "0"),
+    ("HOROVOD_NUM_NCCL_STREAMS", "1"),
+    ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script will say where
+}
+_MIB = 1 << 20
 _A_DAY_S = 86_400.0
 _GLOO_S = 30.0
 _SLACK_S = 60.0  # a collective gives up by itself only when its worker has long been judged
@@ -98,7 +122,7 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
         for name, flag in _FROM_ENVIRONMENT.items()
         if environ.get(name) and (name, environ[name]) not in _SAYS_NOTHING
     ]
-    words += _stall_check(environ)
+    words += _switches(environ) + _fusion(environ)
     if options.config_file is not None:
         words += read_config(options.config_file)
     for word, source in words:
@@ -110,15 +134,29 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
     return flags.parse([*(word for word, _ in words), *arguments])
 
 
-def _stall_check(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    name = "HOROVOD_STALL_CHECK_DISABLE"
-    match environ.get(name, ""):
-        case "" | "0":
-            return []
-        case "1":
-            return [("--no-stall-check", f"environment variable {name}")]
-        case other:
-            raise Invalid(f"{name} is {other!r}; set it to 1 to turn the check off, or unset it")
+def _switches(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    words = []
+    for name in (*_SWITCHES, *_WORKERS_SWITCHES):
+        match environ.get(name, "").lower():
+            case "" | "0" | "false":
+                pass
+            case "1" | "true":
+                if name in _SWITCHES:
+                    words.append((_SWITCHES[name], f"environment variable {name}"))
+            case _:
+                raise Invalid(f"{name} is {environ[name]!r}; set it to 1 or 0")
+    return words
+
+
+def _fusion(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The variable counts bytes, the flag MiB."""
+    name = "HOROVOD_FUSION_THRESHOLD"
+    text = environ.get(name)
+    if not text:
+        return []
+    if not text.isdecimal():
+        raise Invalid(f"{name} is {text!r}; give a whole number of bytes")
+    return [(f"--fusion-threshold-mb={int(text) / _MIB!r}", f"environment variable {name}")]
 
 
 # ---- the job ---------------------------------------------------------------------------------------------------------
@@ -157,7 +195,8 @@ def make_job(
             "-p and -i are for other hosts, and all hosts are this machine; leave them out"
         )
 
-    env = _worker_additions(options)
+    timeline = _writable_place(options.timeline_filename)
+    env = _worker_additions(options, timeline)
     notes = _notes(options, elastic=elastic)
     if "OMP_NUM_THREADS" not in environ:
         cores = cores or len(os.sched_getaffinity(0))
@@ -189,6 +228,7 @@ def make_job(
             idle_s=patience.idle_s,
             busy_warning_s=patience.busy_warning_s,
             busy_s=patience.busy_s,
+            timeline=timeline,
             env=env,
         ),
         hosts=hosts,
@@ -198,40 +238,63 @@ def make_job(
         bind=interface_address(options.network_interfaces[0])
         if options.network_interfaces
         else "127.0.0.1",
-        collective_timeout_s=_collective_timeout_s(options, elastic=elastic),
+        collective_timeout_s=_collective_timeout_s(options),
         journal=_writable_file(options.journal),
         metrics=_metrics(options),
         output_dir=_writable_dir(options.output_filename),
         prefix_timestamps=options.prefix_output_with_timestamp,
         log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
+        log_timestamps=_given(options.log_timestamps, True),
         notes=notes,
     )
 
 
-def _worker_additions(options: Options) -> dict[str, str]:
-    """What flags add to the environment of every worker."""
+def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
+    """What flags add to the environment of every worker, under Horovod's names. They win over what is inherited."""
     env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, _GLOO_S):g}"}
     if options.tcp:
         env["NCCL_IB_DISABLE"] = "1"
-    if options.log_level is not None:
-        env["HOROVOD_LOG_LEVEL"] = options.log_level
-    return env
+    if options.fusion_threshold_mb is not None:
+        env["HOROVOD_FUSION_THRESHOLD"] = str(int(options.fusion_threshold_mb * _MIB))
+    if options.network_interfaces:
+        env["HOROVOD_GLOO_IFACE"] = options.network_interfaces[0]
+    given: dict[str, str | float | None] = {
+        "HOROVOD_LOG_LEVEL": options.log_level,
+        "HOROVOD_CYCLE_TIME": options.cycle_time_ms,
+        "HOROVOD_CACHE_CAPACITY": options.cache_capacity,
+        "HOROVOD_THREAD_AFFINITY": options.thread_affinity,
+        "HOROVOD_TIMELINE": timeline,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": options.stall_warning,
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": options.stall_shutdown,
+    }
+    for name, value in given.items():
+        if value is not None:
+            env[name] = value if isinstance(value, str) else f"{value:.17g}"
+    switches = {
+        "HOROVOD_TIMELINE_MARK_CYCLES": options.timeline_mark_cycles,
+        "HOROVOD_STALL_CHECK_DISABLE": _not(options.stall_check),
+        "HOROVOD_LOG_HIDE_TIME": _not(options.log_timestamps),
+    }
+    return env | {name: str(int(on)) for name, on in switches.items() if on is not None}
 
 
 def _patience(options: Options) -> _Patience:
-    if not options.stall_check:
+    if options.stall_check is False:
         return _Patience(0.0, 0.0, 0.0)
+    warning_s = _given(options.busy_warning, options.stall_warning)
+    busy_s = _given(options.busy_timeout, options.stall_shutdown)
+    busy_s = _given(busy_s, Settings.busy_s)
+    # Nobody would replace a fenced worker of a static job: one that waits for an upload is as good as a busy one there.
+    idle_s = Settings.idle_s if _is_elastic(options) else busy_s
     return _Patience(
-        _given(options.idle_timeout, Settings.idle_s),
-        _given(options.busy_warning, Settings.busy_warning_s),
-        _given(options.busy_timeout, Settings.busy_s),
+        _given(options.idle_timeout, idle_s), _given(warning_s, Settings.busy_warning_s), busy_s
     )
 
 
-def _collective_timeout_s(options: Options, *, elastic: bool) -> float:
-    """Gloo knows only that somebody is late: where the driver finds out who and why, it is the last resort."""
-    if options.gloo_timeout_seconds is not None or not elastic:
-        return _given(options.gloo_timeout_seconds, _GLOO_S)
+def _collective_timeout_s(options: Options) -> float:
+    """Gloo knows only that somebody is late: the driver finds out who and why, and this is the last resort."""
+    if options.gloo_timeout_seconds is not None:
+        return options.gloo_timeout_seconds
     busy_s = _patience(options).busy_s
     return busy_s + _SLACK_S if busy_s else _A_DAY_S
 
@@ -246,10 +309,15 @@ def _metrics(options: Options) -> tuple[str, int] | None:
     return _given(options.metrics_host, "127.0.0.1"), options.metrics_port
 
 
+def _is_elastic(options: Options) -> bool:
+    asked = (options.min_num_proc, options.max_num_proc, options.host_discovery_script)
+    return any(each is not None for each in asked)
+
+
 def _workers(options: Options) -> tuple[int, int, int, bool]:
     """np, min, max, and whether the job is elastic."""
     np, least, most = options.num_proc, options.min_num_proc, options.max_num_proc
-    elastic = not (least is None and most is None and options.host_discovery_script is None)
+    elastic = _is_elastic(options)
     if not elastic:
         if np is None:
             late = " before the program" if "-np" in options.command else ""
@@ -307,9 +375,13 @@ def _notes(options: Options, *, elastic: bool) -> list[tuple[str, str]]:
     other = check_build.other_horovod()
     if other is not None:
         notes.append(("warning", other))
-    unused = [flag for flag, on in options.without_effect.items() if on]
-    if unused:
-        notes.append(("warning", f"without effect yet: {', '.join(unused)}"))
+    without: dict[str, list[str]] = {}
+    for flag, on in options.without_meaning.items():
+        if on:
+            without.setdefault(flags.why_without_meaning(flag), []).append(flag)
+    for why, unused in without.items():
+        verb = "have" if len(unused) > 1 else "has"
+        notes.append(("warning", f"{', '.join(unused)} {verb} no meaning here: {why}"))
     if not elastic:
         of_elastic = {
             "--reset-limit": options.reset_limit,
@@ -355,6 +427,26 @@ def _writable_file(path: str | None) -> str | None:
             f"--journal {path} can't be written to: {error.strerror}; give another file"
         ) from None
     return os.path.abspath(path)
+
+
+def _writable_place(path: str | None) -> str | None:
+    """For a timeline. Not made here: an empty file is none that a viewer opens."""
+    if path is None:
+        return None
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        trouble = "it is a directory"
+    elif not os.path.isdir(folder):
+        trouble = f"there is no directory {folder}"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        trouble = "permission denied"
+    else:
+        return os.path.abspath(path)
+    raise Invalid(f"--timeline-filename {path} can't be written to: {trouble}; give another file")
+
+
+def _not(on: bool | None) -> bool | None:
+    return None if on is None else not on
 
 
 def _given(value: T | None, default: T) -> T:

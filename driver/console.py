@@ -141,9 +141,11 @@ class Console:
         *,
         level: str = "info",
         colour: bool = False,
+        timestamps: bool = True,
         clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
     ) -> None:
         self._put = put
+        self._timestamps = timestamps
         self._least = LEVELS[level]
         self._colour = colour
         self._clock = clock
@@ -153,7 +155,8 @@ class Console:
             return
         mark = "" if level in ("debug", "info") else f"{level}: "
         first, *more = text.splitlines() or [""]
-        lines = [f"elastic | {self._clock()} | {mark}{first}", *(f"elastic |   {m}" for m in more)]
+        at = f"{self._clock()} | " if self._timestamps else ""
+        lines = [f"elastic | {at}{mark}{first}", *(f"elastic |   {m}" for m in more)]
         if self._colour and (code := COLOURS[level]):
             lines = [f"\x1b[{code}m{line}\x1b[0m" for line in lines]
         self._put("".join(f"{line}\n" for line in lines).encode(errors="replace"))

@@ -159,6 +159,14 @@ class WorkerRaised(Event):
     traceback: str
 
 
+class WorkerQuit(Event):
+    """User code called ``sys.exit`` under ``elastic.run``; the process is about to exit with this code."""
+
+    worker: Worker
+    generation: int
+    code: int
+
+
 class WorkerReturned(Event):
     """The function under ``elastic.run`` returned."""
 

@@ -6,9 +6,15 @@ elastic, it ends the job, and the question is only who is to blame: see `blame`.
 
 from __future__ import annotations
 
-from elastic.driver.blame import Inquest, describe_exit, exit_code
-from elastic.driver.events import WorkerExited, WorkerFailed, WorkerRaised, WorkerStranded
-from elastic.driver.roster import Stage, Standing
+from elastic.driver.blame import Inquest, brief, describe_exit, exit_code
+from elastic.driver.events import (
+    WorkerExited,
+    WorkerFailed,
+    WorkerQuit,
+    WorkerRaised,
+    WorkerStranded,
+)
+from elastic.driver.roster import AT_STAKE, Stage, Standing
 from elastic.driver.settings import Settings
 from elastic.driver.worlds import Phase, Worlds
 
@@ -75,19 +81,33 @@ class Failures(Worlds):
         self._staff.dismiss(standing, "it raised an exception", self.settings.leave_s)
         self._lose(standing, f"{event.worker} raised {event.summary}")
 
+    def _has_quit(self, event: WorkerQuit) -> None:
+        """Its interpreter, with torch in it, takes seconds to end. The others, cut off from it, go on at once."""
+        standing = self.roster.get(event.worker)
+        if standing is None or standing.killed_for or not self.settings.elastic:
+            return
+        if event.generation != self.generation or standing.stage not in AT_STAKE:
+            return
+        if not any(s.stage in AT_STAKE for s in self._live() if s is not standing):
+            return  # nobody waits for it, so that it may take its time: its exit brings the end
+        self._staff.dismiss(standing, "it did not exit in time", self.settings.leave_s)
+        self._lose(standing, f"lost {event.worker} ({describe_exit(event.code)})")
+
     def _exited(self, event: WorkerExited) -> None:
         standing = self.roster.remove(event.worker)
         if standing is None:
             return
-        what = event.reason or describe_exit(event.code)
+        what = ended = lost = event.reason or describe_exit(event.code)
         if standing.killed_for:
+            # The reason was given when it was killed. Only where its exit ends the job it is given again.
             what = f"{what}, killed because {standing.killed_for}"
+            ended, lost = f"{ended}, as ordered", f"killed: {brief(standing.killed_for)}"
         if event.output:
             self._staff.last_output = event.output.rstrip()
         if standing.stage is Stage.FINISHED:
             if event.code:
                 self._orders.say(
-                    "error", f"{self._named(standing)} ended with {what} after training"
+                    "error", f"{self._named(standing)} ended with {ended} after training"
                 )
         elif event.code == 0 and self._ran_to_its_end(standing):
             self._slots.complete(standing.slot)
@@ -95,12 +115,12 @@ class Failures(Worlds):
         elif not self.settings.elastic or self._inquest is not None:
             self._exit_ends_the_job(standing, event, what)
         elif standing.leaving and standing.stage is Stage.DISMISSED:
-            self._orders.say("info", f"{event.worker} has left with {what}: {standing.leaving}")
+            self._orders.say("info", f"{event.worker} has left with {ended}: {standing.leaving}")
         else:
             self._end_if_the_script_is_wrong(standing, event, what)
-            self._staff.punish(standing, what)
+            self._staff.punish(standing, ended)
             if standing.stage is not Stage.DISMISSED:
-                self._lose(standing, f"lost {event.worker} ({what})")
+                self._lose(standing, f"lost {event.worker} ({lost})")
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The flags of elasticrun: names, types, help. Reads no file and no environment, and decides nothing.
 
 The names are Horovod's, so that a horovodrun command line works unchanged. Horovod's flags for which there is nothing
-here to set are accepted, but remembered, so that the caller can say so.
+here to set are accepted, but remembered, so that the caller can say so, and why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from elastic.driver.arguments import (
     Group,
     Names,
     Parser,
-    WithoutEffect,
+    WithoutMeaning,
+    cores,
     log_level,
     number,
     seconds,
@@ -72,7 +73,16 @@ class Options:
     idle_timeout: float | None = None  # seconds; 0: never
     busy_warning: float | None = None  # seconds; 0: never
     busy_timeout: float | None = None  # seconds; 0: never
-    stall_check: bool = True
+    stall_warning: float | None = None  # seconds; 0: never; stands in for busy_warning
+    stall_shutdown: float | None = None  # seconds; 0: never; stands in for busy_timeout
+    stall_check: bool | None = None
+    fusion_threshold_mb: float | None = None
+    cycle_time_ms: float | None = None
+    cache_capacity: int | None = None
+    thread_affinity: str | None = None  # numbers of cores with commas between them
+    timeline_filename: str | None = None
+    timeline_mark_cycles: bool | None = None
+    log_timestamps: bool | None = None
     tcp: bool = False
     controller: str = "gloo"  # "mpi" and "jsrun" are there to be refused
     ssh_port: int | None = None
@@ -80,7 +90,7 @@ class Options:
     disable_cache: bool = False
     check_build: bool = False
     version: bool = False
-    without_effect: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
+    without_meaning: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -114,6 +124,12 @@ def build_parser() -> Parser:
         )
     )
     _add_communication(parser.group("communication"))
+    _add_tuning(
+        parser.group(
+            "small tensors",
+            "What is submitted together is negotiated and reduced together.",
+        )
+    )
     _add_detection(
         parser.group(
             "workers that live but do not come on",
@@ -122,10 +138,10 @@ def build_parser() -> Parser:
     )
     _add_output(parser.group("output"))
     _add_general(parser.group("general"))
-    _add_without_effect(
+    _add_without_meaning(
         parser.group(
-            "accepted from Horovod, without effect yet",
-            "A line at the start names those that were given.",
+            "accepted from Horovod, without meaning here",
+            "A line at the start names those that were given, and says why.",
         )
     )
     return parser
@@ -219,10 +235,42 @@ def _add_communication(add: Group) -> None:
         "--gloo-timeout-seconds",
         "S",
         seconds,
-        "End a collective that has waited this long, whoever is to blame (default: 30, or"
-        " HOROVOD_GLOO_TIMEOUT_SECONDS; elastic: --busy-timeout and a minute).",
+        "End a collective that has waited this long, whoever is to blame (default:"
+        " HOROVOD_GLOO_TIMEOUT_SECONDS, or --busy-timeout and a minute); also the time to connect"
+        " (default: 30).",
     )
     add("--tcp", None, None, "Keep NCCL off InfiniBand (sets NCCL_IB_DISABLE=1).")
+
+
+def _add_tuning(add: Group) -> None:
+    add(
+        "--fusion-threshold-mb",
+        "MB",
+        number,
+        "Fuse small tensors into collectives of up to so many MiB; 0: never (default:"
+        " HOROVOD_FUSION_THRESHOLD, in bytes, or 128).",
+    )
+    add(
+        "--cycle-time-ms",
+        "MS",
+        number,
+        "Wait this long for more to fuse before a round of negotiation (default:"
+        " HOROVOD_CYCLE_TIME, or 1).",
+    )
+    add(
+        "--cache-capacity",
+        "N",
+        whole(0),
+        "Remember the negotiation of so many tensors; 0: of none (default:"
+        " HOROVOD_CACHE_CAPACITY, or 1024).",
+    )
+    add(
+        "--thread-affinity",
+        "CORES",
+        cores,
+        "Keep each worker's background thread on one core: their numbers, one for each worker of a"
+        " host, as in 0,1,2,3 (default: HOROVOD_THREAD_AFFINITY, or any core).",
+    )
 
 
 def _add_detection(add: Group) -> None:
@@ -238,32 +286,44 @@ def _add_detection(add: Group) -> None:
         "S",
         number,
         "Fence a worker that others wait for and that uses neither processor nor disk for this"
-        " long; 0: never (default: 30).",
+        " long; 0: never (default: 30; in a job of a fixed size, --busy-timeout).",
     )
     add(
-        "--busy-warning --stall-check-warning-time-seconds",
+        "--busy-warning",
         "S",
         number,
-        "Name a busy worker once others have waited for it this long; 0: never (default: 60, or"
-        " HOROVOD_STALL_CHECK_TIME_SECONDS).",
-        dest="busy_warning",
+        "Name a busy worker once others have waited for it this long; 0: never (default: 60).",
     )
     add(
-        "--busy-timeout --stall-check-shutdown-time-seconds",
+        "--busy-timeout",
         "S",
         number,
-        "Fence a busy worker once others have waited for it this long; 0: never (default: 600, or"
-        " HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, where that is not 0).",
-        dest="busy_timeout",
+        "Fence a busy worker once others have waited for it this long; 0: never (default: 600).",
+    )
+    add(
+        "--stall-check-warning-time-seconds",
+        "S",
+        number,
+        "As --busy-warning, and name tensors that some ranks have not submitted for this long, and"
+        " these ranks (default: HOROVOD_STALL_CHECK_TIME_SECONDS, or 60).",
+        dest="stall_warning",
+    )
+    add(
+        "--stall-check-shutdown-time-seconds",
+        "S",
+        number,
+        "As --busy-timeout, and fail collectives that some ranks have not submitted for this long;"
+        " 0: never (default: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
+        dest="stall_shutdown",
     )
     add(
         "--no-stall-check",
         None,
         None,
-        "Turn the last three off, as HOROVOD_STALL_CHECK_DISABLE=1 does. --stall-check: leave them on.",
-        **_stall_check(False),
+        "Turn the last five off, as HOROVOD_STALL_CHECK_DISABLE=1 does. --stall-check: leave them on.",
+        **_switch("stall_check", False),
     )
-    add("--stall-check", None, None, argparse.SUPPRESS, **_stall_check(True))
+    add("--stall-check", None, None, argparse.SUPPRESS, **_switch("stall_check", True))
 
 
 def _add_output(add: Group) -> None:
@@ -278,6 +338,28 @@ def _add_output(add: Group) -> None:
         None,
         None,
         "Put the time before each line that a worker prints.",
+    )
+    add(
+        "--timeline-filename",
+        "FILE",
+        str,
+        "Write to FILE what every rank does when, for chrome://tracing or ui.perfetto.dev"
+        " (default: HOROVOD_TIMELINE).",
+    )
+    add(
+        "--timeline-mark-cycles",
+        None,
+        None,
+        "Mark every round of negotiation there, as HOROVOD_TIMELINE_MARK_CYCLES=1 does."
+        " Off: --no-timeline-mark-cycles.",
+        **_switch("timeline_mark_cycles", True),
+    )
+    add(
+        "--no-timeline-mark-cycles",
+        None,
+        None,
+        argparse.SUPPRESS,
+        **_switch("timeline_mark_cycles", False),
     )
     add("--journal", "FILE", str, "Write every event and decision of the driver to FILE.")
     add(
@@ -295,6 +377,21 @@ def _add_output(add: Group) -> None:
         " HOROVOD_LOG_LEVEL).",
     )
     add("--verbose", None, None, "The same as --log-level DEBUG.")
+    add(
+        "--log-without-timestamp --log-hide-timestamp",
+        None,
+        None,
+        "Leave the time out of our own lines, as HOROVOD_LOG_HIDE_TIME=1 does."
+        " On: --log-with-timestamp.",
+        **_switch("log_timestamps", False),
+    )
+    add(
+        "--log-with-timestamp --no-log-hide-timestamp",
+        None,
+        None,
+        argparse.SUPPRESS,
+        **_switch("log_timestamps", True),
+    )
 
 
 def _add_general(add: Group) -> None:
@@ -302,44 +399,56 @@ def _add_general(add: Group) -> None:
     add("-cb --check-build", None, None, "Show what is available here, and end.")
     add("-v --version", None, None, "Show the version, and end.")
     add("-h --help", None, None, "Show this, and end.", action="help")
-    add("--disable-cache", None, None, "Accepted: no checks are cached anyway.")
+    add("--disable-cache", None, None, "Changes nothing: no checks are cached anyway.")
 
 
-def _add_without_effect(add: Group) -> None:
+def _add_without_meaning(add: Group) -> None:
     for flag, convert, text in (
-        ("--fusion-threshold-mb", whole(0), "Size of a fusion buffer."),
-        ("--cycle-time-ms", number, "Time between two rounds of fusion."),
-        ("--cache-capacity", whole(0), "Size of the cache of negotiated tensors."),
         ("--autotune-log-file", str, "Where autotuning writes its trials."),
         ("--autotune-warmup-samples", whole(0), "Samples that autotuning discards first."),
         ("--autotune-steps-per-sample", whole(0), "Steps in a sample of autotuning."),
         ("--autotune-bayes-opt-max-samples", whole(0), "Most samples of autotuning."),
         ("--autotune-gaussian-process-noise", number, "Noise that autotuning assumes."),
-        ("--timeline-filename", str, "Where a timeline is written."),
         ("--num-nccl-streams", whole(0), "Number of NCCL streams."),
-        ("--thread-affinity", whole(0), "Core of the background thread."),
         ("--mpi-args", str, "Arguments of mpirun."),
         ("--binding-args", str, "Binding of processes under MPI."),
     ):
-        add(flag, "X", convert, text, action=WithoutEffect, dest=flag, const=True)
+        add(flag, "X", convert, text, action=WithoutMeaning, dest=flag, const=True)
     for on, off, text in (
         ("--hierarchical-allreduce", "--no-hierarchical-allreduce", "Allreduce in two levels."),
         ("--hierarchical-allgather", "--no-hierarchical-allgather", "Allgather in two levels."),
         ("--torus-allreduce", "--no-torus-allreduce", "Allreduce on a torus."),
-        ("--autotune", "--no-autotune", "Tune the parameters above while training."),
-        ("--timeline-mark-cycles", "--no-timeline-mark-cycles", "Mark cycles in the timeline."),
+        ("--autotune", "--no-autotune", "Tune fusion and cycle time while training."),
         ("--mpi-threads-disable", "--no-mpi-threads-disable", "Turn MPI's threads off."),
-        ("--log-with-timestamp", "--log-without-timestamp", "Time before our own messages."),
-        ("--no-log-hide-timestamp", "--log-hide-timestamp", "The same, by an older name."),
     ):
-        rest = {"action": WithoutEffect, "dest": on, "nargs": 0}
+        rest = {"action": WithoutMeaning, "dest": on, "nargs": 0}
         add(on, None, None, f"{text} Off: {off}.", const=True, **rest)
         add(off, None, None, argparse.SUPPRESS, const=False, **rest)
+
+
+def why_without_meaning(flag: str) -> str:
+    """Why there is nothing that this flag could set here: a clause."""
+    if flag.startswith("--autotune"):
+        return (
+            "nothing is tuned while training; --fusion-threshold-mb and --cycle-time-ms are"
+            " what there is to try"
+        )
+    return {
+        "--hierarchical-allreduce": _NCCL_CHOOSES,
+        "--hierarchical-allgather": _NCCL_CHOOSES,
+        "--torus-allreduce": _NCCL_CHOOSES,
+        "--num-nccl-streams": "each group of ranks has a communicator and a stream of its own",
+    }.get(flag, "workers are not started by MPI and do not talk over it")
+
+
+_NCCL_CHOOSES = (
+    "NCCL chooses the algorithm by the network it finds; its variable NCCL_ALGO forces one"
+)
 
 
 def _controller(name: str) -> dict[str, Any]:
     return {"action": "store_const", "dest": "controller", "const": name}
 
 
-def _stall_check(on: bool) -> dict[str, Any]:
-    return {"action": "store_const", "dest": "stall_check", "const": on}
+def _switch(field: str, on: bool) -> dict[str, Any]:
+    return {"action": "store_const", "dest": field, "const": on}

@@ -28,12 +28,13 @@ class Job:
     slots_per_host: int = 1  # of a host that the script prints without a number
     environ: dict[str, str] = field(default_factory=dict, repr=False)
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
-    collective_timeout_s: float = 30.0  # when a collective gives up by itself
+    collective_timeout_s: float = 660.0  # when a collective gives up by itself
     output_dir: str | None = None  # exists, and can be written to
     prefix_timestamps: bool = False
     journal: str | None = None  # can be written to
     metrics: tuple[str, int] | None = None  # address and port to serve them on
     log_level: str = "INFO"  # one of flags.LOG_LEVELS
+    log_timestamps: bool = True  # in the driver's own lines
     notes: list[tuple[str, str]] = field(default_factory=list)  # level and line, to be said once
 
 

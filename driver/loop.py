@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from elastic import protocol
 from elastic.driver import layouts
+from elastic.driver.blame import brief
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.ending import Ending
 from elastic.driver.events import (
@@ -53,6 +54,7 @@ from elastic.driver.launch.environment import threads_per_worker, worker_environ
 from elastic.driver.launch.interface import Launcher, Log
 from elastic.driver.server import Server
 from elastic.driver.settings import Settings
+from elastic.driver.tracing import Tracing
 from elastic.driver.wording import event_of, recovery_line
 from elastic.protocol import Address, Place, Worker
 
@@ -107,11 +109,12 @@ class Driver:
         journal: Journal,
         log: Log,
         noted: Callable[[Event, Sequence[Action]], None] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
         self.places: dict[Worker, Place] = {}
-        self._promised: dict[Worker, Place] = {}
+        self._promised: dict[Worker, Place] = {}  # at their start; until there is a world
         self.generation = 0
         self.outcome = ""  # why the job ended
         self._membership = membership
@@ -121,6 +124,7 @@ class Driver:
         self._journal = journal
         self._log = log
         self._noted = noted
+        self._tracing = tracing or Tracing(log)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: asyncio.Queue[Event] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None
@@ -130,7 +134,7 @@ class Driver:
         self._parting: dict[Worker, WorkerExited] = {}
         self._ending: Ending | None = None
         self._buggy = False  # membership has raised
-        self._let_go: set[Worker] = set()
+        self._let_go: set[Worker] = set()  # and their exit was not handled yet
         self._stop_code: int | None = None  # set by the first request to stop
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
 
@@ -169,6 +173,7 @@ class Driver:
                 expected=self._running.__contains__,
             )
             self._address = Address(self.job.advertised or bound.host, bound.port)
+            self._tracing.serve(self._server.send)
             self._log("debug", f"listening on {bound.host}:{bound.port}")
             await self._launcher.open(self._worker_gone, self._post)
             watching = asyncio.create_task(self._watch_hosts())
@@ -183,6 +188,7 @@ class Driver:
                 self._alarm.cancel()
             await self._launcher.close()
             await self._server.close()
+            await self._tracing.close()
             self._journal.close()
 
     # ---- what happens becomes an event -----------------------------------------------------------------------------
@@ -202,6 +208,8 @@ class Driver:
             self._post(StopRequested(f"host discovery ended before there was any host: {trouble}"))
 
     def _heard(self, worker: Worker, message: Any) -> None:
+        if self._tracing.heard(worker, message):
+            return
         match message:
             case protocol.Layout(digest, text):
                 self._layouts[digest] = text
@@ -211,6 +219,7 @@ class Driver:
                 self._post(event_of(worker, message))
 
     def _connection_gone(self, worker: Worker, silent: bool) -> None:
+        self._tracing.gone(worker)
         self._post(WorkerDisconnected(worker, silent))
         if worker in self._parting:
             self._part(worker)
@@ -282,8 +291,16 @@ class Driver:
             if begun and isinstance(event, WorkerExited):
                 self._perform(self._ending.exited(event))
             self._perform(self._ending.overdue(now))
+        if isinstance(event, WorkerExited):
+            self._forget(event.worker)
         if self._mailbox.empty():
             self._set_alarm()
+
+    def _forget(self, worker: Worker) -> None:
+        """It is gone, and all of its words were heard. A job may start workers for as long as it likes."""
+        self._let_go.discard(worker)
+        if worker not in self.results:
+            self._promised.pop(worker, None)
 
     def _decide(self, event: Event, now: float) -> list[Action]:
         """What membership answers, written down before anything is done about it."""
@@ -296,6 +313,7 @@ class Driver:
             self._log("error", f"{reason}; the latest events:\n{self._journal.story(last=30)}")
             return [EndJob(1, reason)]
         self._journal.record(now, event, actions)
+        self._tracing.noted(event, actions)
         if self._noted is not None:
             self._noted(event, actions)
         return actions
@@ -346,7 +364,7 @@ class Driver:
                 return ("debug", f"looking at what {_some(workers)} does")
             case DumpStacks(worker, reason):
                 self._launcher.dump(worker)
-                return ("info", f"the stacks of {worker} follow: {reason}")
+                return ("info", f"the stacks of {worker} follow: {brief(reason)}")
             case BreakWorld(generation, members, reason):
                 broadcast(members, protocol.Broken(generation, reason))
                 return ("info", f"generation {generation} is over: {reason}")
@@ -408,7 +426,8 @@ class Driver:
             extra=settings.env,
         )
         self._running.add(action.worker)
-        self._promised[action.worker] = action.place
+        if not self.generation:
+            self._promised[action.worker] = action.place
         self._launcher.start(action.worker, self.job.command, env)
 
     def _log_workers(
@@ -437,6 +456,7 @@ class Driver:
             self._server.send(member.worker, message)
         self.generation = world.generation
         self.places = {member.worker: member.place for member in world.members}
+        self._promised.clear()
         noun = "worker" if len(world.members) == 1 else "workers"
         text = f"generation {world.generation} has {len(world.members)} {noun}: {world.reason}"
         return ("info", text)

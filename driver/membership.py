@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from elastic.driver.blame import describe_exit
+from elastic.driver.blame import brief, describe_exit
 from elastic.driver.events import (
     Action,
     DriverRestarted,
@@ -42,6 +42,7 @@ from elastic.driver.events import (
     WorkerPaced,
     WorkerProbed,
     WorkerProgressed,
+    WorkerQuit,
     WorkerRaised,
     WorkerReady,
     WorkerReconnected,
@@ -128,6 +129,8 @@ class Membership(Failures, Reconnections, Stuck):
                 self._probed(event)
             case WorkerRaised():
                 self._has_raised(event)
+            case WorkerQuit():
+                self._has_quit(event)
             case WorkerReturned():
                 self._returned(event)
             case WorkerDisconnected():
@@ -314,7 +317,7 @@ class Membership(Failures, Reconnections, Stuck):
         for standing in self._staff.overdue():
             if standing.stage is not Stage.DISMISSED:
                 standing.stage = Stage.DISMISSED
-                why = f"it had to be, because {standing.killed_for}"
+                why = f"it had to be: {brief(standing.killed_for)}"
                 self._given_up(standing, f"lost {standing.worker}, which can't be killed ({why})")
         self._give_up_hosts()
         self._fence_frozen()

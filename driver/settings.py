@@ -44,6 +44,7 @@ class Settings:
     busy_s: float = 600.0  # ... and then it is stuck; 0: never
     dump_s: float = 0.5  # for the stacks of a stuck worker to be written before it is killed
     kill_s: float = 1.0  # from a kill to the exit; who lives longer can't be killed
+    timeline: str | None = None  # absolute path of the file that tells what all ranks did when
     env: dict[str, str] = field(default_factory=dict)  # extra environment of every worker
 
     def __post_init__(self) -> None:

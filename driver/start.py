@@ -16,6 +16,7 @@ from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.membership import Membership
 from elastic.driver.output import Output
 from elastic.driver.server import Server
+from elastic.driver.tracing import Tracing
 
 if TYPE_CHECKING:
     from elastic.driver.metrics import Metrics
@@ -54,7 +55,12 @@ async def start(job: Job) -> Outcome:
         folder=Path(job.output_dir) if job.output_dir else None,
     )
     metrics: Metrics | None = None
-    console = Console(output.say, level=_LEVELS[job.log_level], colour=sys.stderr.isatty())
+    console = Console(
+        output.say,
+        level=_LEVELS[job.log_level],
+        colour=sys.stderr.isatty(),
+        timestamps=job.log_timestamps,
+    )
     try:
         for level, line in job.notes:
             console(level, line)
@@ -64,6 +70,10 @@ async def start(job: Job) -> Outcome:
             job.settings,
             failed=lambda text: console("warning", text),
         )
+        tracing = Tracing(console)
+        if job.settings.timeline is not None:
+            tracing.open(job.settings.timeline)
+            console("info", f"the timeline is written to {job.settings.timeline}")
         if job.metrics is not None:
             from elastic.driver.metrics import Metrics  # its library takes a tenth of a second
 
@@ -89,6 +99,7 @@ async def start(job: Job) -> Outcome:
             journal=journal,
             log=console,
             noted=None if metrics is None else metrics.note,
+            tracing=tracing,
         )
         code = await driver.run()
         return Outcome(code, driver.outcome, driver.ordered_results())

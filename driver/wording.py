@@ -15,6 +15,7 @@ from elastic.driver.events import (
     WorkerLeaving,
     WorkerPaced,
     WorkerProgressed,
+    WorkerQuit,
     WorkerRaised,
     WorkerReady,
     WorkerReconnected,
@@ -52,6 +53,8 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerDigested(worker, generation, commit, digest, buffers, samples, epoch)
         case protocol.Raised(generation, commit, summary, traceback):
             return WorkerRaised(worker, generation, commit, summary, traceback)
+        case protocol.Quit(generation, code):
+            return WorkerQuit(worker, generation, code)
         case protocol.Returned(generation):
             return WorkerReturned(worker, generation)
         case _:

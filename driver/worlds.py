@@ -173,6 +173,8 @@ class Worlds:
             trained=before.trained,
         )
         self._exceptions.world_began(self.generation, arranged.commit)
+        if self._inquest is not None and self._inquest.settled(arranged.order):
+            self._inquest = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
             self._change.put_off(self._now)  # an interruption for nothing: not at once again
         # Who is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.

@@ -2,38 +2,67 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from elastic.errors import Invalid
 from elastic.protocol import Address, Worker
+from elastic.started_by import Started, started
 
 WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, and a minute
+CONNECT_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 600.0  # rank 0 may prepare the data first
+# Without a driver nobody judges who is stuck, and a rank may take its time over a checkpoint. As long as torch's own.
+COLLECTIVE_TIMEOUT_S = 1800.0
+DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: none yet, start_timeline() will say where
+
+_ON_OR_OFF = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 @dataclass(frozen=True)
 class Environment:
-    """``driver`` is None outside ``elasticrun``: then the process is a world of one. ``_s`` are
-    seconds.
+    """``driver`` is None outside ``elasticrun``: then ``started`` says what another launcher told, and if that is None
+    too, the process is a world of one. ``_s`` are seconds.
     """
 
     driver: Address | None
     worker: Worker
     secret: bytes
-    bind_host: str
+    bind_host: (
+        str  # the address on which this worker may listen; empty: the one that leads to rank 0
+    )
     elastic: bool
     timeout_s: float  # to form a group
     collective_timeout_s: float  # for a collective to end
     wait_timeout_s: float  # for the driver's word, should it be frozen
     digest_commits: bool  # report a digest of every commit, so that replicas can be compared
+    cycle_s: float = 0.001  # between two rounds of negotiation and fusion; 0: at once
+    cache_capacity: int = 1024  # names whose negotiation is remembered; 0: none
+    fusion_bytes: int | None = None  # of what is fused into one collective; None: not given
+    group_fusion: bool = True  # whether a group may be fused with other tensors
+    stall_warning_s: float = 60.0  # ranks that have waited this long for others say so; 0: never
+    stall_shutdown_s: float = 0.0  # ... and then the collective fails; 0: never
+    cores: tuple[int, ...] = ()  # of the background thread, by local rank; empty: any
+    dynamic_process_sets: bool = False
+    timeline: str | None = None  # a path, or DYNAMIC
+    timeline_mark_cycles: bool = False
+    started: Started | None = None  # by whom, if not by elasticrun
+    start_timeout_s: float = START_TIMEOUT_S  # without a driver: for every rank to call init()
+
+    def core(self, local_rank: int) -> int | None:
+        """The core on which this rank's background thread is to run; None: any."""
+        return self.cores[local_rank] if 0 <= local_rank < len(self.cores) else None
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
-    """Raises Invalid where a variable that the launcher sets is damaged."""
+    """Raises Invalid where a variable is damaged: those that the launcher sets, and Horovod's."""
     env = os.environ if environ is None else environ
     alone = Worker("localhost", 0, 1)
-    timeout_s = _seconds(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", 30.0)
+    timeout_s = _seconds(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", CONNECT_TIMEOUT_S)
+    patience_s = timeout_s if env.get("HOROVOD_GLOO_TIMEOUT_SECONDS") else COLLECTIVE_TIMEOUT_S
     driver: Address | None = None
     worker, secret = alone, b""
     if "ELASTIC_DRIVER" in env:
@@ -47,17 +76,33 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
                 "ELASTIC_DRIVER is set, but ELASTIC_WORKER or ELASTIC_SECRET is missing or damaged:"
                 " start the script with elasticrun, or unset ELASTIC_DRIVER"
             ) from error
+    launched = started(env, parent=os.getppid())
+    stalls = not _switch(env, "HOROVOD_STALL_CHECK_DISABLE")
+    warning_s = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", "seconds", 60.0)
+    shutdown_s = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "seconds", 0.0)
     return Environment(
         driver=driver,
         worker=worker,
         secret=secret,
-        bind_host=env.get("ELASTIC_BIND", "127.0.0.1"),
+        bind_host=env.get("ELASTIC_BIND") or ("127.0.0.1" if launched is None else ""),
         elastic=env.get("HOROVOD_ELASTIC", "0") == "1",
         timeout_s=timeout_s,
         # Where the driver judges who is stuck, this is the last resort, and longer.
-        collective_timeout_s=_seconds(env, "ELASTIC_COLLECTIVE_TIMEOUT", timeout_s),
+        collective_timeout_s=_seconds(env, "ELASTIC_COLLECTIVE_TIMEOUT", patience_s),
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),
+        cycle_s=_number(env, "HOROVOD_CYCLE_TIME", "milliseconds", 1.0) / 1000,
+        cache_capacity=_whole(env, "HOROVOD_CACHE_CAPACITY", Environment.cache_capacity),
+        fusion_bytes=_whole(env, "HOROVOD_FUSION_THRESHOLD", None),
+        group_fusion=not _switch(env, "HOROVOD_DISABLE_GROUP_FUSION"),
+        stall_warning_s=warning_s if stalls else 0.0,
+        stall_shutdown_s=shutdown_s if stalls else 0.0,
+        cores=_cores(env),
+        dynamic_process_sets=_switch(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
+        timeline=env.get("HOROVOD_TIMELINE") or None,
+        timeline_mark_cycles=_switch(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        started=launched,
+        start_timeout_s=_seconds(env, "HOROVOD_START_TIMEOUT", START_TIMEOUT_S),
     )
 
 
@@ -79,13 +124,6 @@ def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
         env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    try:
-        return float(env.get(name, default))
-    except ValueError as error:
-        raise Invalid(f"{name} is {env[name]!r}; give a number of seconds") from error
-
-
 def failpoints(environ: Mapping[str, str] | None = None) -> str:
     """Rules of `elastic.failpoints`, not read yet. Empty: there are none."""
     env = os.environ if environ is None else environ
@@ -99,3 +137,51 @@ def worker(environ: Mapping[str, str] | None = None) -> Worker:
         return Worker.parse(env["ELASTIC_WORKER"])
     except (KeyError, ValueError):
         return Worker("localhost", 0, 1)
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    value = _number(env, name, "seconds", default)
+    if value == 0:
+        raise Invalid(f"{name} is {env[name]!r}; give a number of seconds, more than 0")
+    return value
+
+
+def _number(env: Mapping[str, str], name: str, of: str, default: float) -> float:
+    """A variable that is set but empty counts as not set, here and below."""
+    try:
+        value = float(env.get(name) or default)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise Invalid(f"{name} is {env[name]!r}; give a number of {of}")
+    return value
+
+
+Default = TypeVar("Default", int, None)
+
+
+def _whole(env: Mapping[str, str], name: str, default: Default) -> int | Default:
+    text = env.get(name)
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise Invalid(f"{name} is {text!r}; give a whole number, 0 or more")
+    return int(text)
+
+
+def _switch(env: Mapping[str, str], name: str) -> bool:
+    value = _ON_OR_OFF.get(env.get(name, "").strip().lower())
+    if value is None:
+        raise Invalid(f"{name} is {env[name]!r}; set it to 1 or 0")
+    return value
+
+
+def _cores(env: Mapping[str, str]) -> tuple[int, ...]:
+    text = env.get("HOROVOD_THREAD_AFFINITY", "")
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() for word in words):
+        raise Invalid(
+            f"HOROVOD_THREAD_AFFINITY is {text!r}; give the numbers of cores, one for each worker"
+            " of a host, as in 0,1,2,3"
+        )
+    return tuple(map(int, words))

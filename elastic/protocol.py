@@ -237,6 +237,13 @@ class Raised(Message):
     traceback: str
 
 
+class Quit(Message):
+    """User code called ``sys.exit`` under ``elastic.run``: the process is about to exit with this code (0 to 255)."""
+
+    generation: int
+    code: int
+
+
 class Returned(Message):
     """The function under ``elastic.run`` returned."""
 
@@ -247,6 +254,45 @@ class Result(Message):
     """The value of a launched function, opaque to the driver."""
 
     blob: bytes
+
+
+Trace = tuple[str, str, str, int, int]  # kind, row, name, nanoseconds, duration: see trace_buffer
+
+
+class ClockAsked(Message):
+    """What time is it at the driver? ``asked_ns`` is this worker's monotonic clock."""
+
+    asked_ns: int
+
+
+class Traced(Message):
+    """What this worker did, for the timeline. ``offset_ns`` added to its times makes them the driver's."""
+
+    timeline: int
+    offset_ns: int
+    records: list[Trace]
+    dropped: int = 0  # records that found no room since the last message
+
+
+class TracedAll(Message):
+    """This worker has sent everything that it had of this timeline, which is over."""
+
+    timeline: int
+
+
+class TimelineWanted(Message):
+    """The script asks for a timeline in this file; an absolute path on the driver's host."""
+
+    request: int
+    path: str
+    mark_cycles: bool
+
+
+class TimelineUnwanted(Message):
+    """The script ends this timeline; its file is to be complete when the answer comes."""
+
+    request: int
+    timeline: int
 
 
 # ---- driver -> worker ----------------------------------------------------------------------------
@@ -329,6 +375,37 @@ class End(Message):
     reason: str
 
 
+class ClockTold(Message):
+    """Answer to ClockAsked: when it was heard and when it was answered, on the driver's monotonic clock."""
+
+    asked_ns: int
+    heard_ns: int
+    told_ns: int
+
+
+class Tracing(Message):
+    """Write down what you do from now on, for this timeline; or, ``on`` False, no longer: send what is left."""
+
+    timeline: int
+    on: bool
+    mark_cycles: bool = False
+
+
+class TracesTaken(Message):
+    """One `Traced` is in the file: there is room for another."""
+
+    timeline: int
+
+
+class TimelineAnswer(Message):
+    """What became of a request. ``error``: empty where it was met; ``timeline`` and ``path`` are of the present one."""
+
+    request: int
+    timeline: int
+    path: str = ""
+    error: str = ""
+
+
 FromWorker = (
     Answer
     | Hello
@@ -344,8 +421,14 @@ FromWorker = (
     | Pace
     | Digested
     | Raised
+    | Quit
     | Returned
     | Result
+    | ClockAsked
+    | Traced
+    | TracedAll
+    | TimelineWanted
+    | TimelineUnwanted
 )
 FromDriver = (
     Challenge
@@ -360,6 +443,10 @@ FromDriver = (
     | Rejected
     | Finish
     | End
+    | ClockTold
+    | Tracing
+    | TracesTaken
+    | TimelineAnswer
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -27,8 +27,11 @@ def worker_environment(
     ``inherited`` is the driver's own environment, ``extra`` the job's additions; both give way to the worker's
     identity, and go before the defaults. ``place`` is provisional. ``secret`` is hexadecimal: the environment of a
     process is readable by its user only, its arguments by everybody. ``bind`` is the address on which the worker may
-    listen. ``threads`` is the default of OMP_NUM_THREADS. A group forms within ``gloo_timeout_s``, a collective ends
+    listen. ``threads`` is the default of OMP_NUM_THREADS. A group connects within ``gloo_timeout_s``, a collective ends
     within ``collective_timeout_s``, and ``wait_timeout_s`` is for how long to wait for a word of the driver.
+
+    Under Horovod's names stands what scripts and other libraries look for, to learn that they were started and how. At
+    the rendezvous address they would find the driver, which speaks no HTTP.
     """
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -51,6 +54,10 @@ def worker_environment(
         "HOROVOD_CROSS_RANK": str(place.cross_rank),
         "HOROVOD_CROSS_SIZE": str(place.cross_size),
         "HOROVOD_HOSTNAME": worker.host,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": driver.host,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(driver.port),
     }
     return {**defaults, **inherited, **(extra or {}), **identity}
 

@@ -1,0 +1,239 @@
+"""Who started a process, as which of how many, and how the ranks meet: from the environment alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic import environment
+from elastic.errors import Invalid
+from elastic.protocol import Place
+from elastic.started_by import (
+    FIRST_PORT,
+    PORTS,
+    Directly,
+    Started,
+    ThroughAgent,
+    ThroughFile,
+    first_host,
+    place,
+    started,
+)
+
+MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
+BY_HAND = {"RANK": "2", "WORLD_SIZE": "4", **MASTER}
+TORCHRUN = {
+    **BY_HAND,
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "TORCHELASTIC_RUN_ID": "run7",
+    "TORCHELASTIC_RESTART_COUNT": "3",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-1234@1",
+}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}
+SLURM = {
+    "SLURM_JOB_ID": "815",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+def start(env: dict[str, str], **more: str) -> Started:
+    found = started(env | more, parent=99)
+    assert found is not None
+    return found
+
+
+def way(env: dict[str, str], **more: str) -> Directly | ThroughAgent | ThroughFile | None:
+    return start(env, **more).way
+
+
+def test_who_is_started_on_its_own_or_by_elasticrun_meets_nobody():
+    assert started({}) is None
+    assert started({"PATH": "/bin"}) is None
+    everything = {**TORCHRUN, **OPEN_MPI, **MPICH, **SLURM, "HOROVOD_RANK": "1"}
+    assert started(everything | {"ELASTIC_DRIVER": "127.0.0.1:1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "by", "local_rank"),
+    [
+        (TORCHRUN, "torchrun", 0),
+        (BY_HAND, "RANK and WORLD_SIZE", None),
+        (BY_HAND | {"LOCAL_RANK": "1"}, "RANK and WORLD_SIZE", 1),
+        (
+            {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "0", **MASTER},
+            "HOROVOD_RANK and HOROVOD_SIZE",
+            0,
+        ),
+        (OPEN_MPI, "mpirun", 2),
+        (MPICH, "mpirun", 2),
+        (SLURM, "srun", 0),
+        # The more explicit wins.
+        (TORCHRUN | {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4"}, "HOROVOD_RANK and HOROVOD_SIZE", None),
+        (SLURM | OPEN_MPI, "mpirun", 2),
+        (SLURM | OPEN_MPI | BY_HAND, "RANK and WORLD_SIZE", None),
+    ],
+)  # fmt: skip
+def test_who_started_it(env, by, local_rank):
+    found = start(env)
+    assert (found.by, found.rank, found.size, found.local_rank) == (by, 2, 4, local_rank)
+
+
+# ---- how they meet
+
+
+def test_under_torchrun_they_meet_at_its_agent_once_for_each_restart():
+    assert way(TORCHRUN) == ThroughAgent("gpu1", 29500, "hvd-elastic/run7/3/4")
+    assert way(TORCHRUN, TORCHELASTIC_RESTART_COUNT="4") == ThroughAgent(
+        "gpu1", 29500, "hvd-elastic/run7/4/4"
+    )
+
+
+def test_without_its_agents_store_as_by_hand():
+    assert way(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False") == way(BY_HAND)
+
+
+def test_rank_0_listens_beside_the_port_that_a_script_may_want_itself():
+    found = way(BY_HAND)
+    assert isinstance(found, Directly)
+    assert (found.host, found.port) == ("gpu1", 30509)
+    assert isinstance(high := way(BY_HAND, MASTER_PORT="65000"), Directly) and high.port == 63991
+    assert isinstance(own := way(BY_HAND, ELASTIC_MASTER_PORT="7"), Directly) and own.port == 7
+
+
+def test_on_one_host_they_meet_through_a_file_which_carries_a_secret():
+    for host in ("localhost", "127.0.0.1", "127.0.1.1", "::1"):
+        assert isinstance(way(BY_HAND, MASTER_ADDR=host), ThroughFile)
+    assert isinstance(way(OPEN_MPI), ThroughFile)
+    assert isinstance(way(MPICH), ThroughFile)
+    assert isinstance(way(SLURM, SLURM_STEP_NUM_NODES="1"), ThroughFile)
+    assert isinstance(way(OPEN_MPI, ELASTIC_MASTER_PORT="7", MASTER_ADDR="gpu1"), Directly)
+
+
+def test_ranks_of_a_job_look_for_the_same_and_other_jobs_for_another():
+    assert way(OPEN_MPI) == way(OPEN_MPI, OMPI_COMM_WORLD_RANK="1")
+    assert way(OPEN_MPI) != way(OPEN_MPI, PMIX_NAMESPACE="prterun-1234@2")
+    assert way(SLURM) == way(SLURM, SLURM_PROCID="1", SLURM_LOCALID="1")
+    assert way(SLURM) != way(SLURM, SLURM_STEP_ID="1")
+    local = BY_HAND | {"MASTER_ADDR": "localhost"}
+    assert way(local) != way(local, MASTER_PORT="29501")
+
+
+def test_a_launcher_that_names_no_job_is_told_by_its_process():
+    assert started(MPICH, parent=99) == started(MPICH, parent=99)
+    assert started(MPICH, parent=99) != started(MPICH, parent=98)
+
+
+def test_srun_over_several_hosts():
+    found = way(SLURM)
+    assert isinstance(found, Directly)
+    assert found.host == "gpu07"
+    assert FIRST_PORT <= found.port < FIRST_PORT + PORTS
+    assert isinstance(told := way(SLURM, **MASTER), Directly)
+    assert (told.host, told.port) == ("gpu1", 30509)
+
+
+def test_a_batch_script_is_no_step():
+    """It has a rank and a number of tasks, and runs once."""
+    script = {n: v for n, v in SLURM.items() if not n.startswith("SLURM_STEP")}
+    assert started(script) is None
+
+
+def test_mpirun_over_several_hosts_needs_the_first_ones_name():
+    several = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(
+        Invalid, match=r"mpirun has started ranks on several hosts.*set MASTER_ADDR"
+    ):
+        started(several)
+    assert isinstance(found := way(several, MASTER_ADDR="gpu1"), Directly) and found.host == "gpu1"
+
+
+def test_a_secret_can_be_told_to_all():
+    assert isinstance(found := way(BY_HAND, ELASTIC_SECRET="00ff"), Directly)
+    assert found.secret == b"\x00\xff"
+    with pytest.raises(Invalid, match="ELASTIC_SECRET is damaged"):
+        way(BY_HAND, ELASTIC_SECRET="hush")
+
+
+def test_a_world_of_one_meets_nobody_and_needs_no_address():
+    assert way({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}) is None
+    assert way(BY_HAND, RANK="0", WORLD_SIZE="1", MASTER_PORT="x") is None
+    assert way(OPEN_MPI, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1") is None
+    assert started({"RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK is set, but nothing tells of how many ranks"),
+        (BY_HAND | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; ranks count from 0 to size - 1"),
+        (BY_HAND | {"RANK": "-1"}, "RANK is '-1'; it must be a whole number"),
+        (BY_HAND | {"MASTER_PORT": "99999"}, "MASTER_PORT is 99999, which is no port"),
+        (BY_HAND | {"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'; it must be a whole number"),
+        (SLURM | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS is 'many'"),
+    ],
+)
+def test_what_does_not_suffice_is_told(env, said):
+    with pytest.raises(Invalid) as caught:
+        started(env)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[01-03,07],login1", "gpu01"),
+        ("gpu[3,9]", "gpu3"),
+        ("rack2-gpu[10-11].example,x", "rack2-gpu10.example"),
+    ],
+)
+def test_the_first_host_of_slurms_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+# ---- places
+
+
+def test_places_follow_from_hosts():
+    hosts = ["a", "b", "a", "b", "a"]
+    nobody = [None] * 5
+    assert place(0, hosts, nobody) == Place(0, 5, 0, 3, 0, 2)
+    assert place(3, hosts, nobody) == Place(3, 5, 1, 2, 1, 2)
+    assert place(4, hosts, nobody) == Place(4, 5, 2, 3, 0, 1)
+
+
+def test_a_local_rank_that_was_told_counts():
+    assert place(0, ["a", "a"], [1, 0]) == Place(0, 2, 1, 2, 0, 1)
+    assert place(1, ["a", "a", "b"], [5, 3, 3]) == Place(1, 3, 3, 2, 0, 2)
+
+
+def test_local_ranks_that_contradict_each_other_do_not():
+    assert place(1, ["a", "a"], [0, 0]) == Place(1, 2, 1, 2, 0, 1)
+    assert place(1, ["a", "a"], [1, None]) == Place(1, 2, 1, 2, 0, 1)
+
+
+# ---- what the worker makes of it
+
+
+def test_a_worker_reads_who_started_it():
+    env = environment.read(TORCHRUN)
+    assert env.started == start(TORCHRUN)
+    assert (env.driver, env.bind_host, env.start_timeout_s) == (None, "", 600.0)
+    told = environment.read(TORCHRUN | {"ELASTIC_BIND": "10.0.0.1", "HOROVOD_START_TIMEOUT": "5"})
+    assert (told.bind_host, told.start_timeout_s) == ("10.0.0.1", 5.0)

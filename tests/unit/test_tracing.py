@@ -1,0 +1,244 @@
+"""Who is told what about a timeline, what ends it, and what stands in the file: real files, no network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from elastic import environment, protocol, timeline
+from elastic.driver import tracing
+from elastic.driver.tracing import Tracing
+from elastic.errors import Invalid
+from elastic.protocol import Place, Worker
+from elastic.trace_file import TraceFile
+from elastic.tracing import TracingToFile
+
+A, B = Worker("h", 0), Worker("h", 1)
+DEADLINE_S = 10.0
+
+
+class Talk:
+    """Notes what workers are told."""
+
+    def __init__(self, folder) -> None:
+        self.path = folder / "t.json"
+        self.log: list[str] = []
+        self.told: list = []
+        self.news = asyncio.Event()
+        self.tracing = Tracing(lambda level, text: self.log.append(f"{level}: {text}"))
+        self.tracing.serve(self.tell)
+
+    def tell(self, worker, message) -> None:
+        self.told.append((worker, message))
+        self.news.set()
+
+    def hello(self, *workers) -> None:
+        for worker in workers:
+            assert not self.tracing.heard(worker, protocol.Hello(worker, 1))  # others hear it too
+
+    def hear(self, worker, message) -> None:
+        assert self.tracing.heard(worker, message)
+
+    def trace(self, worker, name, number=1) -> None:
+        record = ("X", "w", name, 1, 1)
+        self.hear(worker, protocol.Traced(number, 0, [record]))
+
+    async def until_told(self, worker, message) -> None:
+        while (worker, message) not in self.told:
+            self.news.clear()
+            await asyncio.wait_for(self.news.wait(), DEADLINE_S)
+
+    def names(self) -> list[str]:
+        return [e["name"] for e in json.loads(self.path.read_text()) if e["ph"] == "X"]
+
+
+def talk(test):
+    """Runs an async test with a Talk."""
+
+    def run(tmp_path) -> None:
+        async def go() -> None:
+            talk = Talk(tmp_path)
+            await test(talk)
+            await talk.tracing.close()
+
+        asyncio.run(asyncio.wait_for(go(), 30.0))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@talk
+async def test_everybody_records_and_what_is_written_is_confirmed(t):
+    t.hello(A)
+    t.tracing.open(str(t.path), mark_cycles=True)
+    t.hello(B)  # a newcomer
+    on = protocol.Tracing(1, True, True)
+    assert t.told == [(A, on), (B, on)]
+    t.trace(A, "first")
+    await t.until_told(A, protocol.TracesTaken(1))
+    assert t.names() == ["first"]
+    t.trace(B, "second")
+    await t.tracing.close()
+    assert t.names() == ["first", "second"]
+
+
+@talk
+async def test_the_time_is_told(t):
+    t.hear(A, protocol.ClockAsked(7))
+    [(_, answer)] = t.told
+    assert answer.asked_ns == 7 and 0 < answer.heard_ns <= answer.told_ns
+
+
+@talk
+async def test_a_script_starts_and_stops_one(t):
+    t.hello(A, B)
+    t.hear(A, protocol.TimelineWanted(1, str(t.path), False))
+    assert (A, protocol.TimelineAnswer(1, 1, str(t.path))) in t.told
+    # The others ask for the same, or for what only they want.
+    t.hear(B, protocol.TimelineWanted(1, str(t.path) + "x", False))
+    assert (B, protocol.TimelineAnswer(1, 1, str(t.path))) in t.told
+    assert "which was asked for first" in t.log[-1]
+    t.trace(A, "recorded")
+    t.hear(A, protocol.TimelineUnwanted(2, 1))
+    off = protocol.Tracing(1, False)
+    assert (A, off) in t.told and (B, off) in t.told
+    t.hear(A, protocol.TracedAll(1))
+    t.trace(B, "the rest")
+    t.hear(B, protocol.TracedAll(1))
+    await t.until_told(A, protocol.TimelineAnswer(2, 1))
+    assert t.names() == ["recorded", "the rest"]
+    t.hear(B, protocol.TimelineUnwanted(2, 1))  # it is over, and that is what B wants
+    assert (B, protocol.TimelineAnswer(2, 1)) in t.told
+
+
+@talk
+async def test_a_second_one_waits_for_the_end_of_the_first_and_a_late_stop_does_not_end_it(t):
+    t.hello(A, B)
+    t.hear(A, protocol.TimelineWanted(1, str(t.path), False))
+    t.hear(A, protocol.TimelineUnwanted(2, 1))
+    t.hear(A, protocol.TracedAll(1))
+    again = t.path.with_name("again.json")
+    t.hear(A, protocol.TimelineWanted(3, str(again), False))
+    assert not again.exists()
+    t.hear(B, protocol.TracedAll(1))
+    await t.until_told(A, protocol.TimelineAnswer(3, 2, str(again)))
+    t.hear(B, protocol.TimelineUnwanted(1, 1))
+    assert (B, protocol.Tracing(2, False)) not in t.told
+    assert json.loads(again.read_text()) == json.loads(again.read_text())
+
+
+@talk
+async def test_a_worker_that_is_gone_is_not_waited_for(t):
+    t.hello(A, B)
+    t.tracing.open(str(t.path))
+    t.hear(A, protocol.TimelineUnwanted(1, 1))
+    t.hear(A, protocol.TracedAll(1))
+    assert t.told[-1][0] in (A, B) and not isinstance(t.told[-1][1], protocol.TimelineAnswer)
+    t.tracing.gone(B)
+    await t.until_told(A, protocol.TimelineAnswer(1, 1))
+
+
+@talk
+async def test_a_bad_path_is_refused_with_a_reason(t):
+    t.hear(A, protocol.TimelineWanted(1, "/no/such/folder/t.json", False))
+    t.hear(A, protocol.TimelineWanted(2, "t.json", False))
+    first, second = (message for _, message in t.told)
+    assert "can't be written: No such file or directory" in first.error and first.timeline == 0
+    assert "give an absolute one" in second.error
+    with pytest.raises(Invalid, match="can't be written"):
+        t.tracing.open(str(t.path.parent))
+
+
+@talk
+async def test_records_of_what_is_over_are_not_taken(t):
+    t.trace(A, "too early")
+    t.tracing.open(str(t.path))
+    t.trace(A, "of another", number=7)
+    await t.tracing.close()
+    assert t.names() == [] and not t.told
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_job(tmp_path, monkeypatch):
+    @talk
+    async def go(t):
+        t.hello(A)
+        t.tracing.open(str(t.path))
+        t.trace(A, "first")
+        await t.until_told(A, protocol.TracesTaken(1))
+
+        def full(self, events):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(TraceFile, "append", full)
+        t.trace(A, "second")
+        await t.until_told(A, protocol.Tracing(1, False))
+        assert t.names() == ["first"]
+        assert t.log == [f"warning: the timeline {t.path} ends here: No space left on device"]
+        t.trace(A, "third")
+
+    go(tmp_path)
+
+
+def test_a_driver_that_cannot_keep_up_drops_and_says_how_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "WAITING_LIMIT", 0)
+
+    @talk
+    async def go(t):
+        t.tracing.open(str(t.path))
+        for name in ("first", "second", "third"):
+            t.trace(A, name)
+        await t.tracing.close()
+        assert t.names() == ["first"]
+        events = json.loads(t.path.read_text())
+        assert [e["args"]["count"] for e in events if e["ph"] == "i"] == [1, 1]
+
+    go(tmp_path)
+
+
+# ---- without a driver ------------------------------------------------------------------------------------------------
+
+
+def own(rank, **variables):
+    tracing = TracingToFile(environment.read(variables))
+    tracing.begin(Place(rank, 2, rank, 2, 0, 1))
+    return tracing
+
+
+def test_without_a_driver_each_rank_writes_its_own_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for rank in (0, 1):
+        tracing = own(rank, HOROVOD_TIMELINE="t.json", HOROVOD_TIMELINE_MARK_CYCLES="1")
+        timeline.begin("allreduce.w", "ALLREDUCE")
+        timeline.cycle()
+        timeline.begin("allreduce.w", "QUEUE")  # never ended
+        tracing.close()
+        assert not timeline.on
+    for rank, name in enumerate(["t.json", "t.json.rank1"]):
+        events = json.loads((tmp_path / name).read_text())
+        assert events[1]["args"] == {"name": f"rank {rank}"}
+        shown = [event["name"] for event in events if event["ph"] != "M"]
+        assert shown == ["CYCLE_START", "QUEUE", "ALLREDUCE"]
+
+
+def test_without_a_driver_a_script_may_start_it(tmp_path):
+    tracing = own(0, HOROVOD_TIMELINE="DYNAMIC")
+    assert not timeline.on
+    tracing.stop()  # nothing to end
+    tracing.start(str(tmp_path / "a.json"), False)
+    tracing.start(str(tmp_path / "a.json"), False)  # again: it is there
+    with pytest.raises(Invalid, match=r"is being written to .*a\.json; call stop_timeline\(\)"):
+        tracing.start(str(tmp_path / "b.json"), False)
+    timeline.instant("w", "here")
+    tracing.stop()
+    assert '"here"' in (tmp_path / "a.json").read_text()
+    tracing.start(str(tmp_path / "b.json"), False)
+    tracing.close()
+    assert json.loads((tmp_path / "b.json").read_text())
+
+
+def test_without_a_driver_a_bad_path_fails_init():
+    with pytest.raises(Invalid, match=r"no/such/folder.*can't be written"):
+        own(0, HOROVOD_TIMELINE="/no/such/folder/t.json")
+    assert not timeline.on
