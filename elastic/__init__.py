@@ -19,6 +19,7 @@ _MODULES = {
     "elastic.state": "State ObjectState TorchState ElasticSampler",
     "elastic.optimizer": "DistributedOptimizer",
     "elastic.compression": "Compression",
+    "elastic.sync_batch_norm": "SyncBatchNorm",
     "elastic.broadcasting": (
         "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object"
     ),
@@ -30,10 +31,13 @@ _MODULES = {
         " reducescatter_async grouped_reducescatter grouped_reducescatter_async barrier poll"
         " synchronize global_process_set Average Sum Adasum Min Max Product"
     ),
+    "elastic.process_sets": "ProcessSet add_process_set remove_process_set",
+    "elastic.joining": "join",
+    "elastic.tracing": "start_timeline stop_timeline",
     "elastic.launching": "launch",
     "elastic.errors": (
         "ElasticError Interrupted JobFailed NotInitialized PeerLost RetriesExhausted StateMismatch"
-        " TooFewWorkers WorldChanging"
+        " TensorMismatch TooFewWorkers WorldChanging"
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -45,14 +49,21 @@ if TYPE_CHECKING:
     from elastic.broadcasting import *  # noqa: F403
     from elastic.compression import Compression as Compression
     from elastic.errors import *  # noqa: F403
+    from elastic.joining import join as join
     from elastic.launching import launch as launch
     from elastic.ops import *  # noqa: F403
     from elastic.optimizer import DistributedOptimizer as DistributedOptimizer
+    from elastic.process_sets import ProcessSet as ProcessSet
+    from elastic.process_sets import add_process_set as add_process_set
+    from elastic.process_sets import remove_process_set as remove_process_set
     from elastic.run_loop import run as run
     from elastic.state import ElasticSampler as ElasticSampler
     from elastic.state import ObjectState as ObjectState
     from elastic.state import State as State
     from elastic.state import TorchState as TorchState
+    from elastic.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from elastic.tracing import start_timeline as start_timeline
+    from elastic.tracing import stop_timeline as stop_timeline
 
 
 def __getattr__(name: str) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from elastic import process_sets as sets
 from elastic import runtime
 from elastic.errors import Invalid
 
@@ -14,19 +15,63 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Joins the job that this process was started for; without ``elasticrun``, a world of one.
     Idempotent.
 
+    ``process_sets``: a list of `ProcessSet` objects to register, the same on all ranks, or "dynamic":
+    then `add_process_set` and `remove_process_set` may follow. ``comm``: a list of all ranks, which
+    says nothing new; a part of them can't be a job of its own here.
+
     A newcomer to a world that trains already returns at once, with a provisional size and a rank
     other than 0; entering ``elastic.run`` means that it is ready. Raises DriverLost or JobFailed if
     there is no job to join, and Invalid (a ValueError) for arguments that have no meaning here.
     """
-    if comm is not None:
-        raise Invalid("init(comm=...) needs MPI, which is not used here; call init() without it")
-    if process_sets:
-        raise Invalid("init(process_sets=...): process sets are not available yet")
+    members = _checked_comm(comm)
+    given, dynamic = sets.checked(process_sets)
+    before = runtime.active()
     runtime.init()
+    try:
+        _check_members(members)
+        sets.begin(given, dynamic)
+    except Invalid:
+        if before is None:
+            shutdown()
+        raise
+
+
+def _checked_comm(comm: Any) -> list[int]:
+    """The ranks that ``init(comm=...)`` was given; empty: all."""
+    if comm is None:
+        return []
+    if isinstance(comm, str) or not isinstance(comm, Iterable):
+        raise Invalid(
+            f"init(comm={comm!r}): communicators need MPI, which is not used here; leave comm out,"
+            " and give process_sets for collectives among some of the ranks"
+        )
+    members = list(comm)
+    for rank in members:
+        if not isinstance(rank, int):
+            raise Invalid(
+                f"init(comm=[{rank!r}, ...]): communicators need MPI, which is not used here; give"
+                " ranks, or leave comm out"
+            )
+    return members
+
+
+def _check_members(members: list[int]) -> None:
+    """Raises Invalid unless they are all ranks. A newcomer does not know yet how many there are."""
+    rt = runtime.current()
+    if not members or (rt.provisional and not rt.alone):
+        return
+    everybody = list(range(rt.place.size))
+    if members != everybody:
+        raise Invalid(
+            f"init(comm={members}): this job has the ranks {everybody}, and all of them train together here;"
+            f" start another job (-np {len(members)}) for some of them, or give their collectives a"
+            f" process set: init(process_sets=[ProcessSet({members})])"
+        )
 
 
 def shutdown() -> None:
     """Leaves the world. ``init()`` may follow, on every worker. Idempotent."""
+    sets.forget()
     runtime.shutdown()
 
 

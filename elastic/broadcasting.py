@@ -1,7 +1,8 @@
 """Makes replicas equal: parameters, optimizer state and Python objects travel from one rank to all.
 
 Tensors travel packed, in few large broadcasts. Objects are pickled: they come from this job's own workers.
-All functions are collective. Layouts are compared first: where they differ, every rank raises and nothing has changed.
+All functions are collective, among the ranks of a process set where one is given; ``root_rank`` counts in the world,
+there too. Layouts are compared first: where they differ, every rank raises and nothing has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from elastic.collectives.interface import Op
 from elastic.ops import allgather, allreduce, broadcast_
-from elastic.process_sets import GlobalProcessSet, global_process_set, require_global
+from elastic.process_sets import ProcessSet, global_process_set, resolve
 from elastic.submission import is_root
 
 _CPU = torch.device("cpu")
@@ -26,7 +27,9 @@ _CHUNK_BYTES = 64 << 20  # what is packed into one broadcast; larger tensors tra
 Parameters = Mapping[str, torch.Tensor | None] | Iterable[tuple[str, torch.Tensor | None]]
 
 
-def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
+def broadcast_parameters(
+    params: Parameters, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
     """Overwrites all tensors with rank ``root_rank``'s, in place.
 
     ``params``: a ``state_dict()``, or (name, tensor) pairs as from ``named_parameters()``, with the same names, shapes
@@ -45,12 +48,15 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
                 f"{pair[0]} is a {type(pair[1]).__name__}, not a tensor; send it with broadcast_object"
             )
     tensors = [(name, tensor) for name, tensor in pairs if tensor is not None]
-    _compare("parameters", [_describe(name, tensor) for name, tensor in tensors])
-    _broadcast_packed([tensor for _, tensor in tensors], root_rank)
+    _compare("parameters", [_describe(name, tensor) for name, tensor in tensors], process_set)
+    _broadcast_packed([tensor for _, tensor in tensors], root_rank, process_set)
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Gives every rank the options and the state of rank ``root_rank``'s optimizer. Never steps it.
 
@@ -66,10 +72,14 @@ def broadcast_optimizer_state(
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     lengths = [str(len(group["params"])) for group in optimizer.param_groups]
-    _compare("optimizers", lengths + [_describe("", parameter) for parameter in parameters])
-    here = is_root(root_rank, _CPU)
+    described = [_describe("", parameter) for parameter in parameters]
+    _compare("optimizers", lengths + described, process_set)
+    here = is_root(root_rank, _CPU, resolve(process_set))
     outline = broadcast_object(
-        _outline(optimizer, parameters) if here else None, root_rank, name="optimizer state"
+        _outline(optimizer, parameters) if here else None,
+        root_rank,
+        "optimizer state",
+        process_set,
     )
     if not here:
         _adopt(optimizer, parameters, outline)
@@ -81,6 +91,7 @@ def broadcast_optimizer_state(
             if isinstance(entry, _TensorOutline)
         ],
         root_rank,
+        process_set,
     )
 
 
@@ -88,25 +99,27 @@ def broadcast_object(
     obj: Any,
     root_rank: int = 0,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Rank ``root_rank``'s object, which must be picklable; what other ranks pass is ignored. Returns it."""
-    require_global(process_set)
-    here = is_root(root_rank, _CPU)
+    here = is_root(root_rank, _CPU, resolve(process_set))
     blob = _pickled(obj) if here else bytearray()
     length = torch.tensor(len(blob))
-    broadcast_(length, root_rank, _child(name, "length"))
+    broadcast_(length, root_rank, _child(name, "length"), process_set)
     if not here:
         blob = bytearray(int(length))
-    broadcast_(torch.frombuffer(blob, dtype=torch.uint8), root_rank, _child(name, "content"))
+    content = torch.frombuffer(blob, dtype=torch.uint8)
+    broadcast_(content, root_rank, _child(name, "content"), process_set)
     return obj if here else pickle.loads(blob)
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
     """Every rank's object, in rank order. They must be picklable, and may differ in size."""
     blob = torch.frombuffer(_pickled(obj), dtype=torch.uint8)
-    lengths = allgather(torch.tensor([len(blob)]), _child(name, "length")).tolist()
-    blobs = torch.split(allgather(blob, _child(name, "content")), lengths)
+    lengths = allgather(torch.tensor([len(blob)]), _child(name, "length"), process_set).tolist()
+    blobs = torch.split(allgather(blob, _child(name, "content"), process_set), lengths)
     objects = []
     for received in blobs:
         copy = bytearray(len(received))
@@ -191,28 +204,28 @@ def _adopt(
 # ---- moving ------------------------------------------------------------------------------------
 
 
-def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int) -> None:
+def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
     """Overwrites tensors in place, several to a broadcast. All ranks' have the same shapes and dtypes."""
     chunk: list[torch.Tensor] = []
     chunk_bytes = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         if chunk and (chunk_bytes + size > _CHUNK_BYTES or tensor.device != chunk[0].device):
-            _broadcast_chunk(chunk, root_rank)
+            _broadcast_chunk(chunk, root_rank, process_set)
             chunk, chunk_bytes = [], 0
         chunk.append(tensor)
         chunk_bytes += size
     if chunk:
-        _broadcast_chunk(chunk, root_rank)
+        _broadcast_chunk(chunk, root_rank, process_set)
 
 
-def _broadcast_chunk(tensors: list[torch.Tensor], root_rank: int) -> None:
+def _broadcast_chunk(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
     if len(tensors) == 1:
-        broadcast_(tensors[0], root_rank)
+        broadcast_(tensors[0], root_rank, process_set=process_set)
         return
     packed = torch.cat([_bytes(tensor) for tensor in tensors])
-    broadcast_(packed, root_rank)
-    if is_root(root_rank, packed.device):
+    broadcast_(packed, root_rank, process_set=process_set)
+    if is_root(root_rank, packed.device, resolve(process_set)):
         return
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     for tensor, part in zip(tensors, torch.split(packed, sizes), strict=True):
@@ -229,12 +242,12 @@ def _describe(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {tensor.dtype} {tuple(tensor.shape)}"
 
 
-def _compare(what: str, lines: list[str]) -> None:
+def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
     """Raises ValueError on every rank if the lines are not the same everywhere."""
     text = "\n".join(lines).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
     own = torch.tensor([digest, -digest])
-    greatest, least = allreduce(own, op=Op.MAX).tolist()
+    greatest, least = allreduce(own, op=Op.MAX, process_set=process_set).tolist()
     if greatest != -least:
         raise ValueError(
             f"the ranks' {what} differ in number, name, shape or dtype; build the same model on every rank"

@@ -15,7 +15,7 @@ class NoneCompressor:
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         return tensor
 
 
@@ -31,8 +31,8 @@ class _CastCompressor:
         return tensor.to(cls.dtype), tensor.dtype
 
     @classmethod
-    def decompress(cls, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        return tensor if context is None else tensor.to(context)
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor if ctx is None else tensor.to(ctx)
 
 
 class FP16Compressor(_CastCompressor):

@@ -4,6 +4,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+# For scripts written for Horovod: the subclass that is made wherever one of these is. See `horovod_errors`.
+raised_as: dict[type[Interrupted], type[Interrupted]] = {}
+
 
 class Interrupted(BaseException):
     """Unwinds user code to ``elastic.run``. Not an error; do not catch it.
@@ -12,6 +17,9 @@ class Interrupted(BaseException):
     handler cannot swallow a change of the world.
     """
 
+    def __new__(cls, *args: Any) -> Any:
+        return super().__new__(raised_as.get(cls, cls), *args)
+
 
 class PeerLost(Interrupted):
     """A collective broke: restore the last commit, then rejoin."""
@@ -19,6 +27,24 @@ class PeerLost(Interrupted):
 
 class WorldChanging(Interrupted):
     """A planned change: raised by ``commit()`` and ``check_host_updates()``, so nothing is lost."""
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed. Raised by a script under ``elastic.run``: restore the last commit and rejoin."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The hosts have changed. Raised by a script under ``elastic.run``: rejoin with the state as it is.
+
+    ``skip_sync``: kept because scripts set and read it; whether state is copied is decided from the commits.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of this job have changed")
+        self.skip_sync = skip_sync
+
+    def __reduce__(self) -> tuple[type[HostsUpdatedInterrupt], tuple[bool]]:
+        return type(self), (self.skip_sync,)
 
 
 class LeaveRequested(Interrupted):
@@ -45,16 +71,30 @@ class RetriesExhausted(ElasticError):
     """``--reset-limit`` was reached, or every slot was given up."""
 
 
-class JobFailed(ElasticError):
-    """A launched job ended without success; the message names rank, host and exit code."""
+class JobFailed(ElasticError, RuntimeError):
+    """A launched job ended without success; the message names rank, host and exit code.
+
+    A RuntimeError too, which is what callers of ``horovod.run`` catch.
+    """
 
 
 class DriverLost(ElasticError):
     """The connection to the driver broke, and without it this worker can't go on."""
 
 
-class CollectiveFailed(RuntimeError):
-    """A collective of one group broke or was aborted. The runtime turns it into ``PeerLost``."""
+class CollectiveFailed(HorovodInternalError):
+    """A collective of one group broke or was aborted. The runtime turns it into ``PeerLost`` where a job can recover.
+
+    In a world of a fixed size it reaches the script: nobody replaces the lost worker there.
+    """
+
+
+class TensorMismatch(ElasticError, HorovodInternalError):
+    """What the ranks submitted under one name does not fit together; every rank raises it, and names the difference.
+
+    A Horovod error by name, and yet never recovered: the same lines would submit the same tensors again. It ends the
+    worker with its traceback.
+    """
 
 
 class Invalid(ElasticError, ValueError):

@@ -2,7 +2,8 @@
 
 A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that is no view yet is scaled while it is
 copied in, and the parameter's ``grad`` then *is* the view: after the reduction nothing is copied back. A
-`CompressedGradient` carries one gradient through a user's own compression class.
+`CompressedGradient` carries one gradient through a user's own compression class. The first bucket of a plan also
+carries the mark (see `elastic.plans`); a `MarkBucket` does where there is no flat one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic.collectives.interface import Collectives, Op, Work
+from elastic.plans import Mark, Wire, mark_value
 
 SMALL_BYTES = 32 << 10  # of a gradient that is cheaper to copy together with others
 
@@ -30,6 +32,10 @@ class GradientBucket(Protocol):
 
     parameters: Sequence[torch.Tensor]
     missing: int  # gradients that are not ready yet
+    device: torch.device
+
+    def wire(self) -> Wire:
+        """What travels."""
 
     def fill(self, position: int, scale: float) -> None:
         """Take the gradient of ``parameters[position]`` as it is now, times ``scale``; zeros if it has none."""
@@ -59,17 +65,22 @@ class FlatBucket:
         offsets: Sequence[int],
         elements: int,
         wire_dtype: torch.dtype,
+        *,
+        marked: bool = False,
     ) -> None:
         self.parameters = parameters
         self.missing = len(parameters)
         dtype, device = parameters[0].dtype, parameters[0].device
+        self.device = device
+        length = elements + marked
         # Zeros, because the gaps between gradients travel too.
-        self._flat = torch.zeros(elements, dtype=dtype, device=device)
+        self._flat = torch.zeros(length, dtype=dtype, device=device)
         self._views = _views(self._flat, parameters, offsets)
         self._wire, self._wires = self._flat, self._views
         if wire_dtype != dtype:
-            self._wire = torch.zeros(elements, dtype=wire_dtype, device=device)
+            self._wire = torch.zeros(length, dtype=wire_dtype, device=device)
             self._wires = _views(self._wire, parameters, offsets)
+        self._mark = self._wire[elements] if marked else None
         self._pointers = [view.data_ptr() for view in self._views]
         # What parameters get as ``grad``. Module.to() and some scripts keep such an object and give it other memory,
         # so that these are no views of the buffer any more.
@@ -82,6 +93,9 @@ class FlatBucket:
         self._waiting: list[int] = []  # small ones, to be filled in together
         self._scale = 1.0
         self._work: Work | None = None
+
+    def wire(self) -> Wire:
+        return wire_of(self._wire)
 
     def fill(self, position: int, scale: float) -> None:
         if self._small[position]:
@@ -123,6 +137,8 @@ class FlatBucket:
     def launch(self, group: Collectives, op: Op) -> None:
         if self._waiting:
             self._fill_small()
+        if self._mark is not None:
+            self._mark.fill_(mark_value(op, Mark.STEP))  # there is the last step's result
         self._work = group.allreduce(self._wire, op)
 
     def finish(self, scale: float) -> None:
@@ -167,11 +183,16 @@ class CompressedGradient:
     def __init__(self, parameter: torch.Tensor, compression: Compressor) -> None:
         self.parameters: Sequence[torch.Tensor] = (parameter,)
         self.missing = 1
+        self.device = parameter.device
         self._compression = compression
         self._scale = 1.0
         self._wire: torch.Tensor | None = None
         self._context: Any = None
         self._work: Work | None = None
+
+    def wire(self) -> Wire:
+        (parameter,) = self.parameters
+        return wire_of(self._compression.compress(torch.zeros_like(parameter))[0])
 
     def fill(self, position: int, scale: float) -> None:
         self._scale = scale
@@ -206,6 +227,45 @@ class CompressedGradient:
         works = [] if self._work is None else [self._work]
         self._work = None
         return works
+
+
+class MarkBucket:
+    """Nothing but the mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parameters: Sequence[torch.Tensor] = ()
+        self.missing = 0
+        self.device = device
+        self._wire = torch.zeros(1, device=device)
+        self._work: Work | None = None
+
+    def wire(self) -> Wire:
+        return wire_of(self._wire)
+
+    def fill(self, position: int, scale: float) -> None:
+        raise AssertionError("no gradient has its place here")
+
+    def launch(self, group: Collectives, op: Op) -> None:
+        self._wire.fill_(mark_value(op, Mark.STEP))
+        self._work = group.allreduce(self._wire, op)
+
+    def finish(self, scale: float) -> None:
+        assert self._work is not None, "a mark is waited for that was never launched"
+        self._work.wait()
+        self._work = None
+
+    def discard(self, position: int) -> None:
+        pass
+
+    def drop(self) -> list[Work]:
+        works = [] if self._work is None else [self._work]
+        self._work = None
+        return works
+
+
+def wire_of(tensor: torch.Tensor) -> Wire:
+    """As a joined rank needs to know it: see `elastic.plans`."""
+    return Wire(tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
 
 
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:

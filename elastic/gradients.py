@@ -2,7 +2,8 @@
 
 The plan is a function of the parameters, equal on all ranks, so a step needs no negotiation: bucket k is launched
 when it is full and bucket k-1 has been launched. Before a plan is first used in a generation the ranks compare it
-once, in one small message; that step launches nothing before `GradientReducer.finish`.
+once, in one small message; that step launches nothing before `GradientReducer.finish`. Each reducer has a group of its
+own, so two optimizers may launch in any order; and ranks that have joined can follow each of them: see `elastic.plans`.
 
 Gradient hooks run inside backward, where nobody could handle an interruption: they never raise one. A hook that
 cannot launch marks the generation broken and returns; `finish` raises.
@@ -20,21 +21,27 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from elastic import buckets, runtime, sparse_gradients
-from elastic.collectives.interface import Op, Work
+from elastic import buckets, plans, runtime, shadow, sparse_gradients, timeline
+from elastic.collectives.interface import Collectives, Op, Work
 from elastic.compression import Compression
-from elastic.errors import CollectiveFailed, Interrupted, NotInitialized, StateMismatch
+from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialized, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.gradient_buckets import (
     CompressedGradient,
     Compressor,
     FlatBucket,
     GradientBucket,
+    MarkBucket,
     gradient_strides,
 )
+from elastic.process_sets import ProcessSet, global_process_set, resolve
 
 FIRST_BYTES = buckets.FIRST_BYTES
 FULL_BYTES = buckets.FULL_BYTES
+
+
+# Those of this process, wherever they are in their steps.
+reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
 class _Slot:
@@ -65,6 +72,7 @@ class GradientReducer:
         passes: int,
         groups: int | Sequence[Sequence[torch.Tensor]] | None,
         sparse_as_dense: bool,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         # Weak, so that an optimizer that is dropped takes its hooks with it, without waiting for the collector.
         self._optimizer = weakref.ref(optimizer)
@@ -75,6 +83,7 @@ class GradientReducer:
         self._passes = passes
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
         self._lock = threading.Lock()  # each device has its own backward thread
 
         self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # by id of the parameter
@@ -86,14 +95,20 @@ class GradientReducer:
         self._slot_of: dict[int, _Slot] = {}  # by id of the parameter
         self._sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
         self._buckets: list[GradientBucket] | None = None
+        self._rows: list[str] = []  # what each bucket is called in the timeline
         self._agreed: int | None = None  # the generation whose members have compared this plan
+        self._number: plans.Agreed | None = None  # which one it is there
+        self._version = -1  # of that number's plan
         self._scale_before = self._scale_after = 1.0  # depend on how many they are
 
         # The present step.
         self._generation: int | None = None
+        self._size = 1  # of those that it averages over
+        self._members: tuple[int, ...] | None = None  # None: the whole world
         self._begun = False
         self._launched = 0  # buckets
         self._stale: list[Work] = []  # of an abandoned step; they may still write into the buffers
+        reducers.add(self)
 
     @property
     def pending(self) -> bool:
@@ -133,23 +148,28 @@ class GradientReducer:
         self._clear()
 
     def finish(self) -> None:
-        """Make every parameter's ``grad`` the reduced one. Raises PeerLost, StateMismatch, NotInitialized.
+        """Make every parameter's ``grad`` the reduced one. Raises PeerLost, StateMismatch, Invalid, NotInitialized.
 
-        Parameters without a gradient contribute zeros and get one.
+        Parameters without a gradient contribute zeros and get one. Does nothing on a rank outside the process set.
         """
         world = runtime.current()
         with world.guard("gradients"), torch.no_grad():
             if self._generation != world.generation:
                 self.forget()
                 self._generation = world.generation
-            if world.place.size > 1:
+            included = self._locate(world)
+            if self._size > 1:
                 if not self._begun:
                     self._begin(world.generation)
                 if self._slots and self._agreed != world.generation:
-                    self._agree(world)
+                    try:
+                        self._agree(world)
+                    except Exception:
+                        self._clear()  # nothing is under way
+                        raise
                 if self._agreed == world.generation:
                     self._reduce(world)
-            elif world.elastic:
+            elif world.elastic and included:
                 # As in a larger world, so that an optimizer does the same whatever the size is.
                 for parameter in self._parameters():
                     if parameter.requires_grad and parameter.grad is None:
@@ -170,6 +190,12 @@ class GradientReducer:
             if self._generation != world.generation:
                 self.forget()
             if not self._begun:
+                try:
+                    self._locate(world)
+                except Invalid:  # the process set was removed: finish() says so
+                    return
+                if self._size == 1:
+                    return
                 self._begin(world.generation)
             slot = self._slot_of.get(id(parameter))
             if slot is None:
@@ -190,6 +216,25 @@ class GradientReducer:
             if self._agreed == world.generation:
                 self._fill(slot)
                 self._launch_full(world)
+
+    def _locate(self, world: runtime.Runtime) -> bool:
+        """With whom to average in this step. Whether this rank is one of them. Raises Invalid."""
+        if self._process_set is global_process_set:
+            self._size = world.place.size
+            return True
+        if not self._process_set.included():
+            self._size = 1
+            return False
+        self._members = resolve(self._process_set)
+        self._size = world.place.size if self._members is None else len(self._members)
+        return True
+
+    def members(self, world: runtime.Runtime) -> tuple[int, ...] | None:
+        """The ranks that average, None for all; an empty tuple if this rank is not among them."""
+        try:
+            return self._members if self._locate(world) else ()
+        except Invalid:
+            return ()
 
     def _begin(self, generation: int) -> None:
         """The first gradient, or finish(), of a step."""
@@ -232,10 +277,20 @@ class GradientReducer:
     def _launch_next(self, world: runtime.Runtime) -> None:
         assert self._buckets is not None
         bucket = self._buckets[self._launched]
-        op = Op.SUM if self._op is Op.AVERAGE else self._op
         failpoint("bucket")
-        bucket.launch(world.group("gradients", bucket.parameters[0].device), op)
+        if timeline.on:
+            row = self._rows[self._launched]
+            timeline.begin(row, "ALLREDUCE")
+            began_ns = timeline.now_ns()
+            bucket.launch(self._group(world, bucket.device), self._wire_op)
+            timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", began_ns, timeline.now_ns())
+        else:
+            bucket.launch(self._group(world, bucket.device), self._wire_op)
         self._launched += 1
+
+    def _group(self, world: runtime.Runtime, device: torch.device) -> Collectives:
+        assert self._number is not None
+        return world.group(self._number.purpose, device, self._members)
 
     def _reduce(self, world: runtime.Runtime) -> None:
         assert self._buckets is not None
@@ -246,8 +301,14 @@ class GradientReducer:
             self._launch_next(world)
         if self._sparse:
             self._reduce_sparse(world)
-        for bucket in self._buckets:
-            bucket.finish(self._scale_after)
+        for number, bucket in enumerate(self._buckets):
+            if timeline.on:
+                began_ns = timeline.now_ns()
+                bucket.finish(self._scale_after)
+                timeline.span(self._rows[number], "WAIT", began_ns, timeline.now_ns())
+                timeline.end(self._rows[number])
+            else:
+                bucket.finish(self._scale_after)
 
     def _reduce_sparse(self, world: runtime.Runtime) -> None:
         by_device: dict[torch.device, list[int]] = {}
@@ -256,7 +317,7 @@ class GradientReducer:
         scale = self._scale_before * self._scale_after
         for device, numbers in by_device.items():
             gradients = [self._sparse_gradient(number) for number in numbers]
-            totals = sparse_gradients.total(world.group("gradients", device), gradients, scale)
+            totals = sparse_gradients.total(self._group(world, device), gradients, scale)
             for number, gradient in zip(numbers, totals, strict=True):
                 self._slots[number].parameter.grad = gradient
 
@@ -282,37 +343,47 @@ class GradientReducer:
 
         Changes nothing in a world of one, which is also what a newcomer has before it joined.
         """
+        known = plans.of(world, self._members)
+        digest = self._digest()
+        agreed = known.adopt(self, digest, self._version)
+        if agreed is None:
+            agreed = self._negotiate(world, known, digest)
+            if agreed is None:
+                return
+        else:
+            self._sparse = {each.number: each.dims for each in agreed.layout.sparse}
+            self._build()
+        self._number, self._version = agreed, agreed.version
+        self._scale_before, self._scale_after = self._scales(self._size)
+        self._agreed = world.generation
+
+    def _negotiate(
+        self, world: runtime.Runtime, known: plans.Plans, digest: int
+    ) -> plans.Agreed | None:
+        """Compare with all others, also with those that have joined. None in a world of one."""
         found = dict(self._sparse)
         for number, slot in enumerate(self._slots):
             gradient = slot.parameter.grad
             if gradient is not None and gradient.is_sparse and not self._sparse_as_dense:
                 found[number] = gradient.sparse_dim()
-        device = self._slots[0].parameter.device
-        group = world.group("gradients", device)
+        before = known.find(self)
+        device = shadow.channel_device(known, self._slots[0].parameter.device)
+        group = world.group(known.channel, device, self._members)
         if group.size == 1:
-            return
-        digest, elements = self._digest(), sum(slot.parameter.numel() for slot in self._slots)
-        own = [digest, len(self._slots), elements]
-        verdict = torch.tensor([*own, *(-n for n in own), len(found)], device=device)
-        group.allreduce(verdict, Op.MAX).wait()
-        *extremes, sparse = verdict.tolist()
-        greatest, least = extremes[:3], [-n for n in extremes[3:]]
-        if greatest != least:
-            raise StateMismatch(
-                f"the ranks' optimizers differ: rank {world.place.rank} has {len(self._slots)}"
-                f" trainable parameters with {elements} elements, all ranks have"
-                f" {least[1]} .. {greatest[1]} with {least[2]} .. {greatest[2]} elements; give"
-                " DistributedOptimizer the same parameters, in the same order and with the same"
-                " names, shapes, dtypes, requires_grad and options, on every rank"
-            )
-        if sparse:
-            dims = torch.zeros(len(self._slots), dtype=torch.int64)
-            for number, sparse_dims in found.items():
-                dims[number] = sparse_dims
-            dims = dims.to(device)
-            group.allreduce(dims, Op.MAX).wait()
-            found = {number: dim for number, dim in enumerate(dims.tolist()) if dim}
-            if self._op not in (Op.AVERAGE, Op.SUM):
+            return None
+        elements = sum(slot.parameter.numel() for slot in self._slots)
+        replaces = -1 if before is None else before.number
+        own = plans.Outline(digest, len(self._slots), elements, replaces)
+        verdict = shadow.compare(
+            group, device, plans.proposal(own, len(found), group.rank, known.taken())
+        )
+        if not verdict.equal:
+            raise StateMismatch(_difference(world, verdict, own))
+        if verdict.sparse:
+            found = shadow.compare_sparse(group, device, found, len(self._slots))
+            if self._wire_op not in shadow.GATHERED:
+                if verdict.joined:
+                    shadow.tell_layout(group, device, verdict.source, None)
                 raise ValueError(
                     f"sparse gradients can be reduced with Average and Sum, not with {self._op.name.title()};"
                     " pass sparse_as_dense=True"
@@ -320,8 +391,30 @@ class GradientReducer:
         if found != self._sparse or self._buckets is None:
             self._sparse = found
             self._build()
-        self._scale_before, self._scale_after = self._scales(group.size)
-        self._agreed = world.generation
+        layout, number = self._layout(digest), known.number(verdict)
+        if verdict.joined:
+            shadow.tell_layout(group, device, verdict.source, layout)
+            if number < len(known.agreed):
+                shadow.end_plan(world, known.agreed[number], self._members)
+        return known.record(number, layout, self)
+
+    def plan_replaced(self) -> None:
+        """See `plans.Owner`."""
+        self._agreed = None
+
+    @property
+    def _wire_op(self) -> Op:
+        return Op.SUM if self._op is Op.AVERAGE else self._op
+
+    def _layout(self, digest: int) -> plans.Layout:
+        assert self._buckets is not None
+        sparse = []
+        for number, dims in sorted(self._sparse.items()):
+            parameter = self._slots[number].parameter
+            dtype, device = str(parameter.dtype).removeprefix("torch."), parameter.device.type
+            sparse.append(plans.Sparse(number, tuple(parameter.shape), dims, dtype, device))
+        wires = tuple(bucket.wire() for bucket in self._buckets)
+        return plans.Layout(digest, int(self._wire_op), wires, tuple(sparse))
 
     def _build(self) -> None:
         dense = [slot for number, slot in enumerate(self._slots) if number not in self._sparse]
@@ -336,13 +429,16 @@ class GradientReducer:
             for slot in dense
         ]
         custom = not self._is_cast()
+        first_bytes, full_bytes = bucket_bytes()
         plan = buckets.plan(
             items,
             groups=() if custom else self._grouped(dense),
-            first_bytes=0 if custom else FIRST_BYTES,
-            full_bytes=0 if custom else FULL_BYTES,
+            first_bytes=0 if custom else first_bytes,
+            full_bytes=0 if custom else full_bytes,
         )
         self._buckets = []
+        if custom or not plan:
+            self._buckets.append(MarkBucket(self._slots[0].parameter.device))
         for planned in plan:
             slots = [dense[member] for member in planned.members]
             parameters = [slot.parameter for slot in slots]
@@ -351,16 +447,23 @@ class GradientReducer:
                 bucket = CompressedGradient(parameters[0], self._compression)
             else:
                 wire_dtype = self._wire_dtype(parameters[0])
-                bucket = FlatBucket(parameters, planned.offsets, planned.elements, wire_dtype)
+                marked = not self._buckets
+                bucket = FlatBucket(
+                    parameters, planned.offsets, planned.elements, wire_dtype, marked=marked
+                )
             self._buckets.append(bucket)
             for position, slot in enumerate(slots):
                 slot.bucket, slot.position = bucket, position
+        self._rows = [
+            _row(number, [slot.name for slot in dense if slot.bucket is bucket])
+            for number, bucket in enumerate(self._buckets)
+        ]
 
     def _digest(self) -> int:
         """62 bits of everything that must be the same on every rank."""
         compression = self._compression
         kind = compression if isinstance(compression, type) else type(compression)
-        lines = [f"{self._op} {self._predivide_factor} {kind.__qualname__}"]
+        lines = [f"{self._op} {self._predivide_factor} {kind.__qualname__} {bucket_bytes()}"]
         for slot in self._slots:
             parameter = slot.parameter
             strides = gradient_strides(parameter)
@@ -407,6 +510,41 @@ class GradientReducer:
 
     def _name(self, parameter: torch.Tensor, number: int) -> str:
         return self._names.get(parameter, f"parameter {number}")
+
+
+def bucket_bytes() -> tuple[int, int]:
+    """When the first bucket, and when any other, is full: HOROVOD_FUSION_THRESHOLD, or what was measured."""
+    given = runtime.current().env.fusion_bytes
+    return (FIRST_BYTES, FULL_BYTES) if given is None else (min(FIRST_BYTES, given), given)
+
+
+def _difference(world: runtime.Runtime, verdict: plans.Verdict, own: plans.Outline) -> str:
+    least, greatest = verdict.least, verdict.greatest
+    if least.digest == greatest.digest:
+        return (
+            "the ranks step different optimizers at the same time, or change the trainable parameters of one at"
+            f" different steps: rank {world.place.rank} compares plan {own.replaces}, others {least.replaces} .."
+            f" {greatest.replaces}; step them in the same order on every rank"
+        )
+    return (
+        f"the ranks' optimizers differ: rank {world.place.rank} has {own.parameters}"
+        f" trainable parameters with {own.elements} elements, all ranks have"
+        f" {least.parameters} .. {greatest.parameters} with {least.elements} .. {greatest.elements} elements; give"
+        " DistributedOptimizer the same parameters, in the same order and with the same"
+        " names, shapes, dtypes, requires_grad and options, on every rank"
+    )
+
+
+def _row(number: int, names: Sequence[str]) -> str:
+    """``gradients 0: layer.weight``, ``gradients 1: layer.weight .. layer.bias (4)``."""
+    members = (
+        names[0]
+        if len(names) == 1
+        else f"{names[0]} .. {names[-1]} ({len(names)})"
+        if names
+        else "none"
+    )
+    return f"gradients {number}: {members}"
 
 
 def _on_gradient(reference: weakref.ref[GradientReducer], parameter: torch.Tensor) -> None:

@@ -11,13 +11,19 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 from elastic import protocol
+from elastic.collectives import construct
 from elastic.collectives.construct import Abortable, Connecting
 from elastic.collectives.interface import Collectives
 from elastic.collectives.store import Listener, Store, listen
+from elastic.engine import Engine
 from elastic.environment import Environment
 from elastic.errors import CollectiveFailed
 from elastic.protocol import Address, Place
+from elastic.requests import Members
+from elastic.star import KEY
 
 CLOSE_S = 2.0  # at exit, for the groups to end
 
@@ -57,9 +63,11 @@ class Groups:
         self._env = env
         self._over = over
         self._forming = threading.RLock()
+        self._forming_each: dict[GroupKey, threading.Lock] = {}
         self._made: dict[GroupKey, Collectives] = {}
         self._store: Store | None = None
         self._listener: Listener | None = None
+        self._engine: Engine | None = None
         # What is cut when the world breaks, with its generation. Appended to before anything blocks.
         self._cuttable: list[tuple[int, Abortable]] = []
         self._graveyard = Graveyard()
@@ -75,8 +83,11 @@ class Groups:
                 self._listener = listen(address.host, address.port)
         return self._listener.address
 
-    def open(self, world: protocol.World) -> None:
-        """Rank 0 serves the store from now on: others may come as soon as they have heard of the world."""
+    def open(self, world: protocol.World, broken: Callable[[str], None]) -> None:
+        """Rank 0 serves the store from now on: others may come as soon as they have heard of the world.
+
+        ``broken``: what the engine calls when it notices first that this world is over.
+        """
         listener = None
         if world.place.rank == 0:
             listener, self._listener = self._listener, None
@@ -87,8 +98,16 @@ class Groups:
             generation=world.generation,
             secret=self._env.secret,
         )
+        if world.place.rank == 0 and world.place.size > 1:
+            with self._forming:
+                self._engine = self._make_engine(self._store, world.place, broken)
+            self._store.provide(KEY, self._engine.rules)
         self._store.open()
         self._cut_with(world.generation, self._store)
+
+    @property
+    def store(self) -> Store | None:
+        return self._store
 
     # ---- groups ----------------------------------------------------------------------------------
 
@@ -98,18 +117,69 @@ class Groups:
     def form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
         """Collective among the ranks of the key. Raises CollectiveFailed."""
         with self._forming:
-            if key not in self._made:
-                self._made[key] = self._form(key, generation, place)
-            return self._made[key]
+            made = self._made
+            forming = self._forming_each.setdefault(key, threading.Lock())
+        # One lock for all would make ranks wait for each other in a circle: the engine's thread and the training
+        # thread form theirs at the same time, in any order.
+        with forming:
+            if key not in made:
+                made[key] = self._form(key, generation, place)
+            return made[key]
+
+    def wanted(self, key: GroupKey, generation: int, place: Place) -> bool:
+        """Whether other ranks are forming this group now, and wait for this one. One message to rank 0."""
+        purpose, device_type, members = key
+        store = self._store
+        if store is None or store.generation != generation:
+            return False
+        meeting = construct.meeting(_named(purpose, members, place), device_type, len(members))
+        try:
+            return meeting in store.awaited()
+        except CollectiveFailed:  # whoever notices that the world is broken says so
+            return False
+
+    def engine(self, generation: int, place: Place, broken: Callable[[str], None]) -> Engine:
+        """Of the collectives that are called by name, made at the first of them. Raises CollectiveFailed."""
+        engine = self._engine
+        if engine is not None and engine.generation == generation:
+            return engine
+        with self._forming:
+            if self._engine is None or self._engine.generation != generation:
+                if self._store is None or self._store.generation != generation:
+                    raise CollectiveFailed(f"generation {generation} is over")
+                self._engine = self._make_engine(self._store, place, broken)
+            return self._engine
+
+    def _make_engine(self, store: Store, place: Place, broken: Callable[[str], None]) -> Engine:
+        generation = store.generation
+
+        def group_for(device: torch.device, members: Members) -> Collectives:
+            key = ("named", device.type, members or tuple(range(place.size)))
+            return self.find(key) or self.form(key, generation, place)
+
+        engine = Engine(
+            generation=generation,
+            place=place,
+            store=store,
+            env=self._env,
+            group_for=group_for,
+            broken=broken,
+        )
+        self._cut_with(generation, engine)
+        return engine
+
+    def leave(self) -> None:
+        """``shutdown()``: this rank submits nothing any more, and the others need not wait for it."""
+        if self._engine is not None:
+            self._engine.leave()
 
     def _form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
         purpose, device_type, members = key
         if self._store is None or self._store.generation != generation:
             raise CollectiveFailed(f"generation {generation} is over")
-        everybody = len(members) == place.size
         connecting = Connecting(
             self._store,
-            purpose=purpose if everybody else f"{purpose} of {','.join(map(str, members))}",
+            purpose=_named(purpose, members, place),
             rank=members.index(place.rank),
             size=len(members),
             device_type=device_type,
@@ -140,10 +210,12 @@ class Groups:
     def retire(self) -> None:
         """Closes what belonged to the last world, off the critical path."""
         with self._forming:
-            groups, store = list(self._made.values()), self._store
-            self._made, self._store, self._cuttable = {}, None, []
+            groups, store, engine = list(self._made.values()), self._store, self._engine
+            self._made, self._store, self._engine, self._cuttable = {}, None, None, []
 
         def close() -> None:
+            if engine is not None:
+                engine.close()
             while groups:
                 group = groups.pop()
                 group.abort()
@@ -151,13 +223,13 @@ class Groups:
             if store is not None:
                 store.close()
 
-        if groups or store is not None:
+        if groups or store is not None or engine is not None:
             self._graveyard.bury(close)
 
     def close(self) -> None:
         """At exit. Groups on the CPU keep their sockets until the process ends: see `Runtime.close`."""
         with self._forming:
-            for (_, device_type, _), group in self._made.items():
+            for (_, device_type, _), group in list(self._made.items()):
                 if device_type == "cpu":
                     # Freed by the interpreter, it would close its sockets, or wait for what is under way.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -174,3 +246,8 @@ class Groups:
             self._listener.close()
         for _, abortable in self._cuttable:
             abortable.forget()
+
+
+def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:
+    everybody = len(members) == place.size
+    return purpose if everybody else f"{purpose} of {','.join(map(str, members))}"

@@ -5,24 +5,27 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from elastic.collectives.interface import Work
 from elastic.errors import Invalid, PeerLost
+from elastic.pending import Pending
+from elastic.requests import Members
 from elastic.runtime import Runtime
 
 
-@dataclass
-class _Claimed:
-    """A name in use. ``works`` is None until the collective has been submitted."""
+class Claimed:
+    """A handle in use. Few plain objects: thousands may be in flight, and each costs the garbage collector."""
 
-    name: str
-    shown: str  # the same on all ranks: without a number that only this process gave it
-    runtime: Runtime
-    generation: int
-    works: list[Work] | None = None
-    finish: Callable[[], Any] | None = None
+    __slots__ = ("generation", "pending", "pick", "runtime", "shown")
+
+    def __init__(
+        self, rt: Runtime, pending: Pending, pick: Callable[[Any], Any] | None, shown: str
+    ) -> None:
+        self.runtime = rt
+        self.generation = rt.generation
+        self.pending = pending
+        self.pick = pick  # makes the result that the user sees
+        self.shown = shown  # the same on all ranks: without a number that only this process gave it
 
     def stale(self, rt: Runtime) -> bool:
         return self.runtime is not rt or self.generation != rt.generation
@@ -34,44 +37,48 @@ class Handles:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._claimed: dict[int, _Claimed] = {}
-        self._names: dict[str, int] = {}
+        self._claimed: dict[int, Claimed] = {}
+        self._names: dict[tuple[Members, str], int] = {}
         self._lost: set[int] = set()  # of worlds that are gone
+        self._world: tuple[Runtime, int] | None = None  # whose handles these are
 
-    def claim(self, rt: Runtime, kind: str, name: str | None) -> int:
+    def claim(self, rt: Runtime, pending: Pending, pick: Callable[[Any], Any] | None) -> int:
         """A handle for a collective that is about to be submitted. Raises Invalid if its name is in flight."""
+        name = pending.name
         with self._lock:
-            if any(claimed.stale(rt) for claimed in self._claimed.values()):
+            if self._world is None or self._world[0] is not rt or self._world[1] != rt.generation:
                 self._drop_stale(rt)
+                self._world = rt, rt.generation
             handle = next(self._numbers)
-            full = f"{kind}.noname.{handle}" if name is None else f"{kind}.{name}"
-            if full in self._names:
-                raise Invalid(
-                    f"{kind} {name!r} is in flight already; synchronize() its handle first, or use another name"
-                )
-            self._names[full] = handle
-            shown = kind if name is None else full
-            self._claimed[handle] = _Claimed(full, shown, rt, rt.generation)
+            if name:
+                full = pending.members, name
+                before = self._names.get(full)
+                if before is not None and not self._claimed[before].pending.done():
+                    raise Invalid(
+                        f"{name} is in flight already; synchronize() its handle first, or use another name:"
+                        " no duplicates"
+                    )
+                self._names[full] = handle
+            self._claimed[handle] = Claimed(rt, pending, pick, name or pending.kind)
             return handle
-
-    def submitted(self, handle: int, works: list[Work], finish: Callable[[], Any]) -> None:
-        with self._lock:
-            claimed = self._claimed.get(handle)
-            if claimed is not None:
-                claimed.works, claimed.finish = works, finish
 
     def name(self, handle: int) -> str:
         """By which it is told of: ``allreduce.loss``, or ``allreduce`` if it has none. Empty if it is not in flight."""
-        with self._lock:
-            claimed = self._claimed.get(handle)
+        claimed = self._claimed.get(handle)
         return claimed.shown if claimed is not None else ""
 
     def release(self, handle: int) -> None:
-        """The collective was not submitted after all, or its result was taken."""
+        """The collective was not submitted after all."""
         with self._lock:
             claimed = self._claimed.pop(handle, None)
             if claimed is not None:
-                self._names.pop(claimed.name, None)
+                self._unname(handle, claimed)
+
+    def _unname(self, handle: int, claimed: Claimed) -> None:
+        # By the name that was claimed: the engine may have given it one since.
+        full = claimed.pending.members, claimed.shown
+        if self._names.get(full) == handle:
+            del self._names[full]
 
     def done(self, handle: int, rt: Runtime) -> bool:
         """Whether `synchronize` would return or raise at once. Raises Invalid for a handle that is not in flight."""
@@ -79,29 +86,24 @@ class Handles:
             claimed = self._claimed.get(handle)
             if claimed is None and handle not in self._lost:
                 raise Invalid(f"handle {handle} was never given out, or was synchronized already")
-        if claimed is None or claimed.stale(rt):
-            return True
-        return all(work.done() for work in claimed.works or [])
+        return claimed is None or claimed.stale(rt) or claimed.pending.done()
 
-    def take(self, handle: int, rt: Runtime) -> tuple[list[Work], Callable[[], Any], str] | None:
-        """Its works, what makes the result of them, and its name; None for a handle that is not in flight.
+    def take(self, handle: int, rt: Runtime) -> Claimed | None:
+        """What is in flight under this handle; None if nothing is. The handle and its name are free again.
 
-        The handle and its name are free again. Raises PeerLost if it belongs to a world that is gone.
+        Raises PeerLost if it belongs to a world that is gone.
         """
         with self._lock:
-            claimed = self._claimed.get(handle)
-            lost = handle in self._lost
-        if lost or (claimed is not None and claimed.stale(rt)):
-            self.release(handle)
+            claimed = self._claimed.pop(handle, None)
+            if claimed is not None:
+                self._unname(handle, claimed)
+        if handle in self._lost or (claimed is not None and claimed.stale(rt)):
             raise PeerLost(f"the world in which handle {handle} was submitted is gone")
-        if claimed is None or claimed.works is None or claimed.finish is None:
-            return None
-        self.release(handle)
-        return claimed.works, claimed.finish, claimed.shown
+        return claimed
 
     def _drop_stale(self, rt: Runtime) -> None:
         for handle, claimed in list(self._claimed.items()):
             if claimed.stale(rt):
                 del self._claimed[handle]
-                self._names.pop(claimed.name, None)
+                self._unname(handle, claimed)
                 self._lost.add(handle)

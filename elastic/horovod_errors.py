@@ -1,24 +1,42 @@
-"""Horovod's exceptions, under Horovod's names and bases, for scripts that raise or catch them.
+"""Horovod's exceptions, for scripts that raise or catch them, and the two that this system raises where they do.
 
-``elastic.run`` accepts the first two from user code; this system itself never raises them.
+A script that only imports `elastic` sees ``PeerLost`` and ``WorldChanging``, which nobody catches by accident. A script
+that imports Horovod's names has ``except HorovodInternalError:`` in it, to log, to clean up or to retry: there the
+same two are raised as classes that are both. Importing this module changes nothing; the door calls `raise_as_horovod`.
 """
 
 from __future__ import annotations
 
+from typing import Any
 
-class HorovodInternalError(RuntimeError):
-    """A collective failed. Raised inside ``elastic.run``: restore the last commit and rejoin."""
+from elastic import errors
+from elastic.errors import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    PeerLost,
+    TensorMismatch,
+    WorldChanging,
+)
 
 
-class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts have changed. Raised inside ``elastic.run``: rejoin with the state as it is.
-
-    ``skip_sync``: kept because scripts set it; whether state is copied is decided from the commits, not from this.
+class HorovodPeerLost(PeerLost, HorovodInternalError):
+    """``PeerLost``, as a script written for Horovod catches it. Caught and not raised again, it comes back at the next
+    collective, step or commit.
     """
 
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("the hosts of this job have changed")
-        self.skip_sync = skip_sync
+
+class HorovodWorldChanging(WorldChanging, HostsUpdatedInterrupt):
+    """``WorldChanging``, as a script written for Horovod catches it.
+
+    ``skip_sync`` is False: whether a worker started meanwhile lacks the state is only known when the next world stands.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        BaseException.__init__(self, *args)
+        self.skip_sync = False
+
+    def __reduce__(self) -> tuple[type[HorovodWorldChanging], tuple[Any, ...]]:
+        return type(self), self.args
 
 
 class HorovodVersionMismatchError(ImportError):
@@ -32,3 +50,23 @@ class HorovodVersionMismatchError(ImportError):
         self.name = name
         self.version = version
         self.installed_version = installed_version
+
+    def __reduce__(self) -> tuple[type[HorovodVersionMismatchError], tuple[str, str, str]]:
+        return type(self), (str(self.name), self.version, self.installed_version)
+
+
+def raise_as_horovod() -> None:
+    """From now on, in this process, a lost peer and a planned change are Horovod's exceptions too."""
+    errors.raised_as[PeerLost] = HorovodPeerLost
+    errors.raised_as[WorldChanging] = HorovodWorldChanging
+
+
+__all__ = [
+    "HorovodInternalError",
+    "HorovodPeerLost",
+    "HorovodVersionMismatchError",
+    "HorovodWorldChanging",
+    "HostsUpdatedInterrupt",
+    "TensorMismatch",
+    "raise_as_horovod",
+]

@@ -1,10 +1,12 @@
 """Collectives for user code, with Horovod's names, signatures and defaults; `submission` does the work.
 
-Every rank submits the same collectives in the same order: calls are matched by order of submission, not by name. A
-name only has to be unique among what is in flight. Nothing is sent before all arguments have been checked; then
-errors are TypeError and ValueError. PeerLost is raised when the world breaks.
+Calls are matched by name: ranks may submit different names in different orders, and a name has to be unique among what
+is in flight. Calls without a name are matched by their order among those of one kind. What does not fit together
+raises TensorMismatch on every rank. Nothing is sent before all arguments have been checked; then errors are TypeError
+and ValueError. PeerLost is raised when the world breaks.
 
-All functions take CPU or CUDA tensors, contiguous or not. Handles are integers for `poll` and `synchronize`.
+All functions take CPU or CUDA tensors, contiguous or not. Handles are integers for `poll` and `synchronize`. With a
+``process_set`` only its ranks call, and only they take part.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from typing import Any
 
 import torch
 
-from elastic import differentiable, reductions, runtime
+from elastic import differentiable, reductions, submission
 from elastic.collectives.interface import Op
 from elastic.compression import Compression
-from elastic.process_sets import GlobalProcessSet, global_process_set, require_global
+from elastic.process_sets import ProcessSet, global_process_set, resolve
 from elastic.submission import (
     Tensors,
     group_size,
@@ -52,7 +54,7 @@ def allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """``postscale_factor * op(prescale_factor * tensor)`` over all ranks, as a new tensor of the same shape and dtype.
 
@@ -71,12 +73,14 @@ def allreduce_async(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts an allreduce; `synchronize` returns the new tensor. Not differentiable, as all ``_async`` forms."""
-    require_global(process_set)
     scales = (prescale_factor, postscale_factor)
-    return start_allreduce([tensor], name, _reduction(op, average), *scales, pick=_only)
+    members = resolve(process_set)
+    return start_allreduce(
+        [tensor], name, _reduction(op, average), *scales, members=members, pick=_only
+    )
 
 
 def allreduce_(
@@ -86,12 +90,15 @@ def allreduce_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Like `allreduce`, into the tensor itself, which is returned. Not differentiable."""
-    result: torch.Tensor = synchronize(
-        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
+    members = resolve(process_set)
+    handle = start_allreduce(
+        [tensor], name, reduction, *scales, members=members, in_place=True, pick=_only, soon=True
     )
+    result: torch.Tensor = synchronize(handle)
     return result
 
 
@@ -102,12 +109,14 @@ def allreduce_async_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts an allreduce into the tensor itself; don't touch it before `synchronize`."""
-    require_global(process_set)
     reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
-    return start_allreduce([tensor], name, reduction, *scales, in_place=True, pick=_only)
+    members = resolve(process_set)
+    return start_allreduce(
+        [tensor], name, reduction, *scales, members=members, in_place=True, pick=_only
+    )
 
 
 def grouped_allreduce(
@@ -118,14 +127,15 @@ def grouped_allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors on one device; those of one dtype travel together. Differentiable."""
-    require_global(process_set)
-    reduction = _reduction(op, average)
+    members, reduction = resolve(process_set), _reduction(op, average)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
-    reduced = differentiable.allreduce(name, reduction, *scales, *(tensor for tensor, _ in packed))
+    reduced = differentiable.allreduce(
+        name, members, reduction, *scales, *(tensor for tensor, _ in packed)
+    )
     return [
         compression.decompress(tensor, context)
         for tensor, (_, context) in zip(reduced, packed, strict=True)
@@ -139,12 +149,12 @@ def grouped_allreduce_async(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a grouped allreduce; `synchronize` returns the list of new tensors."""
-    require_global(process_set)
     scales = (prescale_factor, postscale_factor)
-    return start_allreduce(tensors, name, _reduction(op, average), *scales)
+    members = resolve(process_set)
+    return start_allreduce(tensors, name, _reduction(op, average), *scales, members=members)
 
 
 def grouped_allreduce_(
@@ -154,14 +164,15 @@ def grouped_allreduce_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Like `grouped_allreduce`, into the tensors themselves. Not differentiable."""
-    result: list[torch.Tensor] = synchronize(
-        grouped_allreduce_async_(
-            tensors, average, name, op, prescale_factor, postscale_factor, process_set
-        )
+    reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
+    members = resolve(process_set)
+    handle = start_allreduce(
+        tensors, name, reduction, *scales, members=members, in_place=True, soon=True
     )
+    result: list[torch.Tensor] = synchronize(handle)
     return result
 
 
@@ -172,26 +183,25 @@ def grouped_allreduce_async_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a grouped allreduce into the tensors themselves."""
-    require_global(process_set)
     reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
-    return start_allreduce(tensors, name, reduction, *scales, in_place=True)
+    members = resolve(process_set)
+    return start_allreduce(tensors, name, reduction, *scales, members=members, in_place=True)
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str,
     op: int,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
     """Starts a reduction of a sparse COO tensor. Call what is returned to wait for the coalesced sparse result.
 
     ``op``: Average or Sum. The number of entries may differ between ranks.
     """
-    require_global(process_set)
-    reduction = _reduction(op, None)
+    members, reduction = resolve(process_set), _reduction(op, None)
     if not tensor.is_sparse:
         raise ValueError("sparse_allreduce_async needs a sparse COO tensor; use allreduce_async")
     if reduction not in (Op.AVERAGE, Op.SUM):
@@ -199,14 +209,16 @@ def sparse_allreduce_async(
             f"sparse tensors can't be reduced with {reduction.name.title()}; use Average or Sum"
         )
     entries = tensor.detach().coalesce()
-    indices = allgather_async(entries.indices().t(), f"{name}.indices")
-    values = allgather_async(entries.values(), f"{name}.values")
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a sparse allreduce is a string, not {name!r}")
+    indices = allgather_async(entries.indices().t(), f"{name}.indices", process_set)
+    values = allgather_async(entries.values(), f"{name}.values", process_set)
 
     def result() -> torch.Tensor:
         all_indices, all_values = synchronize(indices).t(), synchronize(values)
         total = torch.sparse_coo_tensor(all_indices, all_values, entries.shape).coalesce()
         if reduction is Op.AVERAGE:
-            reductions.divide_(total._values(), group_size(total.device), 1.0)
+            reductions.divide_(total._values(), group_size(total.device, members), 1.0)
         return total
 
     return result
@@ -218,7 +230,7 @@ def sparse_allreduce_async(
 def allgather(
     tensor: torch.Tensor,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """All ranks' tensors, concatenated along dimension 0 in rank order. Differentiable.
 
@@ -230,31 +242,30 @@ def allgather(
 def allgather_async(
     tensor: torch.Tensor,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts an allgather, after all ranks have come and told how many rows they bring."""
-    require_global(process_set)
-    return start_allgather([tensor], name, pick=lambda gathered: gathered[0][0])
+    members = resolve(process_set)
+    return start_allgather([tensor], name, members=members, pick=lambda gathered: gathered[0][0])
 
 
 def grouped_allgather(
     tensors: Tensors,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`allgather` of several tensors on one device. Differentiable."""
-    require_global(process_set)
-    return list(differentiable.allgather(name, *tensors))
+    return list(differentiable.allgather(name, resolve(process_set), *tensors))
 
 
 def grouped_allgather_async(
     tensors: Tensors,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a grouped allgather; `synchronize` returns the list of new tensors."""
-    require_global(process_set)
-    return start_allgather(tensors, name, pick=lambda gathered: gathered[0])
+    members = resolve(process_set)
+    return start_allgather(tensors, name, members=members, pick=lambda gathered: gathered[0])
 
 
 # ---- broadcast ---------------------------------------------------------------------------------
@@ -264,11 +275,11 @@ def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Rank ``root_rank``'s tensor, as a new one. Same shape and dtype on all ranks; any dtype. Differentiable."""
-    require_global(process_set)
-    result: torch.Tensor = differentiable.broadcast(name, root_rank, tensor)
+    members = resolve(process_set)
+    result: torch.Tensor = differentiable.broadcast(name, members, root_rank, tensor)
     return result
 
 
@@ -276,21 +287,23 @@ def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a broadcast; `synchronize` returns the new tensor."""
-    require_global(process_set)
-    return start_broadcast(tensor, root_rank, name, in_place=False)
+    members = resolve(process_set)
+    return start_broadcast(tensor, root_rank, name, members=members, in_place=False)
 
 
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrites the tensor with rank ``root_rank``'s, and returns it. Not differentiable."""
-    result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    members = resolve(process_set)
+    handle = start_broadcast(tensor, root_rank, name, members=members, in_place=True, soon=True)
+    result: torch.Tensor = synchronize(handle)
     return result
 
 
@@ -298,11 +311,11 @@ def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a broadcast into the tensor itself; don't touch it before `synchronize`."""
-    require_global(process_set)
-    return start_broadcast(tensor, root_rank, name, in_place=True)
+    members = resolve(process_set)
+    return start_broadcast(tensor, root_rank, name, members=members, in_place=True)
 
 
 # ---- alltoall ----------------------------------------------------------------------------------
@@ -312,15 +325,14 @@ def alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Sends ``splits[r]`` rows to each rank r, in order, and returns the rows received, in rank order. Differentiable.
 
     Without ``splits`` all ranks are sent equally many. With them (int32), also returns how many rows came from each
     rank, as an int32 CPU tensor.
     """
-    require_global(process_set)
-    output, received = differentiable.alltoall(name, splits, tensor)
+    output, received = differentiable.alltoall(name, resolve(process_set), splits, tensor)
     return output if splits is None else (output, received)
 
 
@@ -328,11 +340,10 @@ def alltoall_async(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts an alltoall, after all ranks have come; `synchronize` returns (rows, rows per rank)."""
-    require_global(process_set)
-    return start_alltoall(tensor, splits, name)
+    return start_alltoall(tensor, splits, name, members=resolve(process_set))
 
 
 # ---- reducescatter -----------------------------------------------------------------------------
@@ -343,7 +354,7 @@ def reducescatter(
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: int = Average,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
@@ -360,14 +371,16 @@ def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
     op: int = Average,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a reducescatter; `synchronize` returns this rank's rows."""
-    require_global(process_set)
     scales = (prescale_factor, postscale_factor)
-    return start_reducescatter([tensor], name, _reduction(op, None), *scales, pick=_only)
+    members = resolve(process_set)
+    return start_reducescatter(
+        [tensor], name, _reduction(op, None), *scales, members=members, pick=_only
+    )
 
 
 def grouped_reducescatter(
@@ -375,16 +388,16 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: int = Average,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """`reducescatter` of several tensors on one device. Differentiable."""
-    require_global(process_set)
+    members = resolve(process_set)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
     reduced = differentiable.reducescatter(
-        name, _reduction(op, None), *scales, *(tensor for tensor, _ in packed)
+        name, members, _reduction(op, None), *scales, *(tensor for tensor, _ in packed)
     )
     return [
         compression.decompress(tensor, context)
@@ -396,25 +409,22 @@ def grouped_reducescatter_async(
     tensors: Tensors,
     name: str | None = None,
     op: int = Average,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a grouped reducescatter; `synchronize` returns the list of this rank's rows."""
-    require_global(process_set)
     scales = (prescale_factor, postscale_factor)
-    return start_reducescatter(tensors, name, _reduction(op, None), *scales)
+    members = resolve(process_set)
+    return start_reducescatter(tensors, name, _reduction(op, None), *scales, members=members)
 
 
 # ---- waiting -----------------------------------------------------------------------------------
 
 
-def barrier(process_set: GlobalProcessSet = global_process_set) -> None:
+def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns once every rank has called it."""
-    require_global(process_set)
-    rt = runtime.current()
-    with rt.guard("barrier"):
-        rt.group("named", torch.device("cpu")).barrier().wait()
+    submission.barrier(resolve(process_set))
 
 
 def _reduction(op: int | None, average: bool | None) -> Op:

@@ -11,18 +11,21 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic import runtime
+from elastic import adasum, runtime
 from elastic.collectives.interface import Op
 from elastic.compression import Compression
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.gradient_buckets import Compressor
 from elastic.gradients import GradientReducer
-from elastic.process_sets import GlobalProcessSet, global_process_set, require_global
+from elastic.process_sets import ProcessSet, global_process_set, require_global, resolve
+
+if TYPE_CHECKING:
+    from elastic.adasum_optimizer import BackwardPasses
 
 # Without a model's names a parameter is named after its place: the group, and the index in the group.
 UNNAMED = "allreduce.noname.{}.{}"
@@ -38,7 +41,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: GlobalProcessSet = global_process_set,
+    process_set: ProcessSet | None = global_process_set,
 ) -> Any:
     """Wrap ``optimizer`` so that ``step()`` applies gradients reduced over all workers. Needs ``init()``.
 
@@ -50,10 +53,13 @@ def DistributedOptimizer(
     - ``compression``: `Compression.none`, ``fp16``, ``bf16``, or anything with ``compress(tensor) -> (tensor,
       context)`` and ``decompress(tensor, context) -> tensor``.
     - ``backward_passes_per_step``: gradients of so many passes are added up locally (not divided) before they travel.
-    - ``op``: Average, Sum, Min, Max or Product.
+    - ``op``: Average, Sum, Min, Max or Product; or Adasum, with which every rank steps by itself and the steps are
+      added up: see `elastic.adasum_optimizer`. That takes 1, 2, 4, 8, ... ranks, and ``groups`` have no meaning.
     - ``gradient_predivide_factor`` f: Average divides by f before the sum and by ``size / f`` after it.
     - ``groups``: a number of groups to split the parameters into, or lists of parameters; a group travels in one piece
       for each dtype. Other parameters are put together by size.
+    - ``process_set``: the ranks that average among themselves. On other ranks the optimizer steps with their own
+      gradients, as if it had not been wrapped.
     - ``sparse_as_dense``: sparse gradients (of embeddings) become dense ones; else indices and values are gathered.
 
     All ranks give the same parameters in the same order. This is checked at the first step of a world, where a
@@ -63,8 +69,9 @@ def DistributedOptimizer(
         raise Invalid(f"{type(optimizer).__name__} is no torch.optim.Optimizer; wrap one")
     if isinstance(optimizer, Distributed):
         raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
-    require_global(process_set)
+    process_set = process_set or global_process_set
     reduction = _checked_op(op)
+    _check_process_set(process_set, reduction)
     _check_passes(backward_passes_per_step)
     if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         raise Invalid(
@@ -93,8 +100,11 @@ def DistributedOptimizer(
     groups = _checked_groups(groups)
     names = _checked_names(optimizer, named_parameters)
     world = runtime.current()
+    # A size that may change is checked at every step.
+    if reduction is Op.ADASUM and not world.elastic:
+        adasum.check(world.place.size)
 
-    optimizer_class = _subclass(type(optimizer))  # type: ignore[arg-type]
+    optimizer_class = _subclass(type(optimizer), reduction is Op.ADASUM)  # type: ignore[arg-type]
     distributed = optimizer_class.__new__(optimizer_class)
     # A scheduler made before patched the optimizer's step(): that one knows nothing of gradients on other ranks.
     distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
@@ -102,17 +112,21 @@ def DistributedOptimizer(
     distributed._synchronized = False
     distributed._synchronized_for_scaler = False
     distributed._should_synchronize = True
-    distributed._reducer = GradientReducer(
-        distributed,
-        names,
-        op=reduction,
-        predivide_factor=gradient_predivide_factor,
-        compression=compression,
-        passes=backward_passes_per_step,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
-    )
-    if world.elastic or world.place.size > 1:
+    if reduction is Op.ADASUM:
+        _prepare_adasum(distributed, names, compression, backward_passes_per_step, sparse_as_dense)
+    else:
+        distributed._reducer = GradientReducer(
+            distributed,
+            names,
+            op=reduction,
+            predivide_factor=gradient_predivide_factor,
+            compression=compression,
+            passes=backward_passes_per_step,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
+    if (world.elastic or world.place.size > 1) and process_set.included():
         distributed._reducer.install_hooks()
     return distributed
 
@@ -124,7 +138,7 @@ class Distributed(torch.optim.Optimizer):
     _synchronized: bool  # since the last step, by the user
     _synchronized_for_scaler: bool
     _should_synchronize: bool
-    _reducer: GradientReducer
+    _reducer: GradientReducer | BackwardPasses
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -236,18 +250,36 @@ class Distributed(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy or a pickle is an optimizer like the one that was wrapped: hooks and buffers belong to this process.
-        user_class = type(self).__mro__[2]
+        classes = type(self).__mro__
+        user_class = classes[classes.index(Distributed) + 1]
         return (user_class.__new__, (user_class,), self.__getstate__())
 
 
 @functools.cache
-def _subclass(optimizer_class: type[torch.optim.Optimizer]) -> type[Distributed]:
+def _subclass(optimizer_class: type[torch.optim.Optimizer], with_adasum: bool) -> type[Distributed]:
     attributes = {
         "__module__": optimizer_class.__module__,
         "__qualname__": optimizer_class.__qualname__,
         "__doc__": optimizer_class.__doc__,
     }
-    return type(optimizer_class.__name__, (Distributed, optimizer_class), attributes)
+    added = Distributed
+    if with_adasum:
+        from elastic.adasum_optimizer import AdasumDistributed as added
+    return type(optimizer_class.__name__, (added, optimizer_class), attributes)
+
+
+def _prepare_adasum(
+    distributed: Any,
+    names: dict[torch.Tensor, str],
+    compression: Compressor,
+    passes: int,
+    sparse_as_dense: bool,
+) -> None:
+    from elastic.adasum_optimizer import BackwardPasses  # which builds on this module
+
+    distributed._compression = compression
+    distributed._sparse_as_dense = sparse_as_dense
+    distributed._reducer = BackwardPasses(distributed, names, passes)
 
 
 def _check_passes(passes: object) -> None:
@@ -257,12 +289,20 @@ def _check_passes(passes: object) -> None:
 
 def _checked_op(op: int) -> Op:
     try:
-        reduction = Op(op)
+        return Op(op)
     except ValueError as error:
-        raise Invalid(f"op is {op!r}; give Average, Sum, Min, Max or Product") from error
+        raise Invalid(f"op is {op!r}; give Average, Sum, Adasum, Min, Max or Product") from error
+
+
+def _check_process_set(process_set: ProcessSet, reduction: Op) -> None:
+    if not isinstance(process_set, ProcessSet):
+        raise Invalid(
+            f"process_set is {process_set!r}; give a ProcessSet that was registered with add_process_set()"
+        )
     if reduction is Op.ADASUM:
-        raise NotImplementedError("Adasum is not available in hvd-elastic yet; use Average or Sum")
-    return reduction
+        require_global(process_set)
+    if process_set.included():
+        resolve(process_set)  # raises where it is not registered
 
 
 def _checked_names(

@@ -11,6 +11,7 @@ class Phases:
         self._marks: dict[str, float] = {}
         self._ms: dict[str, float] = {}
         self._resumed_generation = 0
+        self.spans: list[tuple[str, float, float]] = []  # of the last report: phase, begin, end
 
     def mark(self, name: str, now: float) -> None:
         self._marks[name] = now
@@ -39,9 +40,23 @@ class Phases:
         self._ms["waited"] = self._between("ready", "world")
         self._ms["synced"] = self._between("world", "synced")
         self._ms["first collective"] = self._between("synced", "stepped")
+        self.spans = self._intervals()
         report = self._ms, self.copied_bytes
         self._ms, self.copied_bytes = {}, 0
         return report
+
+    def _intervals(self) -> list[tuple[str, float, float]]:
+        """The phases of the report as they followed each other, for the timeline."""
+        begins = ["broken", "raised"] if "raised" in self._ms else []
+        begins += ["ready", "world", "synced"]
+        ends = ["raised", "restored", "world", "synced", "stepped"][-len(begins) :]
+        names = ["raised", "restored", "waited", "synced", "first collective"][-len(begins) :]
+        marks = self._marks
+        return [
+            (name, marks[begin], max(marks[begin], marks[end]))
+            for name, begin, end in zip(names, begins, ends, strict=True)
+            if begin in marks and end in marks
+        ]
 
     def _between(self, earlier: str, later: str) -> float:
         return max(0.0, (self._marks[later] - self._marks.get(earlier, self._marks[later])) * 1e3)

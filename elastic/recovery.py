@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from elastic import protocol
 from elastic.protocol import Address, Commit, Message, Place
 
+ALONE = 10**9  # checks of one generation; more than there can be
+
 
 class Phase(enum.Enum):
     OUTSIDE = "outside"  # in no world
@@ -87,7 +89,7 @@ class Recovery:
     _own_failure: bool = False  # the world broke here first, and the driver was told
     _resumed: protocol.Resumed | None = None  # of this generation
     _leaving: str = ""  # why it asked to leave
-    _raised: protocol.Raised | None = None
+    _last_word: protocol.Raised | protocol.Quit | None = None  # why user code ends the process
     _checks: int = 0
     _before: Commit | None = None  # the commit before the newest one
     _stopped: bool = False  # the agreed check was reached: what is saved now belongs to it
@@ -193,8 +195,8 @@ class Recovery:
                 said.append(protocol.Stranded(self.generation, self.reason))
             case Phase.RETURNED:
                 said.append(protocol.Returned(self.generation))
-            case Phase.OVER if self._raised is not None:
-                said.append(self._raised)
+            case Phase.OVER if self._last_word is not None:
+                said.append(self._last_word)
         return [Send(message) for message in said]
 
     @property
@@ -269,6 +271,15 @@ class Recovery:
             self.newest = Commit(self.generation, self._checks + (not self._stopped))
         return self.newest
 
+    def committed_alone(self) -> None:
+        """User code left the world by itself, with its state as it is: a commit that no other worker holds.
+
+        It is newer than all that were agreed. Of several such the lowest rank's is taken, and everybody gets a copy.
+        """
+        if self.running:
+            self._before = self.newest
+            self.newest = Commit(self.generation, ALONE - self.place.rank)
+
     def adopt(self) -> Commit:
         """All members hold the same state now: commit 0 of this generation."""
         self._before = None
@@ -319,5 +330,15 @@ class Recovery:
         generation = self.generation
         self.phase = Phase.OVER
         self.reason = summary
-        self._raised = protocol.Raised(generation, self.newest, summary, traceback)
-        return [Send(self._raised), Cut(generation, summary)]
+        self._last_word = protocol.Raised(generation, self.newest, summary, traceback)
+        return [Send(self._last_word), Cut(generation, summary)]
+
+    def quit(self, code: int) -> list[Action]:
+        """User code called ``sys.exit``: the process will exit with this code, in its own time."""
+        if self.phase is Phase.OVER:
+            return []
+        generation = self.generation
+        self.phase = Phase.OVER
+        self.reason = f"sys.exit was called under elastic.run: exit code {code}"
+        self._last_word = protocol.Quit(generation, code)
+        return [Send(self._last_word), Cut(generation, self.reason)]

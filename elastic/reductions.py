@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from elastic import adasum
 from elastic.collectives.interface import Collectives, Op, Work
 
 Started = tuple[list[Work], Callable[[], Any]]
@@ -41,7 +42,7 @@ def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> N
         if tensor.layout != torch.strided:
             raise ValueError(f"{kind} needs dense tensors; use sparse_allreduce_async")
     if op is Op.ADASUM:
-        raise ValueError(f"{kind} with Adasum is not available; use Average or Sum")
+        adasum.check_tensors(tensors)
     if scaled and op not in (Op.AVERAGE, Op.SUM):
         raise ValueError(
             f"prescale_factor and postscale_factor have no meaning with {op.name.title()}; leave them at 1.0"
@@ -54,19 +55,22 @@ def allreduce(
     op: Op,
     prescale: float,
     postscale: float,
-    in_place: bool,
+    in_place: Sequence[bool],
 ) -> Started:
     """``postscale * reduce(prescale * tensor)`` of each; tensors of one dtype travel in one buffer.
 
-    The result is a list of new tensors, or of ``tensors`` themselves.
+    The result is a list: for each of ``tensors`` itself, where it is to be overwritten in place, or a new tensor.
     """
+    if op is Op.ADASUM:
+        return _adasum(group, tensors, prescale, postscale, in_place)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(index)
     buffers: dict[torch.dtype, torch.Tensor] = {}
     works = []
     for dtype, indices in by_dtype.items():
-        own = in_place and len(indices) == 1 and not (op is Op.AVERAGE and dtype in _SMALL)
+        alone = len(indices) == 1
+        own = alone and in_place[indices[0]] and not (op is Op.AVERAGE and dtype in _SMALL)
         flat = _flat([tensors[index] for index in indices], own)
         if op is Op.AVERAGE and dtype in _SMALL:
             flat = flat.to(torch.int32)
@@ -79,12 +83,38 @@ def allreduce(
         for dtype, indices in by_dtype.items():
             flat = buffers[dtype]
             divide_(flat, group.size if op is Op.AVERAGE else 1, postscale)
-            parts = torch.split(flat, [tensors[index].numel() for index in indices])
-            for index, part in zip(indices, parts, strict=True):
-                results[index] = _place(part, tensors[index], in_place, alone=len(indices) == 1)
+            _place_all(flat, tensors, indices, in_place, results)
         return results
 
     return works, finish
+
+
+def _adasum(
+    group: Collectives,
+    tensors: Sequence[torch.Tensor],
+    prescale: float,
+    postscale: float,
+    in_place: Sequence[bool],
+) -> Started:
+    """Blocks: its steps depend on each other."""
+    adasum.check(group.size)
+    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    for copy in copies:
+        scale_(copy, prescale)
+    adasum.reduce_(group, copies)
+    for copy in copies:
+        scale_(copy, postscale)
+
+    def finish() -> list[torch.Tensor]:
+        for tensor, copy, overwritten in zip(tensors, copies, in_place, strict=True):
+            if overwritten:
+                tensor.detach().copy_(copy)
+        return [
+            tensor if overwritten else copy
+            for tensor, copy, overwritten in zip(tensors, copies, in_place, strict=True)
+        ]
+
+    return [], finish
 
 
 def reducescatter(
@@ -150,15 +180,37 @@ def _flat(tensors: Sequence[torch.Tensor], own: bool) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(-1)
 
 
-def _place(part: torch.Tensor, tensor: torch.Tensor, in_place: bool, alone: bool) -> torch.Tensor:
-    """The reduced elements in the shape and dtype of ``tensor``; ``alone``: they fill the whole buffer."""
+def _place_all(
+    flat: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    indices: list[int],
+    in_place: Sequence[bool],
+    results: list[torch.Tensor],
+) -> None:
+    """The reduced elements in the shape and dtype of ``tensors``, into ``results``."""
+    if len(indices) == 1:
+        (index,) = indices
+        results[index] = _place(flat, tensors[index], in_place[index])
+        return
+    parts = torch.split(flat, [tensors[index].numel() for index in indices])
+    targets, sources = [], []
+    for index, part in zip(indices, parts, strict=True):
+        tensor = tensors[index]
+        if in_place[index]:
+            target = tensor.detach()
+        else:  # of its own, so that keeping one result does not keep the whole buffer
+            target = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            results[index] = target
+        targets.append(target)
+        sources.append(part.view(target.shape))
+    # One call for all: one for each would cost more than its few bytes.
+    torch._foreach_copy_(targets, sources)
+
+
+def _place(part: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
     if in_place:
         target = tensor.detach()
         if part.data_ptr() != target.data_ptr():
             target.copy_(part.view(target.shape))
         return tensor
-    if part.dtype != tensor.dtype:
-        part = part.to(tensor.dtype)
-    elif not alone:
-        part = part.clone()  # so that keeping one result does not keep the whole group's buffer
-    return part.view(tensor.shape)
+    return part.to(tensor.dtype).view(tensor.shape)

@@ -1,9 +1,11 @@
 """The loop under ``@elastic.run``: form a world, bring the state to all, train, and again when the
 world changes.
 
-Interruptions reach user code only in the training thread: at a collective, an optimizer step or
+Interruptions reach user code only in the training thread, at a collective, an optimizer step or
 synchronize, at ``commit()`` and ``check_host_updates()``. A user's own exception is never recovered
-here: it ends this process, and the driver decides what that means for the others.
+here: it ends this process, and the driver decides what that means for the others. Horovod's two
+exceptions are what a script raises to be recovered; a mismatch of tensors bears their name, and is
+not, because the same lines would submit the same tensors again.
 """
 
 from __future__ import annotations
@@ -17,9 +19,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic import runtime
-from elastic.errors import Invalid, LeaveRequested, PeerLost, StateMismatch, WorldChanging
-from elastic.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
+from elastic import host_news, process_sets, runtime, timeline
+from elastic.errors import (
+    CollectiveFailed,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    Invalid,
+    LeaveRequested,
+    PeerLost,
+    StateMismatch,
+    TensorMismatch,
+    WorldChanging,
+)
 from elastic.protocol import COPY, World
 from elastic.runtime import Runtime
 from elastic.state.state import State, has_custom_sync
@@ -34,6 +45,8 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
     The function is called again after every change of the world, with the state of the last commit (after a failure)
     or the present one (after a planned change). Raises StateMismatch if this worker's state can't
     match the others', and whatever the function raises.
+
+    ``sys.exit`` in it ends this worker's part in the job: the others go on without it at once.
     """
 
     if not callable(func):
@@ -49,11 +62,15 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
         rt = runtime.current()
         rt.enter()
         try:
-            return _train(rt, func, state, args, kwargs)
+            with host_news.told(state):
+                return _train(rt, func, state, args, kwargs)
         except LeaveRequested as end:
             if rt.lost_driver:
                 print(f"elastic: {end}", file=sys.stderr)
             sys.exit(0 if rt.asked_to_leave else 1)
+        except SystemExit as end:
+            rt.quits(end.code)
+            raise
         except StateMismatch:
             raise
         except Exception as error:
@@ -76,28 +93,55 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             value = func(state, *args, **kwargs)
             rt.returned()
             return value
+        except WorldChanging:
+            rt.mark_raised()
+            try:
+                # Unchanged since commit(), or the state at check_host_updates(): a planned change
+                # loses nothing.
+                state.save()
+            except PeerLost:  # meanwhile it broke, and what is on the GPU can't be trusted
+                _go_back(rt, state)
+            else:
+                rt.committed()
+                state.report_commit()
+                rt.mark_restored()
+        except (TensorMismatch, CollectiveFailed):
+            raise  # the second only where a world of a fixed size has lost a worker
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
+            kept = isinstance(error, HostsUpdatedInterrupt) and _keep(rt, state)
             if not isinstance(error, PeerLost):
                 # Raised by user code, at a place that the driver knows nothing of: as any failure.
                 rt.fail_world(f"{type(error).__name__}: {error}")
+            if rt.alone and rt.broken:
+                raise  # of a fixed size, without a driver: nobody could form another world
             rt.mark_raised()
             rt.drain()
-            if not state.valid():
-                rt.forget_commit()
-            elif state.held_back():
-                rt.step_back()
-            state.restore()
-            rt.mark_restored()
-        except WorldChanging:
-            rt.mark_raised()
-            # Unchanged since commit(), or the state at check_host_updates(): a planned change loses
-            # nothing.
-            state.save()
-            rt.committed()
-            state.report_commit()
-            rt.mark_restored()
+            if kept:
+                rt.committed_alone()
+            _go_back(rt, state)
         if rt.alone and rt.place.size == 1:
             state.on_reset()
+
+
+def _keep(rt: Runtime, state: State) -> bool:
+    """User code asks for a new world with the state as it is: saves it, unless the world broke before, and with it
+    perhaps a step. Returns whether there is such a commit; if not, the one before counts.
+    """
+    if rt.broken:
+        return False
+    state.save()
+    return state.valid() and not state.held_back()
+
+
+def _go_back(rt: Runtime, state: State) -> None:
+    """To the newest commit that counts, if there is one."""
+    if not state.valid():
+        rt.forget_commit()
+    elif state.held_back():
+        rt.step_back()
+    with timeline.during("state", "restore"):
+        state.restore()
+    rt.mark_restored()
 
 
 def _enter_world(rt: Runtime, state: State, *, first: bool) -> None:
@@ -111,6 +155,8 @@ def _enter_world(rt: Runtime, state: State, *, first: bool) -> None:
     text = state.layout()
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
     world = rt.next_world(digest, text)
+    for news in process_sets.bring(rt, _lacking(world)):
+        print(f"elastic: {news}", file=sys.stderr)
     if first:
         state.reset()
     else:
@@ -129,8 +175,7 @@ def _copy_state(rt: Runtime, state: State, world: World) -> int:
     """Rank 0 sends to the ranks that lack the newest commit; the others go on at once. Returns
     bytes copied.
     """
-    size, rank = world.place.size, world.place.rank
-    lacking = range(max(1, world.holders), size)
+    rank, lacking = world.place.rank, _lacking(world)
     if world.holders == 0:
         state.save()  # the first world: what rank 0 holds now is where all begin
     if rank != 0 and rank not in lacking:
@@ -138,9 +183,14 @@ def _copy_state(rt: Runtime, state: State, world: World) -> int:
     if not lacking:
         return 0
     group = rt.group("state", torch.device("cpu"), (0, *lacking))
-    with rt.guard(COPY):
+    with rt.guard(COPY), timeline.during("state", COPY):
         copied = state.transfer(group, root=0)
     if rank != 0:
         state.save()
         state.reset()  # samplers divide what is left among the ranks of this world
     return copied
+
+
+def _lacking(world: World) -> range:
+    """The ranks that do not hold the newest commit; never rank 0."""
+    return range(max(1, world.holders), world.place.size)

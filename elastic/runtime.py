@@ -17,14 +17,25 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from elastic import environment, failpoints, protocol, recovery, stacks
+from elastic import (
+    environment,
+    failpoints,
+    host_news,
+    meeting,
+    protocol,
+    recovery,
+    stacks,
+    timeline,
+)
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
+from elastic.collectives.store import Store
+from elastic.engine import Engine
 from elastic.environment import Environment
 from elastic.errors import (
     CollectiveFailed,
@@ -45,7 +56,9 @@ from elastic.phases import Phases
 from elastic.progress import Progress
 from elastic.protocol import Address, Message, Place
 from elastic.recovery import Cut, Phase, Recovery, Send, Verdict
+from elastic.started_by import Started
 from elastic.state import pinned
+from elastic.tracing import Tracing, TracingThroughDriver, TracingToFile
 
 HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
 WAIT_SAID_S = 30.0  # how often a long wait says what it waits for
@@ -66,12 +79,17 @@ class Runtime:
         self._changed = threading.Condition(self._lock)
         self._recovery = Recovery()
         self._groups = Groups(env, over=lambda: self.broken)
+        self.tracing: Tracing = (
+            TracingToFile(env) if link is None else TracingThroughDriver(env, self._send, link.poke)
+        )
         self._progress = Progress()
         self._phases = Phases()
         self._layout_sent = ""
         self._trains_in: int | None = None  # the thread that is in elastic.run
         self._leave_asked = False
         self._warned_alone = False
+        self._told_of = (0, 0)  # the planned change that listeners know of
+        self._told_in = 0  # the generation whose end has been raised in user code
         self.lost_driver = False  # nobody else will say why this worker ends
         self._awake_at = 0.0  # the link thread was last; 0: it does not run yet
         self._slept_s = self._woke_at = 0.0
@@ -98,6 +116,11 @@ class Runtime:
     @property
     def running(self) -> bool:
         return self._recovery.running
+
+    @property
+    def provisional(self) -> bool:
+        """Whether this worker is in no world yet: its collectives act as in a world of one."""
+        return self._recovery.provisional
 
     @property
     def alone(self) -> bool:
@@ -131,6 +154,45 @@ class Runtime:
                 return
         self._wait_for_world("")
 
+    # ---- worlds of a fixed size, without a driver ------------------------------------------------
+
+    def form_fixed_world(
+        self, store: Store, rank: int, size: int, told: int | None, generation: int
+    ) -> None:
+        """With all that come to ``store``, which is that of the world before. Raises CollectiveFailed."""
+        mine = self._groups.listen() if rank == 0 else None
+        timeout_s = self.env.collective_timeout_s
+        place, address = meeting.arrive(store, rank, size, told, mine, timeout_s)
+        world = protocol.World(generation, place, address, 0, None, "no driver")
+        self._groups.retire()
+        self.begin_fixed_world(world)
+
+    def begin_fixed_world(self, world: protocol.World) -> None:
+        with self._lock:
+            self._recovery = Recovery(
+                phase=Phase.TRAINING,
+                generation=world.generation,
+                place=world.place,
+                provisional=False,
+                world=world,
+            )
+        self._groups.open(world, self._engine_broke(world.generation))
+
+    def next_fixed_world(self) -> None:
+        """``init()`` after ``shutdown()``: of the same ranks. Raises CollectiveFailed."""
+        place, store = self.place, self._groups.store
+        assert store is not None, "a fixed world has a store"
+        try:
+            self.form_fixed_world(
+                store, place.rank, place.size, place.local_rank, self.generation + 1
+            )
+        except CollectiveFailed as error:
+            raise CollectiveFailed(
+                f"the {place.size} ranks did not all call init() again: {error}"
+            ) from error
+
+    # ---- starting under a driver -----------------------------------------------------------------
+
     def _listen_for_sigterm(self) -> None:
         """SIGTERM asks this worker to leave at its next commit, unless the script has a handler of
         its own.
@@ -163,10 +225,13 @@ class Runtime:
             news += self._progress.pace(now)
         for message in news:
             self._send(message)
+        self.tracing.due()
 
     # ---- the link thread -------------------------------------------------------------------------
 
     def _receive(self, message: Message) -> None:
+        if self.tracing.receive(message):
+            return
         if isinstance(message, protocol.Broken):
             self._phases.mark("broken", time.monotonic())
         with self._changed:
@@ -175,6 +240,14 @@ class Runtime:
                 self._phases.mark("world", time.monotonic())
             self._changed.notify_all()
         self._perform(actions)
+        if isinstance(message, protocol.Prepare) and message.generation == self.generation:
+            self._tell_of_change(message)
+
+    def _tell_of_change(self, message: protocol.Prepare) -> None:
+        """Once for each change: the driver may ask again."""
+        if (message.generation, message.change) > self._told_of:
+            self._told_of = message.generation, message.change
+            host_news.tell(time.time(), host_news.HostUpdateResult.mixed)
 
     def _driver_lost(self, reason: str) -> None:
         if self._slept_s and time.monotonic() - self._woke_at < ASLEEP_S:
@@ -232,7 +305,7 @@ class Runtime:
             )
         assert world is not None
         self._groups.retire()
-        self._groups.open(world)
+        self._groups.open(world, self._engine_broke(world.generation))
         return world
 
     def _wait_while(self, phase: Phase, what: str) -> None:
@@ -301,6 +374,16 @@ class Runtime:
         with self._lock:
             self._recovery.committed()
 
+    def committed_alone(self) -> None:
+        """A state was saved by a worker whose script gave the world up; see `Recovery`."""
+        with self._lock:
+            self._recovery.committed_alone()
+
+    def may_commit(self) -> None:
+        """Raises what user code was told before in this world, and has caught: its step was cut short."""
+        if self._told_in == self.generation:
+            self._raise_if_broken()
+
     def check(self) -> None:
         """One numbered check. Raises WorldChanging, PeerLost or LeaveRequested; usually returns at
         once.
@@ -350,6 +433,17 @@ class Runtime:
             actions = self._recovery.raised(summary, traceback)
         self._perform(actions)
 
+    def quits(self, code: object) -> None:
+        """Tells the driver that this process is about to exit, for ``SystemExit(code)``. The end of an interpreter with
+        torch in it takes seconds, and its sockets stay open for as long; the others need not wait for that.
+        """
+        if self._link is None or not self.elastic:
+            return  # in a static job the exit itself is the verdict
+        status = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+        with self._lock:
+            actions = self._recovery.quit(status)
+        self._perform(actions)
+
     def report_digest(
         self, digest: int, buffers: int, samples: Sequence[int] = (), epoch: int = 0
     ) -> None:
@@ -396,14 +490,7 @@ class Runtime:
         self._raise_if_broken()
         place, generation = self.place, self.generation
         if self._recovery.provisional:
-            if place.size > 1 and not self._warned_alone:
-                self._warned_alone = True
-                warnings.warn(
-                    "a world is training already and this worker has not joined it yet: collectives"
-                    " before elastic.run act as in a world of one",
-                    stacklevel=3,
-                )
-            return LocalCollectives()
+            return self.alone_group()
         members = tuple(range(place.size)) if ranks is None else ranks
         if len(members) == 1:
             return LocalCollectives()
@@ -417,29 +504,67 @@ class Runtime:
                 group = self._groups.form(key, generation, place)
         except CollectiveFailed as error:
             self.mark_broken(generation, f"no {purpose} group: {error}")
+            self._told_in = generation
             self._strand()
             raise PeerLost(str(error)) from error
         self._phases.formed(time.monotonic() - began)
         return group
 
-    @contextlib.contextmanager
-    def guard(self, name: str) -> Iterator[None]:
+    def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
+        """Whether others are forming this group and wait for this rank. Asks rank 0; not for every step."""
+        place = self.place
+        if self.provisional or place.size == 1:
+            return False
+        members = tuple(range(place.size)) if ranks is None else ranks
+        return self._groups.wanted((purpose, device_type, members), self.generation, place)
+
+    def alone_group(self) -> Collectives:
+        """Of this rank only."""
+        if self._recovery.provisional and self.place.size > 1 and not self._warned_alone:
+            self._warned_alone = True
+            warnings.warn(
+                "a world is training already and this worker has not joined it yet: collectives"
+                " before elastic.run act as in a world of one",
+                stacklevel=3,
+            )
+        return LocalCollectives()
+
+    def engine(self) -> Engine:
+        """What runs the collectives that are called by name. Call it under `guard`. Raises CollectiveFailed."""
+        generation = self.generation
+        return self._groups.engine(generation, self.place, self._engine_broke(generation))
+
+    def _engine_broke(self, generation: int) -> Callable[[str], None]:
+        def broken(reason: str) -> None:
+            self.mark_broken(generation, reason)
+
+        return broken
+
+    def guard(self, name: str) -> Guard:
         """Around collectives in the training thread: turns CollectiveFailed into PeerLost and tells
         the driver. ``name``: by which the log calls a wait in there.
         """
+        return Guard(self, name)
+
+    def _enter_guard(self, name: str) -> int:
         self.activity += 1
         generation = self.generation
         self._raise_if_broken()
-        try:
-            with self._inside(generation, name):
-                yield
-        except CollectiveFailed as error:
+        self._progress.enter(generation, name, time.monotonic())
+        return generation
+
+    def _leave_guard(self, generation: int, error: BaseException | None) -> None:
+        if self._progress.leave(time.monotonic()) and self._link is not None:
+            self._link.poke()
+        if error is None:
+            self._resumed()
+        elif isinstance(error, CollectiveFailed):
             self.mark_broken(generation, str(error))
             if self.alone or not self.elastic:
-                raise
+                return
+            self._told_in = generation
             self._strand()  # unsaid so far if the driver's word came before the error
             raise PeerLost(str(error)) from error
-        self._resumed()
 
     @contextlib.contextmanager
     def _inside(self, generation: int, name: str) -> Iterator[None]:
@@ -470,7 +595,10 @@ class Runtime:
 
     def _raise_if_broken(self) -> None:
         if self._recovery.phase is Phase.BROKEN:
+            self._told_in = self.generation
             self._strand()
+            if self.alone or not self.elastic:
+                raise CollectiveFailed(self._recovery.reason)
             raise PeerLost(self._recovery.reason)
         if self._recovery.phase is Phase.OVER:
             self._raise_over()
@@ -509,6 +637,8 @@ class Runtime:
     def mark_raised(self) -> None:
         """The training thread has come back to ``elastic.run``."""
         self._phases.raised(time.monotonic())
+        if timeline.on:
+            timeline.end_all()
 
     def mark_restored(self) -> None:
         self._phases.restored(time.monotonic())
@@ -521,6 +651,9 @@ class Runtime:
             with self._lock:
                 actions = self._recovery.resumed(*report)
             self._perform(actions)
+            if timeline.on:
+                for name, begin, end in self._phases.spans:
+                    timeline.span("recovery", name, round(begin * 1e9), round(end * 1e9))
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -528,6 +661,7 @@ class Runtime:
         """``shutdown()``: groups are kept until the next world or the exit, because a peer may
         still be in one.
         """
+        self._groups.leave()
         with self._lock:
             self._recovery.pause()
 
@@ -537,6 +671,7 @@ class Runtime:
         Link and sockets end with the process. Peers that lost them sooner would report a failure whose cause, the exit
         code of this worker, nobody can know yet; and a worker whose link is gone is taken for lost.
         """
+        self.tracing.close()
         self._groups.close()
 
     def forget(self) -> None:
@@ -544,6 +679,25 @@ class Runtime:
         if self._link is not None:
             self._link.forget()
         self._groups.forget()
+
+
+class Guard:
+    """See `Runtime.guard`. No generator, because every collective pays for it."""
+
+    __slots__ = ("_generation", "_name", "_runtime")
+
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self._runtime = runtime
+        self._name = name
+        self._generation = 0
+
+    def __enter__(self) -> None:
+        self._generation = self._runtime._enter_guard(self._name)
+
+    def __exit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: object
+    ) -> None:
+        self._runtime._leave_guard(self._generation, error)
 
 
 # ---- one per process -----------------------------------------------------------------------------
@@ -570,7 +724,8 @@ def init() -> None:
 
     A static worker, and an elastic one of the first start, return when the first world is formed. A newcomer to a
     training world returns at once, with a provisional size and a rank other than 0.
-    Raises DriverLost, Invalid, JobFailed.
+    Under another launcher, it returns when all ranks have called it; see docs/launchers.md.
+    Raises DriverLost, Invalid, JobFailed, and CollectiveFailed where ranks do not find each other.
     """
     global _runtime, _initialized
     if _initialized:
@@ -578,35 +733,46 @@ def init() -> None:
     failpoints.check()
     if _runtime is None:
         env = environment.read()
-        link = Link(env.driver, env.secret, env.worker) if env.driver is not None else None
-        runtime = Runtime(env, link)
-        if link is not None:
-            runtime.connect()
+        if env.started is not None and env.started.way is not None:
+            runtime = _met(env, env.started)
+        else:
+            link = Link(env.driver, env.secret, env.worker) if env.driver is not None else None
+            runtime = Runtime(env, link)
+            if link is not None:
+                runtime.connect()
         _adopt(runtime)
+    elif _runtime.alone and _runtime.world is not None:
+        _runtime.next_fixed_world()
     assert _runtime is not None
     if not _runtime.alone:
         _runtime.first_world()
     _initialized = True
 
 
-def init_static(rank: int, size: int, store: Address) -> None:
+def _met(env: Environment, started: Started) -> Runtime:
+    """In a world of a fixed size, with whoever else was started by another launcher than elasticrun."""
+    met = meeting.meet(started, env)
+    try:
+        runtime = Runtime(met.env, None)
+        runtime.form_fixed_world(met.store, started.rank, started.size, started.local_rank, 1)
+    finally:
+        met.store.close()
+    return runtime
+
+
+def init_static(
+    rank: int, size: int, store: Address, environ: Mapping[str, str] | None = None
+) -> None:
     """A world of a fixed size without a driver: rank 0 serves ``store``. For benchmarks and
-    tests.
+    tests. ``environ``: what it is to find in its environment, by default nothing.
     """
     global _initialized
-    env = environment.read({})
+    env = environment.read(environ or {})
     runtime = Runtime(env, None)
     place = Place(rank, size, rank, size, 0, 1)
-    runtime._recovery = Recovery(
-        phase=Phase.TRAINING,
-        generation=1,
-        place=place,
-        provisional=False,
-        world=protocol.World(1, place, store, 0, None, "static"),
-    )
     if rank == 0:
         runtime._groups.listen(store)
-    runtime._groups.open(runtime._recovery.world)  # type: ignore[arg-type]
+    runtime.begin_fixed_world(protocol.World(1, place, store, 0, None, "static"))
     _adopt(runtime)
     _initialized = True
 
@@ -635,6 +801,7 @@ def shutdown() -> None:
 
 def _adopt(runtime: Runtime) -> None:
     global _runtime
+    runtime.tracing.begin(runtime.place)
     first = _runtime is None
     _runtime = runtime
     if first:
@@ -649,6 +816,7 @@ def _close() -> None:
 
 def _forget() -> None:
     global _runtime, _initialized
+    timeline.stop()
     if _runtime is not None:
         _runtime.forget()
     _runtime, _initialized = None, False

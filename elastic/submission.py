@@ -1,23 +1,37 @@
-"""Submits collectives and waits for them: checks arguments, claims a handle, calls the group under the guard.
+"""Submits collectives and waits for them: checks arguments, claims a handle, hands them to the engine under the guard.
 
-Nothing is sent before every argument has been checked. What a collective computes is in `reductions` and `exchanges`.
+Nothing is sent before every argument has been checked. Which ranks submitted what is compared by `engine`; what a
+collective computes is in `reductions` and `exchanges`. ``members`` are the ranks of a process set, None for the world.
+In all starters ``pick`` makes the result of what was computed, and ``soon`` says that the caller waits at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from elastic import exchanges, reductions, runtime
-from elastic.collectives.interface import Collectives, Op
+from elastic import adasum, reductions, runtime
+from elastic.collectives.interface import Op
 from elastic.handles import Handles
-from elastic.reductions import Started
+from elastic.pending import Pending, run_alone
+from elastic.requests import (
+    AGREE,
+    ALL,
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    JOIN,
+    REDUCESCATTER,
+)
 
-T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
+Members = tuple[int, ...] | None
 
+_CPU = torch.device("cpu")
 _handles = Handles()
 
 
@@ -37,17 +51,19 @@ def start_allreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
     *,
+    members: Members = None,
     in_place: bool = False,
     pick: Callable[[list[torch.Tensor]], Any] = list,
+    soon: bool = False,
 ) -> int:
-    """``pick`` makes the result of the list of reduced tensors; so in all starters."""
-    _need_tensors("allreduce", tensors)
-    reductions.check("allreduce", tensors, op, (prescale, postscale) != (1.0, 1.0))
-
-    def begin(group: Collectives) -> Started:
-        return reductions.allreduce(group, tensors, op, prescale, postscale, in_place)
-
-    return _submit("allreduce", name, tensors, begin, pick)
+    _need_tensors(ALLREDUCE, tensors)
+    reductions.check(ALLREDUCE, tensors, op, (prescale, postscale) != (1.0, 1.0))
+    if op is Op.ADASUM:
+        adasum.check(group_size(_CPU, members))
+    scales = (float(prescale), float(postscale))
+    return _submit(
+        ALLREDUCE, name, tensors, pick, members, soon, in_place=in_place, op=op, scales=scales
+    )
 
 
 def start_reducescatter(
@@ -57,93 +73,143 @@ def start_reducescatter(
     prescale: float = 1.0,
     postscale: float = 1.0,
     *,
+    members: Members = None,
     pick: Callable[[list[torch.Tensor]], Any] = list,
+    soon: bool = False,
 ) -> int:
-    _need_rows("reducescatter", tensors)
-    reductions.check("reducescatter", tensors, op, (prescale, postscale) != (1.0, 1.0))
+    _need_rows(REDUCESCATTER, tensors)
     if op not in (Op.AVERAGE, Op.SUM):
         raise ValueError(f"reducescatter can't use {op.name.title()}; use Average or Sum")
+    reductions.check(REDUCESCATTER, tensors, op, (prescale, postscale) != (1.0, 1.0))
 
-    def begin(group: Collectives) -> Started:
-        parts = [
-            reductions.reducescatter(group, tensor, op, prescale, postscale) for tensor in tensors
-        ]
-        return [work for works, _ in parts for work in works], lambda: [end() for _, end in parts]
-
-    return _submit("reducescatter", name, tensors, begin, pick)
+    scales = (float(prescale), float(postscale))
+    return _submit(REDUCESCATTER, name, tensors, pick, members, soon, op=op, scales=scales)
 
 
 def start_allgather(
     tensors: Tensors,
     name: str | None,
     *,
+    members: Members = None,
     pick: Callable[[tuple[list[torch.Tensor], list[int]]], Any] = tuple,
+    soon: bool = False,
 ) -> int:
     """The result is (gathered tensors; in which row of each this rank's rows start)."""
-    _need_rows("allgather", tensors)
-    return _submit(
-        "allgather", name, tensors, lambda group: exchanges.allgather(group, tensors), pick
-    )
+    _need_rows(ALLGATHER, tensors)
+
+    return _submit(ALLGATHER, name, tensors, pick, members, soon)
 
 
 def start_broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None, *, in_place: bool
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None,
+    *,
+    members: Members = None,
+    in_place: bool,
+    soon: bool = False,
 ) -> int:
-    _need_tensors("broadcast", [tensor])
+    """``root_rank`` counts in the world, within a process set too."""
+    _need_tensors(BROADCAST, [tensor])
     size = runtime.current().place.size
-    if not isinstance(root_rank, int) or not 0 <= root_rank < size:
+    if not isinstance(root_rank, int) or isinstance(root_rank, bool) or not 0 <= root_rank < size:
         raise ValueError(f"root_rank is {root_rank!r}; give a rank between 0 and {size - 1}")
+    if members is not None and root_rank not in members:
+        raise ValueError(f"root_rank {root_rank} is not in the process set {list(members)}")
 
-    def begin(group: Collectives) -> Started:
-        return exchanges.broadcast(group, tensor, root_rank, in_place)
-
-    return _submit("broadcast", name, [tensor], begin, _identity)
+    return _submit(
+        BROADCAST, name, [tensor], None, members, soon, in_place=in_place, root=root_rank
+    )
 
 
 def start_alltoall(
-    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None,
+    name: str | None,
+    *,
+    members: Members = None,
+    soon: bool = False,
 ) -> int:
+    _need_tensors(ALLTOALL, [tensor])
     if tensor.dim() == 0:
         raise ValueError("alltoall needs a tensor with at least 1 dimension; use tensor.reshape(1)")
-    counts = _splits(splits, len(tensor))
+    size = group_size(_CPU, members)
+    rows = _splits(splits, len(tensor))
+    if rows is None:
+        if len(tensor) % size:
+            raise ValueError(
+                f"alltoall can't deal {len(tensor)} rows evenly to {size} ranks; give splits"
+            )
+        rows = [len(tensor) // size] * size
+    elif len(rows) != size:
+        raise ValueError(f"{len(rows)} splits were given for {size} ranks; give one each")
 
-    def begin(group: Collectives) -> Started:
-        rows = counts
-        if rows is None:
-            if len(tensor) % group.size:
-                raise ValueError(
-                    f"alltoall can't deal {len(tensor)} rows evenly to {group.size} ranks; give splits"
-                )
-            rows = [len(tensor) // group.size] * group.size
-        elif len(rows) != group.size:
-            raise ValueError(f"{len(rows)} splits were given for {group.size} ranks; give one each")
-        return exchanges.alltoall(group, tensor, rows)
+    return _submit(ALLTOALL, name, [tensor], None, members, soon, splits=tuple(rows))
 
-    return _submit("alltoall", name, [tensor], begin, _identity)
+
+def barrier(members: Members = None) -> None:
+    """Returns once every member has called it."""
+    synchronize(_submit(BARRIER, None, (), None, members, soon=True))
+
+
+def start_join() -> int:
+    """No more data on this rank: it adds zeros from here on. The result, once all have joined, is who did so last."""
+    return _submit(JOIN, JOIN, (), None, None, soon=False)
+
+
+def agree(kind: str, name: str, payload: str) -> list[str]:
+    """Every rank's ``payload``, in rank order, once all ranks of the world have called this with this kind and name."""
+    handle = _submit(AGREE, f"{kind}.{name}", (), list, None, soon=True, payload=payload)
+    answers: list[str] = synchronize(handle)
+    return answers
 
 
 def _submit(
     kind: str,
     name: str | None,
     tensors: Tensors,
-    begin: Callable[[Collectives], Started],
-    pick: Callable[[Any], Any],
+    pick: Callable[[Any], Any] | None,
+    members: Members,
+    soon: bool,
+    *,
+    in_place: bool = False,
+    op: int = 0,
+    root: int = 0,
+    scales: tuple[float, float] = (1.0, 1.0),
+    splits: tuple[int, ...] = (),
+    payload: str = "",
 ) -> int:
-    """Claims a handle, starts the collective on the group of the tensors' device; ``pick`` makes the result."""
-    if not tensors:
+    """Claims a handle and submits; a world or a set of one has its result at once."""
+    if not tensors and kind not in (BARRIER, AGREE, JOIN):
         raise ValueError(f"{kind} was given no tensors; give at least one")
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
+    device = tensors[0].device if tensors else _CPU
+    if len(tensors) > 1 and any(tensor.device != device for tensor in tensors):
+        devices = sorted({str(tensor.device) for tensor in tensors})
         raise ValueError(f"{kind}: all tensors of a group must be on one device, not on {devices}")
     rt = runtime.current()
-    handle = _handles.claim(rt, kind, name)
+    pending = Pending(
+        kind,
+        "" if name is None else name if kind == JOIN else f"{kind}.{name}",
+        members or ALL,
+        tensors,
+        device,
+        op=op,
+        root=root,
+        scales=scales,
+        splits=splits,
+        payload=payload,
+        in_place=in_place,
+    )
+    handle = _handles.claim(rt, pending, pick)
     try:
-        with rt.guard(_handles.name(handle)), torch.no_grad():
-            works, finish = begin(rt.group("named", devices.pop()))
+        with rt.guard(_handles.name(handle)):
+            if group_size(device, members) == 1:
+                run_alone(pending, rt.alone_group())
+            else:
+                rt.engine().submit(pending, soon)
     except BaseException:
         _handles.release(handle)
         raise
-    _handles.submitted(handle, works, lambda: pick(finish()))
     return handle
 
 
@@ -172,10 +238,6 @@ def _need_rows(kind: str, tensors: Tensors) -> None:
             )
 
 
-def _identity(result: T) -> T:
-    return result
-
-
 def poll(handle: int) -> bool:
     """Whether `synchronize` would return, or raise, at once. Raises ValueError for a handle that is not in flight."""
     return _handles.done(handle, runtime.current())
@@ -184,26 +246,27 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Waits for a collective and returns its result; None for a handle that was synchronized before.
 
-    Raises PeerLost if the world broke meanwhile, or if the handle belongs to an earlier one.
+    Raises TensorMismatch where the ranks' tensors don't fit together, PeerLost if the world broke meanwhile, or if the
+    handle belongs to an earlier one.
     """
     rt = runtime.current()
     taken = _handles.take(handle, rt)
     if taken is None:
         return None
-    works, finish, name = taken
-    with rt.guard(name):
-        for work in works:
-            work.wait()
-        return finish()
+    with rt.guard(taken.shown):
+        taken.pending.wait()
+        result = taken.pending.result()
+        return result if taken.pick is None else taken.pick(result)
 
 
-def group_size(device: torch.device) -> int:
-    """Number of ranks that share the collectives on this device: 1 before a newcomer's first world."""
+def group_size(device: torch.device, members: Members = None) -> int:
+    """Number of ranks that share a collective: 1 before a newcomer's first world."""
     rt = runtime.current()
-    with rt.guard("forming the named group"):
-        return rt.group("named", device).size
+    if rt.provisional:
+        return 1
+    return rt.place.size if members is None else len(members)
 
 
-def is_root(root_rank: int, device: torch.device) -> bool:
+def is_root(root_rank: int, device: torch.device, members: Members = None) -> bool:
     """Whether this rank's tensor was the one that was broadcast."""
-    return group_size(device) == 1 or runtime.current().place.rank == root_rank
+    return group_size(device, members) == 1 or runtime.current().place.rank == root_rank

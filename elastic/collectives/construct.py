@@ -12,6 +12,11 @@ from elastic.collectives.local import LocalCollectives
 from elastic.collectives.store import Listener, Store, listen
 
 
+def meeting(purpose: str, device_type: str, size: int) -> str:
+    """The key under which the ranks of a group meet in the store while it is being formed."""
+    return f"{purpose}/nccl/{size}" if device_type == "cuda" else f"{purpose}/{size}"
+
+
 class Abortable(Protocol):
     """What the link thread can cut, and a forked child must let go of."""
 

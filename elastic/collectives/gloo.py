@@ -38,7 +38,7 @@ from elastic import environment
 from elastic.collectives import asleep, sockets
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.sockets import Endpoint
-from elastic.collectives.store import Store
+from elastic.collectives.store import Call, Store
 from elastic.errors import CollectiveFailed
 
 _THREADS = 2  # collectives of one group that make progress at the same time
@@ -98,6 +98,7 @@ class GlooCollectives:
         self._sockets: frozenset[int] | None = None  # inodes, once connected
         self._failed: str | None = None
         self._built = threading.Event()  # or given up
+        self._swapping = Call()
         self._under_way: collections.deque[Any] = collections.deque()
 
     # ---- connecting ------------------------------------------------------------------------------------------------
@@ -109,8 +110,9 @@ class GlooCollectives:
         )
         builder.start()
         # The exchange and the connections have a deadline each; this third one is for what has none.
-        if not self._built.wait(2 * self._timeout_s + 1.0):
-            self._fail(f"Gloo did not connect {self.size} ranks within {2 * self._timeout_s:g} s")
+        longest_s = self._collective_timeout_s + self._timeout_s + 1.0
+        if not self._built.wait(longest_s):
+            self._fail(f"Gloo did not connect {self.size} ranks within {longest_s:g} s")
         self._raise_if_failed()
 
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
@@ -138,14 +140,25 @@ class GlooCollectives:
             sockets.cut(self._own, self._peers, self._sockets)
 
     def _swap(self, store: Store, purpose: str, key: str, value: bytes) -> dict[str, bytes]:
-        """What Gloo publishes under one key, for what every rank published; learns all listeners' addresses."""
+        """What Gloo publishes under one key, for what every rank published; learns all listeners' addresses.
+
+        A rank that comes late to its first collective is no other than one that comes late to its hundredth: it is
+        waited for as long.
+        """
         own = sockets.find_listener(value)
         if own is None:
             raise CollectiveFailed("the listener of this group is not among the open sockets")
         self._own = own
         self._raise_if_failed()
         mine = msgspec.msgpack.encode((own, key, value))
-        published = store.exchange(f"{purpose}/{self.size}", self.rank, self.size, mine)
+        published = store.exchange(
+            f"{purpose}/{self.size}",
+            self.rank,
+            self.size,
+            mine,
+            self._collective_timeout_s,
+            self._swapping,
+        )
         rows = [
             msgspec.msgpack.decode(blob, type=tuple[Endpoint, str, bytes]) for blob in published
         ]
@@ -256,6 +269,7 @@ class GlooCollectives:
         if self._failed is None:
             self._failed = reason
         sockets.cut(self._own, self._peers, self._sockets)
+        self._swapping.abort()
         self._built.set()
 
     def look(self) -> None:

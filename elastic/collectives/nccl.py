@@ -27,7 +27,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from elastic.collectives.interface import Op, Work
-from elastic.collectives.store import Store, listen
+from elastic.collectives.store import Call, Store, listen
 from elastic.errors import CollectiveFailed
 
 _SPIN_S = 0.001  # a step's collectives usually end within this: do not sleep before
@@ -71,6 +71,7 @@ class NcclCollectives:
         self._lock = threading.Lock()
         self._aborting: threading.Thread | None = None
         self._built = threading.Event()  # or given up
+        self._swapping = Call()
         self._under_way: collections.deque[NcclWork] = collections.deque()
 
     # ---- connecting ------------------------------------------------------------------------------------------------
@@ -81,8 +82,9 @@ class NcclCollectives:
             target=self._build, args=(store, purpose, bind_host), name="elastic-nccl", daemon=True
         )
         builder.start()
-        if not self._built.wait(2 * self._timeout_s + 1.0):
-            self._fail(f"NCCL did not connect {self.size} ranks within {2 * self._timeout_s:g} s")
+        longest_s = self._collective_timeout_s + self._timeout_s + 1.0
+        if not self._built.wait(longest_s):
+            self._fail(f"NCCL did not connect {self.size} ranks within {longest_s:g} s")
         self._raise_if_failed()
 
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
@@ -113,7 +115,15 @@ class NcclCollectives:
         port = b"" if listener is None else str(listener.address.port).encode()
         host = b"" if listener is None else bind_host.encode()
         key = f"{purpose}/nccl/{self.size}"
-        served_at = store.exchange(key, self.rank, self.size, host + b" " + port)[0]
+        # A rank that comes late is waited for as long as in a collective.
+        served_at = store.exchange(
+            key,
+            self.rank,
+            self.size,
+            host + b" " + port,
+            self._collective_timeout_s,
+            self._swapping,
+        )[0]
         server_host, _, server_port = served_at.decode().rpartition(" ")
         ids = c10d.TCPStore(
             server_host,
@@ -209,6 +219,7 @@ class NcclCollectives:
         if self._failed is None:
             self._failed = reason
         self._abort_backend()
+        self._swapping.abort()
         self._built.set()
 
     def _abort_backend(self) -> None:

@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ from elastic.protocol import Address
 _REQUEST_LIMIT = 1 << 20  # bytes; a rank's blob grows by 8 bytes per rank
 _REPLY_LIMIT = 1 << 30
 RETRY_S = 0.02  # between attempts to reach a store that is not up yet
+_FETCH = 0  # the size in a request for what rank 0 provides by itself
+_AWAITED = ""  # the key of what it always provides
 _HEAD = struct.Struct("!I32s")  # length of the body, HMAC-SHA256 of it
 
 
@@ -92,31 +95,47 @@ class Store:
         self._timeout_s = timeout_s
         self._secret = secret
         self._server: _Server | None = None
+        self._provided: dict[str, Callable[[], list[bytes]]] = {}
         self._lock = threading.Lock()
         self._aborted = threading.Event()
-        self._calls: set[_Call] = set()
+        self._calls: set[Call] = set()
 
     def open(self) -> None:
         """Starts to serve, on rank 0; the others connect when they first exchange something. Returns at once."""
         if self._listener is not None and self._server is None:
             self._server = _Server(
-                self._listener.socket, self.generation, self._secret, self._timeout_s
+                self._listener.socket,
+                self.generation,
+                self._secret,
+                self._timeout_s,
+                self._provided,
             )
 
     def exchange(
-        self, key: str, rank: int, size: int, blob: bytes, timeout_s: float | None = None
+        self,
+        key: str,
+        rank: int,
+        size: int,
+        blob: bytes,
+        timeout_s: float | None = None,
+        call: Call | None = None,
     ) -> list[bytes]:
         """Every rank's blob, by rank, once all ``size`` ranks have called this with this key.
 
-        Raises CollectiveFailed when the store's rank is gone, after ``timeout_s``, or on `abort`.
+        ``timeout_s`` is for the others to come, by default as long as for the store to be reached. ``call``: by which
+        this one exchange can be aborted. Raises CollectiveFailed when the store's rank is gone, after ``timeout_s``, or
+        on `abort`.
         """
         awaited = f"the {size} ranks of group {key!r} of generation {self.generation}"
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        call = _Call(self._aborted)
+        began = time.monotonic()
+        deadline = began + (self._timeout_s if timeout_s is None else timeout_s)
+        call = call or Call()
         with self._lock:
             self._calls.add(call)
+        if self._aborted.is_set():
+            call.abort()
         try:
-            call.connect(self.address, deadline)
+            call.connect(self.address, min(deadline, began + self._timeout_s))
             nonce = os.urandom(16)
             request = _Request(self.generation, key, rank, size, nonce, blob)
             call.send(_signed(self._secret, msgspec.msgpack.encode(request)))
@@ -125,7 +144,7 @@ class Store:
                 raise OSError("the reply belongs to another exchange")
             return reply.blobs
         except (OSError, msgspec.MsgspecError) as error:
-            if self._aborted.is_set():
+            if call.aborted:
                 raise CollectiveFailed(f"aborted while waiting for {awaited}") from None
             raise CollectiveFailed(
                 f"gave up waiting for {awaited} at the store"
@@ -135,6 +154,22 @@ class Store:
             with self._lock:
                 self._calls.discard(call)
             call.close()
+
+    def awaited(self) -> list[str]:
+        """The keys of exchanges in which ranks wait for others now. Raises CollectiveFailed."""
+        return [key.decode() for key in self.fetch(_AWAITED, 0)]
+
+    def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
+        """On rank 0: who fetches this key gets what ``make`` returns, called in the store's thread.
+
+        Call it before `open`: peers may have connected by then, and are answered at once.
+        """
+        assert self._server is None
+        self._provided[key] = make
+
+    def fetch(self, key: str, rank: int) -> list[bytes]:
+        """What rank 0 provides under this key, without waiting for anybody else. Raises CollectiveFailed."""
+        return self.exchange(key, rank, _FETCH, b"", self._timeout_s)
 
     def abort(self) -> None:
         """Whoever waits in `exchange` here, now or later, fails. Any thread, any number of times, never blocks."""
@@ -161,13 +196,17 @@ class Store:
             self._listener.close()
 
 
-class _Call:
-    """One connection to the server, which another thread may abort."""
+class Call:
+    """One exchange, as a connection to the server, which another thread may abort: before it, during it."""
 
-    def __init__(self, aborted: threading.Event) -> None:
+    def __init__(self) -> None:
         self._socket: socket.socket | None = None
-        self._aborted = aborted
+        self._aborted = threading.Event()
         self._lock = threading.Lock()
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted.is_set()
 
     def connect(self, address: Address, deadline: float) -> None:
         """Tries again while it is refused: without a driver, nobody says that the store's rank has started."""
@@ -213,7 +252,8 @@ class _Call:
         return bytes(data)
 
     def abort(self) -> None:
-        """The event has been set: wake whoever is inside a system call."""
+        """Wakes whoever is inside a system call. Any thread, any number of times, never blocks."""
+        self._aborted.set()
         with self._lock, contextlib.suppress(OSError):
             if self._socket is not None:
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -238,13 +278,21 @@ class _Server:
     """One thread on rank 0: collects requests by key, answers when a key is complete."""
 
     def __init__(
-        self, listener: socket.socket, generation: int, secret: bytes, timeout_s: float
+        self,
+        listener: socket.socket,
+        generation: int,
+        secret: bytes,
+        timeout_s: float,
+        provided: dict[str, Callable[[], list[bytes]]],
     ) -> None:
         self._listener = listener
         self._generation = generation
         self._secret = secret
         self._timeout_s = timeout_s
         self._closed = False
+        self.provided: dict[str, Callable[[], list[bytes]]] = {
+            _AWAITED: lambda: [key.encode() for key, _ in self._groups]
+        } | provided
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, _Peer] = {}
         self._groups: dict[tuple[str, int], dict[int, socket.socket]] = {}
@@ -321,10 +369,14 @@ class _Server:
             request = msgspec.msgpack.decode(body, type=_Request)
         except msgspec.MsgspecError:
             return None
-        fits = request.generation == self._generation and 0 <= request.rank < request.size
-        return request if fits else None
+        fetches = request.size == _FETCH and request.key in self.provided
+        here = request.rank >= 0 and (fetches or request.rank < request.size)
+        return request if here and request.generation == self._generation else None
 
     def _collect(self, sock: socket.socket, request: _Request) -> None:
+        if request.size == _FETCH:
+            self._answer(sock, request, self.provided[request.key]())
+            return
         group = self._groups.setdefault((request.key, request.size), {})
         before = group.get(request.rank)
         if before is not None:  # its rank gave up and came back
@@ -339,13 +391,14 @@ class _Server:
         for rank, each in group.items():
             asked = requests[rank]
             assert asked is not None
-            reply = _Reply(self._generation, request.key, asked.nonce, blobs)
-            with contextlib.suppress(OSError):
-                each.settimeout(
-                    1.0
-                )  # a frozen peer with a full buffer must not hold up the others for long
-                each.sendall(_signed(self._secret, msgspec.msgpack.encode(reply)))
-            self._drop(each)
+            self._answer(each, asked, blobs)
+
+    def _answer(self, sock: socket.socket, request: _Request, blobs: list[bytes]) -> None:
+        reply = _Reply(self._generation, request.key, request.nonce, blobs)
+        with contextlib.suppress(OSError):
+            sock.settimeout(1.0)  # a frozen peer with a full buffer must not hold up the others
+            sock.sendall(_signed(self._secret, msgspec.msgpack.encode(reply)))
+        self._drop(sock)
 
     def _drop_silent(self, now: float) -> None:
         for sock, peer in list(self._peers.items()):

@@ -12,6 +12,7 @@ import queue
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from elastic import timeline
 from elastic.errors import Invalid
 
 if TYPE_CHECKING:
@@ -53,14 +54,17 @@ class State:
 
         Raises Invalid if a value can't be copied, WorldChanging and PeerLost to unwind to ``elastic.run``.
         """
-        if _is_ours(type(self).save):
-            self.save()  # says itself from where on the commit before is no longer whole
-        else:
-            with self._saving():
-                self.save()
         from elastic import runtime
 
         rt = runtime.active()
+        if rt is not None:
+            rt.may_commit()
+        with timeline.during("state", "commit"):
+            if _is_ours(type(self).save):
+                self.save()  # says itself from where on the commit before is no longer whole
+            else:
+                with self._saving():
+                    self.save()
         if rt is not None:
             rt.committed()
             self.report_commit()
@@ -101,9 +105,9 @@ class State:
         for callback in self._reset_callbacks:
             callback()
 
-    def on_hosts_updated(self, timestamp: Any, update_result: Any) -> None:
+    def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
         """News of the hosts, from any thread; the next check looks at it."""
-        self._host_messages.put((timestamp, update_result))
+        self._host_messages.put((timestamp, update_res))
 
     def report_commit(self) -> None:
         """Tells the driver what was just committed, where it is to be compared (ELASTIC_DIGESTS=1)."""
@@ -231,6 +235,10 @@ class ObjectState(State):
         """Objects that values may point to without owning them."""
         return []
 
+    def _set_attrs(self) -> None:
+        """What subclasses written for Horovod call in their own ``restore`` and ``sync``."""
+        self._restore_values()
+
     def _restore_values(self) -> None:
         for name, value in self._copied(self._saved_state).items():
             setattr(self, name, value)
@@ -285,10 +293,10 @@ def _is_ours(method: Callable[..., Any]) -> bool:
     return getattr(method, "__module__", "").startswith("elastic.state.")
 
 
-def _broadcast_object(value: Any) -> Any:
+def _broadcast_object(value: Any, root_rank: int = 0, name: str | None = None) -> Any:
     from elastic.broadcasting import broadcast_object
 
-    return broadcast_object(value, root_rank=0)
+    return broadcast_object(value, root_rank, name)
 
 
 def _rank() -> int:

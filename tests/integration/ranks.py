@@ -67,11 +67,11 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send_bytes(blob)
 
-    def result(self, rank: int) -> Any:
+    def result(self, rank: int, timeout_s: float = RUN_S) -> Any:
         """What one rank returned; an exception object if it raised or died."""
         pipe = self._pipes[rank]
-        if not pipe.poll(RUN_S):
-            return TimeoutError(f"no result within {RUN_S:g} s")
+        if not pipe.poll(timeout_s):
+            return TimeoutError(f"no result within {timeout_s:g} s")
         try:
             return cloudpickle.loads(pipe.recv_bytes())
         except EOFError:

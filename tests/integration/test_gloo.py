@@ -234,6 +234,54 @@ def test_a_rank_that_never_comes_ends_the_connect_at_the_timeout(world):
         attempt.connect()
 
 
+def test_a_late_rank_is_waited_for_as_long_as_in_a_collective(world):
+    """And not as long as it takes to connect: it may save a checkpoint before its first collective."""
+
+    def connect(rank: int) -> Collectives:
+        if rank == 2:
+            time.sleep(0.6)
+        stores[rank]._timeout_s = 0.2
+        made = connecting(stores[rank], rank, 3, timeout_s=0.2, collective_timeout_s=TIMEOUT_S)
+        return made.connect()
+
+    stores = world.stores
+    world.groups += world.on_all(connect)
+    assert total(world.groups, world) == [6.0] * 3
+
+
+def test_an_abort_ends_the_thread_that_waits_for_a_late_rank(world):
+    before = set(threading.enumerate())
+    attempt = connecting(world.stores[0], 0, 3, collective_timeout_s=1000.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(attempt.connect)
+        [builder] = until_asked(before)
+        attempt.abort()
+        with pytest.raises(CollectiveFailed, match="aborted"):
+            waiting.result(WAKE_S)
+    builder.join(WAKE_S)
+    assert not builder.is_alive()
+
+
+def until_asked(before: set[threading.Thread]) -> list[threading.Thread]:
+    """The threads that build a group, once one of them has connected to the store."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        new = [t for t in set(threading.enumerate()) - before if t.name == "elastic-gloo"]
+        if new and stacked(new[0], "receive"):
+            return new
+        time.sleep(0.002)
+    raise AssertionError("no group was being built")
+
+
+def stacked(thread: threading.Thread, function: str) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == function:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def test_a_store_that_nobody_serves_is_tried_until_the_timeout():
     listener = listen("127.0.0.1")
     listener.close()

@@ -9,7 +9,7 @@ import pytest
 from integration.history import History, pid_of
 from integration.job import Job
 from integration.stalls import debugged
-from integration.test_stuck import fences, stalling
+from integration.test_stuck import STALLING, fences, stalling
 
 IDLE_S = 3.0
 FLAGS = f"--idle-timeout {IDLE_S:g} --busy-warning 60 --busy-timeout 600"
@@ -52,6 +52,19 @@ def test_what_is_marked_as_long_may_even_be_idle(job):
     began = time.monotonic()
     training.until(lambda: time.monotonic() - began > 2 * IDLE_S, "twice the patience")
     let_end(training)
+
+
+def test_who_comes_late_to_its_first_collective_is_waited_for(job):
+    """Longer than it takes ranks to connect: rank 0 may validate a restored model before it trains."""
+    connecting = ["env", "HOROVOD_GLOO_TIMEOUT_SECONDS=2", *STALLING]  # of the workers only
+    rule = {"STALL": "slot=0,place=enter,how=evaluation,file=go"}
+    training = job(f"-np 3 --min-np 1 {FLAGS}", connecting, env={"ELASTIC_DIGESTS": "1", **rule})
+    training.wait_for("keeps the others waiting .*in 'evaluation', which its code marks as long")
+    began = time.monotonic()
+    training.until(lambda: time.monotonic() - began > IDLE_S, "more than twice the time to connect")
+    worlds = len(training.worlds())
+    let_end(training)
+    assert len(training.worlds()) == worlds
 
 
 def test_whom_a_debugger_holds_is_not_fenced(job):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 from integration.history import SCRIPTS
 
 
-def launched(what: str) -> tuple[Any, str]:
+def launched(what: str, **variables: str) -> tuple[Any, str]:
     """The result as the launching process prints it, and all that it has printed."""
     done = subprocess.run(
         [sys.executable, SCRIPTS / "launching.py", what],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env={**os.environ, **variables},
         timeout=100,
     )
     assert done.returncode == 0, done.stdout
@@ -35,8 +37,9 @@ def test_values_of_a_function_that_never_calls_init():
 
 
 def test_horovod_run():
-    result, _ = launched("horovod")
+    result, printed = launched("horovod", HOROVOD_LOG_LEVEL="ERROR")
     assert result == [["hello!", rank, 2] for rank in range(2)]
+    assert "elastic |" not in printed, "the driver's lines are of lower levels"
 
 
 def test_an_exception_in_the_function_is_a_failed_job():
@@ -49,6 +52,7 @@ def test_an_exception_in_the_function_is_a_failed_job():
 
 
 def test_an_elastic_function_survives_a_kill_of_rank_0():
+    """Called by horovod.run."""
     result, _ = launched("elastic")
     assert [(step, size) for step, size, _ in result] == [(10, 2), (10, 2)]
     for _, _, seen in result:

@@ -22,7 +22,7 @@ from elastic.broadcasting import (
 )
 from elastic.collectives.store import listen
 from elastic.compression import Compression
-from elastic.errors import PeerLost
+from elastic.errors import PeerLost, TensorMismatch
 from elastic.ops import (
     Adasum,
     Average,
@@ -325,7 +325,7 @@ def test_handles_are_integers_to_poll_and_synchronize(rank, size):
 @on_all
 def test_a_name_is_free_again_once_synchronized(rank, size):
     handle = allreduce_async(torch.ones(1), name="loss", op=Sum)
-    raises(ValueError, "'loss' is in flight already", allreduce_async, torch.ones(1), name="loss")
+    raises(ValueError, "loss is in flight already", allreduce_async, torch.ones(1), name="loss")
     gathered = allgather_async(torch.ones(1), name="loss")  # another kind of collective
     assert synchronize(handle) == 3.0
     assert len(synchronize(gathered)) == size
@@ -351,7 +351,7 @@ def test_what_is_refused_is_refused_before_anything_is_sent(rank, size):
     raises(ValueError, "Average or Sum", reducescatter, one, op=Max)
     raises(ValueError, "at least one", grouped_allreduce, [])
     raises(ValueError, "one device", grouped_allreduce, [one, torch.ones(1, device="meta")])
-    raises(ValueError, "not available yet", allreduce, one, process_set=object())
+    raises(ValueError, "give a ProcessSet", allreduce, one, process_set=object())
     assert allreduce(one, op=Sum, process_set=global_process_set) == 3.0
     assert (global_process_set.rank(), global_process_set.size()) == (rank, size)
     assert global_process_set.included()
@@ -359,29 +359,58 @@ def test_what_is_refused_is_refused_before_anything_is_sent(rank, size):
 
 @on_all
 def test_shapes_that_do_not_fit_raise_on_every_rank_and_break_nothing(rank, size):
-    raises(ValueError, "do not fit together", allgather, torch.ones(2, 3 if rank == 1 else 2))
+    shapes = "beyond the first dimension: ranks 0 and 2 have .any, 2., rank 1 has .any, 3."
+    raises(TensorMismatch, shapes, allgather, torch.ones(2, 3 if rank == 1 else 2))
     kind = torch.float64 if rank == 2 else torch.float32
-    raises(ValueError, "do not fit together", allgather, torch.ones(2, dtype=kind))
-    raises(ValueError, "do not fit together", grouped_allgather, [torch.ones(1)] * (rank + 1))
-    raises(ValueError, "do not fit together", alltoall, torch.ones(3, 1 + rank))
+    raises(TensorMismatch, "the dtype: .*rank 2 has float64", allgather, torch.ones(2, dtype=kind))
+    raises(TensorMismatch, "number of tensors", grouped_allgather, [torch.ones(1)] * (rank + 1))
+    raises(TensorMismatch, "the shape", alltoall, torch.ones(3, 1 + rank))
+    raises(TensorMismatch, "the shape: .*rank 2 has .3.", allreduce, torch.ones(1 + rank), name="x")
+    raises(TensorMismatch, "the shape", allreduce, torch.ones(2, 3) if rank else torch.ones(3, 2))
+    raises(TensorMismatch, "the reduction", allreduce, torch.ones(1), op=Max if rank else Sum)
+    raises(TensorMismatch, "the root rank", broadcast, torch.ones(1), rank)
+    one = torch.ones(1)
+    raises(TensorMismatch, "prescale_factor", allreduce, one, prescale_factor=1.0 + rank)
     assert allreduce(torch.ones(1), op=Sum) == 3.0
 
 
 @on_all
 def test_handles_of_a_lost_world_raise(rank, size):
     kept = allreduce_async(torch.ones(1), name="kept", op=Sum)
-    dropped = allreduce_async(torch.ones(1), name="dropped", op=Sum)
     barrier()
     recovery = runtime.current()._recovery
     recovery.generation += 1
     try:
         assert poll(kept)
         raises(PeerLost, "is gone", synchronize, kept)
-        again = allreduce_async(torch.ones(1), name="dropped", op=Sum)  # its old name is free
-        raises(PeerLost, "is gone", synchronize, dropped)
-        assert synchronize(again) == 3.0
     finally:
         recovery.generation -= 1
+
+
+@on_all
+def test_names_match_in_any_order_and_large_and_small_ones_are_mixed(rank, size):
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(rank)).tolist()
+    elements = [(300_000 if number % 20 == 0 else number + 1) for number in range(60)]
+    for _ in range(3):  # asked by name, given a number, asked by number
+        handles = {
+            number: allreduce_async_(
+                torch.full((elements[number],), float(number + rank)), name=f"n{number}", op=Sum
+            )
+            for number in order
+        }
+        for number in sorted(order):
+            result = synchronize(handles[number])
+            assert result.shape == (elements[number],)
+            assert (result == 3.0 * number + 3.0).all(), number
+
+
+@on_all
+def test_a_name_may_come_back_with_another_shape(rank, size):
+    for rows in (1, 1, 1, 2, 2, 1, 1):
+        assert allreduce(torch.ones(rows), name="changes", op=Sum).tolist() == [3.0] * rows
+        assert len(allgather(torch.ones(rows + rank), name="changes")) == 3 * rows + 3
+    raises(TensorMismatch, "the shape", allreduce, torch.ones(1 + (rank == 1)), name="changes")
+    assert allreduce(torch.ones(1), name="changes", op=Sum).tolist() == [3.0]
 
 
 # ---- gradients ---------------------------------------------------------------------------------
@@ -536,10 +565,10 @@ def test_optimizer_state_is_overwritten_in_place_and_dropped(rank, size):
         ),
         ("reducescatter_async", "tensor name op process_set prescale_factor postscale_factor"),
         ("barrier", "process_set"),
-        ("broadcast_parameters", "params root_rank"),
-        ("broadcast_optimizer_state", "optimizer root_rank model"),
+        ("broadcast_parameters", "params root_rank process_set"),
+        ("broadcast_optimizer_state", "optimizer root_rank model process_set"),
         ("broadcast_object", "obj root_rank name process_set"),
-        ("allgather_object", "obj name"),
+        ("allgather_object", "obj name process_set"),
     ],
 )
 def test_signatures_are_horovods(name, expected):

@@ -108,6 +108,18 @@ def test_an_exception_of_one_worker_is_its_own_trouble(job):
     History(training).check()
 
 
+def test_nobody_waits_for_the_interpreter_of_a_worker_that_called_sys_exit(job):
+    training = started(job, 3, RAISE="slot=1,step=5,place=stepped,error=exit")
+    training.wait_for_world(3)
+    training.wait_for_world(2)  # its sockets are still open, and its process runs on
+    os.kill(pid_of(training, 1), 0)
+    assert not training.events("WorkerExited")
+    training.wait_for(r"generation 2 is over: (lost localhost:1#1 \(exit code 3\)|a collective)")
+    (training.folder / "exit").touch()
+    training.succeed()
+    History(training).check()
+
+
 def test_the_same_exception_in_all_ends_the_job(job):
     """Defect M: no endless loop of restoring what will fail again."""
     training = started(job, 3, RAISE="step=4,place=stepped,error=value")
@@ -130,7 +142,7 @@ def test_a_mismatch_of_shapes_is_an_error_of_the_script(job):
     """Defect M: it looks like a failed collective, but trying again would only repeat it."""
     training = started(job, 2, RAISE="step=4,place=stepped,error=shape")
     assert training.wait() == 1
-    training.wait_for("the ranks' tensors do not fit together")
+    training.wait_for("mismatched tensors, the ranks differ in the shape")
     training.wait_for("raised the same exception")
     assert not training.events("WorkerFailed")
 

@@ -29,6 +29,7 @@ from elastic.driver.events import (
     WorkerPaced,
     WorkerProbed,
     WorkerProgressed,
+    WorkerQuit,
     WorkerRaised,
     WorkerReady,
     WorkerResumed,
@@ -96,6 +97,10 @@ def raised(
 ) -> Event:
     held = Commit(*commit) if commit else None
     return WorkerRaised(worker(name), generation, held, summary, f"Traceback ...\n{summary}\n")
+
+
+def has_quit(name: str, generation: int, code: int = 0) -> Event:
+    return WorkerQuit(worker(name), generation, code)
 
 
 def returned(name: str, generation: int) -> Event:

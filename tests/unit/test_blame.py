@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from elastic.driver.blame import Exceptions, describe_exit, exit_code
+from elastic.driver.blame import Exceptions, Inquest, brief, describe_exit, exit_code
 from elastic.driver.events import BreakWorld, EndJob, KillWorker, PublishWorld
-from elastic.protocol import Commit
+from elastic.protocol import Commit, Worker
 from unit.conversation import (
     Talk,
     disconnected,
     exited,
     failed,
     has,
+    has_quit,
     hosts,
     names,
     raised,
@@ -35,6 +36,55 @@ def test_an_exception_in_one_worker_costs_its_slot_a_pause_and_the_job_goes_on()
     assert has(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 4)))
     assert "its slot may return in 1 s" in said(talk.tell(exited("h:1", 1)))
     assert names(talk.wait(1)) == ["h:1#2"]
+
+
+def test_who_calls_sys_exit_is_lost_before_its_interpreter_has_ended():
+    talk = running(3)
+    broken = the(BreakWorld, talk.tell(has_quit("h:1", 2)))
+    assert broken.members == [worker("h:0"), worker("h:2")]
+    assert broken.reason == "lost h:1#1 (exit code 0)"
+    assert talk.tell(failed("h:0", 2)) == []
+    assert has(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 4)))
+    assert names(talk.wait(5)) == [], "its slot is taken for as long as it runs"
+    gone = talk.tell(exited("h:1", 0))
+    assert "h:1#1 ended with exit code 0; its slot may return in 1 s" in said(gone)
+    assert not has(BreakWorld, gone), "it was lost once"
+    assert names(talk.wait(1)) == ["h:1#2"]
+
+
+def test_an_interpreter_that_does_not_end_is_killed():
+    talk = running(3, leave_s=30)
+    talk.tell(has_quit("h:1", 2))
+    talk.ready("h:0", "h:2", commit=(2, 4))
+    assert names(talk.wait(31), KillWorker) == ["h:1#1"]
+
+
+def test_the_last_one_may_take_its_time_to_exit():
+    """Nobody waits for it, and what it does at its exit may matter: nobody kills it for that."""
+    talk = running(2, leave_s=30)
+    talk.tell(has_quit("h:0", 2), has_quit("h:1", 2))
+    assert not has(KillWorker, talk.wait(20))
+    assert not has(EndJob, talk.tell(exited("h:0", 0)))
+    assert not has(KillWorker, talk.wait(60))
+    end = the(EndJob, talk.tell(exited("h:1", 0)))
+    assert end.code == 1 and "lost h:1#1 (exit code 0)" in end.reason
+
+
+def test_an_exit_after_the_others_have_returned_is_no_failure_of_theirs():
+    talk = running(2)
+    talk.tell(returned("h:0", 2))
+    actions = talk.tell(has_quit("h:1", 2, 0))
+    assert the(EndJob, actions).code == 0
+    assert "lost h:1#1 (exit code 0), after all others had returned" in said(actions)
+
+
+def test_words_of_an_exit_that_change_nothing():
+    talk = running(3)
+    assert talk.tell(has_quit("h:1", 1)) == [], "of an older world"
+    assert talk.tell(has_quit("h:7", 2)) == [], "nobody knows it"
+    talk.tell(has_quit("h:1", 2))
+    assert talk.tell(has_quit("h:1", 2)) == [], "said again on a new connection"
+    assert static(2).tell(has_quit("h:1", 1)) == [], "in a static job the exit is the verdict"
 
 
 def test_a_process_that_does_not_end_after_its_exception_is_killed():
@@ -213,3 +263,19 @@ def test_exits_are_worded():
     assert describe_exit(-9) == "signal 9 SIGKILL"
     assert describe_exit(-99) == "signal 99"
     assert [exit_code(code) for code in (3, -9, 0)] == [3, 137, 1]
+
+
+def test_a_reason_that_was_given_before_is_named_by_its_first_words():
+    assert brief("it is frozen (stopped by a signal)") == "it is frozen"
+    assert brief("it is stuck: idle for 30 s while the others waited in 'loss'") == "it is stuck"
+    assert brief("it did not call init() within 120 s") == "it did not call init() within 120 s"
+
+
+def test_a_complaint_is_settled_when_all_who_complained_are_in_a_new_world():
+    """By a retry loop of the script's own. One that is accused of an exception of its own is not forgiven."""
+    first, second = Worker("h", 0, 1), Worker("h", 1, 1)
+    inquest = Inquest(by=2.0, latest=10.0, verdict="h:0 lost a peer", witnesses={first})
+    assert inquest.settled([second, first])
+    assert not inquest.settled([second])
+    inquest.accuse(second, "h:1 raised ValueError")
+    assert not inquest.settled([second, first])

@@ -8,7 +8,9 @@ from elastic import environment
 from elastic.errors import Invalid
 
 
-def test_without_a_launcher_a_collective_has_as_long_as_a_group_to_form():
+def test_without_a_driver_a_collective_has_half_an_hour_unless_it_is_told():
+    env = environment.read({})
+    assert (env.timeout_s, env.collective_timeout_s) == (30.0, 1800.0)
     env = environment.read({"HOROVOD_GLOO_TIMEOUT_SECONDS": "7"})
     assert (env.timeout_s, env.collective_timeout_s) == (7.0, 7.0)
 
@@ -30,3 +32,83 @@ def test_the_wait_for_the_driver_ends_later_than_any_patience_of_its_own():
 def test_a_damaged_number_is_named(name):
     with pytest.raises(Invalid, match=f"{name} is 'soon'; give a number of seconds"):
         environment.read({name: "soon"})
+
+
+def test_what_horovods_variables_say():
+    env = environment.read(
+        {
+            "HOROVOD_CYCLE_TIME": "2.5",
+            "HOROVOD_CACHE_CAPACITY": "0",
+            "HOROVOD_FUSION_THRESHOLD": "65536",
+            "HOROVOD_DISABLE_GROUP_FUSION": "1",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40",
+            "HOROVOD_THREAD_AFFINITY": "4, 6",
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "True",
+            "HOROVOD_TIMELINE": "t.json",
+            "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        }
+    )
+    assert (env.cycle_s, env.cache_capacity, env.fusion_bytes) == (0.0025, 0, 65536)
+    assert (env.group_fusion, env.dynamic_process_sets) == (False, True)
+    assert (env.stall_warning_s, env.stall_shutdown_s) == (20.0, 40.0)
+    assert (env.timeline, env.timeline_mark_cycles) == ("t.json", True)
+    assert [env.core(local_rank) for local_rank in range(3)] == [4, 6, None]
+
+
+NAMES = [
+    "CYCLE_TIME",
+    "CACHE_CAPACITY",
+    "FUSION_THRESHOLD",
+    "DISABLE_GROUP_FUSION",
+    "STALL_CHECK_DISABLE",
+    "STALL_CHECK_TIME_SECONDS",
+    "STALL_SHUTDOWN_TIME_SECONDS",
+    "THREAD_AFFINITY",
+    "DYNAMIC_PROCESS_SETS",
+    "TIMELINE",
+    "TIMELINE_MARK_CYCLES",
+    "GLOO_TIMEOUT_SECONDS",
+    "START_TIMEOUT",
+]
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_what_holds_where_they_say_nothing(value):
+    environ = {} if value is None else {f"HOROVOD_{name}": value for name in NAMES}
+    env = environment.read(environ)
+    assert (env.cycle_s, env.cache_capacity, env.fusion_bytes) == (0.001, 1024, None)
+    assert (env.group_fusion, env.dynamic_process_sets) == (True, False)
+    assert (env.stall_warning_s, env.stall_shutdown_s) == (60.0, 0.0)
+    assert (env.timeline, env.timeline_mark_cycles, env.core(0)) == (None, False, None)
+    assert (env.timeout_s, env.start_timeout_s) == (30.0, 600.0)
+
+
+def test_a_stall_check_that_is_off_never_warns():
+    env = environment.read(
+        {
+            "HOROVOD_STALL_CHECK_DISABLE": "1",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40",
+        }
+    )
+    assert (env.stall_warning_s, env.stall_shutdown_s) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("HOROVOD_CYCLE_TIME", "soon", "give a number of milliseconds"),
+        ("HOROVOD_CYCLE_TIME", "-1", "give a number of milliseconds"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "inf", "give a number of seconds"),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "0", "give a number of seconds, more than 0"),
+        ("HOROVOD_CACHE_CAPACITY", "-1", "give a whole number, 0 or more"),
+        ("HOROVOD_FUSION_THRESHOLD", "64MB", "give a whole number, 0 or more"),
+        ("HOROVOD_THREAD_AFFINITY", "0,one", "give the numbers of cores"),
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "maybe", "set it to 1 or 0"),
+        ("HOROVOD_DYNAMIC_PROCESS_SETS", "2", "set it to 1 or 0"),
+    ],
+)
+def test_a_damaged_variable_is_named(name, value, said):
+    with pytest.raises(Invalid, match=f"{name} is '{value}'; {said}"):
+        environment.read({name: value})

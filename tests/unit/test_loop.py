@@ -15,6 +15,7 @@ from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.events import (
     BreakWorld,
     DumpStacks,
+    LetGo,
     ProbeWorkers,
     RejectWorker,
     ReportRecovery,
@@ -208,6 +209,35 @@ async def test_a_clean_exit_waits_for_what_is_still_under_way(s):
     s.server.gone(A, False)
     assert await s.code() == 0
     assert s.driver.results == {A: b"large"}
+
+
+@story()
+async def test_results_without_a_world_are_ordered_by_the_places_at_the_start(s):
+    await s.say(B, protocol.Result(b"from 1"))
+    await s.say(A, protocol.Result(b"from 0"))
+    await s.exit(B)
+    await s.exit(A)
+    assert await s.code() == 0
+    assert s.driver.ordered_results() == [b"from 0", b"from 1"]
+
+
+@story()
+async def test_nothing_is_kept_of_workers_that_are_gone(s):
+    place = s.driver._promised[A]
+
+    async def come_and_go(worker: Worker) -> None:
+        for _ in range(5):
+            worker = worker.next()
+            s.driver._perform([StartWorker(worker, place, "again"), LetGo(worker, "enough")])
+            assert worker in s.driver._let_go
+            await s.exit(worker)
+
+    await come_and_go(C)
+    assert s.driver._promised.keys() == {A, B} and not s.driver._let_go
+    await s.train(A, B)
+    await come_and_go(C)
+    assert not s.driver._promised, "a world has places of its own"
+    assert not s.driver._let_go
 
 
 @story()
@@ -423,6 +453,7 @@ def test_every_message_has_its_event():
         protocol.Resumed(1, {"cut": 2.0}, 9),
         protocol.Digested(1, commit, 3, 4),
         protocol.Raised(1, commit, "x", "y"),
+        protocol.Quit(1, 3),
         protocol.Returned(1),
     ]
     for message in messages:

@@ -116,7 +116,8 @@ def test_a_worker_that_hangs_before_init_is_killed_once_somebody_waits_for_it():
     actions = talk.wait(2)
     assert names(actions, KillWorker) == ["h:2#1"]
     assert len(the(PublishWorld, actions).members) == 2
-    assert "killed because it did not call init() within 120 s" in said(talk.tell(exited("h:2")))
+    assert "fencing h:2#1: it did not call init() within 120 s" in said(actions)
+    assert "h:2#1 ended with signal 9 SIGKILL, as ordered" in said(talk.tell(exited("h:2")))
 
 
 def test_who_connects_before_the_first_world_but_says_ready_after_it_is_a_newcomer():
@@ -386,9 +387,7 @@ def test_a_lost_connection_without_an_exit_is_fenced():
     assert talk.tell(disconnected("h:3")) == []
     assert names(talk.wait(2), KillWorker) == ["h:3#1"]
     broken = the(BreakWorld, talk.tell(exited("h:3")))
-    assert broken.reason == (
-        "lost h:3#1 (signal 9 SIGKILL, killed because its connection was lost)"
-    )
+    assert broken.reason == "lost h:3#1 (killed: its connection was lost)"
 
 
 def test_exit_code_0_inside_elastic_run_is_a_loss():

@@ -2,93 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import itertools
 import pickle
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from elastic import gradients, runtime
-from elastic.collectives import fake
+from elastic import environment, gradients, runtime
 from elastic.collectives.interface import Op
 from elastic.collectives.local import LocalCollectives
 from elastic.compression import Compression
-from elastic.errors import CollectiveFailed, Invalid, NotInitialized, PeerLost, StateMismatch
+from elastic.errors import Invalid, NotInitialized, PeerLost, StateMismatch
 from elastic.optimizer import DistributedOptimizer
-from elastic.protocol import Place
-
-
-class Twins:
-    """A group of ``size`` in which every other rank sends what this one sends."""
-
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
-        self.calls: list[tuple[str, int]] = []
-        self.failure: str | None = None
-        self.holding = False  # works under way don't end
-
-    def allreduce(self, tensor, op):
-        if self.failure:
-            raise CollectiveFailed(self.failure)
-        self.calls.append((op.name, tensor.numel()))
-        return TwinWork(self, tensor, op)
-
-
-class TwinWork:
-    def __init__(self, group, tensor, op) -> None:
-        self.group, self.tensor, self.op = group, tensor, op
-
-    def done(self) -> bool:
-        return not self.group.holding
-
-    def wait(self) -> None:
-        if self.group.failure:
-            raise CollectiveFailed(self.group.failure)
-        if self.op is Op.SUM:
-            self.tensor.mul_(self.group.size)
-
-
-class World:
-    """What an optimizer sees of the runtime."""
-
-    def __init__(self, size: int, rank: int = 0, group=None) -> None:
-        self.elastic = True
-        self.activity = 0
-        self.broken = False
-        self.reason = ""
-        self.generation = 0
-        self.become(size, rank, group)
-
-    def become(self, size: int, rank: int = 0, group=None) -> None:
-        """The next generation."""
-        self.place = Place(rank, size, rank, size, 0, 1)
-        self.generation += 1
-        self.broken = False
-        self.gradients = group or (Twins(size) if size > 1 else LocalCollectives())
-
-    def group(self, purpose, device, ranks=None):
-        assert (purpose, device.type, ranks) == ("gradients", "cpu", None)
-        return self.gradients
-
-    @contextlib.contextmanager
-    def guard(self, name):
-        if self.broken:
-            raise PeerLost(self.reason)
-        try:
-            yield
-        except CollectiveFailed as error:
-            self.mark_broken(self.generation, str(error))
-            raise PeerLost(str(error)) from error
-
-    def mark_broken(self, generation, reason):
-        self.broken, self.reason = True, reason
+from elastic.process_sets import ProcessSet
+from unit.small_worlds import World, backward, net, ranks_as_threads, sgd
 
 
 @pytest.fixture
@@ -100,47 +30,7 @@ def world(monkeypatch):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Runs a function of the rank on every rank of a world, each in a thread; returns what they return."""
-    own = threading.local()
-    monkeypatch.setattr(runtime, "current", lambda: own.world)
-
-    def run(size, function):
-        groups = fake.world(size)
-
-        def on_rank(rank):
-            own.world = World(size, rank, groups[rank])
-            try:
-                return function(rank)
-            except BaseException:
-                groups[rank].abort()
-                raise
-
-        with ThreadPoolExecutor(size) as pool:
-            futures = [pool.submit(on_rank, rank) for rank in range(size)]
-            errors = [e for future in futures if (e := future.exception()) is not None]
-            if errors:
-                raise next((e for e in errors if not isinstance(e, PeerLost)), errors[0])
-            return [future.result() for future in futures]
-
-    return run
-
-
-def net(*widths: int) -> Any:  # a torch.nn.Sequential
-    model = torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
-    with torch.no_grad():
-        for parameter in model.parameters():  # no random numbers: threads share their generator
-            parameter.copy_(torch.linspace(-1.0, 1.0, parameter.numel()).view_as(parameter))
-    return model
-
-
-def sgd(model: torch.nn.Module, lr: float = 0.1, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return DistributedOptimizer(optimizer, model.named_parameters(), **options)
-
-
-def backward(model, scale: float = 1.0) -> None:
-    width = next(model.parameters()).shape[-1]
-    (model(torch.ones(1, width)).sum() * scale).backward()
+    return ranks_as_threads(monkeypatch)
 
 
 def values(model) -> list[torch.Tensor]:
@@ -256,7 +146,7 @@ def test_buckets_are_launched_in_plan_order_whatever_becomes_ready_first(world, 
     first.sum().backward()
     assert calls == []
     second.sum().backward()
-    assert [numel for _, numel in calls] == [112, 16]  # padded to 64 bytes
+    assert [numel for _, numel in calls] == [112 + 1, 16]  # padded to 64 bytes, and the mark
     optimizer.step()
 
 
@@ -371,7 +261,7 @@ def test_groups_travel_in_one_piece(world):
     optimizer = sgd(model, groups=[[model[0].weight, model[1].bias]])
     backward(model)
     optimizer.step()
-    assert world.gradients.calls[1:] == [("SUM", 16 + 16), ("SUM", 16 + 16)]
+    assert world.gradients.calls[1:] == [("SUM", 16 + 16 + 1), ("SUM", 16 + 16)]
     world.become(2)
     counted = sgd(net(3, 4, 2), groups=4)
     backward(counted_model := net(3, 4, 2))
@@ -518,7 +408,7 @@ def test_freezing_and_thawing_makes_a_new_plan(world):
         optimizer.step()
         sent.append([numel for op, numel in world.gradients.calls[before:] if op == "SUM"])
         assert (model[0].weight.grad is None) == frozen
-    assert sent == [[32], [64], [64], [32]]
+    assert sent == [[33], [65], [65], [33]]
 
 
 def test_an_added_group_travels_too(world):
@@ -533,7 +423,7 @@ def test_an_added_group_travels_too(world):
         backward(model)
         backward(late)
         optimizer.step()
-    assert world.gradients.calls[-1] == ("SUM", 64)
+    assert world.gradients.calls[-1] == ("SUM", 65)
 
 
 def test_a_changed_dtype_makes_a_new_plan(world):
@@ -857,7 +747,8 @@ def test_a_parameter_without_a_gradient_gets_zeros_whatever_the_size_of_an_elast
         ({"groups": "all"}, "number of groups"),
         ({"groups": [1, 2]}, "no list"),
         ({"groups": [["weight"]]}, "contains a str"),
-        ({"process_set": object()}, "not available yet"),
+        ({"process_set": object()}, r"add_process_set\(\)"),
+        ({"process_set": ProcessSet([0, 1])}, "not registered"),
     ],
 )
 def test_bad_options_say_what_to_do(world, options, expected):
@@ -886,11 +777,6 @@ def test_only_a_plain_optimizer_can_be_wrapped(world):
         DistributedOptimizer(net(3, 2))
 
 
-def test_adasum_is_not_there_yet(world):
-    with pytest.raises(NotImplementedError, match="not available"):
-        sgd(net(3, 2), op=Op.ADASUM)
-
-
 def test_num_groups_is_an_old_name(world):
     with pytest.warns(DeprecationWarning, match="use groups"):
         sgd(net(3, 2), num_groups=2)
@@ -903,3 +789,131 @@ def test_init_comes_first(monkeypatch):
     monkeypatch.setattr(runtime, "current", nothing)
     with pytest.raises(NotInitialized, match=r"init\(\)"):
         sgd(net(3, 2))
+
+
+# ---- as users write it ---------------------------------------------------------------------------
+
+
+def test_the_threshold_of_fusion_sets_the_size_of_buckets(world):
+    sent = {}
+    for threshold in (None, 0, 100):
+        world.env = environment.read(
+            {} if threshold is None else {"HOROVOD_FUSION_THRESHOLD": str(threshold)}
+        )
+        world.become(2)
+        model = net(3, 4, 2)
+        optimizer = sgd(model)
+        backward(model)
+        optimizer.step()
+        sent[threshold] = [numel for op, numel in world.gradients.calls if op == "SUM"]
+    assert sent == {None: [64 + 1], 0: [16 + 1, 16, 16, 16], 100: [32 + 1, 32]}
+
+
+def test_thresholds_that_differ_are_refused(threads):
+    def train(rank):
+        world = runtime.current()
+        world.env = environment.read({"HOROVOD_FUSION_THRESHOLD": str(100 * rank)})
+        model = net(3, 2)
+        optimizer = sgd(model)
+        backward(model)
+        with pytest.raises(StateMismatch):
+            optimizer.step()
+
+    threads(2, train)
+
+
+def test_a_state_can_be_saved_and_loaded_into_another_run(world):
+    def adam(model, lr):
+        plain = torch.optim.Adam(model.parameters(), lr=lr)
+        return DistributedOptimizer(plain, model.named_parameters())
+
+    model, other = net(3, 2), net(3, 2)
+    ours, theirs = adam(model, 0.1), adam(other, 0.5)
+    backward(model)
+    ours.step()
+    saved = copy.deepcopy((model.state_dict(), ours.state_dict()))
+    plain = torch.optim.Adam(net(3, 2).parameters())
+    plain.load_state_dict(saved[1])  # and it is nobody's but Adam's
+    other.load_state_dict(saved[0])
+    theirs.load_state_dict(saved[1])
+    assert theirs.param_groups[0]["lr"] == 0.1
+    for each, optimizer in ((model, ours), (other, theirs)):
+        optimizer.zero_grad()
+        backward(each)
+        optimizer.step()
+    torch.testing.assert_close(values(other), values(model))
+
+
+def test_each_group_of_parameters_keeps_its_options(world):
+    model, plain = net(3, 4, 2), net(3, 4, 2)
+
+    def grouped(each):
+        slow = {"params": each[0].parameters(), "lr": 0.01}
+        return torch.optim.SGD(
+            [slow, {"params": each[1].parameters(), "weight_decay": 0.1}], lr=0.1, momentum=0.9
+        )
+
+    ours, theirs = DistributedOptimizer(grouped(model), model.named_parameters()), grouped(plain)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(ours, [lambda _: 0.5, lambda _: 1.0])
+    theirs.param_groups[0]["lr"] *= 0.5
+    for _ in range(3):
+        for each, optimizer in ((model, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            backward(each)
+            optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(values(model), values(plain))
+
+
+def test_two_models_against_each_other(world):
+    """One learns to judge what the other makes; while that one learns, the judge is frozen. No plan changes by it."""
+
+    def play(wrap):
+        maker, judge = net(3, 3), net(3, 1)
+        makers, judges = wrap(maker), wrap(judge)
+        for _ in range(3):
+            judge.requires_grad_(True)
+            judges.zero_grad()
+            judge(maker(torch.ones(1, 3)).detach()).sum().backward()
+            judges.step()
+            judge.requires_grad_(False)
+            makers.zero_grad()
+            judge(maker(torch.ones(1, 3))).sum().backward()
+            makers.step()
+        return values(maker) + values(judge)
+
+    ours = play(sgd)
+    assert [op for op, _ in world.gradients.calls].count("MAX") == 2
+    theirs = play(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_several_backwards_in_one_pass_each(world):
+    """Two losses, one after the other: as many passes as there are backwards."""
+    model, plain = net(3, 2), net(3, 2)
+    ours = sgd(model, backward_passes_per_step=2)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for each, optimizer in ((model, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            backward(each)
+            backward(each, scale=0.5)
+            optimizer.step()
+    torch.testing.assert_close(values(model), values(plain))
+
+
+def test_a_removed_process_set_says_so_at_the_step(threads):
+    def train(rank):
+        pair = ProcessSet([0, 1])
+        pair._entry.number = 1
+        model = net(3, 2)
+        optimizer = sgd(model, process_set=pair)
+        backward(model)
+        optimizer.step()
+        pair._entry.number, pair._entry.removed = 0, True
+        optimizer.zero_grad()
+        backward(model)  # raises nothing, as nobody could handle it there
+        with pytest.raises(ValueError, match="was removed"):
+            optimizer.step()
+
+    threads(2, train)

@@ -27,8 +27,14 @@ FROM_WORKER = [
     protocol.Pace(3, 100, 12.5, 30.0),
     protocol.Digested(3, Commit(3, 7), 2**63 - 1, 5, [1, 2], 1),
     protocol.Raised(3, None, "ValueError: x", "Traceback"),
+    protocol.Quit(3, 255),
     protocol.Returned(3),
     protocol.Result(b"\x00blob"),
+    protocol.ClockAsked(2**62),
+    protocol.Traced(1, -5, [("X", "grads", "ALLREDUCE", 2**62, 7), ("i", "", "2", 1, 0)], 3),
+    protocol.TracedAll(1),
+    protocol.TimelineWanted(1, "/t.json", True),
+    protocol.TimelineUnwanted(2, 1),
 ]
 FROM_DRIVER = [
     protocol.Challenge(b"n" * 32),
@@ -44,6 +50,10 @@ FROM_DRIVER = [
     protocol.Rejected("w differs"),
     protocol.Finish(3),
     protocol.End("failed"),
+    protocol.ClockTold(2**62, 1, 2),
+    protocol.Tracing(1, True, True),
+    protocol.TracesTaken(1),
+    protocol.TimelineAnswer(1, 1, "/t.json", "no room"),
 ]
 
 

@@ -18,6 +18,7 @@ from elastic.protocol import (
     Place,
     Prepare,
     Proceed,
+    Quit,
     Raised,
     Ready,
     Reconnected,
@@ -327,6 +328,14 @@ def test_a_user_exception_is_told_with_the_commit_it_came_after():
     assert r.phase is Phase.OVER
 
 
+def test_sys_exit_in_user_code_is_told_before_the_interpreter_ends():
+    r = training()
+    reason = "sys.exit was called under elastic.run: exit code 3"
+    assert r.quit(3) == [Send(Quit(2, 3)), Cut(2, reason)]
+    assert r.phase is Phase.OVER
+    assert r.quit(3) == [] and r.wait_for_world(STORE, "d") == []
+
+
 # ---- a connection that is lost and replaced -----------------------------------------------------
 
 
@@ -371,6 +380,9 @@ def test_that_it_wants_to_leave_and_what_it_raised_are_said_again():
     r.raised("ValueError: x", "trace")
     assert said(r)[-1] == Raised(2, Commit(2, 0), "ValueError: x", "trace")
     assert r.ask_to_leave("SIGTERM") == []
+    r = training(2)
+    r.quit(0)
+    assert said(r)[1:] == [Quit(2, 0)]
 
 
 def test_asked_again_for_its_number_of_checks_it_gives_the_same_answer():

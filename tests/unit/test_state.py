@@ -24,6 +24,9 @@ class FakeRuntime:
         self.change: BaseException | None = None
         self.env = SimpleNamespace(digest_commits=False)
 
+    def may_commit(self) -> None:
+        pass
+
     def committed(self) -> None:
         self.said.append("committed")
 

@@ -85,8 +85,10 @@ def main(what: str) -> None:
             except elastic.JobFailed as error:
                 result = str(error)
         case "elastic":
-            flags = {"cooldown_range": (60, 60)}
-            result = elastic.launch(elastic_training, (10, 0), np=3, min_np=2, **flags)  # type: ignore[arg-type]
+            import horovod
+
+            flags = {"num_proc": 3, "min_num_proc": 2, "cooldown_range": (60, 60)}
+            result = horovod.run(elastic_training, (10, 0), **flags)
         case "bad arguments":
             result = [
                 attempt(np=2, min_np=3),

@@ -6,7 +6,8 @@ from the environment, as rules like ``slot=0,step=7,place=forward;...``. A rule 
 world.
 
 DIE      SIGKILL at the place.
-RAISE    an exception at the place: ``error=`` value, horovod, shape.
+RAISE    an exception at the place: ``error=`` value, horovod, shape; or exit: ``sys.exit(3)``, and the end of the
+         interpreter takes until a file ``exit`` exists.
 WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards.
 HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
          exists.
@@ -14,10 +15,12 @@ HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,9 @@ def at(place: str, step: int) -> None:
                     raise ValueError("this sample is damaged")
                 case "horovod":
                     raise HorovodInternalError("the script has had enough of this world")
+                case "exit":
+                    atexit.register(until_exists, "exit")
+                    sys.exit(3)
                 case "shape":
                     elastic.allgather(torch.ones(1, 1 + elastic.rank()), name="unequal")
 

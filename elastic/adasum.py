@@ -1,0 +1,187 @@
+"""Adasum: adds up vectors so that what they agree on counts once and what is orthogonal counts in full.
+
+For two vectors a and b::
+
+    Adasum(a, b) = (1 - a.b / 2|a|^2) a  +  (1 - a.b / 2|b|^2) b
+
+Equal vectors give that vector, as an average does; orthogonal ones give their sum. More are taken in pairs: of 4 ranks
+Adasum(Adasum(0, 1), Adasum(2, 3)). From Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys
+2021, arXiv 2006.02924; carried out as in its algorithm 1, by recursive vector halving and distance doubling. At level k
+two ranks that differ in bit k swap halves of the slice that both hold, so a rank sends and computes on 1/2, 1/4, 1/8 ..
+of the vector, and at the end everyone gathers the finished slices. The dot products of a slice are only parts; the
+ranks of a block of 2^(k+1), which together hold whole vectors, add them up. Bytes sent: as many as in an allreduce.
+
+Decides nothing about when to reduce; uses the one group that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic.collectives.interface import Collectives
+from elastic.errors import Invalid
+
+# Tensors lie in rows of so many elements that no row belongs to two: dot products and factors are then found for all
+# tensors at once, however small they are.
+_ROW = 128
+_CHUNK_ROWS = (1 << 20) // _ROW  # that are held in float64 at a time
+_HALF = (torch.float16, torch.bfloat16)
+# Below this a squared norm has lost its digits, and dividing by it would blow up what is left. No vector of float32,
+# however small, comes here, except zero.
+_NO_NORM = torch.finfo(torch.float64).tiny ** 0.5
+
+
+def check(size: int) -> None:
+    """Raises Invalid (a ValueError) if ``size`` ranks can't be taken in pairs of pairs."""
+    if size < 1 or size & (size - 1):
+        raise Invalid(
+            f"Adasum works among 1, 2, 4, 8, ... ranks, and here are {size}; use Average, or another number of workers"
+        )
+
+
+def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises TypeError for a dtype in which Adasum has no meaning, such as integers."""
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"Adasum can't reduce a tensor of {tensor.dtype}; convert it to floating point first, or use Sum"
+            )
+
+
+def reduce_(group: Collectives, tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrites each tensor with the Adasum of all ranks' tensors in its place. Blocks.
+
+    ``tensors``: contiguous, float16, bfloat16, float32 or float64, of any shape, on the group's device; the same on
+    every rank, in the same order. Each has dot products of its own, which are sums in float64; half precision is
+    computed in float32 and rounded once, at the end. The results are bitwise equal on all ranks. A vector of zeros
+    adds nothing: Adasum(0, b) = b.
+
+    Raises Invalid (a ValueError) if the number of ranks is no power of two and TypeError for other dtypes, both before
+    anything is sent; CollectiveFailed.
+    """
+    check(group.size)
+    check_tensors(tensors)
+    if group.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach().view(-1))
+    for vectors in by_dtype.values():
+        _reduce_alike(group, vectors)
+
+
+def _reduce_alike(group: Collectives, vectors: list[torch.Tensor]) -> None:
+    """`reduce_` for vectors of one dtype."""
+    rows, owners, views = _laid_out(vectors, group.size)
+    torch._foreach_copy_(views, vectors)
+    start, mine = 0, rows
+    distance = 1
+    while distance < group.size:
+        half = len(mine) // 2
+        is_left = not group.rank & distance
+        kept, given = (mine[:half], mine[half:]) if is_left else (mine[half:], mine[:half])
+        start += 0 if is_left else half
+        theirs = _swapped(group, given, group.rank ^ distance)
+        left, right = (kept, theirs) if is_left else (theirs, kept)
+        mine = _combined(
+            group, _wide(left), _wide(right), owners[start : start + half], len(vectors), distance
+        )
+        distance *= 2
+    # Rounded before it is sent: all ranks receive the same bits.
+    share = mine.to(rows.dtype)
+    outputs = [
+        rows[place : place + len(share)]
+        for place in (slice_start(rank, group.size, len(rows)) for rank in range(group.size))
+    ]
+    group.allgather(outputs, share).wait()
+    torch._foreach_copy_(vectors, views)
+
+
+def slice_start(rank: int, size: int, length: int) -> int:
+    """Where the slice begins that ``rank`` holds after all halvings of ``length``, a multiple of ``size``."""
+    start, distance = 0, 1
+    while distance < size:
+        length //= 2
+        start += length if rank & distance else 0
+        distance *= 2
+    return start
+
+
+def _laid_out(
+    vectors: list[torch.Tensor], size: int
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Zeroed rows for all vectors, a multiple of ``size``; which vector each row belongs to; where each one lies.
+
+    Rows behind the last vector are counted as its own: zeros change no dot product.
+    """
+    counts = [-(-vector.numel() // _ROW) for vector in vectors]
+    total = max(1, -(-sum(counts) // size)) * size
+    rows = vectors[0].new_zeros((total, _ROW))
+    counts[-1] += total - sum(counts)
+    owners = torch.repeat_interleave(torch.arange(len(vectors)), torch.tensor(counts))
+    views, begin = [], 0
+    for vector, count in zip(vectors, counts, strict=True):
+        views.append(rows.view(-1)[begin : begin + vector.numel()])
+        begin += count * _ROW
+    return rows, owners, views
+
+
+def _swapped(group: Collectives, rows: torch.Tensor, partner: int) -> torch.Tensor:
+    """Sends ``rows`` to ``partner`` and returns what it sent: as many."""
+    theirs = torch.empty_like(rows)
+    counts = [len(rows) if rank == partner else 0 for rank in range(group.size)]
+    group.alltoall(theirs, rows, received=counts, sent=counts).wait()
+    return theirs
+
+
+def _combined(
+    group: Collectives,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    owners: torch.Tensor,
+    vectors: int,
+    distance: int,
+) -> torch.Tensor:
+    """This rank's slice of Adasum(left, right); ``distance`` ranks hold the whole of each. Overwrites both."""
+    dots = _dots(left, right, owners, vectors)
+    first = group.rank // (2 * distance) * 2 * distance
+    block = range(first, first + 2 * distance)
+    both, left_norm, right_norm = _added_up(group, dots.to(left.device), block)
+    on_device = owners.to(left.device)
+    left.mul_(_factor(both, left_norm).to(left)[on_device].unsqueeze(1))
+    right.mul_(_factor(both, right_norm).to(right)[on_device].unsqueeze(1))
+    return left.add_(right)
+
+
+def _dots(
+    left: torch.Tensor, right: torch.Tensor, owners: torch.Tensor, vectors: int
+) -> torch.Tensor:
+    """Per vector left.right, left.left and right.right of these rows: float64 of shape (3, ``vectors``), on the CPU."""
+    by_row = torch.empty((3, len(left)), dtype=torch.float64, device=left.device)
+    for begin in range(0, len(left), _CHUNK_ROWS):
+        chunk = slice(begin, begin + _CHUNK_ROWS)
+        a, b = left[chunk].double(), right[chunk].double()
+        for dots, pair in zip(by_row, ((a, b), (a, a), (b, b)), strict=True):
+            dots[chunk] = torch.linalg.vecdot(*pair)
+    # On the CPU, where additions have a fixed order.
+    return torch.stack([torch.bincount(owners, dots, vectors) for dots in by_row.cpu()])
+
+
+def _added_up(group: Collectives, dots: torch.Tensor, block: range) -> torch.Tensor:
+    """The sum of the block's ``dots``, on the CPU: added in rank order, so that all of them use the same numbers."""
+    sent = dots.unsqueeze(0).repeat(len(block), 1, 1)
+    received = torch.empty_like(sent)
+    counts = [1 if rank in block else 0 for rank in range(group.size)]
+    group.alltoall(received, sent, received=counts, sent=counts).wait()
+    return received.cpu().sum(0)
+
+
+def _factor(both: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """1 - a.b / 2|a|^2 for each vector; 1 where a is zero."""
+    return torch.where(norm < _NO_NORM, 1.0, 1.0 - both / (2.0 * norm))
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    return rows.to(torch.float32) if rows.dtype in _HALF else rows

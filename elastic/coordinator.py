@@ -1,0 +1,363 @@
+"""Decides which collectives can run now, and in what order: those that every member has offered. Pure.
+
+One per generation, on rank 0, for the world and all process sets in it. Ranks offer in whatever order they come to
+their calls; what all have offered runs at once, and every rank is told in the same order. Nothing here knows a tensor.
+
+A name that comes again gets a number. From then on a rank offers it by one bit, and the coordinator only intersects
+numbers of 128 bytes: with 1,024 names, one `and` per rank. A number says "exactly what I asked for the last time"; a
+rank that wants something else by the same name sends a whole request, and then the others' bits are taken for the
+requests that they stand for. Names are never given another number behind the back of a rank that might be offering the
+old one: a name's number changes only in the decision in which all its members took part. When the numbers are used up,
+all are forgotten at once, in a new epoch; bits of the epoch before are understood until every member has taken notice.
+
+A rank that joined has no more data: the others' reductions no longer wait for it. When all have joined, all are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from elastic.requests import (
+    ALL,
+    ALLREDUCE,
+    JOIN,
+    LEAVE,
+    Decision,
+    Members,
+    Offer,
+    Request,
+    Settled,
+    ranks_in_words,
+    settle,
+)
+
+
+@dataclass
+class _Set:
+    """The collectives of one set of ranks."""
+
+    members: Members  # spelled out
+    named_as: Members  # as in messages
+    offered: dict[int, int]  # by rank: the bits of what it offered by number
+    waiting: dict[str, dict[int, Request]] = field(default_factory=dict)  # by name, by rank
+    numbers: dict[str, int] = field(default_factory=dict)  # of names
+    entries: list[Settled] = field(default_factory=list)  # by number
+    seen: set[str] = field(default_factory=set)  # names that have come once
+    reducible: int = 0  # bits of the entries that joined ranks can add zeros to
+    by_request: int = 0  # bits of the names that somebody waits for by a whole request
+    epoch: int = 0
+    before: list[Settled] = field(default_factory=list)  # the entries of the epoch before
+    unaware: set[int] = field(default_factory=set)  # ranks that have not taken notice of this epoch
+    lacking: int = -1  # a rank that lacked something the last time
+
+
+class Coordinator:
+    """``size`` ranks; at most ``capacity`` names with a number in each set."""
+
+    def __init__(self, size: int, capacity: int) -> None:
+        self._size = size
+        self._capacity = capacity
+        self._sets: dict[Members, _Set] = {}
+        self._joined: list[int] = []  # in the order in which they did
+        self._gone: dict[int, str] = {}  # ranks that left, and why
+        self._since: dict[tuple[Members, str], float] = {}  # when it was first seen to wait
+        self._said: set[tuple[Members, str]] = set()
+
+    # ---- offers ----------------------------------------------------------------------------------------------------
+
+    def offer(self, rank: int, offer: Offer) -> list[Decision]:
+        """What can run now that this rank has offered this. Each decision goes to all its members."""
+        requests = tuple(r for r in offer.requests if r.kind not in (JOIN, LEAVE))
+        said = {r.kind for r in offer.requests} - {r.kind for r in requests}
+        made = self._offer(rank, offer, requests) if requests or offer.known else []
+        if LEAVE in said:
+            made += self.leave(rank, "shut down")
+        elif JOIN in said:
+            made += self._join(rank)
+        return made
+
+    def _offer(self, rank: int, offer: Offer, requests: tuple[Request, ...]) -> list[Decision]:
+        each = self._set(offer.members)
+        if rank not in each.offered:
+            return []  # no member: it was told so where it asked
+        known = int.from_bytes(offer.known, "little")
+        if offer.epoch != each.epoch:
+            requests = (*self._in_old_words(each, rank, known), *requests)
+            known = 0
+        else:
+            each.unaware.discard(rank)
+        by_name = known if self._lacks(each) else known & each.by_request
+        if by_name:
+            known &= ~by_name
+            requests = (*(self._asked(each, n, rank) for n in bits(by_name)), *requests)
+        each.offered[rank] |= known
+        for request in requests:
+            self._ask(each, rank, request)
+        return self._decide(each, [request.name for request in requests])
+
+    def _lacks(self, each: _Set) -> bool:
+        """Whether one of its ranks is gone, so that nothing of it can run."""
+        return bool(self._gone) and any(rank in self._gone for rank in each.members)
+
+    def named(self, offer: Offer) -> list[str]:
+        """The names in an offer that is about to be made."""
+        each = self._set(offer.members)
+        entries = each.entries if offer.epoch == each.epoch else each.before
+        known = bits(int.from_bytes(offer.known, "little"))
+        return [entries[number].request.name for number in known] + [
+            request.name for request in offer.requests
+        ]
+
+    def _set(self, members: Members) -> _Set:
+        found = self._sets.get(members)
+        if found is None:
+            spelled = members or tuple(range(self._size))
+            found = _Set(spelled, members, dict.fromkeys(spelled, 0))
+            self._sets[members] = found
+        return found
+
+    def _in_old_words(self, each: _Set, rank: int, known: int) -> list[Request]:
+        position = each.members.index(rank)
+        return [each.before[number].asked_by(position) for number in bits(known)]
+
+    def _asked(self, each: _Set, number: int, rank: int) -> Request:
+        return each.entries[number].asked_by(each.members.index(rank))
+
+    def _ask(self, each: _Set, rank: int, request: Request) -> None:
+        asked = each.waiting.get(request.name)
+        if asked is None:
+            asked = each.waiting[request.name] = {}
+            number = each.numbers.get(request.name)
+            if number is not None:  # the bits of others now count as what they stand for
+                bit = 1 << number
+                each.by_request |= bit
+                for other, offered in each.offered.items():
+                    if offered & bit:
+                        each.offered[other] = offered & ~bit
+                        asked[other] = self._asked(each, number, other)
+        asked[rank] = request
+
+    # ---- decisions -------------------------------------------------------------------------------------------------
+
+    def _decide(self, each: _Set, names: Iterable[str]) -> list[Decision]:
+        made: list[Decision] = []
+        settled: list[Settled] = []
+        ready = self._ready(each)
+        for rank in each.offered if ready else ():
+            each.offered[rank] &= ~ready
+        if self._joined and ready & ~each.reducible:
+            active = self._active(each)
+            for number in bits(ready & ~each.reducible):
+                ready &= ~(1 << number)
+                asked = {rank: self._asked(each, number, rank) for rank in active}
+                settled.append(settle(asked, each.members))
+        if ready:
+            known = ready.to_bytes((ready.bit_length() + 7) // 8, "little")
+            made.append(Decision(each.named_as, each.epoch, known))
+        for name in dict.fromkeys(names):
+            epoch = each.epoch
+            found = self._settled(each, name)
+            if found is None:
+                continue
+            if each.epoch != epoch and settled:  # numbers given before are void from here on
+                made.append(Decision(each.named_as, epoch, settled=tuple(settled)))
+                settled = []
+            settled.append(found)
+        if settled and made and not made[-1].settled and made[-1].epoch == each.epoch:
+            made[-1] = Decision(each.named_as, each.epoch, made[-1].known, tuple(settled))
+        elif settled:
+            made.append(Decision(each.named_as, each.epoch, settled=tuple(settled)))
+        return made
+
+    def _active(self, each: _Set) -> list[int]:
+        if not self._joined:
+            return list(each.members)
+        return [rank for rank in each.members if rank not in self._joined]
+
+    def _ready(self, each: _Set) -> int:
+        """The bits that every active member has offered."""
+        offered = each.offered
+        if not self._joined:
+            lacking = offered.get(each.lacking, -1)
+            if lacking == 0:
+                return 0
+        ready = -1
+        for rank in self._active(each):
+            ready &= offered[rank]
+            if not ready:
+                each.lacking = rank
+                return 0
+        return max(ready, 0)
+
+    def _settled(self, each: _Set, name: str) -> Settled | None:
+        """The collective of this name, if nobody is missing any more."""
+        asked = each.waiting.get(name)
+        if not asked:
+            return None
+        if self._lacks(each):
+            gone = [rank for rank in each.members if rank in self._gone]
+            self._take(each, name)
+            why = self._gone[gone[0]]
+            return Settled(
+                next(iter(asked.values())),
+                error=f"{name} can't run: {ranks_in_words(gone)} {why}",
+                refused=True,
+            )
+        if any(rank not in asked for rank in self._active(each)):
+            return None
+        self._take(each, name)
+        return self._numbered(each, settle(asked, each.members))
+
+    def _take(self, each: _Set, name: str) -> None:
+        del each.waiting[name]
+        number = each.numbers.get(name)
+        if number is not None:
+            each.by_request &= ~(1 << number)
+
+    def _numbered(self, each: _Set, found: Settled) -> Settled:
+        """With the number by which it is known from now on, if it came before and there is room."""
+        request = found.request
+        if found.error:
+            return found
+        each.numbers.pop(
+            request.name, None
+        )  # it asked for something else: the old number is used up
+        if not request.lasting or self._capacity == 0 or self._joined:
+            return found
+        if request.name not in each.seen:
+            each.seen.add(request.name)
+            if len(each.seen) > 64 * self._capacity:
+                each.seen.clear()
+            return found
+        if len(each.entries) >= self._capacity:
+            if each.unaware:
+                return found
+            self._forget_numbers(each)
+        number = len(each.entries)
+        found = Settled(found.request, found.rows, found.payloads, number)
+        each.entries.append(found)
+        each.numbers[request.name] = number
+        if request.kind == ALLREDUCE:
+            each.reducible |= 1 << number
+        return found
+
+    def _forget_numbers(self, each: _Set) -> None:
+        # What was offered by number is asked for by name from here on.
+        for rank, offered in each.offered.items():
+            for number in bits(offered):
+                request = self._asked(each, number, rank)
+                each.waiting.setdefault(request.name, {})[rank] = request
+            each.offered[rank] = 0
+        each.before, each.entries, each.numbers = each.entries, [], {}
+        each.reducible = each.by_request = 0
+        each.epoch += 1
+        each.unaware = set(each.members)
+
+    # ---- joining and leaving ---------------------------------------------------------------------------------------
+
+    def _join(self, rank: int) -> list[Decision]:
+        if rank not in self._joined:
+            self._joined.append(rank)
+        if len(self._joined) == self._size:
+            self._joined.clear()
+            return [Decision(ALL, self._set(ALL).epoch, last_joined=rank)]
+        return self._decide_all(each for each in self._sets.values() if rank in each.offered)
+
+    def leave(self, rank: int, why: str) -> list[Decision]:
+        """This rank will offer nothing any more: what others wait for with it is refused, now and later."""
+        self._gone.setdefault(rank, f"has {why}")
+        decisions: list[Decision] = []
+        for each in self._sets.values():
+            if rank not in each.offered:
+                continue
+            for other, offered in list(each.offered.items()):
+                for number in bits(offered):
+                    self._ask(each, other, self._asked(each, number, other))
+                each.offered[other] = 0
+            decisions += self._decide(each, list(each.waiting))
+        return decisions
+
+    def _decide_all(self, sets: Iterable[_Set]) -> list[Decision]:
+        return [made for each in sets for made in self._decide(each, list(each.waiting))]
+
+    # ---- what does not come on -------------------------------------------------------------------------------------
+
+    def stalled(self, now: float, warn_s: float, end_s: float) -> tuple[list[str], list[Decision]]:
+        """Sentences about what has waited for ``warn_s`` seconds, each said once; and the end of what waited ``end_s``.
+
+        0 means never. Times are on the caller's clock; call it about once a second.
+        """
+        waiting = {
+            (each.named_as, name): ranks
+            for each in self._sets.values()
+            for name, ranks in self._names(each)
+        }
+        for key in self._since.keys() - waiting.keys():
+            del self._since[key]
+            self._said.discard(key)
+        late: dict[tuple[Members, tuple[int, ...]], list[str]] = {}
+        over: dict[Members, list[str]] = {}
+        for key, ranks in waiting.items():
+            since = self._since.setdefault(key, now)
+            members, name = key
+            if end_s > 0 and now - since >= end_s:
+                over.setdefault(members, []).append(name)
+            if warn_s > 0 and now - since >= warn_s and key not in self._said:
+                self._said.add(key)
+                missing = [r for r in self._active(self._sets[members]) if r not in ranks]
+                late.setdefault((members, tuple(missing)), []).append(name)
+        sentences = [
+            f"{_few(names)} {'waits' if len(names) == 1 else 'wait'} since {warn_s:g} s for"
+            f" {ranks_in_words(missing)}, the others have submitted {'it' if len(names) == 1 else 'them'}"
+            for (_, missing), names in late.items()
+        ]
+        decisions = []
+        for members, names in over.items():
+            each = self._sets[members]
+            decisions.append(
+                Decision(
+                    members, each.epoch, settled=tuple(self._end(each, n, end_s) for n in names)
+                )
+            )
+        return sentences, decisions
+
+    def _names(self, each: _Set) -> Iterator[tuple[str, set[int]]]:
+        """Everything that some have offered and some have not, with those that have."""
+        for name, asked in each.waiting.items():
+            yield name, set(asked)
+        union = 0
+        for offered in each.offered.values():
+            union |= offered
+        for number in bits(union):
+            who = {rank for rank, offered in each.offered.items() if offered >> number & 1}
+            yield each.entries[number].request.name, who
+
+    def _end(self, each: _Set, name: str, after_s: float) -> Settled:
+        number = each.numbers.get(name)
+        if name not in each.waiting and number is not None:
+            for rank, offered in each.offered.items():
+                if offered >> number & 1:
+                    self._ask(each, rank, self._asked(each, number, rank))
+        asked = each.waiting[name]
+        missing = [rank for rank in self._active(each) if rank not in asked]
+        self._take(each, name)
+        return Settled(
+            next(iter(asked.values())),
+            error=f"{name} was given up after {after_s:g} s: {ranks_in_words(missing)} never submitted it",
+            refused=True,
+        )
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers whose bits are set, in ascending order."""
+    for index, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
+        while byte:
+            low = byte & -byte
+            yield index * 8 + low.bit_length() - 1
+            byte ^= low
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

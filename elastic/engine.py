@@ -1,0 +1,311 @@
+"""Runs the collectives that a script calls by name: offers them, starts what was decided, in the order decided. Acts.
+
+What may run, and when, is decided by `coordinator` on rank 0; what is fused by `fusion`. One engine per generation,
+from the first such collective on.
+
+Whoever waits drives: a thread in `Pending.wait` sends what was submitted, receives decisions and starts what they say,
+so that a blocking call costs no switch of threads. While nobody waits, a thread of the engine's does it, a cycle time
+after the first submission: what is submitted meanwhile travels in one message and one buffer. One thread drives at a
+time, and decisions are carried out in the order in which they come, on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from elastic import fusion, timeline
+from elastic.collectives.interface import Collectives
+from elastic.collectives.store import Store, listen
+from elastic.environment import Environment
+from elastic.errors import CollectiveFailed
+from elastic.offers import Offers
+from elastic.own_line import OwnLine
+from elastic.pending import Pending
+from elastic.protocol import Place
+from elastic.requests import ALL, JOIN, LEAVE, Decision, Members, Offer, Request
+from elastic.star import Peer, encode_rules, fetch_rules, rules_of
+from elastic.starting import start
+
+_MOST_CYCLES = 5  # that a growing batch is waited for
+_SLICE_S = 0.05  # between two looks of a thread that waits while another one drives
+
+
+class Engine:
+    """``group_for(device, members)`` makes or finds a data group; ``broken(reason)`` says that the world broke here."""
+
+    def __init__(
+        self,
+        *,
+        generation: int,
+        place: Place,
+        store: Store,
+        env: Environment,
+        group_for: Callable[[torch.device, Members], Collectives],
+        broken: Callable[[str], None],
+    ) -> None:
+        self.generation = generation
+        self._place = place
+        self._store = store
+        self._env = env
+        self._group_for = group_for
+        self._broken = broken
+        self._limits = fusion.Limits(
+            fusion.FUSION_BYTES if env.fusion_bytes is None else env.fusion_bytes,
+            groups=env.group_fusion,
+        )
+        self._offers: dict[Members, Offers[Pending]] = {}
+        self._fresh: set[Members] = set()  # with something that was not offered yet
+        self._unnamed: dict[tuple[Members, str], int] = {}
+        self._joins = 0  # that are over
+        self._undecided = 0
+        self._lock = threading.Lock()  # of the six above
+        self._sending = threading.Lock()
+        self._driving = threading.Lock()
+        self._changed = threading.Condition()
+        self._line: Peer | OwnLine | None = None
+        self._failure = ""
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._nudged = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
+    # ---- submitting ------------------------------------------------------------------------------------------------
+
+    def submit(self, pending: Pending, soon: bool) -> None:
+        """``soon``: the caller waits for it at once. Raises CollectiveFailed if the world is over."""
+        pending.submitted_to(self)
+        members = pending.members
+        with self._lock:
+            if self._failure:
+                raise CollectiveFailed(self._failure)
+            if not pending.name:
+                number = self._unnamed.get((members, pending.kind), 0)
+                self._unnamed[members, pending.kind] = number + 1
+                pending.name = f"{pending.kind}.noname.{self._joins}.{number}"
+            offers = self._offers.get(members)
+            if offers is None:
+                offers = self._offers[members] = Offers(members)
+            offers.submit(pending)
+            self._fresh.add(members)
+            self._undecided += 1
+        if timeline.on:
+            timeline.begin(pending.row(), f"NEGOTIATE_{pending.kind.upper()}")
+        if not soon:
+            self._nudge()
+
+    def _nudge(self) -> None:
+        if self._nudged:
+            return
+        self._nudged = True
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._work, name="elastic-engine", daemon=True
+                    )
+                    self._thread.start()
+        self._wake.put(None)
+        line = self._line
+        if line is not None and self._driving.locked():
+            line.nudge()  # who drives may be waiting for decisions about something else
+
+    def leave(self) -> None:
+        """``shutdown()``: the others need not wait for this rank."""
+        line = self._line
+        if line is not None and not self._failure:
+            with self._sending:
+                try:
+                    line.send(Offer(ALL, 0, b"", (Request(LEAVE, LEAVE),)))
+                except CollectiveFailed:
+                    return
+
+    # ---- driving ---------------------------------------------------------------------------------------------------
+
+    def complete(self, pending: Pending) -> None:
+        """Until it is decided. Raises CollectiveFailed."""
+        while not pending.decided:
+            if self._failure:
+                raise CollectiveFailed(self._failure)
+            if self._driving.acquire(blocking=False):
+                try:
+                    while not pending.decided:
+                        self._turn()
+                except CollectiveFailed as error:
+                    self.fail(str(error))
+                    raise
+                finally:
+                    self._driving.release()
+                    self._tell()
+            else:
+                self._send_fresh()
+                with self._changed:
+                    if not pending.decided and self._driving.locked():
+                        self._changed.wait(_SLICE_S)
+
+    def _work(self) -> None:
+        """The engine's thread: drives while nobody else does."""
+        core = self._env.core(self._place.local_rank)
+        if core is not None:
+            os.sched_setaffinity(threading.get_native_id(), {core})
+        while True:
+            self._wake.get()
+            if self._failure:
+                return
+            self._let_grow()
+            with self._driving:
+                try:
+                    while self._undecided and not self._failure:
+                        if not self._turn():
+                            self._let_grow()
+                except CollectiveFailed as error:
+                    self.fail(str(error))
+                    self._broken(str(error))
+                    return
+                except Exception as error:
+                    self.fail(f"{type(error).__name__}: {error}")
+                    self._broken(self._failure)
+                    raise
+
+    def _let_grow(self) -> None:
+        """Waits a cycle, and more while tensors keep coming: they travel together."""
+        if self._env.cycle_s > 0:
+            before = -1
+            for _ in range(_MOST_CYCLES):
+                now = self._undecided
+                if now == before:
+                    break
+                before = now
+                time.sleep(self._env.cycle_s)
+        self._nudged = False
+        if timeline.on:
+            timeline.cycle()
+
+    def _turn(self) -> bool:
+        """Sends what is new, then waits for decisions and carries them out. Whether there were any."""
+        line = self._line
+        if line is None:
+            line = self._connect()
+        self._nudged = False
+        self._send_fresh()
+        decisions = line.receive()
+        for decision in decisions:
+            self._carry_out(decision)
+        if decisions:
+            self._tell()
+        return bool(decisions)
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _send_fresh(self) -> None:
+        line = self._line
+        if line is None:
+            return  # whoever connects sends everything
+        with self._sending:
+            with self._lock:
+                made = [self._offers[members].offer() for members in self._fresh]
+                self._fresh.clear()
+            for offer in made:
+                if offer is not None:
+                    line.send(offer)
+
+    def _connect(self) -> Peer | OwnLine:
+        place, secret = self._place, self._env.secret
+        if place.rank == 0:
+            return self._own_line()
+        rules = fetch_rules(self._store, place.rank)
+        self._limits = rules.limits
+        line = Peer(rules, place.rank, self.generation, secret)
+        self._line = line
+        if self._failure:  # aborted meanwhile
+            line.abort()
+        return line
+
+    def _own_line(self) -> OwnLine:
+        with self._lock:
+            if not isinstance(self._line, OwnLine):
+                listener = listen(self._env.bind_host)
+                rules = rules_of(listener, self._limits)
+                self._line = OwnLine(rules, listener, self._place.size, self.generation, self._env)
+                if self._failure:
+                    self._line.abort()
+            return self._line
+
+    def rules(self) -> list[bytes]:
+        """On rank 0, for a rank that wants to connect; this one need not have submitted anything. Any thread."""
+        return [encode_rules(self._own_line().rules)]
+
+    # ---- carrying out ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, decision: Decision) -> None:
+        with self._lock:
+            offers = self._offers.get(decision.members)
+            if offers is None:
+                offers = self._offers[decision.members] = Offers(decision.members)
+            found = list(offers.take(decision))
+            if decision.last_joined >= 0:
+                # Who had joined has called less often than the others: all count anew.
+                self._joins += 1
+                self._unnamed.clear()
+                joined = offers.in_flight.pop(JOIN, None)
+                if joined is not None:
+                    joined.settled(decision.last_joined)
+                    self._undecided -= 1
+                # Ranks had different numbers of steps. All that came before is decided: count from the start again.
+                self._unnamed.clear()
+        for indices in fusion.batches([settled for settled, _ in found], self._limits):
+            batch = [found[index] for index in indices]
+            asked = [pending for _, pending in batch if pending is not None]
+            try:
+                start(decision.members, batch, self._group_for)
+            except BaseException as error:
+                for pending in asked:
+                    pending.settled(error=error)
+                if isinstance(error, CollectiveFailed):
+                    raise
+                # The others have started it, and wait for this rank.
+                raise CollectiveFailed(
+                    f"{asked[0].name if asked else 'a collective'}: {error}"
+                ) from error
+            finally:
+                with self._lock:
+                    self._undecided -= len(asked)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def fail(self, reason: str) -> None:
+        """Whoever waits, now or later, raises CollectiveFailed. Not from the link thread."""
+        self._failure = self._failure or reason
+        self._wake.put(None)
+        self._tell()
+
+    def abort(self) -> None:
+        """As `fail`, from any thread, never blocks: who drives is woken, and wakes the others."""
+        self._failure = self._failure or "aborted"
+        self._wake.put(None)
+        if self._line is not None:
+            self._line.abort()
+
+    def close(self) -> None:
+        """After `abort`. Frees sockets and threads."""
+        self.abort()
+        self._tell()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        if self._line is not None:
+            self._line.close()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        if self._line is not None:
+            self._line.forget()

@@ -1,0 +1,98 @@
+"""One rank's side of the negotiation in one set of ranks: what it offers, and what it makes of decisions. Pure.
+
+Keeps the numbers that the coordinator has given to names, exactly as every other member does, because all are told the
+same decisions in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from elastic.coordinator import bits
+from elastic.requests import Decision, Members, Offer, Request, Settled
+
+
+class Asked(Protocol):
+    """A collective that this rank has submitted. Keys are equal where requests would be."""
+
+    key: Hashable  # kept for who has no number yet
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lasting(self) -> bool:
+        """Whether it may have a number."""
+
+    def make_key(self) -> Hashable: ...
+
+    def request(self) -> Request: ...
+
+
+A = TypeVar("A", bound=Asked)
+
+
+class Offers(Generic[A]):
+    """Of one set. Names in flight are unique: whoever submits sees to that."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self.in_flight: dict[str, A] = {}  # offered or not, undecided
+        self._new: list[A] = []  # not offered yet
+        self._epoch = 0
+        self._numbers: dict[Hashable, int] = {}  # by key
+        self._keys: dict[str, Hashable] = {}  # of the names that have a number
+        self._entries: list[Settled] = []  # by number
+
+    def submit(self, asked: A) -> None:
+        self.in_flight[asked.name] = asked
+        self._new.append(asked)
+
+    def offer(self) -> Offer | None:
+        """Everything submitted since the last one."""
+        new, self._new = self._new, []
+        if not new:
+            return None
+        known = bytearray((len(self._entries) + 7) // 8)
+        requests = []
+        for asked in new:
+            key = asked.make_key() if asked.lasting else None
+            number = self._numbers.get(key)
+            if number is None:
+                asked.key = key
+                requests.append(asked.request())
+            else:
+                known[number >> 3] |= 1 << (number & 7)
+        return Offer(self.members, self._epoch, bytes(known.rstrip(b"\0")), tuple(requests))
+
+    def take(self, decision: Decision) -> Iterator[tuple[Settled, A | None]]:
+        """What runs now, in order, with what this rank submitted for it: None if it has joined."""
+        if decision.epoch != self._epoch:
+            self._epoch = decision.epoch
+            self._numbers, self._keys, self._entries = {}, {}, []
+        known = int.from_bytes(decision.known, "little")
+        for number in bits(known):
+            found = self._entries[number]
+            yield found, self.in_flight.pop(found.request.name, None)
+        for settled in decision.settled:
+            name = settled.request.name
+            asked = self.in_flight.pop(name, None)
+            if not settled.error:
+                self._learn(settled, asked)
+            yield settled, asked
+
+    def _learn(self, settled: Settled, asked: A | None) -> None:
+        name = settled.request.name
+        key = self._keys.pop(name, None)
+        if key is not None:
+            del self._numbers[key]
+        if settled.number < 0:
+            return
+        assert settled.number == len(self._entries), "numbers are given in order"
+        self._entries.append(settled)
+        if asked is not None:
+            # Offered by its old number, while another rank asked for something else.
+            asked.key = asked.key or asked.make_key()
+            self._keys[name] = asked.key
+            self._numbers[asked.key] = settled.number

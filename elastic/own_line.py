@@ -1,0 +1,88 @@
+"""Rank 0's line to the coordinator, which is in the same process. Acts; `coordinator` decides."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from elastic import timeline
+from elastic.collectives.store import Listener
+from elastic.coordinator import Coordinator
+from elastic.environment import Environment
+from elastic.errors import CollectiveFailed
+from elastic.pending import row
+from elastic.requests import Decision, Offer
+from elastic.star import Hub, Rules
+
+
+class OwnLine:
+    """Rank 0's line to the coordinator, which is here: offers are decided on at once, in the thread that makes them."""
+
+    def __init__(
+        self, rules: Rules, listener: Listener, size: int, generation: int, env: Environment
+    ) -> None:
+        self.rules = rules
+        self._coordinator = Coordinator(size, env.cache_capacity)
+        self._deciding = threading.Lock()  # also makes one order of what is published
+        self._warn_s = env.stall_warning_s
+        # Where there is a driver, it judges who is stuck, and fences it.
+        self._end_s = env.stall_shutdown_s if env.driver is None else 0.0
+        self._hub = Hub(
+            listener,
+            rules,
+            size=size,
+            generation=generation,
+            secret=env.secret,
+            offered=self._offered,
+            left=self._left,
+            look=self._look,
+        )
+        self._hub.start()
+
+    def send(self, offer: Offer) -> None:
+        self._offered(0, offer)
+
+    def _offered(self, rank: int, offer: Offer) -> None:
+        with self._deciding:
+            if timeline.on:
+                for name in self._coordinator.named(offer):
+                    timeline.tick(row(name, offer.members), rank)
+            for decision in self._coordinator.offer(rank, offer):
+                self._hub.publish(decision)
+
+    def _left(self, rank: int) -> None:
+        with self._deciding:
+            for decision in self._coordinator.leave(rank, "left: its connection was closed"):
+                self._hub.publish(decision)
+
+    def _look(self) -> None:
+        if self._warn_s <= 0 and self._end_s <= 0:
+            return
+        with self._deciding:
+            said, decisions = self._coordinator.stalled(time.monotonic(), self._warn_s, self._end_s)
+            for decision in decisions:
+                self._hub.publish(decision)
+        for sentence in said:
+            print(f"elastic: stalled: {sentence}", file=sys.stderr, flush=True)
+
+    def receive(self) -> list[Decision]:
+        """Blocks until there is one, or a nudge."""
+        decisions = [self._hub.own.get()]
+        while not self._hub.own.empty():
+            decisions.append(self._hub.own.get())
+        if None in decisions:
+            raise CollectiveFailed("aborted")
+        return [decision for decision in decisions if isinstance(decision, Decision)]
+
+    def nudge(self) -> None:
+        self._hub.nudge()
+
+    def abort(self) -> None:
+        self._hub.abort()
+
+    def close(self) -> None:
+        self._hub.close()
+
+    def forget(self) -> None:
+        self._hub.forget()

@@ -1,0 +1,278 @@
+"""Decides on which group the gradients of one optimizer travel, and what a rank without gradients must know of them.
+
+The ranks of a generation agree on each plan once (see `elastic.gradients`), all in the same order, so the agreements
+can be numbered: every plan has a group of its own, and plans of two optimizers never wait for each other. The number of
+an optimizer that is gone on every rank is given to the next one, so a script that makes optimizers all its life has a
+few groups.
+
+A rank that has joined (`elastic.joining`) has to follow the others' steps. The first buffer of each plan therefore ends
+in one element more, the mark: it says whether anybody takes a step. Nothing here knows tensors or talks to anybody.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from elastic.collectives.interface import Op
+from elastic.errors import StateMismatch
+
+CHANNEL = "gradients plans"  # the group on which all plans but the first of a generation are agreed
+BOARD = 64  # numbers that can be used again
+
+
+# ---- the mark --------------------------------------------------------------------------------------------------------
+
+
+class Mark(enum.Enum):
+    """What a rank puts at the end of a plan's first buffer, and what the sum of all says."""
+
+    JOINED = 0  # it has no more data; as a sum: nobody has
+    STEP = 1
+    CHANGE = 2  # this plan is over, another one takes its place
+
+
+# By reduction, so that a mark survives it among any number of joined ranks, in any floating dtype: a sum may lose
+# precision or become infinite, but not its sign.
+_VALUES: dict[Op, dict[Mark, float]] = {
+    Op.SUM: {Mark.JOINED: 0.0, Mark.STEP: 1.0, Mark.CHANGE: -1.0},
+    Op.MAX: {Mark.JOINED: 0.0, Mark.STEP: 1.0, Mark.CHANGE: 2.0},
+    Op.MIN: {Mark.JOINED: 0.0, Mark.STEP: -1.0, Mark.CHANGE: -2.0},
+    Op.PRODUCT: {Mark.JOINED: 1.0, Mark.STEP: 2.0, Mark.CHANGE: 0.0},
+}
+
+
+def mark_value(op: Op, mark: Mark) -> float:
+    """What a rank sends. ``op`` is the reduction as it is sent: SUM for an average."""
+    return _VALUES[op][mark]
+
+
+def read_mark(op: Op, reduced: float) -> Mark:
+    """What arrived, from ranks that all sent STEP or JOINED, or all CHANGE or JOINED."""
+    values = _VALUES[op]
+    if reduced == values[Mark.JOINED]:
+        return Mark.JOINED
+    match op:
+        case Op.SUM:
+            changed = reduced < 0.0
+        case Op.MAX | Op.MIN:
+            changed = abs(reduced) > 1.5
+        case _:
+            changed = reduced < 1.0
+    return Mark.CHANGE if changed else Mark.STEP
+
+
+# ---- what a plan looks like on the wire ------------------------------------------------------------------------------
+
+
+class Wire(msgspec.Struct, frozen=True):
+    """One buffer that is reduced. ``dtype`` and ``device`` are torch's names, the device without a number."""
+
+    elements: int
+    dtype: str
+    device: str
+
+
+class Sparse(msgspec.Struct, frozen=True):
+    """A gradient whose entries are gathered. ``number`` counts all trainable parameters."""
+
+    number: int
+    shape: tuple[int, ...]
+    dims: int
+    dtype: str
+    device: str
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """All that travels in a step, in order: the buffers, then the sparse gradients.
+
+    The last element of the first buffer is the mark. ``op`` is the reduction as it is sent.
+    """
+
+    digest: int
+    op: int
+    wires: tuple[Wire, ...]
+    sparse: tuple[Sparse, ...]
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Layout:
+        return msgspec.json.decode(data, type=Layout)
+
+
+# ---- comparing plans: one vector of whole numbers, reduced by MAX ----------------------------------------------------
+
+
+class Outline(NamedTuple):
+    """What must be equal. ``replaces``: the number that the optimizer's plan had before in this generation, or -1."""
+
+    digest: int
+    parameters: int
+    elements: int
+    replaces: int
+
+
+_NOTHING = -(1 << 62)
+_COMPARED = len(Outline._fields)
+VERDICT = 2 * _COMPARED + 3 + BOARD  # elements
+
+
+def proposal(outline: Outline | None, sparse: int, rank: int, taken: Sequence[int]) -> list[int]:
+    """A rank's part in the comparison. ``outline``: None for a rank that has joined. ``sparse``: how many gradients."""
+    if outline is None:
+        return [_NOTHING] * (2 * _COMPARED) + [0, 1, _NOTHING, *taken]
+    return [*outline, *(-number for number in outline), sparse, 0, -rank, *taken]
+
+
+class Verdict(NamedTuple):
+    """What all proposals came to. ``source``: the lowest rank that has data left, or None."""
+
+    least: Outline
+    greatest: Outline
+    sparse: int
+    joined: bool  # somebody has
+    source: int | None
+    taken: list[int]
+
+    @property
+    def equal(self) -> bool:
+        return self.least == self.greatest
+
+
+def verdict(reduced: list[int]) -> Verdict:
+    greatest = Outline(*reduced[:_COMPARED])
+    least = Outline(*(-number for number in reduced[_COMPARED : 2 * _COMPARED]))
+    sparse, joined, source = reduced[2 * _COMPARED : 2 * _COMPARED + 3]
+    nobody = source == _NOTHING
+    return Verdict(
+        least, greatest, sparse, bool(joined), None if nobody else -source, reduced[-BOARD:]
+    )
+
+
+# ---- the plans of one generation -------------------------------------------------------------------------------------
+
+
+class Owner(Protocol):
+    """A reducer of gradients, as far as it is known here."""
+
+    def plan_replaced(self) -> None:
+        """While this rank had joined, the others agreed on another plan for this optimizer."""
+
+
+class Agreed:
+    """One number: the plan that goes by it now, and whose it is on this rank."""
+
+    def __init__(self, number: int, layout: Layout, owner: Owner | None) -> None:
+        self.number = number
+        self.layout = layout
+        self.version = 0
+        # None: agreed while this rank had joined, and its optimizer has not asked for it yet.
+        self.owner: weakref.ref[Any] | None = None if owner is None else weakref.ref(owner)
+
+    @property
+    def purpose(self) -> str:
+        return "gradients" if self.number == 0 else f"gradients {self.number + 1}"
+
+    @property
+    def taken(self) -> bool:
+        return self.owner is None or self.owner() is not None
+
+
+class Plans:
+    """What the same ranks have agreed on in one generation."""
+
+    def __init__(self) -> None:
+        self.agreed: list[Agreed] = []
+        self.channel_open = False  # every one of the ranks has formed that group
+
+    @property
+    def channel(self) -> str:
+        """The group for the next agreement. The first needs none of its own: nothing travels there yet."""
+        return CHANNEL if self.agreed else "gradients"
+
+    def taken(self) -> list[int]:
+        """1 for each number that can't be used again, as this rank knows."""
+        taken = [int(each.taken) for each in self.agreed[:BOARD]]
+        return taken + [0] * (BOARD - len(taken))
+
+    def number(self, verdict: Verdict) -> int:
+        """Which number the plan gets that was just agreed."""
+        if verdict.greatest.replaces >= 0:
+            return verdict.greatest.replaces
+        for number in range(min(len(self.agreed), BOARD)):
+            if not verdict.taken[number]:
+                return number
+        return len(self.agreed)
+
+    def record(self, number: int, layout: Layout, owner: Owner | None) -> Agreed:
+        """``owner``: None on a rank that has joined. There the optimizer of a replaced plan is told."""
+        if self.agreed:
+            self.channel_open = True  # this agreement took place there
+        if number == len(self.agreed):
+            self.agreed.append(Agreed(number, layout, owner))
+            return self.agreed[number]
+        agreed = self.agreed[number]
+        agreed.layout = layout
+        agreed.version += 1
+        if owner is not None:
+            agreed.owner = weakref.ref(owner)
+        elif agreed.owner is not None:
+            before = agreed.owner()
+            if before is None:
+                agreed.owner = None
+            else:
+                before.plan_replaced()
+        return agreed
+
+    def find(self, owner: Owner) -> Agreed | None:
+        """The number that this optimizer has already."""
+        for agreed in self.agreed:
+            if agreed.owner is not None and agreed.owner() is owner:
+                return agreed
+        return None
+
+    def adopt(self, owner: Owner, digest: int, version: int) -> Agreed | None:
+        """A plan that the others agreed on while this rank had joined, if ``owner`` has the same. Talks to nobody.
+
+        ``version``: of the plan that the owner knows. None: it is to be agreed. Raises StateMismatch where the owner
+        has not made the change that the others have.
+        """
+        agreed = self.find(owner)
+        if agreed is not None:
+            if agreed.version == version:
+                return None
+            if agreed.layout.digest != digest:
+                raise StateMismatch(
+                    "while this rank had joined, the other ranks' optimizer got other trainable parameters than"
+                    " this rank's has; freeze and thaw the same parameters on every rank before the next step"
+                )
+            return agreed
+        for agreed in self.agreed:
+            if agreed.owner is None and agreed.layout.digest == digest:
+                agreed.owner = weakref.ref(owner)
+                return agreed
+        return None
+
+
+_of: weakref.WeakKeyDictionary[Any, tuple[int, dict[tuple[int, ...] | None, Plans]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def every(runtime: Any) -> dict[tuple[int, ...] | None, Plans]:
+    """Those of the runtime's present generation, by the ranks that share them; None: the whole world."""
+    generation, plans = _of.get(runtime, (None, {}))
+    if generation != runtime.generation:
+        plans = {}
+        _of[runtime] = (runtime.generation, plans)
+    return plans
+
+
+def of(runtime: Any, members: tuple[int, ...] | None) -> Plans:
+    return every(runtime).setdefault(members, Plans())

@@ -1,0 +1,176 @@
+"""What the ranks tell each other about a collective before it runs, and whether what they ask for fits together. Pure.
+
+A rank asks by a `Request`; ``kind`` and ``name`` say which collective is meant, the rest has to agree in the way of its
+kind. What was found is `Settled`. Ranks of a process set are named by their ranks in the world; no members means all.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+Members = tuple[int, ...]  # ranks in the world, ascending; empty: all of them
+ALL: Members = ()
+
+ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
+ALLGATHER, BROADCAST, ALLTOALL = "allgather", "broadcast", "alltoall"
+BARRIER, AGREE, JOIN, LEAVE = "barrier", "agree", "join", "leave"
+
+_OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+_ELEMENT_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+}  # others have 8, which is near enough for deciding what is small
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's call of one collective."""
+
+    kind: str
+    name: str  # with the kind in front: allreduce.loss
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # dtype and shape of each
+    device: str = "cpu"
+    op: int = 0
+    root: int = 0
+    scales: tuple[float, float] = (1.0, 1.0)
+    splits: tuple[int, ...] = ()  # of alltoall: rows for each member
+    payload: str = ""  # of agree
+    lasting: bool = False  # it was given a name, so that the same will come again
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its tensors together, near enough."""
+        return sum(math.prod(shape) * _ELEMENT_BYTES.get(dtype, 8) for dtype, shape in self.tensors)
+
+
+class Settled(msgspec.Struct, frozen=True, array_like=True):
+    """A collective that all its members asked for, or why it can't be.
+
+    ``rows``: for each member, in order, its rows of each tensor (allgather), or those that it sends to each (alltoall).
+    """
+
+    request: Request  # of the first member that asked
+    rows: tuple[tuple[int, ...], ...] = ()
+    payloads: tuple[str, ...] = ()
+    number: int = -1  # by which it is known from now on; -1: by none
+    error: str = ""
+    refused: bool = False  # the error is nobody's mistake: a rank is gone
+
+    def asked_by(self, position: int) -> Request:
+        """What the member at this position asked for."""
+        request = self.request
+        if request.kind == ALLGATHER:
+            tensors = tuple(
+                (dtype, (rows, *shape[1:]))
+                for (dtype, shape), rows in zip(request.tensors, self.rows[position], strict=True)
+            )
+            return msgspec.structs.replace(request, tensors=tensors)
+        if request.kind == ALLTOALL:
+            return msgspec.structs.replace(request, splits=self.rows[position])
+        return request
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """From a rank to the coordinator: these can run as far as I am concerned."""
+
+    members: Members
+    epoch: int  # in which ``known`` were given their numbers
+    known: bytes  # a bit for each number, the lowest first
+    requests: tuple[Request, ...] = ()
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """From the coordinator to all members: run these now, first the known ones by number, then the others in order."""
+
+    members: Members
+    epoch: int  # a new one: all numbers before it are forgotten
+    known: bytes = b""
+    settled: tuple[Settled, ...] = ()
+    last_joined: int = -1  # every rank of the world has joined, this one last
+
+
+def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Settled:
+    """``requests`` by rank. Members without one have joined, and contribute zeros."""
+    ranks = [rank for rank in members if rank in requests]
+    first = requests[ranks[0]]
+    error = mismatch({rank: requests[rank] for rank in ranks})
+    if not error and len(ranks) < len(members) and first.kind != ALLREDUCE:
+        joined = [rank for rank in members if rank not in requests]
+        has = "has" if len(joined) == 1 else "have"
+        error = f"{first.name} can't run: {_ranks(joined)} {has} joined, and can only add zeros to an allreduce"
+    if error:
+        return Settled(first, error=error)
+    rows: tuple[tuple[int, ...], ...] = ()
+    if first.kind == ALLGATHER:
+        rows = tuple(tuple(shape[0] for _, shape in requests[rank].tensors) for rank in ranks)
+    elif first.kind == ALLTOALL:
+        rows = tuple(requests[rank].splits for rank in ranks)
+    payloads = tuple(requests[rank].payload for rank in ranks) if first.kind == AGREE else ()
+    return Settled(first, rows, payloads)
+
+
+def mismatch(requests: Mapping[int, Request]) -> str:
+    """What differs between the ranks' requests of one name: a sentence that names ranks; empty if they fit together."""
+    first = next(iter(requests.values()))
+    if all(request == first for request in requests.values()):
+        return ""
+    ragged = first.kind in (ALLGATHER, ALLTOALL)
+    aspects = (
+        ("the number of tensors", lambda r: f"{len(r.tensors)}"),
+        ("the dtype", lambda r: _listed(dtype for dtype, _ in r.tensors)),
+        ("the shape", functools.partial(_shape, ragged=ragged)),
+        ("the reduction", lambda r: _OPS[r.op]),
+        ("the root rank", lambda r: f"{r.root}"),
+        ("prescale_factor", lambda r: f"{r.scales[0]:g}"),
+        ("postscale_factor", lambda r: f"{r.scales[1]:g}"),
+        ("the device", lambda r: r.device),
+    )
+    for what, show in aspects:
+        shown: dict[str, list[int]] = {}
+        for rank, request in requests.items():
+            shown.setdefault(show(request), []).append(rank)
+        if len(shown) > 1:
+            beyond = " beyond the first dimension" if ragged and what == "the shape" else ""
+            who = ", ".join(
+                f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
+                for value, ranks in shown.items()
+            )
+            return f"{first.name}: mismatched tensors, the ranks differ in {what}{beyond}: {who}"
+    return ""
+
+
+def _shape(request: Request, ragged: bool) -> str:
+    if ragged:
+        return _listed(str(["any", *shape[1:]]).replace("'", "") for _, shape in request.tensors)
+    return _listed(str(list(shape)) for _, shape in request.tensors)
+
+
+def _listed(parts: object) -> str:
+    items = list(parts)  # type: ignore[call-overload]
+    if len(items) <= 4:
+        return ", ".join(items)
+    return f"{', '.join(items[:4])} and {len(items) - 4} more"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 1, 2 and 5``, ``ranks 0 to 7``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    shown = list(map(str, ranks[:8]))
+    if len(ranks) > 8:
+        return f"ranks {', '.join(shown)} and {len(ranks) - 8} more"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+ranks_in_words = _ranks

@@ -1,0 +1,259 @@
+"""Decides which process sets exist, under which numbers, and who is in them. Pure: no clock, socket, thread or torch.
+
+Every worker keeps a table of its own; all are to be equal. A change is asked for by all ranks at once: each says what
+it wants and what the others must know of its table (a `Wish`), and what follows is a function of the list of wishes
+alone, so that all ranks come to the same result or all raise.
+
+Tables may still differ for a while: a world can break when some ranks have made a change and others have not. Those
+that made it are asked for it again, because training goes back to a commit. So a set that was registered in an earlier
+generation is no error when it is added; it is given to all under one number. A worker that lacks the newest commit
+takes the whole table of rank 0 over (`adopt`), as it takes the model: for a newcomer, which ran the script while its
+rank and the size of the world were only a promise, the sets of the world count and not its own.
+
+Ranks are positions in the world, not workers. See docs/decisions/0007-a-process-set-is-a-list-of-ranks.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from elastic.errors import Invalid
+
+Ranks = tuple[int, ...]
+ADD, REMOVE = "add", "remove"
+
+
+def checked_ranks(values: object) -> Ranks:
+    """In ascending order. Raises Invalid for anything but a list of different ranks."""
+    if hasattr(values, "Get_rank"):
+        raise Invalid(
+            "an MPI communicator was given for a process set, and there is no MPI here;"
+            " give a list of ranks, as in ProcessSet([0, 1])"
+        )
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise Invalid(f"a process set is a list of ranks, as in ProcessSet([0, 1]), not {values!r}")
+    ranks = []
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise Invalid(f"{value!r} in a process set is no rank; ranks are whole numbers from 0")
+        ranks.append(operator.index(value))
+    ranks.sort()
+    if not ranks:
+        raise Invalid("a process set needs at least one rank; this one is empty")
+    if ranks[0] < 0:
+        raise Invalid(f"{ranks[0]} in a process set is no rank; ranks are whole numbers from 0")
+    twice = sorted({rank for rank, after in itertools.pairwise(ranks) if rank == after})
+    if twice:
+        raise Invalid(f"process set {ranks}: give each rank once, not rank {twice[0]} twice")
+    return tuple(ranks)
+
+
+def present(ranks: Ranks, size: int) -> Ranks:
+    """Those that a world of ``size`` has."""
+    return ranks if not ranks or ranks[-1] < size else tuple(rank for rank in ranks if rank < size)
+
+
+@dataclass(eq=False)
+class Entry:
+    """One set. Whoever holds it sees it registered (``number`` is not 0), given another number, removed."""
+
+    ranks: Ranks
+    number: int = 0  # 0: not registered
+    since: int = 0  # the generation in which it was last added
+    removed: bool = False
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What one rank asks for, and what the others must know of its table."""
+
+    do: str  # ADD or REMOVE
+    sets: list[Ranks]
+    numbers: list[int]  # of each set in its table; 0: not there
+    fresh: list[bool]  # whether it was added in the present generation
+    next_number: int
+    largest: int  # size of the largest world that it knows of; 0: none yet
+
+    def text(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> Wish:
+        return msgspec.json.decode(text, type=cls)
+
+
+class _Table(msgspec.Struct):
+    """What is taken over from another worker."""
+
+    sets: list[tuple[int, Ranks]]
+    next_number: int
+    largest: int
+
+
+class SetTable:
+    """The sets that one worker knows of, without the one of all workers, whose number is 0."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._next_number = 1  # numbers are never used twice: an old one must not mean another set
+        self.largest = 0  # size of the largest world so far; 0: none yet
+        self.joined = False  # this table was part of a world, and is no newcomer's
+
+    def in_world(self, size: int) -> None:
+        """This worker is in a world with so many ranks."""
+        self.joined = True
+        self.largest = max(self.largest, size)
+
+    def entries(self) -> list[Entry]:
+        """By number."""
+        return [self._entries[number] for number in sorted(self._entries)]
+
+    def find(self, ranks: Ranks) -> Entry | None:
+        return next((entry for entry in self._entries.values() if entry.ranks == ranks), None)
+
+    # ---- changes that all ranks agree on ---------------------------------------------------------
+
+    def wish(self, do: str, sets: Sequence[Ranks], generation: int) -> Wish:
+        held = [self.find(ranks) for ranks in sets]
+        return Wish(
+            do,
+            list(sets),
+            [entry.number if entry else 0 for entry in held],
+            [entry is not None and entry.since == generation for entry in held],
+            self._next_number,
+            self.largest,
+        )
+
+    def add(self, wishes: Sequence[Wish], generation: int, fixed_size: int = 0) -> list[Entry]:
+        """Registers what all ranks ask for; ``wishes`` in rank order. ``fixed_size``: of a world that never changes.
+
+        Raises Invalid, and then nothing has changed: the wishes differ, a rank never existed, a set exists already.
+        """
+        _same(wishes)
+        sets = wishes[0].sets
+        largest = max(wish.largest for wish in wishes)
+        for index, ranks in enumerate(sets):
+            if largest and ranks[-1] >= largest:
+                raise Invalid(
+                    f"process set {list(ranks)} has a rank {ranks[-1]}, and the ranks of this job are 0 to"
+                    f" {largest - 1}; leave it out, or start more workers"
+                )
+            if ranks == tuple(range(fixed_size)):
+                raise Invalid(
+                    f"process set {list(ranks)} has all ranks; use global_process_set, which is registered always"
+                )
+            if all(wish.fresh[index] for wish in wishes) or ranks in sets[:index]:
+                raise Invalid(
+                    f"process set {list(ranks)} is registered already; use the ProcessSet that was returned for it,"
+                    " or remove it first"
+                )
+        next_number = max(wish.next_number for wish in wishes)
+        added = []
+        for index, ranks in enumerate(sets):
+            number = _common(wishes, index)
+            if not number:
+                number, next_number = next_number, next_number + 1
+            added.append(self._enter(ranks, number, generation))
+        self._next_number = max(self._next_number, next_number, *(e.number + 1 for e in added))
+        return added
+
+    def remove(self, wishes: Sequence[Wish]) -> bool:
+        """Removes what all ranks ask for. Whether any rank had it. Raises Invalid if the wishes differ."""
+        _same(wishes)
+        for ranks in wishes[0].sets:
+            self._drop(self.find(ranks))
+        self._next_number = max(wish.next_number for wish in wishes)
+        return any(any(wish.numbers) for wish in wishes)
+
+    def _enter(self, ranks: Ranks, number: int, generation: int) -> Entry:
+        entry = self.find(ranks) or Entry(ranks)
+        self._entries.pop(entry.number, None)
+        assert number not in self._entries, f"process set {number} exists already"
+        entry.number, entry.since = number, generation
+        self._entries[number] = entry
+        return entry
+
+    def _drop(self, entry: Entry | None) -> None:
+        if entry is not None:
+            del self._entries[entry.number]
+            entry.number, entry.removed = 0, True
+
+    def clear(self) -> None:
+        """Nothing is registered any more: the job was left."""
+        for entry in self.entries():
+            self._drop(entry)
+        self._next_number, self.largest, self.joined = 1, 0, False
+
+    # ---- taking over another worker's table ------------------------------------------------------
+
+    def text(self) -> str:
+        """Everything that `adopt` needs."""
+        sets = [(entry.number, entry.ranks) for entry in self.entries()]
+        return msgspec.json.encode(_Table(sets, self._next_number, self.largest)).decode()
+
+    def adopt(self, text: str) -> list[str]:
+        """Makes this table equal to another worker's `text`. Returns what users should know, one sentence each.
+
+        A newcomer's set that the world does not have may still be the same statement of the script, made when the world
+        had another size: it becomes the world's set of that number.
+        """
+        world = msgspec.json.decode(text, type=_Table)
+        own = {entry.ranks: entry for entry in self.entries()}
+        by_number = {} if self.joined else dict(self._entries)
+        matched = {ranks for _, ranks in world.sets if ranks in own}
+        news = []
+        entries = {}
+        for number, ranks in world.sets:
+            entry = own.pop(ranks, None)
+            if entry is None and number in by_number and by_number[number].ranks not in matched:
+                entry = by_number[number]
+                del own[entry.ranks]
+                news.append(
+                    f"process set {number} was registered with ranks {list(entry.ranks)} here; in the world that this"
+                    f" worker joins its ranks are {list(ranks)}, and these count"
+                )
+            entry = entry or Entry(ranks)
+            entry.ranks, entry.number = ranks, number
+            entries[number] = entry
+        for entry in own.values():
+            if not self.joined:
+                news.append(
+                    f"process set {entry.number} with ranks {list(entry.ranks)} is not registered in the world that"
+                    " this worker joins: it can't be used"
+                )
+            entry.number, entry.removed = 0, True
+        self._entries = entries
+        self._next_number = max(self._next_number, world.next_number)
+        self.largest = max(self.largest, world.largest)
+        return news
+
+
+def _common(wishes: Sequence[Wish], index: int) -> int:
+    """The number that a set has on some ranks and that is free on all others, or 0."""
+    known = {wish.numbers[index] for wish in wishes} - {0}
+    if len(known) != 1:
+        return 0
+    (number,) = known
+    free = all(wish.numbers[index] or wish.next_number <= number for wish in wishes)
+    return number if free else 0
+
+
+def _same(wishes: Sequence[Wish]) -> None:
+    """Raises Invalid, which names who asked for what, unless all ask for the same."""
+    asked: dict[str, list[int]] = {}
+    for rank, wish in enumerate(wishes):
+        sets = ", ".join(str(list(ranks)) for ranks in wish.sets)
+        asked.setdefault(f"to {wish.do} {sets}", []).append(rank)
+    if len(asked) > 1:
+        differing = "; ".join(f"{_named(ranks)} asked {what}" for what, ranks in asked.items())
+        raise Invalid(
+            f"process sets: {differing}. All ranks must add and remove the same sets in the same order"
+        )
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,190 @@
+"""Takes part in the steps of an optimizer for a rank that has no gradients for it: zeros, and nothing else changes.
+
+Also the messages by which ranks agree on a plan, since both sides of them must fit together. What they mean is decided
+in `elastic.plans`; when they are exchanged, in `elastic.gradients` and `elastic.joining`.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+
+import torch
+
+from elastic import plans, runtime, sparse_gradients
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.errors import StateMismatch
+from elastic.plans import Agreed, Layout, Mark, Plans, Sparse, Verdict, Wire
+
+GATHERED = (Op.SUM,)  # the reductions, as they are sent, that gathered gradients have
+AT_ONCE = 2  # buffers of zeros under way; more would only take memory
+
+Members = tuple[int, ...] | None
+
+
+# ---- agreeing on a plan ----------------------------------------------------------------------------------------------
+
+
+def channel_device(known: Plans, device: torch.device) -> torch.device:
+    """Where the next agreement takes place: where the first one did, which was ``device`` if it is the first."""
+    if not known.agreed:
+        return device
+    type = known.agreed[0].layout.wires[0].device
+    return device if device.type == type else torch.device(type)
+
+
+def compare(group: Collectives, device: torch.device, proposal: list[int]) -> Verdict:
+    """Everybody's proposals. Raises CollectiveFailed, as all here do."""
+    numbers, work = propose(group, device, proposal)
+    work.wait()
+    return plans.verdict(numbers.tolist())
+
+
+def propose(
+    group: Collectives, device: torch.device, proposal: list[int]
+) -> tuple[torch.Tensor, Work]:
+    numbers = torch.tensor(proposal, dtype=torch.int64, device=device)
+    return numbers, group.allreduce(numbers, Op.MAX)
+
+
+def compare_sparse(
+    group: Collectives, device: torch.device, found: Mapping[int, int], parameters: int
+) -> dict[int, int]:
+    """The number of sparse dimensions of each gradient that is sparse on any rank."""
+    dims = torch.zeros(parameters, dtype=torch.int64)
+    for number, sparse_dims in found.items():
+        dims[number] = sparse_dims
+    dims = dims.to(device)
+    group.allreduce(dims, Op.MAX).wait()
+    return {number: dim for number, dim in enumerate(dims.tolist()) if dim}
+
+
+def tell_layout(
+    group: Collectives, device: torch.device, source: int | None, layout: Layout | None
+) -> None:
+    """To those that have joined, from rank ``source``. None: there will be no plan."""
+    assert source is not None
+    data = b"" if layout is None else layout.encode()
+    length = torch.tensor([len(data)], device=device)
+    group.broadcast(length, source).wait()
+    size = int(length)
+    if not size:
+        return
+    text = torch.zeros(size, dtype=torch.uint8)
+    if group.rank == source:
+        text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    text = text.to(device)
+    group.broadcast(text, source).wait()
+
+
+def hear_layout(group: Collectives, device: torch.device, source: int) -> Layout:
+    """The other side of `tell_layout`. Raises StateMismatch if there is none."""
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    group.broadcast(length, source).wait()
+    if not int(length):
+        raise StateMismatch(
+            "the ranks that have not joined could not agree on how to reduce an optimizer's gradients;"
+            " their own errors say why"
+        )
+    text = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    group.broadcast(text, source).wait()
+    return Layout.decode(bytes(text.tolist()))
+
+
+def end_plan(rt: runtime.Runtime, agreed: Agreed, members: Members) -> None:
+    """Meets the buffer that joined ranks wait in with, of a plan that is about to be replaced."""
+    wire = agreed.layout.wires[0]
+    group = rt.group(agreed.purpose, torch.device(wire.device), members)
+    _marked(group, _zeros(wire), Op(agreed.layout.op), Mark.CHANGE).wait()
+
+
+def _marked(group: Collectives, buffer: torch.Tensor, op: Op, mark: Mark) -> Work:
+    buffer[-1] = plans.mark_value(op, mark)
+    return group.allreduce(buffer, op)
+
+
+# ---- the steps of a joined rank --------------------------------------------------------------------------------------
+
+
+class Shadow:
+    """One plan as long as it lasts. It waits in the plan's first buffer: that is complete when the others step."""
+
+    def __init__(self, rt: runtime.Runtime, agreed: Agreed, members: Members) -> None:
+        self.agreed = agreed
+        self.over = False  # nobody has data left
+        self.ended = False  # the others have replaced the plan
+        self._rt = rt
+        self._members = members
+        self._layout = agreed.layout
+        self._op = Op(agreed.layout.op)
+        self._first, *self._rest = agreed.layout.wires
+        # Made before anything is under way: a GPU may refuse memory while a collective waits on it.
+        self._buffer = _zeros(self._first)
+        self._spare = _buffers(self._rest)
+        self._work = self._wait_again()
+
+    def done(self) -> bool:
+        """Whether `take` returns at once."""
+        return not self.over and not self.ended and self._work.done()
+
+    def take(self) -> Mark:
+        """What the others did. Blocks; raises CollectiveFailed. STEP has been followed to its end."""
+        self._work.wait()
+        mark = plans.read_mark(self._op, float(self._buffer[-1]))
+        match mark:
+            case Mark.STEP:
+                self._follow()
+                self._work = self._wait_again()
+            case Mark.JOINED:
+                self.over = True
+            case Mark.CHANGE:
+                self.ended = True
+        return mark
+
+    def _wait_again(self) -> Work:
+        self._buffer.zero_()
+        group = self._rt.group(self.agreed.purpose, torch.device(self._first.device), self._members)
+        return _marked(group, self._buffer, self._op, Mark.JOINED)
+
+    def _follow(self) -> None:
+        """The rest of a step, of which the first buffer is complete."""
+        under_way: collections.deque[tuple[torch.Tensor, Work, str]] = collections.deque()
+        for wire in self._rest:
+            if len(under_way) == AT_ONCE:
+                self._end(under_way.popleft())
+            buffer = self._spare[wire.dtype + wire.device].pop()
+            zeros = buffer[: wire.elements].zero_()
+            group = self._rt.group(self.agreed.purpose, torch.device(wire.device), self._members)
+            under_way.append((buffer, group.allreduce(zeros, self._op), wire.dtype + wire.device))
+        while under_way:
+            self._end(under_way.popleft())
+        by_device: dict[str, list[Sparse]] = {}
+        for sparse in self._layout.sparse:
+            by_device.setdefault(sparse.device, []).append(sparse)
+        for device, gathered in by_device.items():
+            group = self._rt.group(self.agreed.purpose, torch.device(device), self._members)
+            sparse_gradients.total(group, [_no_entries(each) for each in gathered], 1.0)
+
+    def _end(self, sent: tuple[torch.Tensor, Work, str]) -> None:
+        buffer, work, kind = sent
+        work.wait()
+        self._spare[kind].append(buffer)
+
+
+def _zeros(wire: Wire) -> torch.Tensor:
+    return torch.zeros(wire.elements, dtype=getattr(torch, wire.dtype), device=wire.device)
+
+
+def _buffers(wires: list[Wire]) -> dict[str, list[torch.Tensor]]:
+    """As many as are under way at once, of each kind, so large that each wire fits in."""
+    largest: dict[str, Wire] = {}
+    for wire in wires:
+        kind = wire.dtype + wire.device
+        if kind not in largest or wire.elements > largest[kind].elements:
+            largest[kind] = wire
+    return {kind: [_zeros(wire) for _ in range(AT_ONCE)] for kind, wire in largest.items()}
+
+
+def _no_entries(sparse: Sparse) -> torch.Tensor:
+    like = torch.empty(1, dtype=getattr(torch, sparse.dtype), device=sparse.device)
+    return sparse_gradients.empty(like.expand(sparse.shape), sparse.dims)

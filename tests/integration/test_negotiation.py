@@ -1,0 +1,142 @@
+"""Named collectives when something goes wrong: a rank is killed, a rank never comes, threads submit at once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from elastic import runtime
+from elastic.collectives.store import listen
+from elastic.errors import CollectiveFailed
+from elastic.ops import Sum, allreduce, allreduce_async, barrier, poll, synchronize
+from integration.ranks import Died, Ranks
+
+SOON_S = 5.0  # far below every timeout of a collective
+
+
+@pytest.fixture
+def ranks(request: Any) -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    listener = listen("127.0.0.1")
+    listener.close()
+    ranks.run(start, listener.address, getattr(request, "param", {}))
+    yield ranks
+    ranks.close()
+
+
+def start(rank: int, size: int, address: Any, environ: dict[str, str]) -> None:
+    runtime.init_static(rank, size, address, environ)
+
+
+def warm(rank: int, size: int) -> None:
+    for _ in range(2):
+        assert allreduce(torch.ones(2), name="warm", op=Sum).tolist() == [3.0, 3.0]
+
+
+def from_many_threads(rank: int, size: int) -> int:
+    wrong: list[object] = []
+
+    def work(thread: int) -> None:
+        for turn in range(20):
+            name = f"thread {thread}"
+            value = float(thread + turn)
+            if turn % 2:
+                got = allreduce(torch.full((3,), value), name=name, op=Sum)
+            else:
+                handle = allreduce_async(torch.full((3,), value), name=name, op=Sum)
+                deadline = time.monotonic() + 30
+                while not poll(handle):
+                    assert time.monotonic() < deadline
+                got = synchronize(handle)
+            if got.tolist() != [3 * value] * 3:
+                wrong.append((thread, turn, got))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads if rank else reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    return len(threads)
+
+
+def wait_for_all(rank: int, size: int) -> str:
+    """What waiting for rank 2, which is being killed, ends with; and then everything else."""
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pending = allreduce_async(torch.ones(2), name="pending", op=Sum)
+    began = time.monotonic()
+    found = []
+    for call in (
+        lambda: allreduce(torch.ones(2), name="warm"),
+        lambda: synchronize(pending),
+        barrier,
+    ):
+        try:
+            call()
+        except CollectiveFailed as error:
+            found.append(str(error))
+    assert time.monotonic() - began < SOON_S
+    assert len(found) == 3
+    return found[0]
+
+
+def test_threads_submit_at_once_and_a_killed_rank_ends_the_wait_of_all_others(ranks):
+    ranks.run(warm)
+    assert ranks.run(from_many_threads) == [4, 4, 4]
+    ranks.start(wait_for_all)
+    assert isinstance(ranks.result(2), Died)
+    for rank in (0, 1):
+        found = ranks.result(rank)
+        assert isinstance(found, str), found
+
+
+def wait_for_rank_0(rank: int, size: int) -> float:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(CollectiveFailed):
+        allreduce(torch.ones(2), name="after")
+    return time.monotonic() - began
+
+
+def test_the_coordinators_death_ends_the_wait_of_all(ranks):
+    ranks.run(warm)
+    ranks.start(wait_for_rank_0)
+    assert isinstance(ranks.result(0), Died)
+    assert max(ranks.result(1), ranks.result(2)) < SOON_S
+
+
+STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+
+
+def stall(rank: int, size: int) -> tuple[str, str]:
+    if rank == 1:
+        return "", ""  # it submits nothing, and doesn't even know of the others
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        handles = [allreduce_async(torch.ones(1), name=name, op=Sum) for name in ("w", "bias")]
+        with pytest.raises(CollectiveFailed) as caught:
+            for handle in handles:
+                synchronize(handle)
+    return str(caught.value), said.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [STALLS], indirect=True)
+def test_a_stall_names_the_tensors_and_the_missing_ranks_and_is_given_up(ranks):
+    found = ranks.run(stall)
+    assert found[0][0] == "allreduce.w was given up after 3 s: rank 1 never submitted it"
+    assert found[2][0] == found[0][0]
+    assert (
+        found[0][1]
+        == "elastic: stalled: allreduce.w, allreduce.bias wait since 1 s for rank 1, the others have submitted them\n"
+    )

@@ -1,0 +1,159 @@
+"""What an optimizer sees of the runtime, without one: a twin that always sends what we send, or ranks as threads."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from elastic import environment, runtime
+from elastic.collectives import fake
+from elastic.collectives.interface import Op
+from elastic.collectives.local import LocalCollectives
+from elastic.errors import CollectiveFailed, PeerLost
+from elastic.optimizer import DistributedOptimizer
+from elastic.protocol import Place
+
+
+class Twins:
+    """A group of ``size`` in which every other rank sends what this one sends."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self.calls: list[tuple[str, int]] = []
+        self.failure: str | None = None
+        self.holding = False  # works under way don't end
+
+    def allreduce(self, tensor, op):
+        if self.failure:
+            raise CollectiveFailed(self.failure)
+        self.calls.append((op.name, tensor.numel()))
+        return TwinWork(self, tensor, op)
+
+
+class TwinWork:
+    def __init__(self, group, tensor, op) -> None:
+        self.group, self.tensor, self.op = group, tensor, op
+
+    def done(self) -> bool:
+        return not self.group.holding
+
+    def wait(self) -> None:
+        if self.group.failure:
+            raise CollectiveFailed(self.group.failure)
+        if self.op is Op.SUM:
+            self.tensor.mul_(self.group.size)
+
+
+class Meeting:
+    """The groups of a world of threads, which are made when the first rank asks for them."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+
+    def group(self, purpose, members):
+        with self._lock:
+            if (purpose, members) not in self.made:
+                self.made[purpose, members] = fake.world(len(members))
+            return self.made[purpose, members]
+
+    def abort(self):
+        with self._lock:
+            for group in self.made.values():
+                group[0].abort()
+
+
+class World:
+    """What an optimizer sees of the runtime."""
+
+    def __init__(self, size: int, rank: int = 0, group=None) -> None:
+        self.elastic = True
+        self.env = environment.read({})
+        self.provisional = False
+        self.activity = 0
+        self.broken = False
+        self.reason = ""
+        self.generation = 0
+        self.become(size, rank, group)
+
+    def become(self, size: int, rank: int = 0, group=None) -> None:
+        """The next generation."""
+        self.place = Place(rank, size, rank, size, 0, 1)
+        self.generation += 1
+        self.broken = False
+        self.gradients = group or (Twins(size) if size > 1 else LocalCollectives())
+
+    def group(self, purpose, device, ranks=None):
+        assert purpose.startswith("gradients") and device.type == "cpu"
+        if not isinstance(self.gradients, Meeting):
+            return self.gradients
+        members = tuple(range(self.place.size)) if ranks is None else ranks
+        if len(members) == 1:
+            return LocalCollectives()
+        return self.gradients.group(purpose, members)[members.index(self.place.rank)]
+
+    def wanted(self, purpose, device_type, ranks=None):
+        members = tuple(range(self.place.size)) if ranks is None else ranks
+        return isinstance(self.gradients, Meeting) and (purpose, members) in self.gradients.made
+
+    @contextlib.contextmanager
+    def guard(self, name):
+        if self.broken:
+            raise PeerLost(self.reason)
+        try:
+            yield
+        except CollectiveFailed as error:
+            self.mark_broken(self.generation, str(error))
+            raise PeerLost(str(error)) from error
+
+    def mark_broken(self, generation, reason):
+        self.broken, self.reason = True, reason
+
+
+def ranks_as_threads(monkeypatch):
+    """Runs a function of the rank on every rank of a world, each in a thread; returns what they return."""
+    own = threading.local()
+    monkeypatch.setattr(runtime, "current", lambda: own.world)
+
+    def run(size, function):
+        meeting = Meeting()
+
+        def on_rank(rank):
+            own.world = World(size, rank, meeting)
+            try:
+                return function(rank)
+            except BaseException:
+                meeting.abort()
+                raise
+
+        with ThreadPoolExecutor(size) as pool:
+            futures = [pool.submit(on_rank, rank) for rank in range(size)]
+            errors = [e for future in futures if (e := future.exception()) is not None]
+            if errors:
+                raise next((e for e in errors if not isinstance(e, PeerLost)), errors[0])
+            return [future.result() for future in futures]
+
+    return run
+
+
+def net(*widths: int) -> Any:  # a torch.nn.Sequential
+    model = torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
+    with torch.no_grad():
+        for parameter in model.parameters():  # no random numbers: threads share their generator
+            parameter.copy_(torch.linspace(-1.0, 1.0, parameter.numel()).view_as(parameter))
+    return model
+
+
+def sgd(model: torch.nn.Module, lr: float = 0.1, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+def backward(model, scale: float = 1.0) -> None:
+    width = next(model.parameters()).shape[-1]
+    (model(torch.ones(1, width)).sum() * scale).backward()

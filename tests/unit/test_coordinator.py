@@ -1,0 +1,360 @@
+"""Which collectives may run, in what order: ranks talk with their coordinator, by the line and at random."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import pytest
+
+from elastic.coordinator import Coordinator, bits
+from elastic.offers import Offers
+from elastic.requests import (
+    AGREE,
+    ALL,
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    JOIN,
+    LEAVE,
+    Decision,
+    Members,
+    Offer,
+    Request,
+    Settled,
+    mismatch,
+)
+
+
+@dataclass
+class Call:
+    """A collective that a rank has submitted."""
+
+    asked: Request
+    key: Hashable = None
+
+    @property
+    def name(self) -> str:
+        return self.asked.name
+
+    @property
+    def lasting(self) -> bool:
+        return self.asked.lasting
+
+    def make_key(self) -> Hashable:
+        return self.asked
+
+    def request(self) -> Request:
+        return self.asked
+
+
+def reduce(name: str, *shape: int, **more: object) -> Request:
+    tensors = (("float32", shape or (2,)),)
+    return Request(ALLREDUCE, f"allreduce.{name}", tensors, lasting=True, **more)  # type: ignore[arg-type]
+
+
+def gather(name: str, rows: int) -> Request:
+    return Request(ALLGATHER, f"allgather.{name}", (("float32", (rows, 2)),), lasting=True)
+
+
+def scatter(name: str, *splits: int) -> Request:
+    tensors = (("float32", (sum(splits), 2)),)
+    return Request(ALLTOALL, f"alltoall.{name}", tensors, splits=splits, lasting=True)
+
+
+class Ranks:
+    """``size`` ranks and their coordinator; what is said is delivered at once."""
+
+    def __init__(self, size: int, capacity: int = 1024) -> None:
+        self.size = size
+        self.coordinator = Coordinator(size, capacity)
+        self.offers: dict[tuple[int, Members], Offers[Call]] = {}
+        self.ran: list[list[Settled]] = [[] for _ in range(size)]
+        self.said: list[Offer] = []
+        self.decisions: list[Decision] = []
+
+    def side(self, rank: int, members: Members) -> Offers[Call]:
+        return self.offers.setdefault((rank, members), Offers(members))
+
+    def submit(self, rank: int, *requests: Request, members: Members = ALL) -> None:
+        side = self.side(rank, members)
+        for request in requests:
+            side.submit(Call(request))
+        offer = side.offer()
+        assert offer is not None
+        self.said.append(offer)
+        for decision in self.coordinator.offer(rank, offer):
+            self.deliver(decision)
+
+    def deliver(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+        for rank in decision.members or range(self.size):
+            found = self.side(rank, decision.members).take(decision)
+            self.ran[rank] += [settled for settled, _ in found]
+
+    def names(self, rank: int = 0) -> list[str]:
+        return [settled.request.name.partition(".")[2] for settled in self.ran[rank]]
+
+
+def test_what_all_have_offered_runs_in_one_order_for_all():
+    ranks = Ranks(3)
+    ranks.submit(0, reduce("a"), reduce("b"))
+    ranks.submit(1, reduce("b"))
+    ranks.submit(2, reduce("a"), reduce("b"))
+    assert ranks.names() == ["b"]
+    ranks.submit(1, reduce("a"))
+    assert [ranks.names(rank) for rank in range(3)] == [["b", "a"]] * 3
+    assert not any(settled.error for settled in ranks.ran[0])
+
+
+def test_a_name_that_comes_again_travels_as_a_bit():
+    ranks = Ranks(2)
+    for _ in range(4):
+        for rank in range(2):
+            ranks.submit(rank, reduce("a"), reduce("b"))
+    assert ranks.names(1) == ["a", "b"] * 4
+    first, *_, last = ranks.said
+    assert (len(first.requests), first.known) == (2, b"")
+    assert (last.requests, last.known) == ((), b"\x03")
+
+
+def test_in_the_steady_state_a_message_has_one_size_however_many_names():
+    ranks = Ranks(2)
+    names = [reduce(f"n{number}") for number in range(1024)]
+    for _ in range(3):
+        for rank in range(2):
+            ranks.submit(rank, *names)
+    assert len(ranks.said[-1].known) == 128
+    assert ranks.names() == [f"n{number}" for number in range(1024)] * 3
+
+
+def test_a_changed_shape_is_asked_for_anew_also_where_others_have_sent_bits():
+    ranks = Ranks(3)
+    for _ in range(2):
+        for rank in range(3):
+            ranks.submit(rank, reduce("a", 4))
+    ranks.submit(0, reduce("a", 4))  # a bit
+    ranks.submit(1, reduce("a", 5))  # a request
+    ranks.submit(2, reduce("a", 4))  # a bit again
+    error = ranks.ran[2][-1].error
+    assert error == (
+        "allreduce.a: mismatched tensors, the ranks differ in the shape: ranks 0 and 2 have [4], rank 1 has [5]"
+    )
+    for rank in range(3):
+        ranks.submit(rank, reduce("a", 4))  # the old number still stands for the same
+    assert ranks.said[-1].known == b"\x01"
+    assert ranks.ran[0][-1].error == ""
+    for _ in range(2):
+        for rank in range(3):
+            ranks.submit(rank, reduce("a", 5))
+    assert ranks.said[-1].known == b"\x02"
+    assert ranks.ran[0][-1].request.tensors == (("float32", (5,)),)
+
+
+def test_rows_and_splits_reach_everybody_and_are_remembered():
+    ranks = Ranks(2)
+    for _ in range(3):
+        ranks.submit(0, gather("g", 1), scatter("s", 3, 4))
+        ranks.submit(1, gather("g", 5), scatter("s", 0, 2))
+    assert [settled.rows for settled in ranks.ran[1][-2:]] == [((1,), (5,)), ((3, 4), (0, 2))]
+    assert ranks.said[-1].requests == ()
+    ranks.submit(0, gather("g", 1))
+    ranks.submit(1, gather("g", 6))
+    assert ranks.ran[0][-1].rows == ((1,), (6,))
+
+
+def test_sets_have_names_of_their_own():
+    ranks = Ranks(3)
+    ranks.submit(0, reduce("a"), members=(0, 2))
+    ranks.submit(1, reduce("a"))
+    ranks.submit(2, reduce("a"), members=(0, 2))
+    assert [ranks.names(rank) for rank in range(3)] == [["a"], [], ["a"]]
+
+
+def test_numbers_that_are_used_up_are_forgotten_by_all_at_once():
+    ranks = Ranks(2, capacity=2)
+    for name in "abcabcabcabc":
+        for rank in range(2):
+            ranks.submit(rank, reduce(name))
+    assert ranks.names() == ranks.names(1) == list("abc") * 4
+    assert ranks.decisions[-1].epoch > 0
+
+
+def test_a_bit_of_the_epoch_before_is_still_understood():
+    ranks = Ranks(2, capacity=1)
+    for _ in range(2):
+        for rank in range(2):
+            ranks.submit(rank, reduce("a"))
+    late = Offer(ALL, 0, b"\x01")  # "a", by its number
+    for _ in range(2):
+        for rank in range(2):
+            ranks.submit(rank, reduce("b"))
+    assert ranks.decisions[-1].epoch == 1
+    assert ranks.coordinator.offer(0, late) == []
+    (decision,) = ranks.coordinator.offer(1, late)
+    assert decision.settled[0].request == reduce("a")
+
+
+def test_a_rank_that_joined_is_no_longer_waited_for():
+    ranks = Ranks(3)
+    for _ in range(2):
+        for rank in range(3):
+            ranks.submit(rank, reduce("a"), gather("g", 1))
+    ranks.submit(0, reduce("a"), reduce("new"), gather("g", 1))
+    ranks.submit(2, reduce("a"), reduce("new"), gather("g", 1))
+    before = len(ranks.ran[0])
+    ranks.submit(1, Request(JOIN, JOIN))
+    assert len(ranks.ran[1]) == len(ranks.ran[0]) == before + 3
+    found = {settled.request.name: settled.error for settled in ranks.ran[1][before:]}
+    assert found["allreduce.a"] == found["allreduce.new"] == ""
+    assert "rank 1 has joined" in found["allgather.g"]
+    ranks.submit(2, Request(JOIN, JOIN))
+    ranks.submit(0, reduce("a"))
+    assert ranks.names()[-1] == "a"
+    ranks.submit(0, Request(JOIN, JOIN))
+    assert ranks.decisions[-1].last_joined == 0
+    for rank in range(3):
+        ranks.submit(rank, reduce("a"), gather("g", 2))
+    assert [settled.error for settled in ranks.ran[0][-2:]] == ["", ""]
+
+
+def test_who_leaves_is_named_to_those_that_wait_for_it():
+    ranks = Ranks(3)
+    for _ in range(2):
+        for rank in range(3):
+            ranks.submit(rank, reduce("a"))
+    ranks.submit(0, reduce("a"))
+    ranks.submit(0, reduce("b"))
+    ranks.submit(2, Request(LEAVE, LEAVE))
+    assert sorted(settled.error for settled in ranks.ran[0][-2:]) == [
+        "allreduce.a can't run: rank 2 has shut down",
+        "allreduce.b can't run: rank 2 has shut down",
+    ]
+    assert all(settled.refused for settled in ranks.ran[0][-2:])
+    ranks.submit(1, reduce("a"))  # too late, and by a bit
+    assert ranks.ran[1][-1].refused
+    ranks.submit(0, reduce("c"), members=(0, 1))
+    ranks.submit(1, reduce("c"), members=(0, 1))
+    assert ranks.ran[1][-1].error == ""
+
+
+def test_all_answers_of_an_agreement_reach_all():
+    ranks = Ranks(2)
+    ranks.submit(1, Request(AGREE, "agree.x", payload="one"))
+    ranks.submit(0, Request(AGREE, "agree.x", payload="zero"))
+    assert ranks.ran[1][0].payloads == ("zero", "one")
+
+
+def test_what_waits_too_long_is_named_once_with_the_missing_ranks():
+    ranks = Ranks(3)
+    for _ in range(2):
+        for rank in range(3):
+            ranks.submit(rank, reduce("a"))
+    ranks.submit(0, reduce("a"), reduce("b"))
+    ranks.submit(1, reduce("b"))
+    look = ranks.coordinator.stalled
+    assert look(10.0, 60.0, 0.0) == ([], [])
+    assert look(69.9, 60.0, 0.0) == ([], [])
+    sentences, _ = look(70.0, 60.0, 0.0)
+    assert sentences == [
+        "allreduce.b waits since 60 s for rank 2, the others have submitted it",
+        "allreduce.a waits since 60 s for ranks 1 and 2, the others have submitted it",
+    ]
+    assert look(71.0, 60.0, 0.0) == ([], [])
+    ranks.submit(2, reduce("b"))
+    _, decisions = look(200.0, 60.0, 100.0)
+    assert [settled.error for settled in decisions[0].settled] == [
+        "allreduce.a was given up after 100 s: ranks 1 and 2 never submitted it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (reduce("a"), reduce("a", 3), "the shape: rank 0 has [2], rank 1 has [3]"),
+        (reduce("a", op=1), reduce("a", op=3), "the reduction: rank 0 has Sum, rank 1 has Min"),
+        (reduce("a"), reduce("a", scales=(0.5, 1.0)), "prescale_factor"),
+        (reduce("a"), reduce("a", scales=(1.0, 2.0)), "postscale_factor"),
+        (reduce("a"), reduce("a", device="cuda"), "the device: rank 0 has cpu, rank 1 has cuda"),
+        (Request("broadcast", "b", root=0), Request("broadcast", "b", root=1), "the root rank"),
+        (reduce("a"), Request(ALLREDUCE, "allreduce.a", (("int64", (2,)),)), "the dtype"),
+        (gather("g", 1), gather("g", 9), ""),
+        (scatter("s", 1, 2), scatter("s", 3, 4), ""),
+        (Request(BARRIER, "barrier"), Request(BARRIER, "barrier"), ""),
+    ],
+)
+def test_a_mismatch_names_what_differs_and_who(first, second, words):
+    found = mismatch({0: first, 1: second})
+    assert (words in found) if words else not found
+
+
+def test_bits_are_told_in_ascending_order():
+    assert list(bits((1 << 1000) | (1 << 9) | 1)) == [0, 9, 1000]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_at_random_all_ranks_run_the_same_in_the_same_order(seed):
+    """Each rank submits the same calls in an order of its own; messages take any time, in order on each way."""
+    chance = random.Random(seed)
+    size = chance.randrange(2, 6)
+    coordinator = Coordinator(size, capacity=chance.choice([0, 1, 3, 1024]))
+    sets: list[Members] = [ALL, (0, 1), (0, size - 1), tuple(range(1, size))]
+    sets = [members for members in dict.fromkeys(sets) if len(members) != 1]
+    names = [f"n{number}" for number in range(6)]
+    programs: list[deque[tuple[Members, Request]]] = [deque() for _ in range(size)]
+    expected: list[list[tuple[Members, str]]] = [[] for _ in range(size)]
+    for _ in range(12):  # rounds: within one, a name comes once
+        calls = [(chance.choice(sets), name) for name in names if chance.random() < 0.7]
+        rows = chance.choice([1, 1, 2])
+        for rank in range(size):
+            own = [(members, name) for members, name in calls if rank in (members or range(size))]
+            chance.shuffle(own)
+            for members, name in own:
+                kind = gather(name, rows + rank) if name in names[:2] else reduce(name, rows)
+                programs[rank].append((members, kind))
+            expected[rank] += sorted((members, name) for members, name in own)
+    sides = [{members: Offers[Call](members) for members in sets} for _ in range(size)]
+    up: list[deque[Offer]] = [deque() for _ in range(size)]
+    down: list[deque[Decision]] = [deque() for _ in range(size)]
+    ran: list[list[tuple[Members, str]]] = [[] for _ in range(size)]
+    for _ in range(100_000):
+        rank = chance.randrange(size)
+        match chance.randrange(3):
+            case 0 if programs[rank]:
+                members, request = programs[rank][0]
+                if request.name not in sides[rank][members].in_flight:
+                    programs[rank].popleft()
+                    sides[rank][members].submit(Call(request))
+                if chance.random() < 0.5:
+                    offers = [side.offer() for side in sides[rank].values()]
+                    up[rank].extend(offer for offer in offers if offer is not None)
+            case 0:
+                offers = [side.offer() for side in sides[rank].values()]
+                up[rank].extend(offer for offer in offers if offer is not None)
+            case 1 if up[rank]:
+                for decision in coordinator.offer(rank, up[rank].popleft()):
+                    for member in decision.members or range(size):
+                        down[member].append(decision)
+            case 2 if down[rank]:
+                decision = down[rank].popleft()
+                for settled, call in sides[rank][decision.members].take(decision):
+                    assert call is not None, "only joined ranks have submitted nothing"
+                    assert not settled.error, settled.error
+                    if settled.request.kind == ALLGATHER:
+                        position = (decision.members or tuple(range(size))).index(rank)
+                        assert settled.rows[position] == (call.asked.tensors[0][1][0],)
+                    ran[rank].append((decision.members, settled.request.name.split(".")[1]))
+        if all(len(done) == len(all_of) for done, all_of in zip(ran, expected, strict=True)):
+            break
+    for rank in range(size):
+        assert sorted(ran[rank]) == sorted(expected[rank])
+        for other in range(size):
+            common = set(sets) & {
+                m for m in sets if rank in (m or range(size)) and other in (m or range(size))
+            }
+            assert [each for each in ran[rank] if each[0] in common] == [
+                each for each in ran[other] if each[0] in common
+            ], "one order for all"

@@ -1,0 +1,211 @@
+"""Every public name takes what Horovod's takes: the same arguments, in the same order, with the same defaults.
+
+What may come after them is ours, and has a default.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+import horovod.torch as hvd
+
+# ruff: noqa: E501
+# Horovod's signatures, as its documentation and its users' scripts have them. `none` stands for Compression.none,
+# `everybody` for global_process_set; reductions are named.
+TORCH = """
+    init(comm=None, process_sets=None)
+    shutdown()
+    is_initialized()
+    rank()
+    size()
+    local_rank()
+    local_size()
+    cross_rank()
+    cross_size()
+    is_homogeneous()
+    start_timeline(file_path, mark_cycles=False)
+    stop_timeline()
+    mpi_threads_supported()
+    mpi_enabled(verbose=False)
+    mpi_built(verbose=False)
+    gloo_enabled(verbose=False)
+    gloo_built(verbose=False)
+    nccl_built(verbose=False)
+    ddl_built(verbose=False)
+    ccl_built(verbose=False)
+    cuda_built(verbose=False)
+    rocm_built(verbose=False)
+    join(device=-1)
+    barrier(process_set=everybody)
+    poll(handle)
+    synchronize(handle)
+    allreduce(tensor, average=None, name=None, compression=none, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody)
+    allreduce_async(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody)
+    allreduce_(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody)
+    allreduce_async_(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody)
+    grouped_allreduce(tensors, average=None, name=None, compression=none, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody)
+    grouped_allreduce_async(tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody)
+    grouped_allreduce_(tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody)
+    grouped_allreduce_async_(tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=everybody)
+    sparse_allreduce_async(tensor, name, op, process_set=everybody)
+    allgather(tensor, name=None, process_set=everybody)
+    allgather_async(tensor, name=None, process_set=everybody)
+    grouped_allgather(tensors, name=None, process_set=everybody)
+    grouped_allgather_async(tensors, name=None, process_set=everybody)
+    broadcast(tensor, root_rank, name=None, process_set=everybody)
+    broadcast_async(tensor, root_rank, name=None, process_set=everybody)
+    broadcast_(tensor, root_rank, name=None, process_set=everybody)
+    broadcast_async_(tensor, root_rank, name=None, process_set=everybody)
+    alltoall(tensor, splits=None, name=None, process_set=everybody)
+    alltoall_async(tensor, splits=None, name=None, process_set=everybody)
+    reducescatter(tensor, name=None, compression=none, op=Average, process_set=everybody, prescale_factor=1.0, postscale_factor=1.0)
+    reducescatter_async(tensor, name=None, op=Average, process_set=everybody, prescale_factor=1.0, postscale_factor=1.0)
+    grouped_reducescatter(tensors, name=None, compression=none, op=Average, process_set=everybody, prescale_factor=1.0, postscale_factor=1.0)
+    grouped_reducescatter_async(tensors, name=None, op=Average, process_set=everybody, prescale_factor=1.0, postscale_factor=1.0)
+    ProcessSet(ranks_or_comm)
+    ProcessSet.size(self)
+    ProcessSet.rank(self)
+    ProcessSet.included(self)
+    add_process_set(process_set)
+    remove_process_set(process_set)
+    Compression.none.compress(tensor)
+    Compression.none.decompress(tensor, ctx)
+    Compression.fp16.compress(tensor)
+    Compression.fp16.decompress(tensor, ctx)
+    DistributedOptimizer(optimizer, named_parameters=None, compression=none, backward_passes_per_step=1, op=Average, gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=everybody)
+    broadcast_parameters(params, root_rank)
+    broadcast_optimizer_state(optimizer, root_rank, model=None)
+    broadcast_object(obj, root_rank=0, name=None, process_set=everybody)
+    allgather_object(obj, name=None)
+    SyncBatchNorm(num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+    elastic.run(func)
+    elastic.TorchState(model=None, optimizer=None, **kwargs)
+    elastic.ElasticSampler(dataset, shuffle=True, seed=0)
+    elastic.ElasticSampler.set_epoch(self, epoch)
+    elastic.ElasticSampler.record_batch(self, batch_idx, batch_size)
+    elastic.ElasticSampler.state_dict(self)
+    elastic.ElasticSampler.load_state_dict(self, state_dict)
+    elastic.ElasticSampler.reset(self)
+"""
+ELSEWHERE = """
+    horovod.common.elastic.State(bcast_object, get_rank)
+    horovod.common.elastic.State.register_reset_callbacks(self, callbacks)
+    horovod.common.elastic.State.on_reset(self)
+    horovod.common.elastic.State.on_hosts_updated(self, timestamp, update_res)
+    horovod.common.elastic.State.commit(self)
+    horovod.common.elastic.State.check_host_updates(self)
+    horovod.common.elastic.State.save(self)
+    horovod.common.elastic.State.restore(self)
+    horovod.common.elastic.State.sync(self)
+    horovod.common.elastic.State.reset(self)
+    horovod.common.elastic.ObjectState(bcast_object, get_rank, **kwargs)
+    horovod.common.elastic.run_fn(func, reset)
+    horovod.common.exceptions.HostsUpdatedInterrupt(skip_sync=False)
+    horovod.common.exceptions.HorovodVersionMismatchError(name, version, installed_version)
+    horovod.torch.elastic.state.StateHandler(value)
+    horovod.torch.elastic.state.StateHandler.save(self)
+    horovod.torch.elastic.state.StateHandler.restore(self)
+    horovod.torch.elastic.state.StateHandler.sync(self)
+    horovod.torch.elastic.state.StateHandler.set_value(self, value)
+    horovod.torch.elastic.state.get_handler_registry()
+    horovod.torch.elastic.state.set_handler_registry(registry)
+    horovod.runner.elastic.worker.WorkerNotificationManager()
+    horovod.runner.elastic.worker.WorkerNotificationManager.init(self, rendezvous_addr=None, rendezvous_port=None, nic=None, hostname=None, local_rank=None)
+    horovod.runner.elastic.worker.WorkerNotificationManager.register_listener(self, listener)
+    horovod.runner.elastic.worker.WorkerNotificationManager.remove_listener(self, listener)
+    horovod.runner.elastic.worker.WorkerNotificationManager.handle_hosts_updated(self, timestamp, update_res)
+    horovod.data.data_loader_base.AsyncDataLoaderMixin(async_loader_queue_size=64, *args, **kwargs)
+    horovod.data.data_loader_base.AsyncDataLoaderMixin.close_async_loader(self)
+    horovod.runner.run(func, args=(), kwargs=None, num_proc=None, min_num_proc=None, max_num_proc=None, slots=None, reset_limit=None, cooldown_range=None, hosts=None, hostfile=None, host_discovery_script=None, start_timeout=None, ssh_port=None, ssh_identity_file=None, disable_cache=None, output_filename=None, verbose=None, use_gloo=None, use_mpi=None, mpi_args=None, network_interface=None, network_interfaces=None, executable=None, np=None, min_np=None, max_np=None)
+"""
+REFERENCE = [f"horovod.torch.{line.strip()}" for line in TORCH.strip().splitlines()]
+REFERENCE += [line.strip() for line in ELSEWHERE.strip().splitlines()]
+
+EMPTY = inspect.Parameter.empty
+STARS = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
+
+
+def found(path: str) -> Any:
+    """``horovod.torch.elastic.run``: a module as far as there is one, and then attributes."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not path.startswith(error.name):
+                raise
+            continue
+        for name in parts[length:]:
+            value = getattr(value, name)
+        return value
+    raise AssertionError(f"there is no {path}")
+
+
+def shown(name: str, default: Any) -> str:
+    """A default, as in the reference; empty if there is none."""
+    if default is EMPTY:
+        return ""
+    if default is hvd.Compression.none:
+        return "none"
+    if default is hvd.global_process_set:
+        return "everybody"
+    if name == "op" and default == hvd.Average:
+        return "Average"
+    return repr(default)
+
+
+def split(reference: str) -> tuple[str, list[tuple[str, str]]]:
+    """The path, and each argument with its default."""
+    path, _, text = reference.removesuffix(")").partition("(")
+    arguments = [argument.strip().partition("=") for argument in text.split(",")]
+    return path, [(name, default) for name, _, default in arguments if name]
+
+
+@pytest.mark.parametrize("reference", REFERENCE, ids=lambda line: line.partition("(")[0])
+def test_it_takes_what_horovods_takes(reference):
+    path, wanted = split(reference)
+    parameters = [*inspect.signature(found(path)).parameters.values()]
+    ours = [(STARS.get(p.kind.name, "") + p.name, shown(p.name, p.default)) for p in parameters]
+    last = len([name for name, _ in wanted if not name.startswith("**")])
+    assert [name for name, _ in ours[:last]] == [name for name, _ in wanted[:last]]
+    assert {name for name, _ in wanted[last:]} <= {name for name, _ in ours}
+    for (name, default), (_, its) in zip(ours, wanted[:last], strict=False):
+        # One that was required may have a default.
+        assert default == its or not its, f"{name} is {default or 'required'}, and was {its}"
+    for parameter in parameters[last:]:
+        optional = parameter.default is not EMPTY or parameter.kind.name in STARS
+        assert optional, f"{parameter.name} is ours, and has no default"
+
+
+@pytest.mark.parametrize(
+    ("path", "attributes"),
+    [
+        ("horovod.torch.global_process_set", "ranks process_set_id mpi_comm"),
+        (
+            "horovod.torch.elastic.ElasticSampler",
+            "dataset shuffle seed epoch num_replicas rank remaining_indices num_samples total_size"
+            " processed_num processed_indices",
+        ),
+    ],
+)
+def test_attributes_that_scripts_read(path, attributes):
+    value = found(path)
+    if isinstance(value, type):
+        value = value([1, 2, 3])
+        for name in attributes.split():
+            assert hasattr(value, name), name
+    else:
+        for name in attributes.split():
+            assert hasattr(type(value), name) or name in vars(value), name
+
+
+@pytest.mark.parametrize(
+    "front_end", ["tensorflow", "keras", "mxnet", "spark", "ray", "tensorflow.keras"]
+)
+def test_other_front_ends_say_what_they_are(front_end):
+    with pytest.raises(ImportError, match=r"horovod\.\w+ is not (provided by|available in) hvd-el"):
+        importlib.import_module(f"horovod.{front_end}")

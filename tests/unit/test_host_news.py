@@ -1,0 +1,112 @@
+"""Who hears that the hosts are about to change: states under elastic.run, and whoever registers as with Horovod."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic import environment, host_news, protocol
+from elastic.errors import Invalid
+from elastic.recovery import Phase, Recovery
+from elastic.runtime import Runtime
+from elastic.state import ObjectState
+from horovod.common import elastic as without_framework
+from horovod.runner.elastic import worker
+from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[tuple[float, int]] = []
+
+    def on_hosts_updated(self, timestamp: float, update_result: int) -> None:
+        self.heard.append((timestamp, update_result))
+
+
+class Broken:
+    def on_hosts_updated(self, timestamp: float, update_result: int) -> None:
+        raise KeyError("a listener's own trouble")
+
+
+@pytest.fixture
+def listener():
+    made = Listener()
+    host_news.register(made)
+    yield made
+    host_news.remove(made)
+
+
+def test_the_results_are_flags_with_horovods_numbers():
+    found = [HostUpdateResult.no_update, HostUpdateResult.removed, HostUpdateResult.added]
+    assert [int(each) for each in found] == [0, 1, 2]
+    assert HostUpdateResult.removed | HostUpdateResult.added == HostUpdateResult.mixed
+
+
+def test_a_manager_registers_tells_and_forgets():
+    manager, listener = WorkerNotificationManager(), Listener()
+    manager.init(None, None, "eth0", hostname="h", local_rank=0)
+    manager.register_listener(listener)
+    manager.register_listener(listener)
+    WorkerNotificationManager().handle_hosts_updated(5.0, HostUpdateResult.added)
+    assert listener.heard == [(5.0, HostUpdateResult.added)]
+    manager.remove_listener(listener)
+    manager.remove_listener(listener)
+    manager.handle_hosts_updated(6.0, HostUpdateResult.removed)
+    assert len(listener.heard) == 1
+
+
+def test_a_listener_that_raises_does_not_keep_it_from_the_others(listener, capsys):
+    first = Broken()
+    host_news.remove(listener)
+    with host_news.told(first), host_news.told(listener):
+        host_news.tell(1.0, HostUpdateResult.mixed)
+    assert listener.heard == [(1.0, 3)]
+    assert "Broken.on_hosts_updated raised" in capsys.readouterr().err
+
+
+def test_who_was_told_before_is_told_after(listener):
+    with host_news.told(listener):
+        pass
+    host_news.tell(2.0, HostUpdateResult.mixed)
+    assert listener.heard == [(2.0, 3)]
+
+
+def test_a_planned_change_is_told_once_though_the_driver_asks_again(listener):
+    sent: list[protocol.Message] = []
+    rt = Runtime(environment.read({}), None)
+    rt._recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
+    rt._send = sent.append  # type: ignore[method-assign, assignment]
+    for message in (
+        protocol.Prepare(1, 1),  # of a world that is over
+        protocol.Prepare(2, 1),
+        protocol.Prepare(2, 1),
+        protocol.StopAt(2, 1, 1),
+    ):
+        rt._receive(message)
+    assert [result for _, result in listener.heard] == [HostUpdateResult.mixed]
+    assert protocol.Checked(2, 1, 0) in sent
+    rt._receive(protocol.Prepare(2, 2))
+    assert len(listener.heard) == 2
+
+
+def test_a_state_that_is_told_keeps_when():
+    state = ObjectState(step=0)
+    with host_news.told(state):
+        host_news.tell(7.0, HostUpdateResult.mixed)
+        host_news.tell(6.0, HostUpdateResult.mixed)
+    state.check_host_updates()
+    assert state._last_updated_timestamp == 7.0
+    assert state._host_messages.empty()
+
+
+def test_what_has_no_service_behind_it_says_what_to_use():
+    with pytest.raises(AttributeError, match="register an object with on_hosts_updated"):
+        _ = worker.WorkerNotificationService
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = worker.Nothing
+
+
+def test_horovods_loop_without_a_framework_is_the_run_loop():
+    assert isinstance(without_framework.notification_manager, WorkerNotificationManager)
+    assert callable(without_framework.run_fn(lambda state: None, lambda: None))
+    with pytest.raises(Invalid, match="a function to reset with, not a int"):
+        without_framework.run_fn(lambda state: None, 3)  # type: ignore[arg-type]

@@ -1,0 +1,184 @@
+"""What ranks tell each other about their plans, without tensors: marks, comparisons, numbers."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import pytest
+
+from elastic import plans
+from elastic.collectives.interface import Op
+from elastic.errors import StateMismatch
+from elastic.plans import Layout, Mark, Outline, Plans, Sparse, Wire
+
+FOLDS: dict[Op, Any] = {Op.SUM: sum, Op.MAX: max, Op.MIN: min, Op.PRODUCT: math.prod}
+
+
+class Optimizer:
+    """Anything that can own a plan."""
+
+    def __init__(self) -> None:
+        self.replaced = 0
+
+    def plan_replaced(self) -> None:
+        self.replaced += 1
+
+
+def layout(digest: int) -> Layout:
+    return Layout(digest, int(Op.SUM), (Wire(17, "float32", "cpu"),), ())
+
+
+def reduced(*proposals: list[int]) -> plans.Verdict:
+    return plans.verdict([max(column) for column in zip(*proposals, strict=True)])
+
+
+# ---- marks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", FOLDS)
+@pytest.mark.parametrize("joined", [0, 1, 5])
+@pytest.mark.parametrize("mark", [Mark.STEP, Mark.CHANGE])
+def test_one_rank_that_has_data_is_heard_among_any_number_that_joined(op, joined, mark):
+    for others in (1, 2, 30):
+        sent = [plans.mark_value(op, Mark.JOINED)] * joined + [plans.mark_value(op, mark)] * others
+        assert plans.read_mark(op, FOLDS[op](sent)) is mark
+
+
+@pytest.mark.parametrize("op", FOLDS)
+def test_all_joined_is_heard_too(op):
+    sent = [plans.mark_value(op, Mark.JOINED)] * 7
+    assert plans.read_mark(op, FOLDS[op](sent)) is Mark.JOINED
+
+
+def test_a_sum_or_product_too_large_for_its_dtype_is_still_understood():
+    assert plans.read_mark(Op.SUM, math.inf) is Mark.STEP
+    assert plans.read_mark(Op.SUM, -math.inf) is Mark.CHANGE
+    assert plans.read_mark(Op.PRODUCT, math.inf) is Mark.STEP
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def test_ranks_that_joined_have_no_say_in_what_must_be_equal():
+    own = Outline(7, 3, 100, -1)
+    free = Plans().taken()
+    verdict = reduced(
+        plans.proposal(None, 0, 0, free),
+        plans.proposal(own, 1, 1, free),
+        plans.proposal(own, 2, 2, free),
+    )
+    assert verdict.equal and verdict.greatest == own
+    assert verdict.joined and verdict.source == 1 and verdict.sparse == 2
+    assert len(plans.proposal(own, 0, 1, free)) == plans.VERDICT
+
+
+def test_a_difference_is_seen_by_all_with_its_bounds():
+    free = Plans().taken()
+    verdict = reduced(
+        plans.proposal(Outline(7, 3, 100, -1), 0, 0, free),
+        plans.proposal(Outline(8, 4, 90, -1), 0, 1, free),
+    )
+    assert not verdict.equal and not verdict.joined
+    assert (verdict.least.elements, verdict.greatest.elements) == (90, 100)
+
+
+def test_nobody_is_left_to_propose():
+    verdict = reduced(*[plans.proposal(None, 0, rank, Plans().taken()) for rank in range(3)])
+    assert verdict.source is None
+
+
+def test_a_layout_survives_the_wire():
+    sent = Layout(
+        1 << 61,
+        int(Op.SUM),
+        (Wire(3, "bfloat16", "cuda"), Wire(1, "float32", "cpu")),
+        (Sparse(4, (50, 8), 1, "float32", "cpu"),),
+    )
+    assert Layout.decode(sent.encode()) == sent
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def agree(
+    known: Plans, digest: int, owner: Optimizer, others_taken: list[int] | None = None
+) -> int:
+    before = known.find(owner)
+    own = Outline(digest, 1, 1, -1 if before is None else before.number)
+    proposals = [plans.proposal(own, 0, 0, known.taken())]
+    if others_taken is not None:
+        proposals.append(plans.proposal(own, 0, 1, others_taken))
+    number = known.number(reduced(*proposals))
+    known.record(number, layout(digest), owner)
+    return number
+
+
+def test_each_optimizer_has_its_group_and_the_first_needs_no_other_to_agree():
+    known, one, two = Plans(), Optimizer(), Optimizer()
+    channels = [known.channel]
+    assert agree(known, 1, one) == 0
+    channels.append(known.channel)
+    assert agree(known, 2, two) == 1
+    assert channels == ["gradients", plans.CHANNEL] and known.channel_open
+    assert [each.purpose for each in known.agreed] == ["gradients", "gradients 2"]
+
+
+def test_a_plan_that_changes_keeps_its_number():
+    known, one, two = Plans(), Optimizer(), Optimizer()
+    agree(known, 1, one)
+    agree(known, 2, two)
+    assert agree(known, 3, one) == 0
+    assert [each.layout.digest for each in known.agreed] == [3, 2]
+
+
+def test_the_number_of_an_optimizer_that_is_gone_everywhere_is_used_again():
+    known, keep = Plans(), Optimizer()
+    agree(known, 1, keep)
+    gone = Optimizer()
+    agree(known, 2, gone)
+    del gone
+    gc.collect()
+    elsewhere = [1, 1] + [0] * (plans.BOARD - 2)  # another rank still holds it
+    third = Optimizer()
+    assert agree(known, 3, third, elsewhere) == 2
+    assert agree(known, 4, fourth := Optimizer()) == 1
+    assert fourth is not None
+
+
+# ---- what happened while this rank had joined ----------------------------------------------------
+
+
+def test_an_optimizer_finds_the_plan_that_the_others_made_without_it():
+    known, own = Plans(), Optimizer()
+    known.record(0, layout(5), None)
+    assert known.taken()[0] == 1  # its owner may come yet
+    agreed = known.adopt(own, 5, -1)
+    assert agreed is known.agreed[0]
+    assert known.adopt(own, 6, agreed.version) is None  # its own change has to be agreed
+    assert known.adopt(Optimizer(), 5, -1) is None  # it has one
+
+
+def test_an_optimizer_whose_plan_was_replaced_has_to_have_changed_alike():
+    known, own = Plans(), Optimizer()
+    agree(known, 5, own)
+    known.record(0, layout(6), None)
+    assert own.replaced == 1
+    with pytest.raises(StateMismatch, match="freeze and thaw the same parameters"):
+        known.adopt(own, 5, 0)
+    agreed = known.adopt(own, 6, 0)
+    assert agreed is known.agreed[0] and agreed.version == 1
+
+
+def test_a_new_generation_begins_with_nothing_agreed():
+    class Runtime:
+        generation = 1
+
+    runtime = Runtime()
+    first = plans.of(runtime, None)
+    first.record(0, layout(1), None)
+    assert plans.of(runtime, None) is first
+    assert plans.of(runtime, (0, 1)) is not first
+    runtime.generation = 2
+    assert plans.of(runtime, None).agreed == []

@@ -1,0 +1,300 @@
+"""The table of process sets, without processes: what ranks ask for, and that all tables end equal whatever happened."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elastic.errors import Invalid
+from elastic.set_table import ADD, REMOVE, SetTable, Wish, checked_ranks, present
+
+
+def world(size: int) -> list[SetTable]:
+    """The tables of workers that are in one world."""
+    tables = [SetTable() for _ in range(size)]
+    for table in tables:
+        table.in_world(size)
+    return tables
+
+
+def ask(tables: list[SetTable], do: str, *sets: tuple[int, ...], generation: int = 1) -> list[Wish]:
+    """Everybody's wish, after it has travelled."""
+    return [Wish.parse(table.wish(do, sets, generation).text()) for table in tables]
+
+
+def add(tables: list[SetTable], *sets: tuple[int, ...], generation: int = 1) -> list[int]:
+    wishes = ask(tables, ADD, *sets, generation=generation)
+    numbers = [[e.number for e in table.add(wishes, generation)] for table in tables]
+    assert all(each == numbers[0] for each in numbers)
+    return numbers[0]
+
+
+def remove(tables: list[SetTable], ranks: tuple[int, ...]) -> bool:
+    wishes = ask(tables, REMOVE, ranks)
+    (removed,) = {table.remove(wishes) for table in tables}
+    return removed
+
+
+def content(table: SetTable) -> dict[int, tuple[int, ...]]:
+    return {entry.number: entry.ranks for entry in table.entries()}
+
+
+# ---- lists of ranks ----------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_sorted_whatever_they_came_in():
+    assert checked_ranks([2, 0]) == checked_ranks({0, 2}) == checked_ranks(range(0, 4, 2)) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        ([], "at least one rank"),
+        ([0, 0, 1], "not rank 0 twice"),
+        ([0, -1], "-1 in a process set is no rank"),
+        ([0, 1.5], "1.5 in a process set is no rank"),
+        ([True, 2], "True in a process set is no rank"),
+        (["0"], "'0' in a process set is no rank"),
+        ("01", "a list of ranks"),
+        (3, "a list of ranks"),
+    ],
+)
+def test_what_is_no_list_of_ranks_is_refused(ranks, sentence):
+    with pytest.raises(Invalid, match=sentence):
+        checked_ranks(ranks)
+
+
+def test_a_communicator_is_told_that_there_is_no_mpi():
+    class Comm:
+        def Get_rank(self) -> int:
+            return 0
+
+    with pytest.raises(Invalid, match="there is no MPI here; give a list of ranks"):
+        checked_ranks(Comm())
+
+
+def test_ranks_that_a_world_does_not_have_are_left_out():
+    assert present((0, 2, 5), 6) == (0, 2, 5)
+    assert present((0, 2, 5), 3) == (0, 2)
+    assert present((4, 5), 3) == ()
+
+
+# ---- adding and removing -----------------------------------------------------------------------------------------
+
+
+def test_numbers_count_from_one_and_are_never_used_twice():
+    tables = world(3)
+    assert add(tables, (0, 1), (1, 2)) == [1, 2]
+    assert remove(tables, (0, 1)) is True
+    assert add(tables, (0, 1)) == [3]
+    assert [content(table) for table in tables] == [{2: (1, 2), 3: (0, 1)}] * 3
+
+
+def test_who_holds_a_set_sees_what_becomes_of_it():
+    tables = world(2)
+    wishes = ask(tables, ADD, (0,))
+    (held,) = tables[0].add(wishes, 1)
+    assert (held.number, held.removed) == (1, False)
+    tables[0].remove(ask(tables[:1], REMOVE, (0,)))
+    assert (held.number, held.removed) == (0, True)
+    assert held.ranks == (0,)
+
+
+def test_the_same_ranks_twice_are_refused_and_nothing_changes():
+    tables = world(3)
+    add(tables, (0, 2))
+    for sets in [(0, 2)], [(0, 1), (0, 1)], [(1,), (0, 2)]:
+        wishes = ask(tables, ADD, *sets)
+        for table in tables:
+            with pytest.raises(Invalid, match="is registered already"):
+                table.add(wishes, 1)
+    assert [content(table) for table in tables] == [{1: (0, 2)}] * 3
+
+
+def test_a_rank_that_never_existed_is_refused():
+    tables = world(3)
+    wishes = ask(tables, ADD, (1, 3))
+    with pytest.raises(Invalid, match=r"has a rank 3, and the ranks of this job are 0 to 2"):
+        tables[0].add(wishes, 1)
+
+
+def test_a_rank_that_existed_once_may_come_back():
+    survivors, newcomer = world(4)[:2], SetTable()
+    newcomer.in_world(3)
+    for table in survivors:
+        table.in_world(3)
+    assert add([*survivors, newcomer], (1, 3), generation=2) == [1]
+
+
+def test_all_ranks_are_the_global_set_where_the_world_never_changes():
+    tables = world(2)
+    wishes = ask(tables, ADD, (0, 1))
+    with pytest.raises(Invalid, match="use global_process_set"):
+        tables[0].add(wishes, 1, fixed_size=2)
+    assert tables[0].add(wishes, 1)[0].number == 1
+
+
+def test_ranks_that_ask_for_different_things_are_all_told_who_asked_for_what():
+    tables = world(4)
+    wishes = [
+        *ask(tables[:1], ADD, (0, 1)),
+        *ask(tables[1:2], REMOVE, (0, 1)),
+        *ask(tables[2:], ADD, (0, 2)),
+    ]
+    sentence = (
+        r"rank 0 asked to add \[0, 1\]; rank 1 asked to remove \[0, 1\]; ranks 2, 3 asked to add \[0, 2\]\."
+        " All ranks must"
+    )
+    for table in tables:
+        with pytest.raises(Invalid, match=sentence):
+            table.add(wishes, 1)
+        with pytest.raises(Invalid, match=sentence):
+            table.remove(wishes)
+
+
+def test_removing_what_nobody_has_is_said():
+    assert remove(world(2), (0, 1)) is False
+
+
+def test_after_shutdown_nothing_is_left_and_numbers_begin_anew():
+    (table,) = tables = world(1)
+    add(tables, (0,))
+    held = table.entries()[0]
+    table.clear()
+    assert held.removed and not table.entries() and not table.joined
+    table.in_world(2)
+    assert add([table], (1,)) == [1]
+
+
+# ---- after the world has changed ---------------------------------------------------------------------------------
+
+
+def test_a_set_of_an_earlier_generation_is_found_again():
+    tables = world(3)
+    assert add(tables, (0, 1), generation=1) == [1]
+    assert add(tables, (0, 1), generation=2) == [1]
+    with pytest.raises(Invalid, match="registered already"):
+        tables[0].add(ask(tables, ADD, (0, 1), generation=2), 2)
+
+
+def test_a_change_that_only_some_made_is_made_by_all_the_second_time():
+    tables = world(3)
+    add(tables, (0, 1))
+    tables[0].add(ask(tables, ADD, (1, 2)), 1)  # the world broke before the others had the answer
+    assert add(tables, (1, 2), generation=2) == [2]
+    tables[2].remove(ask(tables, REMOVE, (0, 1)))
+    assert remove(tables, (0, 1)) is True
+    assert add(tables, (0,), generation=2) == [3]
+    assert [content(table) for table in tables] == [{2: (1, 2), 3: (0,)}] * 3
+
+
+def test_a_number_that_means_another_set_somewhere_is_given_up():
+    tables = world(2)
+    tables[0].add(ask(tables[:1], ADD, (0,)), 1)
+    tables[1].add(ask(tables[1:], ADD, (1,)), 1)  # both call theirs 1
+    assert add(tables, (0,), generation=2) == [2]
+    assert add(tables, (1,), generation=2) == [3]
+    assert [content(table) for table in tables] == [{2: (0,), 3: (1,)}] * 2
+
+
+def test_a_newcomer_takes_over_what_the_world_has():
+    """It registered what the script's first lines say; the world has removed a set since, and added one."""
+    tables = world(3)
+    add(tables, (0, 1), (1, 2))
+    remove(tables, (0, 1))
+    add(tables, (0, 2), generation=3)
+    newcomer = SetTable()
+    first, second = newcomer.add(ask([newcomer], ADD, (0, 1), (1, 2), generation=0), 0)
+    news = newcomer.adopt(tables[0].text())
+    assert content(newcomer) == content(tables[0]) == {2: (1, 2), 3: (0, 2)}
+    assert second.number == 2 and first.removed
+    assert news == [
+        "process set 1 with ranks [0, 1] is not registered in the world that this worker joins: it can't be used"
+    ]
+    newcomer.in_world(3)
+    assert add([tables[0], newcomer], (0, 2), generation=4) == [3]
+
+
+def test_a_newcomer_that_saw_another_size_gets_the_set_of_the_same_statement():
+    tables = world(4)
+    add(tables, (0, 2), (1, 3))  # range(0, size, 2), range(1, size, 2)
+    newcomer = SetTable()  # promised a world of three
+    even, odd = newcomer.add(ask([newcomer], ADD, (0, 2), (1,), generation=0), 0)
+    (news,) = newcomer.adopt(tables[0].text())
+    assert (even.number, even.ranks) == (1, (0, 2))
+    assert (odd.number, odd.ranks) == (2, (1, 3))
+    assert news.startswith("process set 2 was registered with ranks [1] here; in the world")
+
+
+def test_a_survivor_that_lags_behind_takes_the_table_over_in_silence():
+    ahead, behind = world(2)
+    add([ahead, behind], (0,))
+    behind.add(ask([behind], ADD, (0, 1)), 1)  # the others never had the answer
+    assert behind.adopt(ahead.text()) == []
+    assert content(behind) == content(ahead) == {1: (0,)}
+    assert add([ahead, behind], (0, 1), generation=2) == [3]  # 2 was used, if only by one
+
+
+# ---- whatever happens --------------------------------------------------------------------------------------------
+
+FIRST_LINES = [(0, 1), (1, 2), (0, 3)]
+
+
+class Job:
+    """Random changes among workers that come and go; a world may break when only some have made a change."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.generation = 1
+        self.tables = world(4)
+        add(self.tables, *FIRST_LINES)
+        self.since: set[tuple[int, ...]] = set(FIRST_LINES)  # added in this generation
+
+    def sets(self) -> list[tuple[int, ...]]:
+        return [entry.ranks for entry in self.tables[0].entries()]
+
+    def change(self) -> None:
+        """One change, agreed by all; before it comes through, the world may break, even more than once."""
+        ranks = tuple(sorted(self.random.sample(range(4), self.random.randint(1, 3))))
+        do = REMOVE if ranks in self.sets() and self.random.random() < 0.5 else ADD
+        if do == ADD and ranks in self.since:
+            return
+        while self.random.random() < 0.4:
+            wishes = ask(self.tables, do, ranks, generation=self.generation)
+            for table in self.random.sample(self.tables, self.random.randint(0, len(self.tables))):
+                self.perform(table, do, wishes)
+            self.next_world()
+        wishes = ask(self.tables, do, ranks, generation=self.generation)
+        for table in self.tables:
+            self.perform(table, do, wishes)
+        (self.since.add if do == ADD else self.since.discard)(ranks)
+
+    def perform(self, table: SetTable, do: str, wishes: list[Wish]) -> None:
+        table.add(wishes, self.generation) if do == ADD else table.remove(wishes)
+
+    def next_world(self) -> None:
+        """Some are lost, some hold an older commit, newcomers have run the first lines."""
+        self.generation += 1
+        self.since.clear()
+        kept = self.random.sample(self.tables, self.random.randint(1, len(self.tables)))
+        holders = self.random.randint(1, len(kept))
+        newcomers = [SetTable() for _ in range(self.random.randint(0, 5 - len(kept)))]
+        for table in newcomers:
+            table.add(ask([table], ADD, *FIRST_LINES, generation=0), 0)
+        self.tables = kept + newcomers
+        for table in self.tables[holders:]:
+            table.adopt(self.tables[0].text())
+        for table in self.tables:
+            table.in_world(len(self.tables))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_table_ends_equal(seed):
+    """What training repeats is repeated by all; so the tables are equal wherever a change has come through."""
+    job = Job(seed)
+    for _ in range(30):
+        job.change()
+        assert all(content(table) == content(job.tables[0]) for table in job.tables)
+        if job.random.random() < 0.3:
+            job.next_world()
