@@ -1,4 +1,4 @@
-"""Horovod's exceptions, under the path that scripts import them from."""
+"""Horovod's exceptions, under the path that scripts import them from. Who imports them means to catch them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from elastic.horovod_errors import (
     HorovodInternalError,
     HorovodVersionMismatchError,
     HostsUpdatedInterrupt,
+    raise_as_horovod,
 )
+
+raise_as_horovod()
 
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]

@@ -32,7 +32,7 @@ def run(
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
-    network_interfaces: Sequence[str] | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
     executable: str | None = None,
     np: int | None = None,
     min_np: int | None = None,
@@ -40,11 +40,14 @@ def run(
 ) -> list[Any]:
     """Calls ``func(*args, **kwargs)`` on ``num_proc`` workers; returns the values by rank.
 
-    ``num_proc`` is 1 by default, and ``min_num_proc`` where that is given. The other arguments are Horovod's;
-    ``disable_cache`` and ``use_gloo`` change nothing, because there is no such cache and nothing but Gloo. ``np``,
-    ``min_np`` and ``max_np`` are old names of ``num_proc`` and its limits.
+    ``num_proc`` is 1 by default, and ``min_num_proc`` where that is given: giving that, ``max_num_proc`` or
+    ``host_discovery_script`` makes the job elastic, and then the values are those of the last world, all of them.
+    Times are seconds. The other arguments are Horovod's; ``disable_cache`` and ``use_gloo`` change nothing, because
+    there is no such cache and nothing but Gloo. ``np``, ``min_np`` and ``max_np`` are old names of ``num_proc`` and its
+    limits. HOROVOD_* variables count as for ``horovodrun``, such as HOROVOD_LOG_LEVEL.
 
-    Raises Invalid (a ValueError) for arguments that have no meaning here, JobFailed if the job does not succeed.
+    Raises Invalid (a ValueError) for arguments that have no meaning here, JobFailed (a RuntimeError) if the job does
+    not succeed.
     """
     unknown = {"ssh_port": ssh_port, "ssh_identity_file": ssh_identity_file}
     unknown |= {"use_mpi": use_mpi, "mpi_args": mpi_args}
@@ -74,9 +77,13 @@ def run(
         start_timeout=start_timeout,
         output_filename=output_filename,
         verbose=bool(verbose),
-        network_interface=network_interface or ",".join(network_interfaces or ()) or None,
+        network_interface=network_interface or _joined(network_interfaces),
         executable=executable,
     )
+
+
+def _joined(names: str | Sequence[str] | None) -> str | None:
+    return names if isinstance(names, str) else ",".join(names or ()) or None
 
 
 def _renamed(name: str, value: int | None, old_name: str, old_value: int | None) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from importlib import metadata
-from typing import Any
 
 from elastic.broadcasting import (
     allgather_object,
@@ -13,11 +12,11 @@ from elastic.broadcasting import (
     broadcast_parameters,
 )
 from elastic.compression import Compression
-from elastic.horovod_errors import (
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-)
 from elastic.optimizer import DistributedOptimizer
+from elastic.process_sets import ProcessSet, add_process_set, remove_process_set
+from elastic.sync_batch_norm import SyncBatchNorm
+from elastic.tracing import start_timeline, stop_timeline
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch import elastic
 from horovod.torch.built_with import check_has_gpu as _check_has_gpu
 from horovod.torch.mpi_ops import (
@@ -59,6 +58,7 @@ from horovod.torch.mpi_ops import (
     init,
     is_homogeneous,
     is_initialized,
+    join,
     local_rank,
     local_size,
     mpi_built,
@@ -75,23 +75,6 @@ from horovod.torch.mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
-
-# Horovod's names that nothing stands behind yet.
-_NOT_YET = {
-    "ProcessSet",
-    "SyncBatchNorm",
-    "add_process_set",
-    "join",
-    "remove_process_set",
-    "start_timeline",
-    "stop_timeline",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NOT_YET:
-        raise AttributeError(f"horovod.torch.{name} is not available in hvd-elastic yet")
-    raise AttributeError(f"module 'horovod.torch' has no attribute {name!r}")
 
 
 def _warn_of_another_horovod() -> None:
@@ -118,9 +101,12 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "_check_has_gpu",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -158,6 +144,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -168,9 +155,12 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -1,4 +1,7 @@
-"""Horovod's questions about how it was built. There is no MPI here; Gloo and NCCL are the ones in torch."""
+"""Horovod's questions about how it was built. There is no MPI here; Gloo and NCCL are the ones in torch.
+
+``verbose`` made Horovod print why a library could not be loaded; here there is none to load, and it changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,23 @@ def mpi_threads_supported() -> bool:
     return False
 
 
-def mpi_enabled() -> bool:
+def mpi_enabled(verbose: bool = False) -> bool:
     return False
 
 
-def mpi_built() -> bool:
+def mpi_built(verbose: bool = False) -> bool:
     return False
 
 
-def gloo_enabled() -> bool:
+def gloo_enabled(verbose: bool = False) -> bool:
     return True
 
 
-def gloo_built() -> bool:
+def gloo_built(verbose: bool = False) -> bool:
     return True
 
 
-def nccl_built() -> int:
+def nccl_built(verbose: bool = False) -> int:
     """NCCL's version as one number, 2.21.5 being 22105; 0 without NCCL."""
     if not torch.distributed.is_nccl_available():
         return 0
@@ -33,19 +36,19 @@ def nccl_built() -> int:
     return int(major * 10000 + minor * 100 + patch)
 
 
-def ddl_built() -> bool:
+def ddl_built(verbose: bool = False) -> bool:
     return False
 
 
-def ccl_built() -> bool:
+def ccl_built(verbose: bool = False) -> bool:
     return False
 
 
-def cuda_built() -> bool:
+def cuda_built(verbose: bool = False) -> bool:
     return torch.version.cuda is not None
 
 
-def rocm_built() -> bool:
+def rocm_built(verbose: bool = False) -> bool:
     return torch.version.hip is not None
 
 

@@ -14,6 +14,7 @@ from elastic.basics import (
     shutdown,
     size,
 )
+from elastic.joining import join
 from elastic.ops import (
     Adasum,
     Average,
@@ -49,6 +50,8 @@ from elastic.ops import (
     sparse_allreduce_async,
     synchronize,
 )
+from elastic.process_sets import ProcessSet, add_process_set, remove_process_set
+from elastic.tracing import start_timeline, stop_timeline
 from horovod.torch.built_with import (
     ccl_built,
     cuda_built,
@@ -67,8 +70,10 @@ __all__ = [
     "Average",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -101,6 +106,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -111,9 +117,12 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -1,0 +1,129 @@
+"""A loader of batches, and a mixin that reads them ahead in a thread. Neither knows of tensors or of other workers.
+
+Each pass over the loader has a thread and a queue of its own, so that nothing of an epoch that was left early, or of an
+epoch that was not begun, is ever seen in the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+CLOSE_S = 10.0  # for a read under way to end
+
+
+class BaseDataLoader:
+    """Subclasses give ``_iterate`` and ``__len__``, and may change each batch in ``_process_batch``."""
+
+    def __len__(self) -> int:
+        """Number of batches in one pass."""
+        raise NotImplementedError
+
+    def _iterate(self) -> Iterator[Any]:
+        """The batches of one pass."""
+        raise NotImplementedError
+
+    def _process_batch(self, batch: Any) -> Any:
+        """Called in the thread that reads the batch."""
+        return batch
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._iterate():
+            yield self._process_batch(batch)
+
+
+class AsyncDataLoaderMixin:
+    """Reads ahead: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``, the mixin first.
+
+    ``async_loader_queue_size``: how many batches may wait to be taken; 0 reads in the caller's thread. An exception of
+    ``_iterate`` is raised where the batch would have come. A pass that is left early stops its thread.
+    """
+
+    def __init__(self, async_loader_queue_size: int = 64, *args: Any, **kwargs: Any) -> None:
+        if async_loader_queue_size < 0:
+            raise ValueError(
+                f"async_loader_queue_size is {async_loader_queue_size}; give the number of batches"
+                " to read ahead, or 0 for none"
+            )
+        super().__init__(*args, **kwargs)
+        self.async_loader_queue_size = async_loader_queue_size
+        self._ahead: list[_Ahead] = []
+
+    def close_async_loader(self) -> None:
+        """Ends every thread that reads ahead. Passes under way end after the batches that they have. Idempotent."""
+        for ahead in list(self._ahead):
+            ahead.close()
+        self._ahead.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.async_loader_queue_size == 0:
+            yield from super().__iter__()  # type: ignore[misc]
+            return
+        loader: Any = self
+        ahead = _Ahead(loader._iterate(), self.async_loader_queue_size)
+        self._ahead.append(ahead)
+        try:
+            for batch in ahead:
+                yield loader._process_batch(batch)
+        finally:
+            ahead.close()
+            with contextlib.suppress(ValueError):  # by close_async_loader
+                self._ahead.remove(ahead)
+
+
+class _Ahead:
+    """One pass: a thread that reads, and the batches that nobody has taken yet."""
+
+    def __init__(self, batches: Iterator[Any], size: int) -> None:
+        self._batches = batches
+        self._size = size
+        self._changed = threading.Condition()
+        self._waiting: deque[Any] = deque()
+        self._over = False  # read to the end, or by an error
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._read, name="async data loader", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for batch in self._batches:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or len(self._waiting) < self._size)
+                    if self._closed:
+                        return
+                    self._waiting.append(batch)
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._over or self._closed)
+                if not self._waiting:
+                    break
+                batch = self._waiting.popleft()
+                self._changed.notify_all()
+            yield batch
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(
+                CLOSE_S
+            )  # it may be inside the user's read, which nobody can interrupt
+
+
+__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]

@@ -1,0 +1,50 @@
+"""Horovod's way to hear of changes of the hosts. The news comes over the one connection that a worker has to its
+driver, so workers have no service of their own, and there is nothing to connect to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic import host_news
+from elastic.host_news import HostUpdateResult, Listener
+
+
+class WorkerNotificationManager:
+    """Registers objects with ``on_hosts_updated(timestamp, update_res)``; all managers of a process share them."""
+
+    def init(
+        self,
+        rendezvous_addr: str | None = None,
+        rendezvous_port: int | None = None,
+        nic: str | None = None,
+        hostname: str | None = None,
+        local_rank: int | None = None,
+    ) -> None:
+        """Does nothing: ``hvd.init()`` has made the connection already. The arguments are Horovod's."""
+
+    def register_listener(self, listener: Listener) -> None:
+        host_news.register(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Raises nothing if it was not registered."""
+        host_news.remove(listener)
+
+    def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Tells all listeners, as if the driver had said so. ``timestamp``: seconds since 1970."""
+        host_news.tell(timestamp, update_res)
+
+
+_ABSENT = {"WorkerNotificationService", "WorkerNotificationClient"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ABSENT:
+        raise AttributeError(
+            f"{name} is not provided by hvd-elastic: the driver tells workers over the connection that they have to it;"
+            " register an object with on_hosts_updated() at WorkerNotificationManager instead"
+        )
+    raise AttributeError(f"module 'horovod.runner.elastic.worker' has no attribute {name!r}")
+
+
+__all__ = ["HostUpdateResult", "WorkerNotificationManager"]

@@ -1,0 +1,5 @@
+"""Not provided: says so at import."""
+
+from horovod.absent import refuse
+
+raise refuse("spark", "start workers with horovodrun or horovod.run, or keep the job on horovod")

@@ -1,0 +1,7 @@
+"""SyncBatchNorm, under the path that some scripts import it from."""
+
+from __future__ import annotations
+
+from elastic.sync_batch_norm import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm"]
