@@ -49,7 +49,7 @@ fix: $(STAMP)
 	$(BIN)/ruff check --fix
 
 bench: $(STAMP)
-	@for name in recovery frozen join step commit reinit; do \
+	@for name in recovery frozen join step commit reinit negotiation timeline; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 MINUTES ?= 20
