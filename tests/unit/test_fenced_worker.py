@@ -10,6 +10,7 @@ import pytest
 
 import elastic
 from elastic import environment, protocol, runtime
+from elastic import worker as worker_shell
 from elastic.errors import JobFailed, LeaveRequested
 from elastic.runtime import Runtime
 
@@ -28,7 +29,7 @@ class Silent:
 def clock(monkeypatch):
     """A list with the present time, which only the runtime sees."""
     now = [100.0]
-    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(worker_shell, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
