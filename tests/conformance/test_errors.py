@@ -1,0 +1,162 @@
+"""What does not fit together raises HorovodInternalError on every rank, says who and what, and breaks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import horovod.torch as hvd
+from conformance.worlds import everywhere, raises, works
+
+
+def all_raise(size: int, call: Callable[[], Any], *texts: str) -> None:
+    """Twice, so that what was cached of the first time matters; then the world is in order."""
+    for _ in range(2):
+        with raises(
+            hvd.HorovodInternalError, "[Mm]ismatched|differ|do not fit", r"[Rr]ank", *texts
+        ):
+            call()
+    works(size)
+
+
+@everywhere()
+def test_shapes(rank, size):
+    odd = rank == size - 1
+    shape = (3, 19) if odd else (3, 17)
+    for told, call in {
+        "allreduce": lambda: hvd.allreduce(torch.ones(shape), name="shape"),
+        "without a name": lambda: hvd.allreduce(torch.ones(shape)),
+        "in place": lambda: hvd.allreduce_(torch.ones(shape), name="shape"),
+        "async": lambda: hvd.synchronize(hvd.allreduce_async(torch.ones(shape), name="shape")),
+        "broadcast": lambda: hvd.broadcast(torch.ones(shape), 0, name="shape"),
+        "allgather": lambda: hvd.allgather(torch.ones(shape), name="shape"),
+        "alltoall": lambda: hvd.alltoall(torch.ones(size, *shape), name="shape"),
+        "reducescatter": lambda: hvd.reducescatter(torch.ones(shape), name="shape"),
+        "as many elements": lambda: hvd.allreduce(
+            torch.ones(17, 19) if odd else torch.ones(19, 17), name="shape"
+        ),
+    }.items():
+        try:
+            all_raise(size, call, "17", "19")
+        except AssertionError as error:
+            raise AssertionError(f"{told}: {error}") from error
+
+
+@everywhere()
+def test_dimensions(rank, size):
+    shape = (4,) if rank else (4, 1)
+    all_raise(size, lambda: hvd.allreduce(torch.ones(shape), name="dimensions"))
+    all_raise(size, lambda: hvd.allgather(torch.ones(shape), name="dimensions"))
+
+
+@everywhere()
+def test_dtypes(rank, size):
+    dtype = torch.float64 if rank == 1 else torch.float32
+    for call in (
+        lambda: hvd.allreduce(torch.ones(2, dtype=dtype), name="dtype"),
+        lambda: hvd.broadcast(torch.ones(2, dtype=dtype), 0, name="dtype"),
+        lambda: hvd.allgather(torch.ones(2, dtype=dtype), name="dtype"),
+        lambda: hvd.alltoall(torch.ones(size, dtype=dtype), name="dtype"),
+        lambda: hvd.reducescatter(torch.ones(size, dtype=dtype), name="dtype"),
+    ):
+        all_raise(size, call, "float64", "float32")
+
+
+@everywhere()
+def test_ops(rank, size):
+    op = hvd.Max if rank == 1 else hvd.Sum
+    all_raise(size, lambda: hvd.allreduce(torch.ones(2), op=op, name="op"))
+    op = hvd.Average if rank == 1 else hvd.Sum
+    all_raise(size, lambda: hvd.allreduce(torch.ones(2), op=op, name="op"))
+    all_raise(size, lambda: hvd.reducescatter(torch.ones(size), op=op, name="op"))
+
+
+@everywhere()
+def test_roots(rank, size):
+    root = 1 if rank == 1 else 0
+    all_raise(size, lambda: hvd.broadcast(torch.ones(2), root, name="root"), "root")
+    all_raise(size, lambda: hvd.broadcast_(torch.ones(2), root, name="root"), "root")
+
+
+@everywhere()
+def test_scales(rank, size):
+    factor = 2.0 if rank == 1 else 1.0
+    all_raise(
+        size, lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=factor, name="pre")
+    )
+    all_raise(
+        size, lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum, postscale_factor=factor, name="post")
+    )
+
+
+@everywhere()
+def test_a_mismatch_that_was_cached_as_a_match(rank, size):
+    """Ten steps are right, then one rank changes its tensor, then all are right again."""
+    for turn in range(10):
+        assert (hvd.allreduce(torch.ones(4), op=hvd.Sum, name="step") == size).all(), turn
+    with raises(hvd.HorovodInternalError, "[Rr]ank"):
+        hvd.allreduce(torch.ones(4 + (rank == 0)), op=hvd.Sum, name="step")
+    for turn in range(3):
+        assert (hvd.allreduce(torch.ones(4), op=hvd.Sum, name="step") == size).all(), turn
+
+
+@everywhere()
+def test_what_else_is_in_flight_goes_on(rank, size):
+    before = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="before")
+    wrong = hvd.allreduce_async(torch.ones(2 + rank), op=hvd.Sum, name="wrong")
+    after = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="after")
+    assert hvd.synchronize(after).tolist() == [size] * 3
+    with raises(hvd.HorovodInternalError, "wrong"):
+        hvd.synchronize(wrong)
+    assert hvd.synchronize(before).tolist() == [size] * 2
+
+
+@everywhere()
+def test_a_mismatch_leaves_tensors_in_place_as_they_were(rank, size):
+    tensor = torch.full((2 + rank,), float(rank))
+    with raises(hvd.HorovodInternalError):
+        hvd.allreduce_(tensor, name="kept")
+    assert (tensor == rank).all()
+
+
+@everywhere()
+def test_a_mismatch_is_not_recovered_by_elastic_run(rank, size):
+    """It would come again for ever: `hvd.elastic.run` lets it through."""
+    try:
+        hvd.allreduce(torch.ones(2 + rank), name="wrong")
+    except RuntimeError as error:
+        caught = error
+    assert isinstance(caught, hvd.HorovodInternalError)
+    assert type(caught) is not hvd.HorovodInternalError
+    works(size)
+
+
+@everywhere()
+def test_arguments_are_checked_before_anything_is_sent(rank, size):
+    """Only one rank is wrong, and it alone raises: the others notice nothing."""
+    if rank == 0:
+        with raises(TypeError):
+            hvd.allreduce([1.0, 2.0])  # type: ignore[arg-type]
+        with raises((TypeError, ValueError)):
+            hvd.allreduce(torch.ones(1, dtype=torch.bool))
+        with raises((TypeError, ValueError)):
+            hvd.allreduce(torch.ones(1, dtype=torch.complex64))
+        with raises(ValueError):
+            hvd.allreduce(torch.ones(1), op=17)
+        for op in (hvd.Min, hvd.Max, hvd.Product):
+            with raises(ValueError):
+                hvd.allreduce(torch.ones(1), op=op, prescale_factor=2.0)
+    works(size)
+
+
+@everywhere()
+def test_unknown_handles(rank, size):
+    handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+    assert hvd.synchronize(handle).item() == size
+    assert hvd.synchronize(handle) is None, "the second time there is nothing left to take"
+    assert hvd.synchronize(10**9) is None
+    with raises(ValueError):
+        hvd.poll(10**9)
+    works(size)

@@ -1,0 +1,186 @@
+"""init, shutdown and the queries; a hundred of them in one process leave nothing behind."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+from conformance.worlds import SIZES, World, everywhere, form, raises, works
+
+CYCLES = Path(__file__).with_name("cycles.py")
+
+# As the reference says; what is left out here has the same parameters as its neighbour.
+SIGNATURES = {
+    "init": "comm process_sets",
+    "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
+    "allreduce_async": "tensor average name op prescale_factor postscale_factor process_set",
+    "allreduce_": "tensor average name op prescale_factor postscale_factor process_set",
+    "allreduce_async_": "tensor average name op prescale_factor postscale_factor process_set",
+    "grouped_allreduce": "tensors average name compression op prescale_factor postscale_factor process_set",
+    "grouped_allreduce_async": "tensors average name op prescale_factor postscale_factor process_set",
+    "grouped_allreduce_": "tensors average name op prescale_factor postscale_factor process_set",
+    "grouped_allreduce_async_": "tensors average name op prescale_factor postscale_factor process_set",
+    "sparse_allreduce_async": "tensor name op process_set",
+    "allgather": "tensor name process_set",
+    "allgather_async": "tensor name process_set",
+    "grouped_allgather": "tensors name process_set",
+    "grouped_allgather_async": "tensors name process_set",
+    "broadcast": "tensor root_rank name process_set",
+    "broadcast_async": "tensor root_rank name process_set",
+    "broadcast_": "tensor root_rank name process_set",
+    "broadcast_async_": "tensor root_rank name process_set",
+    "alltoall": "tensor splits name process_set",
+    "alltoall_async": "tensor splits name process_set",
+    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
+    "reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter": "tensors name compression op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
+    "join": "device",
+    "barrier": "process_set",
+    "poll": "handle",
+    "synchronize": "handle",
+    "start_timeline": "file_path mark_cycles",
+    "stop_timeline": "",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank model",
+    "broadcast_object": "obj root_rank name process_set",
+    "allgather_object": "obj name",
+    "ProcessSet": "ranks_or_comm",
+    "add_process_set": "process_set",
+    "remove_process_set": "process_set",
+    "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op"
+    " gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+    "SyncBatchNorm": "num_features eps momentum affine track_running_stats",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    """More may follow at the end: a call that is written for Horovod means the same."""
+    parameters = list(inspect.signature(getattr(hvd, name)).parameters)
+    wanted = SIGNATURES[name].split()
+    assert parameters[: len(wanted)] == wanted
+    assert name in hvd.__all__
+
+
+@everywhere()
+def test_queries(rank, size):
+    assert hvd.is_initialized()
+    for query, wanted in (
+        (hvd.rank, rank),
+        (hvd.size, size),
+        (hvd.local_rank, rank),
+        (hvd.local_size, size),
+        (hvd.cross_rank, 0),
+        (hvd.cross_size, 1),
+    ):
+        assert type(query()) is int and query() == wanted, query.__name__
+    assert hvd.is_homogeneous() is True
+    for flag in (
+        hvd.mpi_threads_supported,
+        hvd.mpi_enabled,
+        hvd.mpi_built,
+        hvd.gloo_enabled,
+        hvd.gloo_built,
+        hvd.ddl_built,
+        hvd.ccl_built,
+        hvd.cuda_built,
+        hvd.rocm_built,
+    ):
+        assert isinstance(flag(), bool), flag.__name__
+    assert type(hvd.nccl_built()) is int
+    assert hvd.gloo_built() and not hvd.mpi_built()
+
+
+@everywhere()
+def test_init_again_changes_nothing(rank, size):
+    hvd.init()
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (rank, size)
+    works(size)
+
+
+def before_and_after(rank: int, size: int) -> None:
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    for call in (
+        hvd.rank,
+        hvd.size,
+        hvd.local_rank,
+        hvd.local_size,
+        hvd.cross_rank,
+        hvd.cross_size,
+        hvd.barrier,
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.broadcast_object(1),
+    ):
+        with raises(ValueError, "initialized", r"hvd\.init\(\)|init\(\)"):
+            call()
+
+
+@pytest.mark.parametrize("world", SIZES, indirect=True, ids="{}-ranks".format)
+def test_nothing_works_before_init_and_after_shutdown(world: World) -> None:
+    world.run(lambda rank, size: works(size))
+    world.run(before_and_after)
+    form(world)
+    world.run(lambda rank, size: works(size))
+
+
+def abandoned(rank: int, size: int) -> None:
+    """Rank 0 leaves while the others wait for it."""
+    if rank == 0:
+        hvd.barrier()
+        hvd.shutdown()
+        return
+    handle = hvd.allreduce_async(torch.ones(2), name="waits for rank 0")
+    hvd.barrier()
+    with raises(hvd.HorovodInternalError):
+        hvd.synchronize(handle)
+    with raises(hvd.HorovodInternalError):
+        hvd.allreduce(torch.ones(2), name="too late")
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("world", SIZES, indirect=True, ids="{}-ranks".format)
+def test_a_rank_that_shuts_down_fails_what_the_others_wait_for(world: World) -> None:
+    world.run(abandoned)
+    form(world)
+    world.run(lambda rank, size: works(size))
+
+
+def own_work_is_lost(rank: int, size: int) -> None:
+    handle = hvd.allreduce_async(torch.ones(2), name="mine") if rank == 0 else None
+    hvd.barrier()
+    hvd.shutdown()
+    if handle is not None:
+        with raises((ValueError, hvd.HorovodInternalError)):
+            hvd.synchronize(handle)
+
+
+@pytest.mark.parametrize("world", SIZES, indirect=True, ids="{}-ranks".format)
+def test_work_that_is_outstanding_at_shutdown_fails(world: World) -> None:
+    world.run(own_work_is_lost)
+    form(world)
+    world.run(lambda rank, size: works(size))
+
+
+@pytest.mark.parametrize("workers", [3])
+def test_a_hundred_times_init_and_shutdown(job, workers):
+    """As horovodrun starts it: no descriptor, thread or memory is left behind, and a pair takes less than 100 ms."""
+    running = job(f"-np {workers}", ["python", CYCLES])
+    running.succeed()
+    said = [line.partition("cycles ")[2] for line in running.lines if "cycles {" in line]
+    assert len(said) == workers
+    for found in map(json.loads, said):
+        # The first twenty may fill pools and caches.
+        assert found["descriptors"][-1] <= max(found["descriptors"][:20]), found
+        assert found["threads"][-1] <= max(found["threads"][:20]), found
+        assert found["tasks"][-1] <= max(found["tasks"][:20]) + 1, found
+        assert found["grown_kb_per_cycle"] < 20, found
+        assert found["median_ms"] < 100, found

@@ -1,0 +1,135 @@
+"""Worlds of 2, 3 and 4 real processes in which the tests of this folder run, one at a time for all of them.
+
+``everywhere`` makes a test of a function that every rank calls with (rank, size). Ranks stay, because torch takes
+seconds to start; what a test leaves broken is replaced before the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+from integration.ranks import Ranks
+
+SIZES = (2, 3, 4)
+TEST_S = 20.0  # a test that takes longer waits for something that will not come
+FORM_S = 60.0  # with the imports that come first
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+Body = Callable[[int, int], Any]
+
+
+class World:
+    """``run(body)`` calls it on every rank. A test that fails costs the world; the next one gets a new one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: Ranks | None = None
+
+    def run(
+        self, body: Callable[..., Any], *arguments: Any, timeout_s: float = TEST_S
+    ) -> list[Any]:
+        """What every rank returned. Raises AssertionError with the tracebacks of those that raised."""
+        ranks = self._started()
+        try:
+            ranks.start(body, *arguments)
+        except OSError:
+            self.close()
+            raise AssertionError("a rank died between two tests") from None
+        deadline = time.monotonic() + timeout_s
+        results = [
+            ranks.result(rank, max(0.1, deadline - time.monotonic())) for rank in range(self.size)
+        ]
+        failed = [f"rank {r}: {each}" for r, each in enumerate(results) if _failed(each)]
+        if failed:
+            self.close()
+        assert not failed, "\n".join(failed)
+        return results
+
+    def close(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is None:
+            return
+        for rank in range(self.size):
+            with contextlib.suppress(ProcessLookupError):  # it died in the test
+                os.kill(ranks.pid(rank), signal.SIGKILL)
+        ranks.close()
+
+    def _started(self) -> Ranks:
+        if self._ranks is None:
+            self._ranks = Ranks(self.size)
+            form(self)
+        return self._ranks
+
+
+def form(world: World) -> None:
+    """Every rank enters a new world, as after ``hvd.init()``."""
+    from elastic.collectives.store import listen
+
+    listener = listen("127.0.0.1")
+    listener.close()
+    world.run(_enter, listener.address, timeout_s=FORM_S)
+
+
+def _enter(rank: int, size: int, address: Any) -> None:
+    from elastic import runtime
+    from integration.scripts import light  # noqa: F401
+
+    runtime.init_static(rank, size, address)
+    hvd.init(process_sets="dynamic")  # it is initialized; from now on sets can be added
+
+
+def _failed(result: Any) -> bool:
+    return isinstance(result, Exception)
+
+
+def everywhere(*sizes: int) -> Callable[[Body], Callable[[World], None]]:
+    """A test that runs in worlds of these sizes; of 2, 3 and 4 without any."""
+
+    def decorate(body: Body) -> Callable[[World], None]:
+        @pytest.mark.parametrize("world", sizes or SIZES, indirect=True, ids="{}-ranks".format)
+        def test(world: World) -> None:
+            world.run(body)
+
+        test.__name__ = body.__name__
+        test.__doc__ = body.__doc__
+        return test
+
+    return decorate
+
+
+# ---- in the ranks ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], *texts: str
+) -> Iterator[None]:
+    """The block raises it, with every text (a regular expression) in its message."""
+    with pytest.raises(kind) as caught:
+        yield
+    for text in texts:
+        assert re.search(text, str(caught.value)), f"no {text!r} in: {caught.value}"
+
+
+def works(size: int) -> None:
+    """The world is in order: collectives with and without names give what they should."""
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [size, size]
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="still works").tolist() == [size, size]
+
+
+def each(size: int, make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    """What every rank has, so that a rank can work out the result by itself."""
+    return [make(rank) for rank in range(size)]
