@@ -10,6 +10,13 @@ requests that they stand for. Names are never given another number behind the ba
 old one: a name's number changes only in the decision in which all its members took part. When the numbers are used up,
 all are forgotten at once, in a new epoch; bits of the epoch before are understood until every member has taken notice.
 
+A number that has run alone three times becomes a *standing order*: from then on a rank starts it as soon as it has
+submitted it, on a data group that serves nothing else, and nobody is told. That can't mix anything up: on that group
+there is one collective, of one size, one at a time. Only a rank that has waited for a while reports which run it waits
+in. If another one asks for something else by that name instead of this run, the decision is an error as ever, those
+that have started cut the group, and no further order is given in this set. A set has at most four, and none with more
+than 16 ranks: each costs connections. While one stands, no number is forgotten.
+
 A rank that joined has no more data: the others' reductions no longer wait for it. When all have joined, all are told.
 """
 
@@ -17,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+import msgspec
 
 from elastic.requests import (
     ALL,
@@ -31,6 +40,11 @@ from elastic.requests import (
     ranks_in_words,
     settle,
 )
+
+TIMES_ALONE = 3  # until a number becomes a standing order
+MOST_ORDERS = 4
+_ORDERS_UP_TO = 16  # ranks
+_ADASUM = 2
 
 
 @dataclass
@@ -50,6 +64,11 @@ class _Set:
     before: list[Settled] = field(default_factory=list)  # the entries of the epoch before
     unaware: set[int] = field(default_factory=set)  # ranks that have not taken notice of this epoch
     lacking: int = -1  # a rank that lacked something the last time
+    alone: dict[int, int] = field(default_factory=dict)  # how often a number ran alone
+    standing: set[int] = field(default_factory=set)  # numbers that are standing orders
+    orders_left: int = 0  # that may still be given
+    # Order -> rank -> the run in which it waits.
+    late: dict[int, dict[int, int]] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -70,7 +89,10 @@ class Coordinator:
         """What can run now that this rank has offered this. Each decision goes to all its members."""
         requests = tuple(r for r in offer.requests if r.kind not in (JOIN, LEAVE))
         said = {r.kind for r in offer.requests} - {r.kind for r in requests}
-        made = self._offer(rank, offer, requests) if requests or offer.known else []
+        nothing = Offer(offer.members, offer.epoch)
+        made = []
+        if requests or msgspec.structs.replace(offer, requests=()) != nothing:
+            made = self._offer(rank, offer, requests)
         if LEAVE in said:
             made += self.leave(rank, "shut down")
         elif JOIN in said:
@@ -92,9 +114,27 @@ class Coordinator:
             known &= ~by_name
             requests = (*(self._asked(each, n, rank) for n in bits(by_name)), *requests)
         each.offered[rank] |= known
+        for number, run in offer.ended:
+            if each.late.get(number, {}).get(rank) == run:
+                del each.late[number][rank]
+        catch_up = []
+        for number, run in offer.late:
+            if number not in each.standing:
+                continue  # it has failed, and the group with it
+            name = each.entries[number].request.name
+            others = each.waiting.get(name, {}).values()
+            if self._lacks(each) or any(other.after == run - 1 for other in others):
+                requests = (*requests, self._asked(each, number, rank))
+                continue
+            each.late.setdefault(number, {})[rank] = run
+            if self._joined:
+                catch_up.append((number, run))
         for request in requests:
             self._ask(each, rank, request)
-        return self._decide(each, [request.name for request in requests])
+        made = self._decide(each, [request.name for request in requests])
+        if catch_up:
+            made.append(Decision(each.named_as, each.epoch, catch_up=tuple(catch_up)))
+        return made
 
     def _lacks(self, each: _Set) -> bool:
         """Whether one of its ranks is gone, so that nothing of it can run."""
@@ -113,7 +153,8 @@ class Coordinator:
         found = self._sets.get(members)
         if found is None:
             spelled = members or tuple(range(self._size))
-            found = _Set(spelled, members, dict.fromkeys(spelled, 0))
+            orders = MOST_ORDERS if len(spelled) <= _ORDERS_UP_TO else 0
+            found = _Set(spelled, members, dict.fromkeys(spelled, 0), orders_left=orders)
             self._sets[members] = found
         return found
 
@@ -137,6 +178,10 @@ class Coordinator:
                         each.offered[other] = offered & ~bit
                         asked[other] = self._asked(each, number, other)
         asked[rank] = request
+        for number in [n for n in each.late if each.entries[n].request.name == request.name]:
+            for other, run in each.late.pop(number).items():
+                if run == request.after + 1:  # instead of this run; an earlier one is over
+                    asked.setdefault(other, self._asked(each, number, other))
 
     # ---- decisions -------------------------------------------------------------------------------------------------
 
@@ -154,7 +199,8 @@ class Coordinator:
                 settled.append(settle(asked, each.members))
         if ready:
             known = ready.to_bytes((ready.bit_length() + 7) // 8, "little")
-            made.append(Decision(each.named_as, each.epoch, known))
+            order = self._standing_order(each, ready) if not settled else -1
+            made.append(Decision(each.named_as, each.epoch, known, standing=order))
         for name in dict.fromkeys(names):
             epoch = each.epoch
             found = self._settled(each, name)
@@ -165,10 +211,34 @@ class Coordinator:
                 settled = []
             settled.append(found)
         if settled and made and not made[-1].settled and made[-1].epoch == each.epoch:
-            made[-1] = Decision(each.named_as, each.epoch, made[-1].known, tuple(settled))
+            first = made[-1]
+            made[-1] = Decision(
+                each.named_as, each.epoch, first.known, tuple(settled), standing=first.standing
+            )
         elif settled:
             made.append(Decision(each.named_as, each.epoch, settled=tuple(settled)))
         return made
+
+    def _standing_order(self, each: _Set, ready: int) -> int:
+        """The number that becomes a standing order with this decision, or -1."""
+        if not each.orders_left or self._joined:
+            return -1
+        if ready & (ready - 1):
+            if each.alone:
+                for number in bits(ready):
+                    each.alone.pop(number, None)
+            return -1
+        number = ready.bit_length() - 1
+        each.alone[number] = times = each.alone.get(number, 0) + 1
+        if times < TIMES_ALONE or number in each.standing:
+            return -1
+        request = each.entries[number].request
+        plain = request.kind == ALLREDUCE and request.op != _ADASUM and len(request.tensors) == 1
+        if not plain or request.device != "cpu":
+            return -1  # what is started on a GPU does not wait for its thread
+        each.standing.add(number)
+        each.orders_left -= 1
+        return number
 
     def _active(self, each: _Set) -> list[int]:
         if not self._joined:
@@ -199,6 +269,7 @@ class Coordinator:
             gone = [rank for rank in each.members if rank in self._gone]
             self._take(each, name)
             why = self._gone[gone[0]]
+            self._end_order(each, name, failed=True)
             return Settled(
                 next(iter(asked.values())),
                 error=f"{name} can't run: {ranks_in_words(gone)} {why}",
@@ -207,7 +278,16 @@ class Coordinator:
         if any(rank not in asked for rank in self._active(each)):
             return None
         self._take(each, name)
-        return self._numbered(each, settle(asked, each.members))
+        found = self._numbered(each, settle(asked, each.members))
+        self._end_order(each, name, failed=bool(found.error))
+        return found
+
+    def _end_order(self, each: _Set, name: str, failed: bool) -> None:
+        """Of this name, if it is one: it could not run, or means something else from now on."""
+        ended = [number for number in each.standing if each.entries[number].request.name == name]
+        each.standing.difference_update(ended)
+        if ended and failed:
+            each.orders_left = 0
 
     def _take(self, each: _Set, name: str) -> None:
         del each.waiting[name]
@@ -220,9 +300,8 @@ class Coordinator:
         request = found.request
         if found.error:
             return found
-        each.numbers.pop(
-            request.name, None
-        )  # it asked for something else: the old number is used up
+        # It asked for something else: the old number is used up.
+        each.numbers.pop(request.name, None)
         if not request.lasting or self._capacity == 0 or self._joined:
             return found
         if request.name not in each.seen:
@@ -231,7 +310,7 @@ class Coordinator:
                 each.seen.clear()
             return found
         if len(each.entries) >= self._capacity:
-            if each.unaware:
+            if each.unaware or each.standing:
                 return found
             self._forget_numbers(each)
         number = len(each.entries)
@@ -251,6 +330,7 @@ class Coordinator:
             each.offered[rank] = 0
         each.before, each.entries, each.numbers = each.entries, [], {}
         each.reducible = each.by_request = 0
+        each.alone.clear()
         each.epoch += 1
         each.unaware = set(each.members)
 
@@ -262,7 +342,15 @@ class Coordinator:
         if len(self._joined) == self._size:
             self._joined.clear()
             return [Decision(ALL, self._set(ALL).epoch, last_joined=rank)]
-        return self._decide_all(each for each in self._sets.values() if rank in each.offered)
+        made: list[Decision] = []
+        for each in self._sets.values():
+            if rank not in each.offered:
+                continue
+            made += self._decide(each, list(each.waiting))
+            late = tuple((n, max(runs.values())) for n, runs in each.late.items() if runs)
+            if late:
+                made.append(Decision(each.named_as, each.epoch, catch_up=late))
+        return made
 
     def leave(self, rank: int, why: str) -> list[Decision]:
         """This rank will offer nothing any more: what others wait for with it is refused, now and later."""
@@ -275,11 +363,11 @@ class Coordinator:
                 for number in bits(offered):
                     self._ask(each, other, self._asked(each, number, other))
                 each.offered[other] = 0
+            for number, runs in [*each.late.items()]:
+                for other in runs:
+                    self._ask(each, other, self._asked(each, number, other))
             decisions += self._decide(each, list(each.waiting))
         return decisions
-
-    def _decide_all(self, sets: Iterable[_Set]) -> list[Decision]:
-        return [made for each in sets for made in self._decide(each, list(each.waiting))]
 
     # ---- what does not come on -------------------------------------------------------------------------------------
 
@@ -326,6 +414,9 @@ class Coordinator:
         """Everything that some have offered and some have not, with those that have."""
         for name, asked in each.waiting.items():
             yield name, set(asked)
+        for number, runs in each.late.items():
+            if runs:
+                yield each.entries[number].request.name, set(runs)
         union = 0
         for offered in each.offered.values():
             union |= offered
@@ -335,6 +426,9 @@ class Coordinator:
 
     def _end(self, each: _Set, name: str, after_s: float) -> Settled:
         number = each.numbers.get(name)
+        for other in [*each.late.get(-1 if number is None else number, ())]:
+            assert number is not None
+            self._ask(each, other, self._asked(each, number, other))
         if name not in each.waiting and number is not None:
             for rank, offered in each.offered.items():
                 if offered >> number & 1:
@@ -342,6 +436,7 @@ class Coordinator:
         asked = each.waiting[name]
         missing = [rank for rank in self._active(each) if rank not in asked]
         self._take(each, name)
+        self._end_order(each, name, failed=True)
         return Settled(
             next(iter(asked.values())),
             error=f"{name} was given up after {after_s:g} s: {ranks_in_words(missing)} never submitted it",

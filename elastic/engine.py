@@ -7,6 +7,8 @@ Whoever waits drives: a thread in `Pending.wait` sends what was submitted, recei
 so that a blocking call costs no switch of threads. While nobody waits, a thread of the engine's does it, a cycle time
 after the first submission: what is submitted meanwhile travels in one message and one buffer. One thread drives at a
 time, and decisions are carried out in the order in which they come, on every rank.
+
+A standing order (see `coordinator`) is started by whoever submits it, and told of later.
 """
 
 from __future__ import annotations
@@ -23,21 +25,25 @@ from elastic import fusion, timeline
 from elastic.collectives.interface import Collectives
 from elastic.collectives.store import Store, listen
 from elastic.environment import Environment
-from elastic.errors import CollectiveFailed
+from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.offers import Offers
 from elastic.own_line import OwnLine
 from elastic.pending import Pending
 from elastic.protocol import Place
 from elastic.requests import ALL, JOIN, LEAVE, Decision, Members, Offer, Request
 from elastic.star import Peer, encode_rules, fetch_rules, rules_of
-from elastic.starting import start
+from elastic.starting import add_zeros, error_of, start, start_standing
 
+_CPU = torch.device("cpu")
 _MOST_CYCLES = 5  # that a growing batch is waited for
 _SLICE_S = 0.05  # between two looks of a thread that waits while another one drives
 
 
 class Engine:
-    """``group_for(device, members)`` makes or finds a data group; ``broken(reason)`` says that the world broke here."""
+    """Of one generation.
+
+    ``group_for(purpose, device, members)`` makes or finds a data group; ``broken(reason)`` says that the world broke.
+    """
 
     def __init__(
         self,
@@ -46,7 +52,7 @@ class Engine:
         place: Place,
         store: Store,
         env: Environment,
-        group_for: Callable[[torch.device, Members], Collectives],
+        group_for: Callable[[str, torch.device, Members], Collectives],
         broken: Callable[[str], None],
     ) -> None:
         self.generation = generation
@@ -94,13 +100,53 @@ class Engine:
             offers = self._offers.get(members)
             if offers is None:
                 offers = self._offers[members] = Offers(members)
-            offers.submit(pending)
-            self._fresh.add(members)
-            self._undecided += 1
+            order = offers.standing_order(pending)
+            if order is None:
+                offers.submit(pending)
+                self._fresh.add(members)
+                self._undecided += 1
+        if order is not None:
+            self._start_order(offers, order, pending)
+            return
         if timeline.on:
             timeline.begin(pending.row(), f"NEGOTIATE_{pending.kind.upper()}")
         if not soon:
             self._nudge()
+
+    def _start_order(self, offers: Offers[Pending], order: int, pending: Pending) -> None:
+        group = self._order_group(order, pending.members)
+        with self._lock:
+            before = offers.in_flight.get(pending.name)  # reported, over, and never waited for
+        if before is not None:
+            self.withdraw(before)
+        try:
+            with self._lock:
+                offers.begin_run(pending)
+            start_standing(group, pending)
+        except Exception as error:
+            # The others start it too, and would wait for this rank.
+            self.fail(f"{pending.name}: {error}")
+            raise CollectiveFailed(self._failure) from error
+        if offers.hurried:
+            self.report(pending)
+
+    def report(self, pending: Pending) -> None:
+        """It was started as a standing order and takes long: the coordinator may know why."""
+        with self._lock:
+            if not self._offers[pending.members].report(pending):
+                return
+            self._fresh.add(pending.members)
+            self._undecided += 1
+        self._nudge()
+
+    def withdraw(self, pending: Pending) -> None:
+        """It has ended, and may have been reported."""
+        with self._lock:
+            if not self._offers[pending.members].withdraw(pending):
+                return
+            self._fresh.add(pending.members)
+            self._undecided -= 1
+        self._nudge()
 
     def _nudge(self) -> None:
         if self._nudged:
@@ -132,12 +178,15 @@ class Engine:
 
     def complete(self, pending: Pending) -> None:
         """Until it is decided. Raises CollectiveFailed."""
-        while not pending.decided:
+        self._drive(lambda: pending.decided)
+
+    def _drive(self, done: Callable[[], bool]) -> None:
+        while not done():
             if self._failure:
                 raise CollectiveFailed(self._failure)
             if self._driving.acquire(blocking=False):
                 try:
-                    while not pending.decided:
+                    while not done():
                         self._turn()
                 except CollectiveFailed as error:
                     self.fail(str(error))
@@ -148,7 +197,7 @@ class Engine:
             else:
                 self._send_fresh()
                 with self._changed:
-                    if not pending.decided and self._driving.locked():
+                    if not done() and self._driving.locked():
                         self._changed.wait(_SLICE_S)
 
     def _work(self) -> None:
@@ -261,8 +310,15 @@ class Engine:
                 if joined is not None:
                     joined.settled(decision.last_joined)
                     self._undecided -= 1
-                # Ranks had different numbers of steps. All that came before is decided: count from the start again.
-                self._unnamed.clear()
+                for each in self._offers.values():
+                    each.hurried = False
+            orders = [(s, p) for s, p in found if p is not None and p.standing is not None]
+            found = [(s, p) for s, p in found if p is None or p.standing is None]
+            self._undecided -= len(orders)
+        for settled, order in orders:
+            order.fail_order(error_of(settled) or TensorMismatch(f"{order.name} was mixed up"))
+        if decision.catch_up:
+            self._catch_up(decision)
         for indices in fusion.batches([settled for settled, _ in found], self._limits):
             batch = [found[index] for index in indices]
             asked = [pending for _, pending in batch if pending is not None]
@@ -280,6 +336,28 @@ class Engine:
             finally:
                 with self._lock:
                     self._undecided -= len(asked)
+        if decision.standing >= 0:
+            # The order's group is made here, where all ranks come by in the same order.
+            self._order_group(offers.orders - 1, decision.members)
+
+    def _catch_up(self, decision: Decision) -> None:
+        """On a rank that has joined: takes part in runs of standing orders, with zeros."""
+        with self._lock:
+            offers = self._offers[decision.members]
+            offers.hurried = True
+            everybody = self._offers.get(ALL)
+            if everybody is None or JOIN not in everybody.in_flight:
+                return
+            missed = [
+                each
+                for number, run in decision.catch_up
+                for each in offers.runs_missed(number, run)
+            ]
+        for order, settled in missed:
+            add_zeros(self._order_group(order, decision.members), settled.request)
+
+    def _order_group(self, order: int, members: Members) -> Collectives:
+        return self._group_for(f"standing order {order}", _CPU, members)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -153,8 +153,8 @@ class Groups:
     def _make_engine(self, store: Store, place: Place, broken: Callable[[str], None]) -> Engine:
         generation = store.generation
 
-        def group_for(device: torch.device, members: Members) -> Collectives:
-            key = ("named", device.type, members or tuple(range(place.size)))
+        def group_for(purpose: str, device: torch.device, members: Members) -> Collectives:
+            key = (purpose, device.type, members or tuple(range(place.size)))
             return self.find(key) or self.form(key, generation, place)
 
         engine = Engine(

@@ -45,6 +45,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     splits: tuple[int, ...] = ()  # of alltoall: rows for each member
     payload: str = ""  # of agree
     lasting: bool = False  # it was given a name, so that the same will come again
+    after: int = 0  # runs of the standing order of this name, which is not what is meant now
 
     @property
     def size_bytes(self) -> int:
@@ -84,8 +85,12 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
     members: Members
     epoch: int  # in which ``known`` were given their numbers
-    known: bytes  # a bit for each number, the lowest first
+    known: bytes = b""  # a bit for each number, the lowest first
     requests: tuple[Request, ...] = ()
+    late: tuple[
+        tuple[int, int], ...
+    ] = ()  # standing orders that don't end: number, and the how-manieth run it is
+    ended: tuple[tuple[int, int], ...] = ()  # and those that did after all
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +101,9 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     known: bytes = b""
     settled: tuple[Settled, ...] = ()
     last_joined: int = -1  # every rank of the world has joined, this one last
+    standing: int = -1  # who submits this number starts it at once, from now on; -1: no news
+    # Who has joined runs these standing orders, with zeros, up to this run.
+    catch_up: tuple[tuple[int, int], ...] = ()
 
 
 def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Settled:

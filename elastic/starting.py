@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 def start(
     members: Members,
     batch: list[tuple[Settled, Pending | None]],
-    group_for: Callable[[torch.device, Members], Collectives],
+    group_for: Callable[[str, torch.device, Members], Collectives],
 ) -> None:
     """Starts what was settled; every rank is given the same batch. Raises what starting raises."""
     settled, pending = batch[0]
@@ -34,8 +34,7 @@ def start(
                 timeline.end(asked.row())
     if settled.error:
         if pending is not None:
-            kind = CollectiveFailed if settled.refused else TensorMismatch
-            pending.settled(error=kind(settled.error))
+            pending.settled(error=error_of(settled))
         return
     if request.kind in (BARRIER, AGREE):
         if pending is not None:
@@ -50,7 +49,7 @@ def start(
         for _, asked in batch:
             if asked is not None:
                 asked.await_tensors()
-        group = group_for(device, members)
+        group = group_for("named", device, members)
         if request.kind == ALLREDUCE:
             _start_allreduce(group, batch, device, rows, began_ns)
         else:
@@ -59,6 +58,34 @@ def start(
             now_ns = timeline.now_ns() if rows else 0
             started = pending.begin(group, settled)
             pending.started(Batch(started, rows, _backend(request), now_ns))
+
+
+def error_of(settled: Settled) -> BaseException | None:
+    """What the ranks that submitted it raise."""
+    if not settled.error:
+        return None
+    return (CollectiveFailed if settled.refused else TensorMismatch)(settled.error)
+
+
+def start_standing(group: Collectives, pending: Pending) -> None:
+    """An allreduce of one tensor that needs no decision, on a group of its own."""
+    rows = [pending.row()] if timeline.on else []
+    for row in rows:
+        timeline.begin(row, pending.kind.upper())
+    with torch.no_grad():
+        started = reductions.allreduce_one(
+            group, pending.tensors[0], Op(pending.op), *pending.scales, pending.in_place
+        )
+    pending.started_as_order(
+        Batch(started, rows, "GLOO_ALLREDUCE", timeline.now_ns() if rows else 0), group
+    )
+
+
+def add_zeros(group: Collectives, request: Request) -> None:
+    """This rank's part in a standing order that others have started, once it has joined."""
+    (tensor,) = _zeros(request, _CPU)
+    with torch.no_grad():
+        reductions.allreduce_one(group, tensor, Op(request.op), *request.scales, True)
 
 
 def _start_allreduce(

@@ -119,6 +119,13 @@ class _FakeWork:
     def done(self) -> bool:
         return self._joined.complete or self._shared.broken is not None
 
+    def within(self, timeout_s: float) -> bool:
+        with self._shared.changed:
+            done = self._shared.changed.wait_for(self.done, timeout_s)
+        if done:
+            self.wait()
+        return done
+
     def wait(self) -> None:
         with self._shared.changed:
             if not self._shared.changed.wait_for(self.done, self._shared.timeout_s):

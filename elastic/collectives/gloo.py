@@ -342,22 +342,32 @@ class GlooWork:
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
+    def within(self, timeout_s: float) -> bool:
+        if not self._slice(timedelta(seconds=timeout_s)):
+            self._group._raise_if_failed()
+            return False
+        return True
+
     def wait(self) -> None:
         for turn in itertools.count(1):
-            try:
-                self._work.wait(_SLICE)
+            if self._slice(_SLICE):
                 break
-            except RuntimeError:
-                if self._work.is_completed():
-                    # With this error, or well, a moment after the slice was over: asked again, it says which.
-                    self._conclude()
-                    break
-                if turn % _LOOK_EVERY == 0:
-                    self._group.look()
-                self._group._raise_if_failed()
+            if turn % _LOOK_EVERY == 0:
+                self._group.look()
+            self._group._raise_if_failed()
         then, self._then = self._then, None
         if then is not None:
             then()
+
+    def _slice(self, timeout: timedelta) -> bool:
+        try:
+            self._work.wait(timeout)
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            # With this error, or well, a moment after the slice was over: asked again, it says which.
+            self._conclude()
+        return True
 
     def _conclude(self) -> None:
         """The outcome of a completed work. Returns at once."""

@@ -31,6 +31,9 @@ class Work(Protocol):
     def done(self) -> bool:
         """Whether `wait` would return at once (or raise at once)."""
 
+    def within(self, timeout_s: float) -> bool:
+        """As `wait`, for so long at most. Whether it is done."""
+
     def wait(self) -> None:
         """Blocks until the result is in place. Raises CollectiveFailed if the group broke or was
         aborted.

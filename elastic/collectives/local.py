@@ -64,6 +64,9 @@ class _Done:
     def done(self) -> bool:
         return True
 
+    def within(self, timeout_s: float) -> bool:
+        return True
+
     def wait(self) -> None:
         return None
 

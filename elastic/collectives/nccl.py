@@ -254,6 +254,15 @@ class NcclWork:
         """Whether its kernels have ended, with or without success."""
         return bool(self._work.is_completed())
 
+    def within(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_STEP_S)
+        self.wait()
+        return True
+
     def wait(self) -> None:
         began = time.monotonic()
         while not self.done():

@@ -405,6 +405,33 @@ def test_names_match_in_any_order_and_large_and_small_ones_are_mixed(rank, size)
 
 
 @on_all
+def test_what_is_reduced_alone_again_and_again_starts_without_being_asked_for(rank, size):
+    for number in range(12):
+        tensor = torch.full((5,), float(rank + number))
+        if number % 3 == 0:
+            tensor = allreduce(tensor, name="order", op=Sum)
+        elif number % 3 == 1:
+            if rank == 1:
+                time.sleep(0.05)  # long enough to be reported as late
+            handle = allreduce_async_(tensor, name="order", op=Sum)
+            other = allreduce_async(torch.ones(1), name=f"beside it {number}", op=Sum)
+            assert synchronize(other) == 3.0
+            tensor = synchronize(handle)
+        else:
+            handle = allreduce_async_(tensor, name="order", op=Sum)
+            deadline = time.monotonic() + 10
+            while not poll(handle):
+                assert time.monotonic() < deadline
+            assert synchronize(handle) is tensor
+        assert tensor.tolist() == [3.0 * number + 3] * 5
+    raises(
+        TensorMismatch, "the shape", allreduce, torch.ones(5 + (rank == 2)), name="order", op=Sum
+    )
+    for _ in range(6):
+        assert allreduce(torch.ones(5), name="order", op=Sum).tolist() == [3.0] * 5
+
+
+@on_all
 def test_a_name_may_come_back_with_another_shape(rank, size):
     for rows in (1, 1, 1, 2, 2, 1, 1):
         assert allreduce(torch.ones(rows), name="changes", op=Sum).tolist() == [3.0] * rows

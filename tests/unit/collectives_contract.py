@@ -183,6 +183,22 @@ class CollectivesContract:
 
         assert self.on_all(world, pass_barrier) == [len(world)] * len(world)
 
+    def test_a_wait_may_have_a_limit(self, world):
+        def limited(group):
+            tensor = torch.ones(3)
+            work = group.allreduce(tensor, Op.SUM)
+            while not work.within(WAKE_S):
+                pass
+            work.wait()  # again, or at last: the result is in place
+            return tensor.tolist()
+
+        assert self.on_all(world, limited) == [[float(len(world))] * 3] * len(world)
+        if len(world) > 1:
+            work = world[0].allreduce(torch.ones(3), Op.SUM)  # which nobody joins
+            assert work.within(0.001) is False
+            for group in world:
+                group.abort()
+
     def test_abort_wakes_who_waits(self, world):
         if len(world) == 1:
             pytest.skip("nobody waits in a world of one")
