@@ -10,7 +10,7 @@ requests that they stand for. Names are never given another number behind the ba
 old one: a name's number changes only in the decision in which all its members took part. When the numbers are used up,
 all are forgotten at once, in a new epoch; bits of the epoch before are understood until every member has taken notice.
 
-A number that has run alone three times becomes a *standing order*: from then on a rank starts it as soon as it has
+A number that has run alone five times becomes a *standing order*: from then on a rank starts it as soon as it has
 submitted it, on a data group that serves nothing else, and nobody is told. That can't mix anything up: on that group
 there is one collective, of one size, one at a time. Only a rank that has waited for a while reports which run it waits
 in. If another one asks for something else by that name instead of this run, the decision is an error as ever, those
@@ -41,7 +41,7 @@ from elastic.requests import (
     settle,
 )
 
-TIMES_ALONE = 3  # until a number becomes a standing order
+TIMES_ALONE = 5  # until a number becomes a standing order
 MOST_ORDERS = 4
 _ORDERS_UP_TO = 16  # ranks
 _ADASUM = 2
@@ -223,10 +223,9 @@ class Coordinator:
         """The number that becomes a standing order with this decision, or -1."""
         if not each.orders_left or self._joined:
             return -1
-        if ready & (ready - 1):
-            if each.alone:
-                for number in bits(ready):
-                    each.alone.pop(number, None)
+        if ready & (ready - 1) or each.waiting or any(each.offered.values()):
+            for number in bits(ready) if each.alone else ():
+                each.alone.pop(number, None)  # it ran in company, or as the rest of it
             return -1
         number = ready.bit_length() - 1
         each.alone[number] = times = each.alone.get(number, 0) + 1

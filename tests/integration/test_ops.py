@@ -406,7 +406,7 @@ def test_names_match_in_any_order_and_large_and_small_ones_are_mixed(rank, size)
 
 @on_all
 def test_what_is_reduced_alone_again_and_again_starts_without_being_asked_for(rank, size):
-    for number in range(12):
+    for number in range(18):
         tensor = torch.full((5,), float(rank + number))
         if number % 3 == 0:
             tensor = allreduce(tensor, name="order", op=Sum)
