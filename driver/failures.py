@@ -15,7 +15,6 @@ from elastic.driver.events import (
     WorkerStranded,
 )
 from elastic.driver.roster import AT_STAKE, Stage, Standing
-from elastic.driver.settings import Settings
 from elastic.driver.worlds import Phase, Worlds
 
 ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
@@ -23,10 +22,6 @@ ADVICE = "Put the training loop into a function decorated with @elastic.run to s
 
 class Failures(Worlds):
     """One method per event; what they need below."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self._completed: list[str] = []  # who ended with exit code 0 outside elastic.run
 
     def _failed(self, event: WorkerFailed) -> None:
         standing = self.roster.get(event.worker)

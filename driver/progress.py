@@ -58,6 +58,7 @@ class Suspicion:
     since: float  # the others wait for it
     phase: str = ""
     fenced_when_busy: bool = True
+    patient: bool = False  # idle counts as busy: a fence would end the job
     verdict: Verdict = Verdict.UNKNOWN
     idle_since: float = 0.0
     traced: bool = False
@@ -98,6 +99,10 @@ class Suspicion:
     def fence_due(self, settings: Settings) -> float | None:
         """When it is condemned if it goes on like this; None: never."""
         match self.verdict:
+            case Verdict.IDLE if settings.idle_s > 0 and self.patient:
+                return (
+                    self.since + max(settings.idle_s, settings.busy_s) if settings.busy_s else None
+                )
             case Verdict.IDLE if settings.idle_s > 0:
                 return self.idle_since + settings.idle_s
             case Verdict.BUSY if settings.busy_s > 0 and self.fenced_when_busy:
@@ -130,7 +135,10 @@ class Suspicion:
         left = "" if due is None else f"it is fenced in {due - now:.0f} s"
         match self.verdict:
             case Verdict.IDLE:
-                return f"idle; {left} (--idle-timeout)" if left else "idle"
+                flag = "--busy-timeout" if self.patient else "--idle-timeout"
+                return (
+                    f"idle; {left} ({flag})" if left else "idle"
+                )
             case Verdict.BUSY:
                 what = f"busy ({self.rates()})"
                 if not left:
@@ -175,7 +183,7 @@ class Suspicions:
             if old is None or old.phase != new.phase:
                 old = new
             old.wait_since(new.since)
-            old.fenced_when_busy = new.fenced_when_busy
+            old.fenced_when_busy, old.patient = new.fenced_when_busy, new.patient
             if old.phase:
                 old.verdict = Verdict.EXCUSED
             self._all[new.worker] = old

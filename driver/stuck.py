@@ -27,6 +27,7 @@ from elastic.driver.worlds import Phase
 from elastic.protocol import COPY, Worker
 
 SOON_S = 0.001
+ALL_INSIDE_S = 30.0  # in which all that are left wait, before it is asked what for
 SILENT_S = 15.0  # three times as long as a worker that waits takes between two words about it
 NAMED = 4  # who holds the others up gets a line of its own, up to so many at a time
 
@@ -189,7 +190,13 @@ class Stuck(Frozen):
             return
         self._where = self._place_of_wait(first)
         busy_too = self.phase is not Phase.ENDING or bool(self.roster.inside)
-        new = [Suspicion(s.worker, max(since, s.moved_at), s.phase, busy_too) for s in suspects]
+        # In the world of init() a fence ends the job, and scripts prepare their data there.
+        patient = self.settings.elastic and not self._world.running
+        patient = patient and self.phase is not Phase.GATHERING
+        new = [
+            Suspicion(s.worker, max(since, s.moved_at), s.phase, busy_too, patient)
+            for s in suspects
+        ]
         to_probe: list[Worker] = []
         for suspicion in self._suspicions.only(new):
             if suspicion.phase:
@@ -281,7 +288,7 @@ class Stuck(Frozen):
 
     def _all_inside(self, waiters: list[Standing]) -> None:
         """Nobody is missing, and still it does not go on."""
-        patience = self.settings.idle_s
+        patience = min(self.settings.idle_s, ALL_INSIDE_S)
         if patience <= 0 or not self.roster.inside:
             return
         inside = [s for s in waiters if s.inside]
@@ -291,6 +298,10 @@ class Stuck(Frozen):
         if self._now < due:
             self._look_at = min(self._now + self._probe_s, due)
             return
+        if self._completed and not any(s.running for s in inside):
+            early = f"{', '.join(self._completed[:8])} ended with exit code 0 too early"
+            cure = "all ranks must make the same calls; where their data are uneven, end with hvd.join()"
+            self._end(1, f"{early}: {self._where_all(inside)} for {patience:g} s; {cure}")
         returned = [s for s in waiters if s.stage is Stage.RETURNED]
         if returned and self.phase is Phase.ENDING:
             names = self._names(returned)

@@ -64,6 +64,7 @@ class Worlds:
         self._change_reason = ""
         self._exceptions = Exceptions()
         self._inquest: Inquest | None = None
+        self._completed: list[str] = []  # who ended with exit code 0 outside elastic.run
         self._cause_at = 0.0  # when what led to the present gathering was noticed
         self._look_again_at: float | None = None  # at a planned change that is not due yet
         self._ending_by: float | None = None

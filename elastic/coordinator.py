@@ -338,10 +338,13 @@ class Coordinator:
     def _join(self, rank: int) -> list[Decision]:
         if rank not in self._joined:
             self._joined.append(rank)
+        if self._gone:
+            return [self._no_join()]
         if len(self._joined) == self._size:
+            made = self._what_is_left()
             self._joined.clear()
-            return [Decision(ALL, self._set(ALL).epoch, last_joined=rank)]
-        made: list[Decision] = []
+            return [*made, Decision(ALL, self._set(ALL).epoch, last_joined=rank)]
+        made = []
         for each in self._sets.values():
             if rank not in each.offered:
                 continue
@@ -351,10 +354,30 @@ class Coordinator:
                 made.append(Decision(each.named_as, each.epoch, catch_up=late))
         return made
 
+    def _what_is_left(self) -> list[Decision]:
+        """All have joined, some after they had submitted what the others never will: these add zeros."""
+        made: list[Decision] = []
+        for each in self._sets.values():
+            for rank, offered in [*each.offered.items()]:
+                for number in bits(offered):
+                    self._ask(each, rank, self._asked(each, number, rank))
+                each.offered[rank] = 0
+            made += self._decide(each, list(each.waiting))
+        return made
+
+    def _no_join(self) -> Decision:
+        """Those that have joined wait for a rank that never will."""
+        rank, why = next(iter(self._gone.items()))
+        error = f"join can't end: rank {rank} {why}"
+        refused = Settled(Request(JOIN, JOIN), error=error, refused=True)
+        return Decision(ALL, self._set(ALL).epoch, settled=(refused,))
+
     def leave(self, rank: int, why: str) -> list[Decision]:
         """This rank will offer nothing any more: what others wait for with it is refused, now and later."""
-        self._gone.setdefault(rank, f"has {why}")
-        decisions: list[Decision] = []
+        if rank in self._gone:
+            return []
+        self._gone[rank] = f"has {why}"
+        decisions: list[Decision] = [self._no_join()] if self._joined else []
         for each in self._sets.values():
             if rank not in each.offered:
                 continue

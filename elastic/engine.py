@@ -13,6 +13,7 @@ A standing order (see `coordinator`) is started by whoever submits it, and told 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -35,6 +36,7 @@ from elastic.star import Peer, encode_rules, fetch_rules, rules_of
 from elastic.starting import add_zeros, error_of, start, start_standing
 
 _CPU = torch.device("cpu")
+LEAVE_S = 1.0  # to reach rank 0 with a last word
 _MOST_CYCLES = 5  # that a growing batch is waited for
 _SLICE_S = 0.05  # between two looks of a thread that waits while another one drives
 
@@ -78,6 +80,8 @@ class Engine:
         self._failure = ""
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
+        self._left = False
+        self._midway = False  # what was taken out of one place is not in the next one yet
         self._thread: threading.Thread | None = None
 
     @property
@@ -165,14 +169,20 @@ class Engine:
             line.nudge()  # who drives may be waiting for decisions about something else
 
     def leave(self) -> None:
-        """``shutdown()``: the others need not wait for this rank."""
-        line = self._line
-        if line is not None and not self._failure:
-            with self._sending:
+        """``shutdown()``, or the end of the process: the others need not wait for this rank."""
+        if self._failure or self._left:
+            return
+        self._left = True
+        # If the rank of the coordinator is gone, or somebody connects just now, nobody will hear of it this way.
+        with contextlib.suppress(CollectiveFailed):
+            if self._line is None and self._driving.acquire(blocking=False):
                 try:
-                    line.send(Offer(ALL, 0, b"", (Request(LEAVE, LEAVE),)))
-                except CollectiveFailed:
-                    return
+                    self._connect(LEAVE_S)
+                finally:
+                    self._driving.release()
+            if self._line is not None:
+                with self._sending:
+                    self._line.send(Offer(ALL, 0, requests=(Request(LEAVE, LEAVE),)))
 
     # ---- driving ---------------------------------------------------------------------------------------------------
 
@@ -190,6 +200,10 @@ class Engine:
                         self._turn()
                 except CollectiveFailed as error:
                     self.fail(str(error))
+                    raise
+                except BaseException as error:  # Ctrl-C, or what a signal handler raised
+                    if self._midway:
+                        self._give_up(f"interrupted by {type(error).__name__}")
                     raise
                 finally:
                     self._driving.release()
@@ -216,12 +230,10 @@ class Engine:
                         if not self._turn():
                             self._let_grow()
                 except CollectiveFailed as error:
-                    self.fail(str(error))
-                    self._broken(str(error))
+                    self._give_up(str(error))
                     return
                 except Exception as error:
-                    self.fail(f"{type(error).__name__}: {error}")
-                    self._broken(self._failure)
+                    self._give_up(f"{type(error).__name__}: {error}")
                     raise
 
     def _let_grow(self) -> None:
@@ -244,10 +256,14 @@ class Engine:
         if line is None:
             line = self._connect()
         self._nudged = False
+        self._midway = True
         self._send_fresh()
+        self._midway = False
         decisions = line.receive()
+        self._midway = True
         for decision in decisions:
             self._carry_out(decision)
+        self._midway = False
         if decisions:
             self._tell()
         return bool(decisions)
@@ -268,11 +284,11 @@ class Engine:
                 if offer is not None:
                     line.send(offer)
 
-    def _connect(self) -> Peer | OwnLine:
+    def _connect(self, timeout_s: float | None = None) -> Peer | OwnLine:
         place, secret = self._place, self._env.secret
         if place.rank == 0:
             return self._own_line()
-        rules = fetch_rules(self._store, place.rank)
+        rules = fetch_rules(self._store, place.rank, timeout_s)
         self._limits = rules.limits
         line = Peer(rules, place.rank, self.generation, secret)
         self._line = line
@@ -285,7 +301,14 @@ class Engine:
             if not isinstance(self._line, OwnLine):
                 listener = listen(self._env.bind_host)
                 rules = rules_of(listener, self._limits)
-                self._line = OwnLine(rules, listener, self._place.size, self.generation, self._env)
+                self._line = OwnLine(
+                    rules,
+                    listener,
+                    self._place.size,
+                    self.generation,
+                    self._env,
+                    self._give_up,
+                )
                 if self._failure:
                     self._line.abort()
             return self._line
@@ -327,7 +350,7 @@ class Engine:
             except BaseException as error:
                 for pending in asked:
                     pending.settled(error=error)
-                if isinstance(error, CollectiveFailed):
+                if isinstance(error, CollectiveFailed) or not isinstance(error, Exception):
                     raise
                 # The others have started it, and wait for this rank.
                 raise CollectiveFailed(
@@ -360,6 +383,11 @@ class Engine:
         return self._group_for(f"standing order {order}", _CPU, members)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _give_up(self, reason: str) -> None:
+        """In a thread of the engine's own: nobody else would say that the world is broken."""
+        self.fail(reason)
+        self._broken(reason)
 
     def fail(self, reason: str) -> None:
         """Whoever waits, now or later, raises CollectiveFailed. Not from the link thread."""

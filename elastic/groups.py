@@ -68,6 +68,7 @@ class Groups:
         self._store: Store | None = None
         self._listener: Listener | None = None
         self._engine: Engine | None = None
+        self._place: Place | None = None
         # What is cut when the world breaks, with its generation. Appended to before anything blocks.
         self._cuttable: list[tuple[int, Abortable]] = []
         self._graveyard = Graveyard()
@@ -98,6 +99,7 @@ class Groups:
             generation=world.generation,
             secret=self._env.secret,
         )
+        self._place = world.place
         if world.place.rank == 0 and world.place.size > 1:
             with self._forming:
                 self._engine = self._make_engine(self._store, world.place, broken)
@@ -169,7 +171,10 @@ class Groups:
         return engine
 
     def leave(self) -> None:
-        """``shutdown()``: this rank submits nothing any more, and the others need not wait for it."""
+        """``shutdown()``, or the end of the process: this rank submits nothing any more; nobody need wait for it."""
+        store, place = self._store, self._place
+        if self._engine is None and store is not None and place is not None and place.size > 1:
+            self._engine = self._make_engine(store, place, lambda reason: None)
         if self._engine is not None:
             self._engine.leave()
 

@@ -68,7 +68,7 @@ class Handles:
         return claimed.shown if claimed is not None else ""
 
     def release(self, handle: int) -> None:
-        """The collective was not submitted after all."""
+        """The collective was not submitted after all, or its result was taken: handle and name are free again."""
         with self._lock:
             claimed = self._claimed.pop(handle, None)
             if claimed is not None:
@@ -88,16 +88,15 @@ class Handles:
                 raise Invalid(f"handle {handle} was never given out, or was synchronized already")
         return claimed is None or claimed.stale(rt) or claimed.pending.done()
 
-    def take(self, handle: int, rt: Runtime) -> Claimed | None:
-        """What is in flight under this handle; None if nothing is. The handle and its name are free again.
+    def find(self, handle: int, rt: Runtime) -> Claimed | None:
+        """What is in flight under this handle; None if nothing is. `release` it when its result was taken.
 
         Raises PeerLost if it belongs to a world that is gone.
         """
         with self._lock:
-            claimed = self._claimed.pop(handle, None)
-            if claimed is not None:
-                self._unname(handle, claimed)
+            claimed = self._claimed.get(handle)
         if handle in self._lost or (claimed is not None and claimed.stale(rt)):
+            self.release(handle)
             raise PeerLost(f"the world in which handle {handle} was submitted is gone")
         return claimed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from elastic import timeline
 from elastic.collectives.store import Listener
@@ -20,7 +21,13 @@ class OwnLine:
     """Rank 0's line to the coordinator, which is here: offers are decided on at once, in the thread that makes them."""
 
     def __init__(
-        self, rules: Rules, listener: Listener, size: int, generation: int, env: Environment
+        self,
+        rules: Rules,
+        listener: Listener,
+        size: int,
+        generation: int,
+        env: Environment,
+        died: Callable[[str], None],
     ) -> None:
         self.rules = rules
         self._coordinator = Coordinator(size, env.cache_capacity)
@@ -37,6 +44,7 @@ class OwnLine:
             offered=self._offered,
             left=self._left,
             look=self._look,
+            died=died,
         )
         self._hub.start()
 

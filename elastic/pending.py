@@ -14,7 +14,7 @@ import torch
 
 from elastic import exchanges, reductions, timeline
 from elastic.collectives.interface import Collectives, Op, Work
-from elastic.errors import CollectiveFailed
+from elastic.errors import CollectiveFailed, PeerLost
 from elastic.reductions import Started
 from elastic.requests import ALLTOALL, Members, Request, Settled
 
@@ -209,6 +209,12 @@ class Pending:
             assert self._engine is not None
             self._engine.report(self)
         return False
+
+    def over(self, error: BaseException) -> bool:
+        """Whether this error is the collective's own end."""
+        if error is self.error or isinstance(error, CollectiveFailed | PeerLost):
+            return True
+        return self._engine is None or self._engine.failed
 
     def wait(self) -> None:
         """Raises CollectiveFailed, TensorMismatch, or what starting it raised."""

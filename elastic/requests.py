@@ -19,6 +19,7 @@ ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
 ALLGATHER, BROADCAST, ALLTOALL = "allgather", "broadcast", "alltoall"
 BARRIER, AGREE, JOIN, LEAVE = "barrier", "agree", "join", "leave"
 
+_FEW = 4  # tensors of a group that a sentence lists
 _OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _ELEMENT_BYTES = {
     "bool": 1,
@@ -133,40 +134,45 @@ def mismatch(requests: Mapping[int, Request]) -> str:
         return ""
     ragged = first.kind in (ALLGATHER, ALLTOALL)
     aspects = (
-        ("the number of tensors", lambda r: f"{len(r.tensors)}"),
-        ("the dtype", lambda r: _listed(dtype for dtype, _ in r.tensors)),
-        ("the shape", functools.partial(_shape, ragged=ragged)),
-        ("the reduction", lambda r: _OPS[r.op]),
-        ("the root rank", lambda r: f"{r.root}"),
-        ("prescale_factor", lambda r: f"{r.scales[0]:g}"),
-        ("postscale_factor", lambda r: f"{r.scales[1]:g}"),
-        ("the device", lambda r: r.device),
+        ("the number of tensors", lambda r: [f"{len(r.tensors)}"]),
+        ("the dtype", lambda r: [dtype for dtype, _ in r.tensors]),
+        ("the shape", functools.partial(_shapes, ragged=ragged)),
+        ("the reduction", lambda r: [_OPS[r.op]]),
+        ("the root rank", lambda r: [f"{r.root}"]),
+        ("prescale_factor", lambda r: [repr(r.scales[0])]),
+        ("postscale_factor", lambda r: [repr(r.scales[1])]),
+        ("the device", lambda r: [r.device]),
     )
-    for what, show in aspects:
-        shown: dict[str, list[int]] = {}
+    for what, of in aspects:
+        values: dict[tuple[str, ...], list[int]] = {}
         for rank, request in requests.items():
-            shown.setdefault(show(request), []).append(rank)
-        if len(shown) > 1:
+            values.setdefault(tuple(of(request)), []).append(rank)
+        if len(values) > 1:
             beyond = " beyond the first dimension" if ragged and what == "the shape" else ""
+            shown = _where_they_differ([*values])
             who = ", ".join(
                 f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
-                for value, ranks in shown.items()
+                for value, ranks in zip(shown, values.values(), strict=True)
             )
             return f"{first.name}: mismatched tensors, the ranks differ in {what}{beyond}: {who}"
     return ""
 
 
-def _shape(request: Request, ragged: bool) -> str:
+def _shapes(request: Request, ragged: bool) -> list[str]:
     if ragged:
-        return _listed(str(["any", *shape[1:]]).replace("'", "") for _, shape in request.tensors)
-    return _listed(str(list(shape)) for _, shape in request.tensors)
+        return [
+            str(["any", *shape[1:]]).replace("'", "") if shape else "[]"
+            for _, shape in request.tensors
+        ]
+    return [str(list(shape)) for _, shape in request.tensors]
 
 
-def _listed(parts: object) -> str:
-    items = list(parts)  # type: ignore[call-overload]
-    if len(items) <= 4:
-        return ", ".join(items)
-    return f"{', '.join(items[:4])} and {len(items) - 4} more"
+def _where_they_differ(values: Sequence[tuple[str, ...]]) -> list[str]:
+    """The first few of them; of a long list, those around the first difference."""
+    if max(map(len, values)) <= _FEW:
+        return [", ".join(value) for value in values]
+    at = next(i for i, items in enumerate(zip(*values, strict=False)) if len(set(items)) > 1)
+    return [f"{value[at]} in tensor {at} of {len(value)}" for value in values]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

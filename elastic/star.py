@@ -32,6 +32,8 @@ _LENGTH = struct.Struct("!I")
 _FRAME_LIMIT = 256 << 20  # bytes
 _HELLO_LIMIT = 256  # bytes, before it is known who speaks
 _HELLO_S = 10.0
+_MOST_STRANGERS = 64  # connections beyond those of the ranks that have not said who they are
+_UNSENT_LIMIT = 256 << 20  # bytes that wait for a rank before it is given up
 _READ_BYTES = 1 << 16
 KEY = "negotiation"  # under which rank 0 provides its rules in the store
 LOOK_S = 1.0  # how often what does not come on is looked at
@@ -74,10 +76,10 @@ def encode_rules(rules: Rules) -> bytes:
     return _encoder.encode(rules)
 
 
-def fetch_rules(store: Store, rank: int) -> Rules:
+def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Rules:
     """From rank 0, which need not have come to a collective yet. Raises CollectiveFailed."""
     try:
-        return msgspec.msgpack.decode(store.fetch(KEY, rank)[0], type=Rules)
+        return msgspec.msgpack.decode(store.fetch(KEY, rank, timeout_s)[0], type=Rules)
     except (msgspec.MsgspecError, IndexError) as error:
         raise CollectiveFailed(f"rank 0's rules for negotiating are damaged: {error}") from error
 
@@ -156,8 +158,8 @@ class Peer:
 class Hub:
     """Rank 0's end: takes the others' offers in a thread of its own, and sends out decisions in one order.
 
-    ``offered(rank, offer)``, ``left(rank)`` and ``look()`` are called in that thread, and call `publish`. ``own`` is
-    rank 0's mailbox: decisions, nudges, and None at the end.
+    ``offered(rank, offer)``, ``left(rank)`` and ``look()`` are called in that thread, and call `publish`; ``died(why)``
+    if it can't go on. ``own`` is rank 0's mailbox: decisions, nudges, and None at the end.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class Hub:
         offered: Callable[[int, Offer], None],
         left: Callable[[int], None],
         look: Callable[[], None],
+        died: Callable[[str], None],
     ) -> None:
         self.own: queue.SimpleQueue[Decision | str | None] = queue.SimpleQueue()
         self._listener = listener.socket
@@ -178,17 +181,22 @@ class Hub:
         self._size = size
         self._generation = generation
         self._secret = secret
-        self._offered, self._left, self._look = offered, left, look
+        self._offered, self._left, self._look, self._died = offered, left, look, died
+        self._deaf = False  # doesn't listen for a moment
         self._selector = selectors.DefaultSelector()
         self._buffers: dict[socket.socket, bytearray] = {}
         self._ranks: dict[socket.socket, int] = {}
         self._strangers: dict[socket.socket, float] = {}  # until when they may say who they are
         self._sockets: dict[int, socket.socket] = {}
-        self._unsent: dict[int, list[bytes]] = {}  # for ranks that have not connected yet
-        self._connecting = threading.Lock()
+        # For ranks that have not connected yet, or don't read as fast as they are told.
+        self._unsent: dict[int, bytearray] = {}
+        self._connecting = threading.Lock()  # of the two above; nothing blocks under it
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
         self._closed = threading.Event()
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(
             target=self._serve, name=f"elastic-hub-{generation}", daemon=True
         )
@@ -211,43 +219,95 @@ class Hub:
             self.own.put(decision)
 
     def _send(self, rank: int, frame: bytes) -> None:
+        """Never blocks: what a slow rank does not take waits for it, and nobody else waits."""
         with self._connecting:
             sock = self._sockets.get(rank)
-            if sock is None:
-                self._unsent.setdefault(rank, []).append(frame)
+            waiting = self._unsent.get(rank)
+            if sock is not None and not waiting:
+                frame = frame[_sent(sock, frame) :]
+            if not frame:
                 return
-        with contextlib.suppress(OSError):
-            sock.sendall(frame)
+            if waiting is None:
+                waiting = self._unsent[rank] = bytearray()
+            waiting += frame
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                self._waker.send(b"!")
+
+    def _send_more(self) -> None:
+        """What ranks have not taken yet; looks again when they can take more."""
+        with self._connecting:
+            for rank, waiting in [*self._unsent.items()]:
+                sock = self._sockets.get(rank)
+                if sock is None or sock not in self._buffers:
+                    continue
+                del waiting[: _sent(sock, waiting)]
+                events = selectors.EVENT_READ
+                if len(waiting) > _UNSENT_LIMIT:
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)  # and so it is lost
+                elif waiting:
+                    events |= selectors.EVENT_WRITE
+                if not waiting:
+                    del self._unsent[rank]
+                self._selector.modify(sock, events)
 
     # ---- receiving -------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        look_at = time.monotonic() + LOOK_S
-        while not self._closed.is_set():
-            for key, _ in self._selector.select(LOOK_S):
-                if self._closed.is_set():
-                    break
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
+        try:
+            look_at = time.monotonic() + LOOK_S
+            while not self._closed.is_set():
+                self._turn()
+                now = time.monotonic()
+                if now >= look_at and not self._closed.is_set():
+                    look_at = now + LOOK_S
+                    self._look_around(now)
+        except Exception as error:
+            if not self._closed.is_set():
+                self._died(f"the negotiation on rank 0 ended: {type(error).__name__}: {error}")
+                raise
+        finally:
+            self._selector.close()
+            for sock in (*self._buffers, self._listener, self._woken, self._waker):
+                sock.close()
+
+    def _turn(self) -> None:
+        for key, events in self._selector.select(LOOK_S):
+            if self._closed.is_set():
+                return
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._woken:
+                self._woken.recv(_READ_BYTES)
+                self._send_more()
+            else:
+                if events & selectors.EVENT_WRITE:
+                    self._send_more()
+                if events & selectors.EVENT_READ and key.fileobj in self._buffers:
                     self._read(key.fileobj)
-            now = time.monotonic()
-            if now >= look_at and not self._closed.is_set():
-                look_at = now + LOOK_S
-                self._look()
-                for sock in [s for s, until in self._strangers.items() if until < now]:
-                    self._drop(sock)
-        self._selector.close()
-        for sock in [*self._buffers]:
-            sock.close()
-        self._listener.close()
+
+    def _look_around(self, now: float) -> None:
+        self._look()
+        for sock in [s for s, until in self._strangers.items() if until < now]:
+            self._drop(sock)
+        if self._deaf:
+            self._deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _accept(self) -> None:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
+            except BlockingIOError:
                 return
+            except OSError:
+                if not self._closed.is_set():  # no descriptors left: listen again in a while
+                    self._deaf = True
+                    self._selector.unregister(self._listener)
+                return
+            if len(self._strangers) >= _MOST_STRANGERS + self._size:
+                self._drop(next(iter(self._strangers)))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._buffers[sock] = bytearray()
             self._strangers[sock] = time.monotonic() + _HELLO_S
@@ -269,8 +329,9 @@ class Hub:
             if sock in self._ranks:
                 for body in _cut(buffer, _FRAME_LIMIT):
                     self._offered(self._ranks[sock], _offers.decode(body))
-        except (msgspec.MsgspecError, CollectiveFailed):
-            self._drop(sock)
+        except (msgspec.MsgspecError, CollectiveFailed, OSError):
+            if sock in self._buffers:
+                self._drop(sock)
 
     def _greet(self, sock: socket.socket, buffer: bytearray) -> None:
         bodies = _cut(buffer, _HELLO_LIMIT, most=1)
@@ -285,11 +346,10 @@ class Hub:
             if hello.rank in self._sockets:
                 self._drop(sock)
                 return
-            for frame in self._unsent.pop(hello.rank, ()):
-                sock.sendall(frame)
             self._sockets[hello.rank] = sock
         del self._strangers[sock]
         self._ranks[sock] = hello.rank
+        self._send_more()
 
     def _drop(self, sock: Any) -> None:
         self._selector.unregister(sock)
@@ -320,8 +380,19 @@ class Hub:
             self._thread.join(2 * LOOK_S)
 
     def forget(self) -> None:
-        for sock in (self._listener, *list(self._buffers)):
-            sock.close()
+        for held in (self._listener, self._woken, self._waker, *list(self._buffers)):
+            held.close()
+        self._selector.close()
+
+
+def _sent(sock: socket.socket, data: bytes | bytearray) -> int:
+    """How much of it went out, without waiting. Of a connection that is gone: all."""
+    try:
+        return sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return len(data)  # whoever reads from it learns that it is gone
 
 
 def _cut(buffer: bytearray, limit: int, most: int = 1 << 30) -> list[bytes]:

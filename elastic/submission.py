@@ -250,13 +250,21 @@ def synchronize(handle: int) -> Any:
     handle belongs to an earlier one.
     """
     rt = runtime.current()
-    taken = _handles.take(handle, rt)
-    if taken is None:
+    found = _handles.find(handle, rt)
+    if found is None:
         return None
-    with rt.guard(taken.shown):
-        taken.pending.wait()
-        result = taken.pending.result()
-        return result if taken.pick is None else taken.pick(result)
+    try:
+        with rt.guard(found.shown):
+            found.pending.wait()
+            result = found.pending.result()
+            result = result if found.pick is None else found.pick(result)
+    except BaseException as error:
+        # Interrupted from outside (Ctrl-C, a signal handler), it is in flight still, and may be waited for again.
+        if found.pending.over(error):
+            _handles.release(handle)
+        raise
+    _handles.release(handle)
+    return result
 
 
 def group_size(device: torch.device, members: Members = None) -> int:

@@ -55,6 +55,7 @@ from elastic.tracing import Tracing, TracingThroughDriver, TracingToFile
 HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
 WAIT_SAID_S = 30.0  # how often a long wait says what it waits for
 ASLEEP_S = 3.0  # the link thread, which wakes once a second: the process did not run
+ABORTED = "aborted"  # what a collective says that was cut: why it was is known here
 DRAIN_S = 1.0  # for aborted collectives to end; they take milliseconds
 
 
@@ -553,6 +554,8 @@ class Runtime:
         elif isinstance(error, CollectiveFailed):
             self.mark_broken(generation, str(error))
             if self.alone or not self.elastic:
+                if str(error) == ABORTED and self._recovery.reason not in ("", ABORTED):
+                    raise CollectiveFailed(self._recovery.reason) from error
                 return
             self._told_in = generation
             self._strand()  # unsaid so far if the driver's word came before the error
@@ -664,6 +667,8 @@ class Runtime:
         code of this worker, nobody can know yet; and a worker whose link is gone is taken for lost.
         """
         self.tracing.close()
+        if not self.elastic and not self.broken:
+            self._groups.leave()
         self._groups.close()
 
     def forget(self) -> None:

@@ -26,7 +26,8 @@ import msgspec
 from elastic.errors import CollectiveFailed
 from elastic.protocol import Address
 
-_REQUEST_LIMIT = 1 << 20  # bytes; a rank's blob grows by 8 bytes per rank
+_REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
+_MOST_STRANGERS = 512  # connections that have not proved to be of this job; 0.1 GB at worst
 _REPLY_LIMIT = 1 << 30
 RETRY_S = 0.02  # between attempts to reach a store that is not up yet
 _FETCH = 0  # the size in a request for what rank 0 provides by itself
@@ -167,9 +168,10 @@ class Store:
         assert self._server is None
         self._provided[key] = make
 
-    def fetch(self, key: str, rank: int) -> list[bytes]:
+    def fetch(self, key: str, rank: int, timeout_s: float | None = None) -> list[bytes]:
         """What rank 0 provides under this key, without waiting for anybody else. Raises CollectiveFailed."""
-        return self.exchange(key, rank, _FETCH, b"", self._timeout_s)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return self.exchange(key, rank, _FETCH, b"", limit_s)
 
     def abort(self) -> None:
         """Whoever waits in `exchange` here, now or later, fails. Any thread, any number of times, never blocks."""
@@ -333,6 +335,9 @@ class _Server:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
+            strangers = [each for each, peer in self._peers.items() if peer.request is None]
+            if len(strangers) >= _MOST_STRANGERS:
+                self._drop(strangers[0])
             sock.setblocking(False)
             self._peers[sock] = _Peer(time.monotonic())
             self._selector.register(sock, selectors.EVENT_READ)

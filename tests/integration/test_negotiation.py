@@ -93,6 +93,7 @@ def wait_for_all(rank: int, size: int) -> str:
 def test_threads_submit_at_once_and_a_killed_rank_ends_the_wait_of_all_others(ranks):
     ranks.run(warm)
     assert ranks.run(from_many_threads) == [4, 4, 4]
+    assert ranks.run(interrupted) == [[6.0, 6.0]] * 3
     ranks.start(wait_for_all)
     assert isinstance(ranks.result(2), Died)
     for rank in (0, 1):
@@ -114,6 +115,46 @@ def test_the_coordinators_death_ends_the_wait_of_all(ranks):
     ranks.start(wait_for_rank_0)
     assert isinstance(ranks.result(0), Died)
     assert max(ranks.result(1), ranks.result(2)) < SOON_S
+
+
+def interrupted(rank: int, size: int) -> list[float]:
+    """A wait that a signal handler cuts short is only put off: handle and name stay taken."""
+    if rank < 2:
+        handle = allreduce_async(torch.full((2,), rank + 1.0), name="cut short", op=Sum)
+    if rank == 1:
+
+        def alarm(*_: Any) -> None:
+            raise KeyError("alarm")
+
+        before = signal.signal(signal.SIGALRM, alarm)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyError):
+            synchronize(handle)
+        signal.signal(signal.SIGALRM, before)
+        with pytest.raises(ValueError, match="in flight already"):
+            allreduce_async(torch.ones(2), name="cut short", op=Sum)
+    if rank == 2:
+        time.sleep(0.3)
+        handle = allreduce_async(torch.full((2,), 3.0), name="cut short", op=Sum)
+    value: list[float] = synchronize(handle).tolist()
+    return value
+
+
+def left_without_a_word(rank: int, size: int) -> str:
+    """Before any collective: the others hear of it nevertheless."""
+    if rank == 1:
+        runtime.shutdown()
+        return "left"
+    with pytest.raises(CollectiveFailed) as caught:
+        allreduce(torch.ones(2), name="without rank 1")
+    return str(caught.value)
+
+
+def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ranks):
+    found = ranks.run(left_without_a_word)
+    assert found[0] == "allreduce.without rank 1 can't run: rank 1 has shut down"
+    assert found[1] == "left"
+    assert found[2]  # or that rank 0 is gone, which has given the world up by then
 
 
 STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}

@@ -223,6 +223,38 @@ def test_a_rank_that_joined_is_no_longer_waited_for():
     assert [settled.error for settled in ranks.ran[0][-2:]] == ["", ""]
 
 
+def test_what_was_submitted_before_a_join_runs_though_all_have_joined():
+    ranks = Ranks(2)
+    for _ in range(2):
+        for rank in range(2):
+            ranks.submit(rank, reduce("a"))
+    before = len(ranks.ran[0])
+    ranks.submit(0, reduce("a"), reduce("b"), Request(JOIN, JOIN))
+    ranks.submit(1, Request(JOIN, JOIN))
+    assert sorted(ranks.names()[before:]) == sorted(ranks.names(1)[before:]) == ["a", "b"]
+    assert ranks.decisions[-1].last_joined == 1
+
+
+def test_a_join_ends_when_a_rank_is_gone_that_never_joined():
+    ranks = Ranks(3)
+    ranks.submit(0, Request(JOIN, JOIN))
+    ranks.submit(2, Request(LEAVE, LEAVE))
+    assert ranks.ran[0][-1].error == "join can't end: rank 2 has shut down"
+    ranks.submit(1, Request(JOIN, JOIN))
+    assert ranks.ran[1][-1].refused
+
+
+def test_a_long_group_differs_wherever_it_differs():
+    def group(*lengths: int) -> Request:
+        tensors = tuple(("float32", (length,)) for length in lengths)
+        return Request(ALLREDUCE, "allreduce.g", tensors, lasting=True)
+
+    found = mismatch({0: group(1, 1, 1, 1, 2, 3), 1: group(1, 1, 1, 1, 3, 2)})
+    assert found.endswith("rank 0 has [2] in tensor 4 of 6, rank 1 has [3] in tensor 4 of 6")
+    close = mismatch({0: reduce("a", scales=(1e6, 1.0)), 1: reduce("a", scales=(1e6 + 1, 1.0))})
+    assert close.endswith("prescale_factor: rank 0 has 1000000.0, rank 1 has 1000001.0")
+
+
 def test_who_leaves_is_named_to_those_that_wait_for_it():
     ranks = Ranks(3)
     for _ in range(2):

@@ -505,7 +505,24 @@ def test_in_the_world_of_init_too():
     talk = started(3)
     talk.works("h:2")
     talk.tell(inside("h:0", 1, "model"), inside("h:1", 1, "model"))
-    assert names(talk.wait(31), KillWorker) == ["h:2#1"]
+    # Where a fence ends the job, and where scripts download their data, idle is no worse than busy.
+    first = talk.wait(31)
+    assert not has(KillWorker, first)
+    assert "idle, in no collective; it is fenced in 591 s (--busy-timeout)" in said(first)
+    assert names(talk.wait(571), KillWorker) == ["h:2#1"]
+
+
+def test_who_ended_too_early_is_named_when_all_others_wait():
+    talk = static(3)
+    talk.tell(exited("h:1", 0))
+    talk.tell(inside("h:0", 1), inside("h:2", 1))
+    assert not has(EndJob, talk.wait(25))
+    end = the(EndJob, talk.wait(10))
+    assert end.reason == (
+        "rank 1 (h:1#1 on h) ended with exit code 0 too early: rank 0 (h:0#1 on h), rank 2 (h:2#1 on h)"
+        " wait in 'loss' (collective 7) for 30 s; all ranks must make the same calls; where their"
+        " data are uneven, end with hvd.join()"
+    )
 
 
 def test_a_job_that_is_not_elastic_ends_and_names_it():
