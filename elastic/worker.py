@@ -55,7 +55,7 @@ from elastic.tracing import Tracing, TracingThroughDriver, TracingToFile
 HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
 WAIT_SAID_S = 30.0  # how often a long wait says what it waits for
 ASLEEP_S = 3.0  # the link thread, which wakes once a second: the process did not run
-ABORTED = "aborted"  # what a collective says that was cut: why it was is known here
+ABORTED = "aborted"  # what a collective says that was cut
 DRAIN_S = 1.0  # for aborted collectives to end; they take milliseconds
 
 
@@ -499,7 +499,9 @@ class Runtime:
             self.mark_broken(generation, f"no {purpose} group: {error}")
             self._told_in = generation
             self._strand()
-            raise PeerLost(str(error)) from error
+            if self.alone or not self.elastic:
+                raise CollectiveFailed(self._why(error)) from error
+            raise PeerLost(self._why(error)) from error
         self._phases.formed(time.monotonic() - began)
         return group
 
@@ -554,12 +556,17 @@ class Runtime:
         elif isinstance(error, CollectiveFailed):
             self.mark_broken(generation, str(error))
             if self.alone or not self.elastic:
-                if str(error) == ABORTED and self._recovery.reason not in ("", ABORTED):
-                    raise CollectiveFailed(self._recovery.reason) from error
+                if str(error) != self._why(error):
+                    raise CollectiveFailed(self._why(error)) from error
                 return
             self._told_in = generation
             self._strand()  # unsaid so far if the driver's word came before the error
-            raise PeerLost(str(error)) from error
+            raise PeerLost(self._why(error)) from error
+
+    def _why(self, error: CollectiveFailed) -> str:
+        """What was cut says only that: why it was is known here."""
+        reason = self._recovery.reason
+        return reason if ABORTED in str(error) and reason else str(error)
 
     @contextlib.contextmanager
     def _inside(self, generation: int, name: str) -> Iterator[None]:
