@@ -136,9 +136,7 @@ class Suspicion:
         match self.verdict:
             case Verdict.IDLE:
                 flag = "--busy-timeout" if self.patient else "--idle-timeout"
-                return (
-                    f"idle; {left} ({flag})" if left else "idle"
-                )
+                return f"idle; {left} ({flag})" if left else "idle"
             case Verdict.BUSY:
                 what = f"busy ({self.rates()})"
                 if not left:

@@ -36,7 +36,7 @@ from elastic.star import Peer, encode_rules, fetch_rules, rules_of
 from elastic.starting import add_zeros, error_of, start, start_standing
 
 _CPU = torch.device("cpu")
-LEAVE_S = 1.0  # to reach rank 0 with a last word
+LEAVE_S = 0.3  # to reach rank 0 with a last word
 _MOST_CYCLES = 5  # that a growing batch is waited for
 _SLICE_S = 0.05  # between two looks of a thread that waits while another one drives
 

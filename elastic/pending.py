@@ -205,6 +205,8 @@ class Pending:
             return self._engine is not None and self._engine.failed
         if self.error is not None or self._batch is None or self._batch.done():
             return True
+        if self._engine is not None and self._engine.failed:
+            return True  # the wait ends at once
         if self.standing is not None and time.monotonic() - self._began > STANDING_S:
             assert self._engine is not None
             self._engine.report(self)

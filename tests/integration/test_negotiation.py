@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,10 @@ import torch
 from elastic import runtime
 from elastic.collectives.store import listen
 from elastic.errors import CollectiveFailed
+from elastic.fusion import Limits
 from elastic.ops import Sum, allreduce, allreduce_async, barrier, poll, synchronize
+from elastic.requests import ALL, Decision, Offer
+from elastic.star import Hub, Peer, rules_of
 from integration.ranks import Died, Ranks
 
 SOON_S = 5.0  # far below every timeout of a collective
@@ -155,6 +161,66 @@ def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ra
     assert found[0] == "allreduce.without rank 1 can't run: rank 1 has shut down"
     assert found[1] == "left"
     assert found[2]  # or that rank 0 is gone, which has given the world up by then
+
+
+@pytest.fixture
+def hub() -> Iterator[Any]:
+    """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
+    listener = listen("127.0.0.1")
+    rules = rules_of(listener, Limits())
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    made = Hub(
+        listener,
+        rules,
+        size=3,
+        generation=7,
+        secret=b"secret",
+        offered=lambda rank, offer: heard.put((rank, offer)),
+        left=lambda rank: heard.put((rank, "left")),
+        look=lambda: None,
+        died=lambda why: heard.put((0, why)),
+    )
+    made.start()
+    peers = {rank: Peer(rules, rank, 7, b"secret") for rank in (1, 2)}
+    for rank, peer in peers.items():
+        peer.send(Offer(ALL, 0, b"\x01"))
+        assert heard.get(timeout=5)[0] == rank
+    yield SimpleNamespace(hub=made, peers=peers, heard=heard, rules=rules)
+    for peer in peers.values():
+        peer.close()
+    made.close()
+
+
+def test_a_rank_that_does_not_read_holds_up_nobody(hub):
+    large = Decision((1,), 0, bytes(8 << 20))
+    hub.hub.publish(large)
+    hub.hub.publish(Decision((2,), 0, b"small"))
+    assert [decision.known for decision in hub.peers[2].receive()] == [b"small"]
+    assert [decision.known for decision in hub.peers[1].receive()] == [large.known]  # it had time
+
+
+def test_strangers_are_heard_of_by_nobody_and_do_no_harm(hub):
+    for secret in (b"wrong", b""):
+        stranger = Peer(hub.rules, 1, 7, secret)
+        stranger.send(Offer(ALL, 0, b"\xff"))
+        with pytest.raises(CollectiveFailed):
+            stranger.receive()
+        stranger.close()
+    address = (hub.rules.host, hub.rules.port)
+    crowd = [socket.create_connection(address, 5) for _ in range(150)]
+    crowd[0].sendall(b"\xff" * 64)  # no frame of any length that is allowed
+    hub.peers[1].send(Offer(ALL, 0, b"\x02"))
+    assert hub.heard.get(timeout=5) == (1, Offer(ALL, 0, b"\x02"))
+    assert len(hub.hub._strangers) <= 64 + 3
+    for each in crowd:
+        each.close()
+
+
+def test_a_rank_that_is_gone_is_named(hub):
+    hub.peers[2].close()
+    assert hub.heard.get(timeout=5) == (2, "left")
+    hub.hub.publish(Decision(ALL, 0, b"on"))
+    assert hub.peers[1].receive()[0].known == b"on"
 
 
 STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
