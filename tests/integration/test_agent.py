@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from elastic.driver import warden
@@ -133,11 +132,6 @@ async def hosting(folder: Path) -> AsyncIterator[Host]:
         host.output.close()
 
 
-def children() -> set[int]:
-    """Of this process, zombies too. Other tests may have left a helper of multiprocessing."""
-    return {child.pid for child in psutil.Process().children()}
-
-
 def conversation(test):
     """Runs an async test with a Host; afterwards no child and no descriptor of ours is left."""
 
@@ -146,10 +140,10 @@ def conversation(test):
             async with hosting(tmp_path) as host:
                 await test(host)
 
-        before = children()
+        before = children(os.getpid())
         fds = len(os.listdir("/proc/self/fd"))
         asyncio.run(asyncio.wait_for(talk(), 60.0))
-        assert children() == before
+        assert children(os.getpid()) == before
         assert len(os.listdir("/proc/self/fd")) == fds
 
     run.__name__ = test.__name__
