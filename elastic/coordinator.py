@@ -15,7 +15,7 @@ submitted it, on a data group that serves nothing else, and nobody is told. That
 there is one collective, of one size, one at a time. Only a rank that has waited for a while reports which run it waits
 in. If another one asks for something else by that name instead of this run, the decision is an error as ever, those
 that have started cut the group, and no further order is given in this set. A set has at most four, and none with more
-than 16 ranks: each costs connections. While one stands, no number is forgotten.
+than 16 ranks: each costs connections. While one stands, no number is forgotten, and there are eight times as many.
 
 A rank that joined has no more data: the others' reductions no longer wait for it. When all have joined, all are told.
 """
@@ -43,6 +43,7 @@ from elastic.requests import (
 
 TIMES_ALONE = 5  # until a number becomes a standing order
 MOST_ORDERS = 4
+ORDERS_STRETCH = 8
 _ORDERS_UP_TO = 16  # ranks
 _ADASUM = 2
 
@@ -308,7 +309,8 @@ class Coordinator:
             if len(each.seen) > 64 * self._capacity:
                 each.seen.clear()
             return found
-        if len(each.entries) >= self._capacity:
+        room = self._capacity * (ORDERS_STRETCH if each.standing else 1)
+        if len(each.entries) >= room:
             if each.unaware or each.standing:
                 return found
             self._forget_numbers(each)

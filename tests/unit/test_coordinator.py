@@ -314,6 +314,22 @@ def test_what_runs_alone_again_and_again_is_no_longer_asked_for():
     assert ranks.side(0, ALL).standing_order(other) is None  # another shape is another matter
 
 
+def test_many_other_names_take_no_order_its_number():
+    ranks = Ranks(2, capacity=2)
+    for name in ["a"] * 8 + list("bcdefbcdef") + ["a"]:
+        for rank in range(2):
+            side = ranks.side(rank, ALL)
+            call = Call(reduce(name))
+            if side.standing_order(call) is None:
+                ranks.submit(rank, call.asked)
+            else:
+                side.begin_run(call)
+    assert ranks.side(0, ALL).standing_order(Call(reduce("a"))) == 0
+    assert ranks.decisions[-1].epoch == 0
+    ranks.submit(0, reduce("f"))
+    assert ranks.said[-1].known, "there was room for more than two"
+
+
 def test_what_runs_in_company_gets_no_order():
     ranks = Ranks(2)
     for _ in range(9):
