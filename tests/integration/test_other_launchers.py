@@ -67,8 +67,9 @@ def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
 
 
 def said(output: str) -> list[dict[str, Any]]:
-    lines = [line for line in output.splitlines() if line.startswith("said ")]
-    return [json.loads(line.removeprefix("said ")) for line in lines]
+    # Not by lines: what several processes write into one pipe may stand on one.
+    parts = output.split("said {")[1:]
+    return [json.JSONDecoder().raw_decode("{" + part)[0] for part in parts]
 
 
 def free_port() -> int:
