@@ -36,7 +36,6 @@ class Call:
     asked: Request
     key: Hashable = None
     run: tuple[int, int] | None = None
-    run: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
