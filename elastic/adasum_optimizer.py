@@ -13,18 +13,17 @@ processes but by `elastic.ops`.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from elastic import adasum, ops, runtime
 from elastic.errors import NotInitialized
 from elastic.failpoints import failpoint
 from elastic.gradient_buckets import Compressor
+from elastic.gradient_hooks import GradientHooks
 from elastic.optimizer import Distributed
 
 
@@ -182,8 +181,7 @@ class BackwardPasses:
         self._passes = passes
         self._counts: dict[int, int] = {}  # by id of the parameter
         self._generation: int | None = None  # in which they were counted
-        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-        weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
+        self._hooks = GradientHooks(self)
 
     @property
     def passes(self) -> int:
@@ -195,13 +193,9 @@ class BackwardPasses:
 
     def install_hooks(self) -> None:
         """Have backward call us for every parameter that requires a gradient. Safe to repeat."""
-        on_gradient = functools.partial(_on_gradient, weakref.ref(self))
         optimizer = self._optimizer()
-        for group in optimizer.param_groups if optimizer is not None else []:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in self._hooks:
-                    handle = parameter.register_post_accumulate_grad_hook(on_gradient)
-                    self._hooks[id(parameter)] = (parameter, handle)
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._hooks.install(parameter for group in groups for parameter in group["params"])
 
     def forget(self) -> None:
         """A step begins anew."""
@@ -234,14 +228,3 @@ class BackwardPasses:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _on_gradient(reference: weakref.ref[BackwardPasses], parameter: torch.Tensor) -> None:
-    passes = reference()
-    if passes is not None:
-        passes.on_gradient(parameter)
-
-
-def _remove_hooks(hooks: dict[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
-    for _, handle in hooks.values():
-        handle.remove()

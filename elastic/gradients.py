@@ -11,7 +11,6 @@ cannot launch marks the generation broken and returns; `finish` raises.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import threading
 import weakref
@@ -19,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from elastic import buckets, plans, runtime, shadow, sparse_gradients, timeline
 from elastic.collectives.interface import Collectives, Op, Work
@@ -34,6 +32,7 @@ from elastic.gradient_buckets import (
     MarkBucket,
     gradient_strides,
 )
+from elastic.gradient_hooks import GradientHooks
 from elastic.process_sets import ProcessSet, global_process_set, resolve
 
 FIRST_BYTES = buckets.FIRST_BYTES
@@ -86,8 +85,7 @@ class GradientReducer:
         self._process_set = process_set
         self._lock = threading.Lock()  # each device has its own backward thread
 
-        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # by id of the parameter
-        weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
+        self._hooks = GradientHooks(self)
 
         # The plan.
         self._signature: list[tuple[Any, ...]] | None = None
@@ -129,14 +127,7 @@ class GradientReducer:
 
     def install_hooks(self) -> None:
         """Have backward call us for every parameter that requires a gradient. Safe to repeat."""
-        on_gradient = functools.partial(_on_gradient, weakref.ref(self))
-        parameters = self._parameters()
-        for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in self._hooks:
-                handle = parameter.register_post_accumulate_grad_hook(on_gradient)
-                self._hooks[id(parameter)] = (parameter, handle)
-        for key in self._hooks.keys() - {id(parameter) for parameter in parameters}:
-            self._hooks.pop(key)[1].remove()
+        self._hooks.install(self._parameters())
 
     def forget(self) -> None:
         """Abandon the present step: counters, works under way, and the gradients that these may have garbled."""
@@ -545,14 +536,3 @@ def _row(number: int, names: Sequence[str]) -> str:
         else "none"
     )
     return f"gradients {number}: {members}"
-
-
-def _on_gradient(reference: weakref.ref[GradientReducer], parameter: torch.Tensor) -> None:
-    reducer = reference()
-    if reducer is not None:
-        reducer.on_gradient(parameter)
-
-
-def _remove_hooks(hooks: dict[int, tuple[torch.Tensor, RemovableHandle]]) -> None:
-    for _, handle in hooks.values():
-        handle.remove()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from elastic import timeline
 from elastic.collectives.store import Listener
 from elastic.coordinator import Coordinator
-from elastic.environment import Environment
+from elastic.environment import COLLECTIVE_TIMEOUT_S, Environment
 from elastic.errors import CollectiveFailed
 from elastic.pending import row
 from elastic.requests import Decision, Offer
@@ -33,8 +33,9 @@ class OwnLine:
         self._coordinator = Coordinator(size, env.cache_capacity)
         self._deciding = threading.Lock()  # also makes one order of what is published
         self._warn_s = env.stall_warning_s
-        # Where there is a driver, it judges who is stuck, and fences it.
-        self._end_s = env.stall_shutdown_s if env.driver is None else 0.0
+        # Where there is a driver, it judges who is stuck, and fences it. Without one this is the last resort.
+        last_s = env.stall_shutdown_s or max(env.collective_timeout_s, COLLECTIVE_TIMEOUT_S)
+        self._end_s = last_s if env.driver is None else 0.0
         self._hub = Hub(
             listener,
             rules,

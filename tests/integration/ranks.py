@@ -8,11 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+
+from elastic.collectives.store import listen
 
 START_S = 60.0
 RUN_S = 60.0
@@ -86,6 +88,33 @@ class Ranks:
                 process.kill()
                 process.join()
             process.close()
+
+
+def in_a_world(size: int) -> Iterator[Ranks]:
+    """Ranks that have formed a world of a fixed size: what a module's fixture yields."""
+    ranks = Ranks(size)
+    listener = listen("127.0.0.1")
+    listener.close()
+    ranks.run(_join, listener.address)
+    yield ranks
+    ranks.close()
+
+
+def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
+    """A test whose body runs on every rank at once, with ``(rank, size)``."""
+
+    def run(ranks: Ranks) -> None:
+        ranks.run(test)
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+def _join(rank: int, size: int, address: Any) -> None:
+    from elastic import runtime
+
+    runtime.init_static(rank, size, address)
 
 
 def _serve(pipe: Connection, rank: int, size: int) -> None:

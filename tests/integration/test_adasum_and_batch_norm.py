@@ -8,46 +8,24 @@ import io
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from elastic import runtime
-from elastic.collectives.store import listen
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.ops import Adasum, Sum, allgather, allreduce, barrier, grouped_allreduce_
 from elastic.optimizer import DistributedOptimizer
 from elastic.sync_batch_norm import SyncBatchNorm
-from integration.ranks import Died, Ranks
+from integration.ranks import Died, Ranks, in_a_world, on_all
 
 SIZE = 2  # the unit tests take Adasum to 8
 
 
-def join(rank: int, size: int, address: Any) -> None:
-    runtime.init_static(rank, size, address)
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(SIZE)
-    listener = listen("127.0.0.1")
-    listener.close()
-    ranks.run(join, listener.address)
-    yield ranks
-    ranks.close()
-
-
-def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
-    """The body runs on every rank at once, with ``(rank, size)``."""
-
-    def run(ranks: Ranks) -> None:
-        ranks.run(test)
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
+    yield from in_a_world(SIZE)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

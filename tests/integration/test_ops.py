@@ -20,7 +20,6 @@ from elastic.broadcasting import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from elastic.collectives.store import listen
 from elastic.compression import Compression
 from elastic.errors import PeerLost, TensorMismatch
 from elastic.ops import (
@@ -54,36 +53,16 @@ from elastic.ops import (
     sparse_allreduce_async,
     synchronize,
 )
-from integration.ranks import Ranks
+from integration.ranks import Ranks, in_a_world, on_all
 
 SIZE = 3
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def join(rank: int, size: int, address: Any) -> None:
-    runtime.init_static(rank, size, address)
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(SIZE)
-    listener = listen("127.0.0.1")
-    listener.close()
-    ranks.run(join, listener.address)
-    yield ranks
-    ranks.close()
-
-
-def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
-    """The body runs on every rank at once, with ``(rank, size)``."""
-
-    def run(ranks: Ranks) -> None:
-        ranks.run(test)
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
+    yield from in_a_world(SIZE)
 
 
 def raises(
