@@ -385,6 +385,10 @@ def test_names_match_in_any_order_and_large_and_small_ones_are_mixed(rank, size)
 
 @on_all
 def test_what_is_reduced_alone_again_and_again_starts_without_being_asked_for(rank, size):
+    for _ in range(9):
+        assert allreduce(torch.ones(5), name="order", op=Sum).tolist() == [3.0] * 5
+    made = runtime.current()._groups._made
+    assert [purpose for purpose, *_ in made if purpose.startswith("standing")], "it came to that"
     for number in range(18):
         tensor = torch.full((5,), float(rank + number))
         if number % 3 == 0:
