@@ -103,7 +103,7 @@ class Driver:
         job: Job,
         *,
         membership: Machine,
-        server: Server,
+        server: Server[Worker],
         launcher: Launcher,
         discovery: Discovery,
         journal: Journal,

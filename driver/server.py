@@ -1,4 +1,4 @@
-"""The driver's end of every worker's control connection: handshake, frames in, frames out. Decides nothing.
+"""The listening end of control connections: handshake, sealed frames in and out. Decides nothing.
 
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds
     Answer    --Accepted-->    open: each message goes to ``heard``
@@ -7,9 +7,9 @@
 Each host's kernel acknowledges a small packet every second, whatever the processes there do. If for ``lease_s`` nothing
 is acknowledged, the connection ends with a timeout: ``gone`` is told that it was ``silent``.
 
-The worker proves ``proof(secret, "worker", challenge.nonce, answer.nonce, worker)``, the driver proves
-``proof(secret, "driver", answer.nonce, challenge.nonce, worker)``. A worker says nothing between its Answer and the
-driver's Accepted.
+Who calls are workers, or agents: `Callers` says how they introduce themselves. The caller proves ``proof(secret, role,
+challenge.nonce, answer.nonce, name)``, the server ``proof(secret, "driver", answer.nonce, challenge.nonce, name)``.
+A caller says nothing between its Answer and Accepted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ import hmac
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable
-from typing import Any
+import ssl
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from elastic.driver.launch.interface import Log
 from elastic.driver.settings import Settings
@@ -34,13 +38,13 @@ from elastic.protocol import (
     Answer,
     Challenge,
     Hello,
-    Inbox,
     Message,
     ProtocolError,
     Worker,
-    encode,
-    proof,
+    encoded,
+    from_worker,
 )
+from elastic.wire import Wire, proof
 
 HANDSHAKE_S = 5.0
 NONCE_BYTES = 32
@@ -55,19 +59,50 @@ KEEPALIVE_S = 1  # the kernel's shortest
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
-class Server:
-    """Listens for workers. ``secret`` is the job's; nobody is heard who does not prove to know it."""
+Who = TypeVar("Who", bound=Hashable)
 
-    def __init__(self, *, secret: bytes, log: Log, lease_s: float = Settings.lease_s) -> None:
+
+@dataclass(frozen=True)
+class Callers(Generic[Who]):
+    """Who calls a server, and how they introduce themselves."""
+
+    role: str  # in their proof
+    decoder: msgspec.msgpack.Decoder[Any]  # of what they say
+    answer: type[Any]  # their answer to the challenge; has ``nonce``, ``proof`` and ``version``
+    who: Callable[[Any], Who]  # it is from
+    # Whether a new connection stands in for an open one: its other end may have lost that without our noticing.
+    replaces: bool = False
+
+
+WORKERS: Callers[Worker] = Callers("worker", from_worker, Answer, lambda answer: answer.worker)
+
+
+class Server(Generic[Who]):
+    """Listens for ``callers``. ``secret`` is the job's; nobody is heard who does not prove to know it.
+
+    ``tls``: without it nothing is encrypted, but nothing can be forged either.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        log: Log,
+        callers: Callers[Who],
+        lease_s: float = Settings.lease_s,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.secret = secret
         self.lease_s = lease_s
+        self.callers = callers
+        self._tls = tls
         self._log = log
-        self._heard: Callable[[Worker, Any], None] = lambda worker, message: None
-        self._gone: Callable[[Worker, bool], None] = lambda worker, silent: None
-        self._expected: Callable[[Worker], bool] = lambda worker: False
+        self._heard: Callable[[Who, Any], None] = lambda who, message: None
+        self._gone: Callable[[Who, bool], None] = lambda who, silent: None
+        self._expected: Callable[[Who], bool] = lambda who: False
         self._server: asyncio.Server | None = None
-        self._connections: dict[Worker, _Connection] = {}
-        self._unknown: set[_Connection] = set()
+        self._connections: dict[Who, _Connection[Who]] = {}
+        self._unknown: set[_Connection[Who]] = set()
         self._refused = 0  # since the last line about them
         self._refused_at = float("-inf")
 
@@ -76,54 +111,59 @@ class Server:
         interface: str,
         port: int = 0,
         *,
-        heard: Callable[[Worker, Any], None],
-        gone: Callable[[Worker, bool], None],
-        expected: Callable[[Worker], bool],
+        heard: Callable[[Who, Any], None],
+        gone: Callable[[Who, bool], None],
+        expected: Callable[[Who], bool],
     ) -> Address:
         """Listen on one address; port 0 lets the system choose. Raises OSError.
 
-        ``expected`` tells which workers may connect, ``heard`` gets their messages, ``gone`` is told once when the
-        connection of a worker ends, and whether it ended in silence. All are called in the event loop's thread.
+        ``expected`` tells who may connect, ``heard`` gets their messages, ``gone`` is told once when the connection of
+        one of them ends, and whether it ended in silence. All are called in the event loop's thread.
         """
         self._heard, self._gone, self._expected = heard, gone, expected
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: _Connection(self, loop), interface, port, backlog=4096
+            lambda: _Connection(self, loop), interface, port, backlog=4096, ssl=self._tls
         )
         bound: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return Address(bound[0], bound[1])
 
-    def send(self, worker: Worker, message: Message) -> bool:
-        """Send without blocking. False when the worker is not connected: then the message is dropped."""
-        connection = self._connections.get(worker)
-        return connection is not None and connection.write(encode(message))
+    def send(self, who: Who, message: Message) -> bool:
+        """Send without blocking. False when they are not connected: then the message is dropped."""
+        connection = self._connections.get(who)
+        return connection is not None and connection.write(encoded(message))
 
-    def broadcast(self, workers: Iterable[Worker], message: Message) -> None:
+    def broadcast(self, them: Iterable[Who], message: Message) -> None:
         """The same message to all of these that are connected; encoded once."""
-        frame = encode(message)
-        for worker in workers:
-            connection = self._connections.get(worker)
+        body = encoded(message)
+        for who in them:
+            connection = self._connections.get(who)
             if connection is not None:
-                connection.write(frame)
+                connection.write(body)
 
-    def connected(self, worker: Worker) -> bool:
-        return worker in self._connections
+    def connected(self, who: Who) -> bool:
+        return who in self._connections
 
-    def drain(self, worker: Worker) -> None:
-        """Hear now what a worker's connection holds: a process that is gone may have said something just before."""
-        connection = self._connections.get(worker)
+    def peer(self, who: Who) -> str:
+        """The numeric address that they call from; empty when they are not connected."""
+        connection = self._connections.get(who)
+        return "" if connection is None else connection.peer.rpartition(":")[0]
+
+    def drain(self, who: Who) -> None:
+        """Hear now what a connection holds: a process that is gone may have said something just before."""
+        connection = self._connections.get(who)
         if connection is not None:
             connection.drain()
 
-    def disconnect(self, worker: Worker) -> None:
+    def disconnect(self, who: Who) -> None:
         """Drop the connection; ``gone`` is called before this returns."""
-        connection = self._connections.get(worker)
+        connection = self._connections.get(who)
         if connection is not None:
             connection.abort()
 
     async def close(self) -> None:
         """Stop listening, send what is buffered within CLOSE_S, drop every connection. ``gone`` is not called."""
-        self._gone = lambda worker, silent: None
+        self._gone = lambda who, silent: None
         if self._server is not None:
             self._server.close()
         for connection in list(self._unknown):
@@ -138,57 +178,62 @@ class Server:
 
     # ---- called by connections
 
-    def opened(self, connection: _Connection) -> bool:
+    def opened(self, connection: _Connection[Who]) -> bool:
         if len(self._unknown) >= UNKNOWN_LIMIT:
             return False
         self._unknown.add(connection)
         return True
 
-    def authenticate(self, connection: _Connection, nonce: bytes, answer: Any) -> Worker:
+    def authenticate(self, connection: _Connection[Who], nonce: bytes, answer: Any) -> Who:
         """Who answers the challenge. Raises ProtocolError with the reason to refuse."""
-        if not isinstance(answer, Answer):
+        callers = self.callers
+        if not isinstance(answer, callers.answer):
             raise ProtocolError(f"{type(answer).__name__} came before the Answer")
         if answer.version != VERSION:
             raise ProtocolError(
                 f"it speaks version {answer.version} of the protocol, the driver {VERSION};"
                 " install the same release everywhere"
             )
-        expected = proof(self.secret, "worker", nonce, answer.nonce, answer.worker)
+        who = callers.who(answer)
+        expected = proof(self.secret, callers.role, nonce, answer.nonce, str(who))
         # The nonce's length is fixed: the proof's text must have one reading only.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
             raise ProtocolError("it does not know the job's secret")
-        if not self._expected(answer.worker):
-            raise ProtocolError(f"{answer.worker} is no worker that runs")
-        self.drain(answer.worker)  # an earlier connection may have ended unnoticed
-        if answer.worker in self._connections:
-            raise ProtocolError(f"{answer.worker} has a connection already")
+        if not self._expected(who):
+            raise ProtocolError(f"{who} is no {callers.role} of this job")
+        self.drain(who)  # an earlier connection may have ended unnoticed
+        before = self._connections.get(who)
+        if before is not None:
+            if not callers.replaces:
+                raise ProtocolError(f"{who} has a connection already")
+            before.abandon()
         self._unknown.discard(connection)
-        self._connections[answer.worker] = connection
-        own = proof(self.secret, "driver", answer.nonce, nonce, answer.worker)
-        connection.write(encode(Accepted(own)))
-        return answer.worker
+        self._connections[who] = connection
+        own = proof(self.secret, "driver", answer.nonce, nonce, str(who))
+        connection.accept(encoded(Accepted(own)), answer.nonce)
+        return who
 
-    def hear(self, worker: Worker, message: Any) -> None:
-        if isinstance(message, Answer):
+    def hear(self, who: Who, message: Any) -> None:
+        if isinstance(message, self.callers.answer):
             raise ProtocolError("a second Answer")
-        if isinstance(message, Hello) and message.worker != worker:
+        if isinstance(message, Hello) and message.worker != who:
             raise ProtocolError(f"it says hello as {message.worker}")
-        self._heard(worker, message)
+        self._heard(who, message)
 
     def lost(
-        self, connection: _Connection, worker: Worker | None, trouble: str, silent: bool
+        self, connection: _Connection[Who], who: Who | None, trouble: str, silent: bool
     ) -> None:
         """A connection has ended; ``trouble`` is set if it was closed for a reason."""
-        if worker is None:
+        if who is None:
             self._unknown.discard(connection)
             if trouble:
                 self._refuse(connection.peer, trouble)
             return
         if trouble:
-            self._log("warning", f"the connection of {worker} was closed: {trouble}")
-        if self._connections.get(worker) is connection:
-            del self._connections[worker]
-            self._gone(worker, silent)
+            self._log("warning", f"the connection of {who} was closed: {trouble}")
+        if self._connections.get(who) is connection:
+            del self._connections[who]
+            self._gone(who, silent)
 
     def _refuse(self, peer: str, trouble: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -200,21 +245,24 @@ class Server:
         self._log("warning", f"refused a connection from {peer}: {trouble}{more}")
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.Protocol, Generic[Who]):
     """One connection, from accept to close."""
 
-    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: Server[Who], loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._loop = loop
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._inbox = Inbox(side="worker", limit=HANDSHAKE_LIMIT)
+        self._wire = Wire(server.callers.decoder)
         self._unproved = 0  # bytes received before the proof
-        self._worker: Worker | None = None
+        self._who: Who | None = None
         self._over = False
         self._deadline: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport
         self._socket: socket.socket
         self.peer = "?"
+
+    def over(self) -> bool:
+        return self._over
 
     @property
     def backlog(self) -> int:
@@ -233,46 +281,55 @@ class _Connection(asyncio.Protocol):
             self._end(f"{UNKNOWN_LIMIT} others have not said yet who they are")
             return
         self._deadline = self._loop.call_later(HANDSHAKE_S, self._too_late)
-        self.write(encode(Challenge(self._nonce)))
+        self.write(encoded(Challenge(self._nonce)))
 
     def data_received(self, data: bytes) -> None:
-        if self._over:
+        if self.over():
             return
         try:
-            if self._worker is None:
+            if self._who is None:
                 self._unproved += len(data)
                 if self._unproved > HANDSHAKE_LIMIT:
                     raise ProtocolError(f"more than {HANDSHAKE_LIMIT} bytes before a proof")
-                messages = self._inbox.receive(data)
-                if not messages:
+                self._wire.feed(data)
+                answer = self._wire.next()
+                if answer is None:
                     return
-                if len(messages) > 1:
+                if self._wire.unread:
                     raise ProtocolError("it went on before it was accepted")
-                self._worker = self._server.authenticate(self, self._nonce, messages[0])
-                self._inbox.limit = Inbox(side="worker").limit
+                self._who = self._server.authenticate(self, self._nonce, answer)
                 assert self._deadline is not None
                 self._deadline.cancel()
             else:
-                for message in self._inbox.receive(data):
-                    self._server.hear(self._worker, message)
+                for message in self._wire.receive(data):
+                    self._server.hear(self._who, message)
+                    if self.over():
+                        return
         except ProtocolError as error:
             self._end(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end("", silent=_is_silence(exc))
 
-    def write(self, frame: bytes) -> bool:
-        """Send or buffer; False if the connection is over."""
+    def accept(self, body: bytes, nonce: bytes) -> None:
+        """The last frame without a seal."""
+        self.write(body)
+        self._wire.seal(self._server.secret, mine=self._nonce, theirs=nonce, caller=False)
+
+    def write(self, body: bytes) -> bool:
+        """Send a message, which is encoded, or buffer it; False if the connection is over."""
         if self._over or self._transport.is_closing():
             return False
-        self._transport.write(frame)
+        self._transport.write(self._wire.frame_of(body))
         if self._transport.get_write_buffer_size() > BACKLOG_LIMIT:
             self._end(f"it has not read for {BACKLOG_LIMIT >> 20} MiB")
             return False
         return True
 
     def drain(self) -> None:
-        """Read what is there without waiting, up to the end of the stream."""
+        """Read what is there without waiting, up to the end of the stream. Through TLS the loop has to do it."""
+        if self._transport.get_extra_info("sslcontext") is not None:
+            return
         read = 0
         while not self._over and read < DRAIN_LIMIT:
             try:
@@ -290,6 +347,12 @@ class _Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._end("")
+
+    def abandon(self) -> None:
+        """Another has taken its place, and nobody is told of its end."""
+        self._over = True
+        with contextlib.suppress(OSError):
+            self._transport.abort()
 
     def _too_late(self) -> None:
         self._end(f"no proof within {HANDSHAKE_S:.0f} s")
@@ -315,7 +378,7 @@ class _Connection(asyncio.Protocol):
             self._deadline.cancel()
         with contextlib.suppress(OSError):
             self._transport.abort()
-        self._server.lost(self, self._worker, trouble, silent)
+        self._server.lost(self, self._who, trouble, silent)
 
 
 def _is_silence(error: Exception | None) -> bool:

@@ -15,7 +15,7 @@ from elastic.driver.journal import Journal
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.membership import Membership
 from elastic.driver.output import Output
-from elastic.driver.server import Server
+from elastic.driver.server import WORKERS, Server
 from elastic.driver.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ async def start(job: Job) -> Outcome:
             ),
             membership=membership,
             server=Server(
-                secret=secrets.token_bytes(32), log=console, lease_s=job.settings.lease_s
+                secret=secrets.token_bytes(32),
+                log=console,
+                callers=WORKERS,
+                lease_s=job.settings.lease_s,
             ),
             launcher=LocalLauncher(sink=output, log=console, lease_s=job.settings.lease_s),
             discovery=discovery,

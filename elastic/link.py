@@ -12,12 +12,14 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from typing import cast
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from elastic import protocol
 from elastic.errors import DriverLost
 from elastic.protocol import Address, Message, ProtocolError, Worker
+from elastic.wire import Wire, proof
 
 CONNECT_S = 20.0  # to reach the driver and prove who we are
 TICK_S = 1.0  # ``poked`` is called as often without a poke
@@ -47,8 +49,7 @@ class Link:
                 " is elasticrun still running?"
             ) from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._inbox = protocol.Inbox(side="driver")
-        self._early: list[Message] = []
+        self._wire = Wire(protocol.from_driver)
         self._authenticate(secret)
         # The thread sleeps in poll() on the connection and on this pipe, which `poke` writes to.
         self._poke_read, self._poke_write = os.pipe()
@@ -68,25 +69,27 @@ class Link:
                     f" {protocol.VERSION}: install the same hvd-elastic on every host"
                 )
             nonce = secrets.token_bytes(32)
-            mine = protocol.proof(secret, "worker", challenge.nonce, nonce, self._worker)
+            name = str(self._worker)
+            mine = proof(secret, "worker", challenge.nonce, nonce, name)
             self.send(protocol.Answer(self._worker, nonce, mine))
             accepted = self._next()
-            theirs = protocol.proof(secret, "driver", nonce, challenge.nonce, self._worker)
+            theirs = proof(secret, "driver", nonce, challenge.nonce, name)
             if not isinstance(accepted, protocol.Accepted) or not hmac.compare_digest(
                 accepted.proof, theirs
             ):
                 raise ProtocolError("the driver does not know this job's secret")
+            self._wire.seal(secret, mine=nonce, theirs=challenge.nonce, caller=True)
         except (OSError, ProtocolError) as error:
             self._socket.close()
             raise DriverLost(f"the driver refused this worker: {error}") from error
 
     def _next(self) -> Message:
-        while not self._early:
+        while (message := self._wire.next()) is None:
             data = self._socket.recv(65536)
             if not data:
                 raise ProtocolError("it closed the connection")
-            self._early += self._inbox.receive(data)
-        return self._early.pop(0)
+            self._wire.feed(data)
+        return cast(Message, message)
 
     def start(
         self,
@@ -109,9 +112,9 @@ class Link:
         poked: Callable[[], None],
         lost: Callable[[str], None],
     ) -> None:
-        for message in self._early:
-            receive(message)
-        self._early.clear()
+        with contextlib.suppress(ProtocolError):  # and if it is none, the next read says so
+            for message in self._wire.receive(b""):
+                receive(message)
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.register(self._poke_read, select.POLLIN)
@@ -127,12 +130,11 @@ class Link:
                     data = self._socket.recv(65536)
                     if not data:
                         break
-                    messages = self._inbox.receive(data)
+                    for message in self._wire.receive(data):
+                        receive(message)
                 except (OSError, ProtocolError) as error:
                     reason = f"the connection to the driver broke: {error}"
                     break
-                for message in messages:
-                    receive(message)
         if not self._closed:
             lost(reason)
 
@@ -140,10 +142,10 @@ class Link:
         """From any thread but a signal handler. Raises DriverLost if the driver takes nothing for
         SEND_S seconds.
         """
-        frame = protocol.encode(message)
+        body = protocol.encoded(message)
         with self._sending:
             try:
-                self._socket.sendall(frame)
+                self._socket.sendall(self._wire.frame_of(body))
             except OSError as error:
                 raise DriverLost(f"the connection to the driver broke: {error}") from error
 

@@ -1,23 +1,20 @@
 """Every message between driver and worker, and the words both sides share. Pure: bytes in, values
 out.
 
-A connection opens with a mutual challenge (see `Challenge`), then carries frames: a 4-byte
-big-endian length, then one message as MessagePack. Messages are tagged by their class name,
-schema-checked by msgspec when decoded, never pickled. Every message that concerns a world carries
-its generation.
+A connection opens with a mutual challenge (see `Challenge`), then carries sealed frames (see `wire`). Messages are
+tagged by their class name, schema-checked by msgspec when decoded, never pickled. Every message that concerns a world
+carries its generation.
 
 Nothing that a worker is sent when the world changes grows with the size of the world.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from typing import Any
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
 COPY = "copy of the state"  # by this name a worker waits in one
@@ -110,14 +107,6 @@ class Accepted(Message):
     """Driver's proof that it knows the secret too."""
 
     proof: bytes
-
-
-def proof(secret: bytes, role: str, challenge: bytes, own: bytes, worker: Worker) -> bytes:
-    """HMAC-SHA256 over both nonces, the role and the worker, so that no proof can be reflected or
-    moved (32 bytes).
-    """
-    text = b"|".join((b"hvd-elastic", role.encode(), challenge, own, str(worker).encode()))
-    return hmac.new(secret, text, hashlib.sha256).digest()
 
 
 # ---- worker -> driver ----------------------------------------------------------------------------
@@ -450,44 +439,15 @@ FromDriver = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_from_worker: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
-_from_driver: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromDriver)
+from_worker: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
+from_driver: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromDriver)
 
 
-def encode(message: Message) -> bytes:
-    """One frame: length and message. Raises ProtocolError when it would exceed FRAME_LIMIT."""
+def encoded(message: Message) -> bytes:
+    """The body of a frame. Raises ProtocolError when it would exceed FRAME_LIMIT."""
     body = _encoder.encode(message)
     if len(body) > FRAME_LIMIT:
         raise ProtocolError(
             f"{type(message).__name__} has {len(body)} bytes; the limit is {FRAME_LIMIT}"
         )
-    return len(body).to_bytes(4, "big") + body
-
-
-class Inbox:
-    """Cuts a byte stream into messages of one side. Feed it bytes; it holds at most one incomplete
-    frame.
-    """
-
-    def __init__(self, *, side: str, limit: int = FRAME_LIMIT) -> None:
-        self._decoder = {"driver": _from_driver, "worker": _from_worker}[side]
-        self._buffer = bytearray()
-        self.limit = limit
-
-    def receive(self, data: bytes) -> list[Any]:
-        """The messages that are complete now. Raises ProtocolError on anything that is none."""
-        self._buffer += data
-        messages: list[Any] = []
-        while len(self._buffer) >= 4:
-            length = int.from_bytes(self._buffer[:4], "big")
-            if length > self.limit:
-                raise ProtocolError(f"a frame of {length} bytes; the limit is {self.limit}")
-            if len(self._buffer) < 4 + length:
-                break
-            body = bytes(self._buffer[4 : 4 + length])
-            del self._buffer[: 4 + length]
-            try:
-                messages.append(self._decoder.decode(body))
-            except msgspec.MsgspecError as error:
-                raise ProtocolError(f"no message of this protocol: {error}") from error
-        return messages
+    return body

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PURE = [
     "elastic/protocol.py",
+    "elastic/wire.py",
     "elastic/errors.py",
     "elastic/horovod_errors.py",
     "elastic/recovery.py",
@@ -137,7 +138,7 @@ def test_the_worker_side_never_imports_the_driver():
 
 def test_the_driver_imports_only_what_both_sides_share():
     shared = {"elastic.protocol", "elastic.errors", "elastic.recovery", "elastic.driver"}
-    shared |= {"elastic.trace_format", "elastic.trace_file"}
+    shared |= {"elastic.wire", "elastic.trace_format", "elastic.trace_file"}
     for file in sources("driver"):
         for name, line in imported(ast.parse(file.read_text())):
             if within(name, "elastic") and name != "elastic":

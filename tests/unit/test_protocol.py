@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic import protocol
-from elastic.protocol import Address, Commit, Inbox, Place, ProtocolError, Worker
+from elastic.protocol import Address, Commit, Place, ProtocolError, Worker, encoded
+from elastic.wire import TAG_BYTES, Wire, proof
 
 PLACE = Place(1, 4, 1, 2, 0, 2)
 STORE = Address("10.0.0.7", 7000)
@@ -57,13 +58,17 @@ FROM_DRIVER = [
 ]
 
 
+SAYS = {"driver": protocol.from_driver, "worker": protocol.from_worker}
+
+
 @pytest.mark.parametrize(
     ("side", "message"),
     [("driver", m) for m in FROM_DRIVER] + [("worker", m) for m in FROM_WORKER],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_every_message_survives_the_wire(side, message):
-    assert Inbox(side=side).receive(protocol.encode(message)) == [message]
+    there, here = Wire(SAYS[side]), Wire(SAYS[side])
+    assert list(here.receive(there.frame(message))) == [message]
 
 
 def test_every_message_has_a_side_and_is_in_this_test():
@@ -71,22 +76,31 @@ def test_every_message_has_a_side_and_is_in_this_test():
     assert tested == set(protocol.Message.__subclasses__())
 
 
-@given(st.lists(st.sampled_from(FROM_DRIVER), max_size=8), st.data())
-def test_a_stream_may_be_cut_anywhere(messages, data):
-    stream = b"".join(map(protocol.encode, messages))
-    inbox, received = Inbox(side="driver"), []
+def sealed(*, secret=b"s", nonces=(b"d" * 32, b"w" * 32)):
+    """A driver's and a worker's end of one connection, after the handshake."""
+    driver, worker = Wire(protocol.from_worker), Wire(protocol.from_driver)
+    driver.seal(b"s", mine=nonces[0], theirs=b"w" * 32, caller=False)
+    worker.seal(secret, mine=nonces[1], theirs=b"d" * 32, caller=True)
+    return driver, worker
+
+
+@given(st.booleans(), st.lists(st.sampled_from(FROM_DRIVER), max_size=8), st.data())
+def test_a_stream_may_be_cut_anywhere(seal, messages, data):
+    driver, worker = sealed() if seal else (Wire(protocol.from_worker), Wire(protocol.from_driver))
+    stream = b"".join(map(driver.frame, messages))
+    received: list = []
     while stream:
         cut = data.draw(st.integers(1, len(stream)))
-        received += inbox.receive(stream[:cut])
+        received += worker.receive(stream[:cut])
         stream = stream[cut:]
     assert received == messages
 
 
 @given(st.binary(max_size=64))
 def test_any_other_bytes_are_refused_or_incomplete(data):
-    inbox = Inbox(side="worker", limit=1024)
+    wire = Wire(protocol.from_worker)
     try:
-        received = inbox.receive(len(data).to_bytes(4, "big") + data)
+        received = list(wire.receive(len(data).to_bytes(4, "big") + data))
     except ProtocolError:
         return
     assert all(isinstance(message, protocol.Message) for message in received)
@@ -94,32 +108,79 @@ def test_any_other_bytes_are_refused_or_incomplete(data):
 
 def test_what_belongs_to_the_other_side_is_refused():
     with pytest.raises(ProtocolError, match="no message of this protocol"):
-        Inbox(side="worker").receive(protocol.encode(protocol.End("x")))
+        list(
+            Wire(protocol.from_worker).receive(Wire(protocol.from_driver).frame(protocol.End("x")))
+        )
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_read():
-    inbox = Inbox(side="worker", limit=protocol.HANDSHAKE_LIMIT)
     with pytest.raises(ProtocolError, match="a frame of 4294967295 bytes; the limit is 1024"):
-        inbox.receive(b"\xff\xff\xff\xff")
+        list(Wire(protocol.from_worker).receive(b"\xff\xff\xff\xff"))
 
 
 def test_what_is_too_long_is_not_sent():
     with pytest.raises(ProtocolError, match="Result has"):
-        protocol.encode(protocol.Result(bytes(protocol.FRAME_LIMIT)))
+        encoded(protocol.Result(bytes(protocol.FRAME_LIMIT)))
 
 
 def test_fields_of_a_later_version_are_skipped():
     import msgspec
 
     body = msgspec.msgpack.encode({"type": "Broken", "generation": 3, "reason": "x", "new": 1})
-    frame = len(body).to_bytes(4, "big") + body
-    assert Inbox(side="driver").receive(frame) == [protocol.Broken(3, "x")]
+    there = Wire(protocol.from_driver)
+    assert list(Wire(protocol.from_driver).receive(there.frame_of(body))) == [
+        protocol.Broken(3, "x")
+    ]
+
+
+# ---- the seal ----------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(FROM_DRIVER), st.data())
+def test_a_sealed_frame_cannot_be_changed_by_one_bit(message, data):
+    driver, worker = sealed()
+    frame = bytearray(driver.frame(message))
+    at = data.draw(st.integers(0, len(frame) * 8 - 1))
+    frame[at // 8] ^= 1 << at % 8
+    try:
+        received = list(worker.receive(bytes(frame)))
+    except ProtocolError:
+        return
+    assert not received  # its length was made greater: nothing is read before all of that has come
+
+
+def refused(wire, data):
+    with pytest.raises(ProtocolError, match="this connection's seal"):
+        list(wire.receive(data))
+
+
+def test_a_sealed_frame_is_taken_once_in_its_order_and_by_the_other_end_only():
+    driver, worker = sealed()
+    first, second = driver.frame(protocol.Finish(1)), driver.frame(protocol.Finish(2))
+    refused(sealed()[1], second)  # the first was held back
+    assert list(worker.receive(first)) == [protocol.Finish(1)]
+    refused(worker, first)  # it was said again
+    echoing, _ = sealed()
+    refused(echoing, first)  # it was sent back
+
+
+def test_a_seal_belongs_to_one_connection_and_one_secret():
+    frame = sealed()[0].frame(protocol.Finish(1))
+    refused(sealed(secret=b"other")[1], frame)
+    refused(sealed(nonces=(b"d" * 32, b"x" * 32))[1], frame)
+    other = sealed(nonces=(b"e" * 32, b"w" * 32))[0]
+    refused(sealed()[1], other.frame(protocol.Finish(1)))
+
+
+def test_what_has_no_seal_is_refused_once_there_is_one():
+    _, worker = sealed()
+    refused(worker, Wire(protocol.from_worker).frame(protocol.Finish(1)) + bytes(TAG_BYTES))
 
 
 def test_what_a_worker_is_sent_does_not_grow_with_the_world():
     small = protocol.World(3, Place(1, 2, 1, 2, 0, 1), STORE, 1, Commit(2, 5), "lost h:1")
     large = protocol.World(3, Place(9999, 10_000, 7, 8, 1249, 1250), STORE, 1, Commit(2, 5), "x")
-    assert len(protocol.encode(large)) < len(protocol.encode(small)) + 16
+    assert len(encoded(large)) < len(encoded(small)) + 16
 
 
 @given(st.from_regex(r"[a-z0-9.:-]+", fullmatch=True), st.integers(0, 999), st.integers(1, 999))
@@ -140,11 +201,11 @@ def test_later_commits_compare_greater():
 
 def test_a_proof_belongs_to_one_role_one_worker_and_two_nonces():
     worker = Worker("h", 0)
-    true = protocol.proof(b"secret", "worker", b"a" * 32, b"b" * 32, worker)
+    true = proof(b"secret", "worker", b"a" * 32, b"b" * 32, str(worker))
     others = [
-        protocol.proof(b"other", "worker", b"a" * 32, b"b" * 32, worker),
-        protocol.proof(b"secret", "driver", b"a" * 32, b"b" * 32, worker),
-        protocol.proof(b"secret", "worker", b"b" * 32, b"a" * 32, worker),
-        protocol.proof(b"secret", "worker", b"a" * 32, b"b" * 32, worker.next()),
+        proof(b"other", "worker", b"a" * 32, b"b" * 32, str(worker)),
+        proof(b"secret", "driver", b"a" * 32, b"b" * 32, str(worker)),
+        proof(b"secret", "worker", b"b" * 32, b"a" * 32, str(worker)),
+        proof(b"secret", "worker", b"a" * 32, b"b" * 32, str(worker.next())),
     ]
     assert len({true, *others}) == 5 and len(true) == 32

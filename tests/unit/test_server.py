@@ -14,8 +14,9 @@ import pytest
 
 from elastic import protocol
 from elastic.driver import server as server_module
-from elastic.driver.server import Server
-from elastic.protocol import Address, Commit, Inbox, Worker, encode
+from elastic.driver.server import WORKERS, Server
+from elastic.protocol import Address, Commit, Worker
+from elastic.wire import Wire, proof
 
 SECRET = b"s" * 32
 A, B = Worker("localhost", 0), Worker("localhost", 1)
@@ -30,8 +31,7 @@ class Peer:
     def __init__(self, reader, writer) -> None:
         self.opened.append(self)
         self.reader, self.writer = reader, writer
-        self.inbox = Inbox(side="driver")
-        self.messages: list = []
+        self.wire = Wire(protocol.from_driver)
 
     @classmethod
     async def reach(cls, address: Address) -> Peer:
@@ -39,30 +39,31 @@ class Peer:
 
     async def hear(self):
         """The next message, or None at the end of the connection."""
-        while not self.messages:
+        while (message := self.wire.next()) is None:
             try:
                 data = await asyncio.wait_for(self.reader.read(65536), DEADLINE_S)
             except ConnectionError:
                 return None
             if not data:
                 return None
-            self.messages += self.inbox.receive(data)
-        return self.messages.pop(0)
+            self.wire.feed(data)
+        return message
 
     def say(self, *messages) -> None:
-        self.writer.write(b"".join(encode(m) for m in messages))
+        self.writer.write(b"".join(self.wire.frame(m) for m in messages))
 
     async def answer(self, worker=A, *, secret=SECRET, role="worker", nonce=b"n" * 32, **changes):
         challenge = await self.hear()
         assert isinstance(challenge, protocol.Challenge) and len(challenge.nonce) == 32
-        proof = protocol.proof(secret, role, challenge.nonce, nonce, worker)
-        self.say(protocol.Answer(worker, nonce, proof, **changes))
+        mine = proof(secret, role, challenge.nonce, nonce, str(worker))
+        self.say(protocol.Answer(worker, nonce, mine, **changes))
         return challenge, nonce
 
     async def enter(self, worker=A) -> Peer:
         challenge, nonce = await self.answer(worker)
-        expected = protocol.proof(SECRET, "driver", nonce, challenge.nonce, worker)
+        expected = proof(SECRET, "driver", nonce, challenge.nonce, str(worker))
         assert await self.hear() == protocol.Accepted(expected)
+        self.wire.seal(SECRET, mine=nonce, theirs=challenge.nonce, caller=True)
         return self
 
 
@@ -73,7 +74,9 @@ class Driver:
         self.events: asyncio.Queue = asyncio.Queue()
         self.log: list[str] = []
         self.expected = {A, B}
-        self.server = Server(secret=SECRET, log=lambda level, text: self.log.append(text))
+        self.server = Server(
+            secret=SECRET, log=lambda level, text: self.log.append(text), callers=WORKERS
+        )
         self.address = Address("", 0)
 
     async def next(self):
@@ -146,7 +149,7 @@ async def test_a_broadcast_reaches_those_who_are_there(driver):
         ({"role": "driver"}, "does not know the job's secret"),
         ({"nonce": b"short"}, "does not know the job's secret"),
         ({"version": 99}, "version 99 of the protocol"),
-        ({"worker": Worker("localhost", 0, 2)}, "localhost:0#2 is no worker that runs"),
+        ({"worker": Worker("localhost", 0, 2)}, "localhost:0#2 is no worker of this job"),
     ],
 )
 def test_strangers_are_refused(changes, reason):
@@ -166,10 +169,10 @@ def test_a_proof_cannot_be_replayed():
     async def talk(driver):
         peer = await Peer.reach(driver.address)
         first = await peer.hear()
-        proof = protocol.proof(SECRET, "worker", first.nonce, b"n" * 32, A)
+        mine = proof(SECRET, "worker", first.nonce, b"n" * 32, str(A))
         thief = await Peer.reach(driver.address)
         await thief.hear()
-        thief.say(protocol.Answer(A, b"n" * 32, proof))
+        thief.say(protocol.Answer(A, b"n" * 32, mine))
         assert await thief.hear() is None
 
     talk()
@@ -200,8 +203,8 @@ async def test_little_is_read_before_a_proof(driver):
 async def test_nothing_may_follow_the_answer_before_it_is_accepted(driver):
     peer = await Peer.reach(driver.address)
     challenge = await peer.hear()
-    proof = protocol.proof(SECRET, "worker", challenge.nonce, b"n" * 32, A)
-    peer.say(protocol.Answer(A, b"n" * 32, proof), protocol.Hello(A, 1))
+    mine = proof(SECRET, "worker", challenge.nonce, b"n" * 32, str(A))
+    peer.say(protocol.Answer(A, b"n" * 32, mine), protocol.Hello(A, 1))
     assert await peer.hear() is None
     assert driver.events.empty()
 
@@ -242,17 +245,18 @@ async def test_a_new_connection_may_follow_the_old_one_at_once(driver):
 @pytest.mark.parametrize(
     ("data", "trouble"),
     [
-        (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
-        (b"\0\0\0\1\xc1", "no message of this protocol"),
-        (encode(protocol.Finish(1)), "no message of this protocol"),
-        (encode(protocol.Hello(B, 1)), "it says hello as localhost:1#1"),
+        (lambda wire: b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
+        (lambda wire: wire.frame_of(b"\xc1"), "no message of this protocol"),
+        (lambda wire: wire.frame(protocol.Finish(1)), "no message of this protocol"),
+        (lambda wire: wire.frame(protocol.Hello(B, 1)), "it says hello as localhost:1#1"),
+        (lambda wire: wire.frame(protocol.Hello(A, 1))[:-1] + b"?", "this connection's seal"),
     ],
 )
 def test_nonsense_after_the_proof_ends_the_connection(data, trouble):
     @conversation
     async def talk(driver):
         peer = await driver.worker()
-        peer.writer.write(data)
+        peer.writer.write(data(peer.wire))
         assert await driver.next() == (A, "gone")
         assert await peer.hear() is None
         assert trouble in driver.log[0] and str(A) in driver.log[0]
@@ -273,7 +277,7 @@ async def test_last_words_are_heard_before_the_loop_comes_to_them(driver):
     peer = await driver.worker()
     digested = protocol.Digested(1, Commit(1, 2), digest=3)
     # From here on the loop is not given a turn: the bytes wait in the socket, as when an exit is seen first.
-    peer.writer.get_extra_info("socket")._sock.send(encode(digested))
+    peer.writer.get_extra_info("socket")._sock.send(peer.wire.frame(digested))
     peer.writer.transport.abort()
     driver.server.drain(A)
     assert driver.events.get_nowait() == (A, digested)

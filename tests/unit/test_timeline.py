@@ -305,7 +305,7 @@ def test_names_that_cannot_be_sent_are_dropped_and_counted(name):
     talk.due()
     [traced] = talk.of(protocol.Traced)
     assert (traced.records, traced.dropped) == ([], 1)
-    protocol.encode(traced)
+    protocol.encoded(traced)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

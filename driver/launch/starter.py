@@ -1,0 +1,51 @@
+"""The seam under every way to start an agent process on a host. Adapters of this interface have no policy.
+
+What the process has to know arrives on its standard input, one line of JSON: neither its arguments nor its environment
+hold a secret, and whoever starts it needs no file on the other machine.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from elastic.driver.access import EtcdAccess, TlsFiles
+from elastic.errors import ElasticError
+
+
+class Bootstrap(msgspec.Struct, frozen=True):
+    """What an agent process is told at its start. Exactly one of ``drivers`` and ``etcd`` says where the driver is."""
+
+    job: str
+    host: str  # by this name it is listed
+    secret: str  # of the job, hexadecimal
+    drivers: list[str] = []  # host:port, names are looked up anew at each try
+    etcd: EtcdAccess | None = None
+    tls: TlsFiles | None = None
+    slots: int = 0  # 0: as many as there are GPUs, else cores
+    interfaces: list[
+        str
+    ] = []  # names or networks, the first that this host has is for the workers' data; empty: any
+    outlives: bool = False  # it goes on without the process that started it
+    log_level: str = "info"
+
+    def __repr__(self) -> str:
+        return f"Bootstrap({self.job!r}, {self.host!r})"
+
+
+class StartFailed(ElasticError):
+    """No agent could be started; the text says why, and what to do."""
+
+
+class Starter(Protocol):
+    """Starts agent processes. All calls come from the thread of the driver's event loop."""
+
+    async def start(self, bootstrap: Bootstrap) -> None:
+        """Start the agent of ``bootstrap.host``; return once it runs and has read its bootstrap.
+
+        Whether it finds the driver is seen when it does. Raises StartFailed, within a bound.
+        """
+
+    async def close(self) -> None:
+        """End those that do not outlive us, and release everything, within a bound."""
