@@ -70,13 +70,20 @@ class Agent:
         self._born = mmap.mmap(-1, 8)  # shared with children
         self._warden = WardenProcess(self._loop, self._groups, log)
 
-    def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """See `Launcher.start`."""
+    def start(
+        self,
+        worker: Worker,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        folder: str | None = None,
+    ) -> None:
+        """See `Launcher.start`. It starts in ``folder``, by default in ours."""
         assert worker not in self._processes, f"{worker} runs already"
         self._warden.ensure()
         self._born[:] = bytes(len(self._born))
         try:
-            process = _Process(worker, spawn(command, env, self._announce))
+            process = _Process(worker, spawn(command, env, self._announce, folder=folder))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             if pid := int.from_bytes(self._born[:], "little"):
                 self._warden.tell(f"-{pid}\n")

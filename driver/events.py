@@ -321,10 +321,11 @@ class CallOffChange(Action):
 
 
 class LetGo(Action):
-    """Tell the worker to leave: it ends with exit code 0."""
+    """Tell the worker to leave: it ends with exit code 0, or, if it was ``fenced``, with 1."""
 
     worker: Worker
     reason: str
+    fenced: bool = False
 
 
 class RejectWorker(Action):

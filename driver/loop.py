@@ -52,15 +52,13 @@ from elastic.driver.events import (
 from elastic.driver.journal import Journal
 from elastic.driver.launch.environment import threads_per_worker, worker_environment
 from elastic.driver.launch.interface import Launcher, Log
+from elastic.driver.parting import Partings
 from elastic.driver.server import Server
 from elastic.driver.settings import Settings
 from elastic.driver.tracing import Tracing
 from elastic.driver.wording import event_of, recovery_line
 from elastic.protocol import Address, Place, Worker
 
-PARTING_S = (
-    2.0  # for what a worker sent before it exited with code 0 to arrive, a large result perhaps
-)
 WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
 Line = tuple[str, str]  # level and text for the log
 STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -131,7 +129,7 @@ class Driver:
         self._address = Address("", 0)
         self._layouts: dict[str, str] = {}  # text by digest
         self._running: set[Worker] = set()  # started, and their exit is not posted yet
-        self._parting: dict[Worker, WorkerExited] = {}
+        self._partings = Partings(server, self._post)
         self._ending: Ending | None = None
         self._buggy = False  # membership has raised
         self._let_go: set[Worker] = set()  # and their exit was not handled yet
@@ -221,25 +219,12 @@ class Driver:
     def _connection_gone(self, worker: Worker, silent: bool) -> None:
         self._tracing.gone(worker)
         self._post(WorkerDisconnected(worker, silent))
-        if worker in self._parting:
-            self._part(worker)
+        self._partings.disconnected(worker)
 
     def _worker_gone(self, event: WorkerExited) -> None:
         """An exit comes after everything that the worker has said."""
         self._running.discard(event.worker)
-        self._server.drain(event.worker)
-        self._parting[event.worker] = event
-        if event.code == 0 and self._server.connected(event.worker):
-            assert self._loop is not None
-            self._loop.call_later(PARTING_S, self._part, event.worker)
-        else:
-            self._part(event.worker)
-
-    def _part(self, worker: Worker) -> None:
-        event = self._parting.pop(worker, None)
-        if event is not None:
-            self._server.disconnect(worker)
-            self._post(event)
+        self._partings.gone(event)
 
     def _stop(self, reason: str, code: int) -> None:
         first = self._stop_code is None
@@ -384,9 +369,9 @@ class Driver:
             case CallOffChange(generation, change, members, reason):
                 broadcast(members, protocol.Proceed(generation, change))
                 return ("info", f"generation {generation} goes on unchanged: {reason}")
-            case LetGo(worker, reason):
+            case LetGo(worker, reason, fenced):
                 self._let_go.add(worker)
-                send(worker, protocol.Leave(reason))
+                send(worker, protocol.Leave(reason, fenced))
             case RejectWorker(worker, layout, expected):
                 texts = (self._layouts.get(layout, ""), self._layouts.get(expected, ""))
                 words = layouts.difference(*texts)
@@ -472,7 +457,7 @@ class Driver:
         self._ending = Ending(
             outcome,
             members={w: place for w, place in self.places.items() if w not in self._let_go},
-            alive=self._running | self._parting.keys(),
+            alive=self._running | self._partings.workers,
             leave_s=self.job.settings.leave_s,
             now=self._now(),
         )

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from elastic.driver.console import Write, Writer
 from elastic.driver.launch.interface import Stream
+from elastic.driver.tails import Tails
 from elastic.protocol import Place, Worker
 
 LINE_LIMIT = 64 * 1024  # bytes; a longer line is passed on in pieces
-TAIL_LIMIT = 20 * 1024  # bytes
 
 # A return at the very end may be the first half of "\r\n": it waits for the next byte.
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
@@ -53,7 +53,7 @@ class Output:
         self._timestamps = timestamps
         self._clock = clock
         self._partial: dict[tuple[Worker, Stream], bytearray] = {}
-        self._tails: dict[Worker, bytearray] = {}
+        self._tails = Tails()
         self._appends: dict[Path, Write] = {}
 
     def say(self, data: bytes) -> None:
@@ -63,9 +63,7 @@ class Output:
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
         """See `Sink.feed`."""
         if stream == "stderr":
-            tail = self._tails.setdefault(worker, bytearray())
-            tail += data
-            del tail[:-TAIL_LIMIT]
+            self._tails.add(worker, data)
         rest = self._partial.setdefault((worker, stream), bytearray())
         searched = max(0, len(rest) - 1)
         rest += data
@@ -88,11 +86,11 @@ class Output:
 
     def tail(self, worker: Worker) -> str:
         """See `Sink.tail`."""
-        return bytes(self._tails.get(worker, b"")).decode(errors="replace")
+        return self._tails.of(worker)
 
     def forget(self, worker: Worker) -> None:
         """See `Sink.forget`."""
-        self._tails.pop(worker, None)
+        self._tails.forget(worker)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what is waiting, within a bound for each stream."""

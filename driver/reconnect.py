@@ -43,7 +43,7 @@ class Reconnections(Worlds):
         standing = self.roster.get(event.worker)
         if standing is None:
             # Given up and reported dead, and yet it lives: nobody trains with it.
-            self._orders.do(LetGo(event.worker, "fenced: the job has gone on without it"))
+            self._orders.do(LetGo(event.worker, "the job has gone on without it", True))
             return
         if standing.exit_why in (LOST, AWAY) and not standing.killed_for:
             standing.exit_by, standing.exit_why = None, ""
@@ -62,7 +62,7 @@ class Reconnections(Worlds):
         worker = standing.worker
         if standing.killed_for:
             self._orders.do(KillWorker(worker, standing.killed_for))
-            self._orders.do(LetGo(worker, f"fenced: {standing.killed_for}"))
+            self._orders.do(LetGo(worker, standing.killed_for, True))
         elif standing.rejected:
             self._orders.do(RejectWorker(worker, standing.layout, standing.rejected))
         else:

@@ -19,9 +19,16 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def spawn(
-    command: Sequence[str], env: Mapping[str, str], announce: Callable[[int], None]
+    command: Sequence[str],
+    env: Mapping[str, str],
+    announce: Callable[[int], None],
+    *,
+    folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Raises OSError, SubprocessError or ValueError. ``announce`` is told its process number, in the child."""
+    """Raises OSError, SubprocessError or ValueError. ``announce`` is told its process number, in the child.
+
+    It starts in ``folder``, by default in ours.
+    """
     driver = os.getpid()
 
     def before_exec() -> None:  # in the child
@@ -36,6 +43,7 @@ def spawn(
         return subprocess.Popen(
             list(command),
             env=dict(env),
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -341,9 +341,18 @@ class Proceed(Message):
 
 
 class Leave(Message):
-    """You are no longer part of the job: end the process with exit code 0."""
+    """You are no longer part of the job: end the process with exit code 0. ``fenced``: you have been given up, so that
+    what you did since counts for nothing, and the exit code says so.
+    """
 
     reason: str
+    fenced: bool = False
+
+
+class Restate(Message):
+    """The driver may not have heard what you said, nor you what it said: say again where you stand (see
+    `Reconnected`). Of your agent, when it has a new connection.
+    """
 
 
 class Rejected(Message):
@@ -429,6 +438,7 @@ FromDriver = (
     | StopAt
     | Proceed
     | Leave
+    | Restate
     | Rejected
     | Finish
     | End

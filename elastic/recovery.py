@@ -103,6 +103,8 @@ class Recovery:
 
     def receive(self, message: Message) -> list[Action]:
         """What the link thread does about a message."""
+        if isinstance(message, protocol.Restate):
+            return self.reconnected()
         if self.phase is Phase.OVER:
             return []
         match message:
@@ -136,6 +138,8 @@ class Recovery:
                 if generation == self.generation and self.phase is Phase.RETURNED:
                     self.phase = Phase.FINISHED
                     self.forget_commit()  # what is trained after this begins anew
+            case protocol.Leave(reason, fenced=True):
+                return self._end(message, f"this worker was fenced: {reason}")
             case protocol.Leave() | protocol.Rejected() | protocol.End():
                 return self._end(message, message.reason)
             case _:

@@ -65,7 +65,7 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
             with host_news.told(state):
                 return _train(rt, func, state, args, kwargs)
         except LeaveRequested as end:
-            if rt.lost_driver:
+            if rt.unheard:
                 print(f"elastic: {end}", file=sys.stderr)
             sys.exit(0 if rt.asked_to_leave else 1)
         except SystemExit as end:

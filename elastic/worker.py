@@ -77,7 +77,7 @@ class Runtime:
         )
         self._progress = Progress()
         self._phases = Phases()
-        self._layout_sent = ""
+        self._layout: protocol.Layout | None = None  # the last one sent
         self._trains_in: int | None = None  # the thread that is in elastic.run
         self._leave_asked = False
         self._warned_alone = False
@@ -232,6 +232,8 @@ class Runtime:
             if isinstance(message, protocol.World):
                 self._phases.mark("world", time.monotonic())
             self._changed.notify_all()
+        if isinstance(message, protocol.Restate) and self._layout is not None:
+            self._send(self._layout)
         self._perform(actions)
         if isinstance(message, protocol.Prepare) and message.generation == self.generation:
             self._tell_of_change(message)
@@ -341,9 +343,9 @@ class Runtime:
         """From inside ``elastic.run``: says ready with the state's layout, and waits. Raises
         PeerLost and others.
         """
-        if layout != self._layout_sent:
-            self._send(protocol.Layout(layout, text))
-            self._layout_sent = layout
+        if self._layout is None or layout != self._layout.digest:
+            self._layout = protocol.Layout(layout, text)
+            self._send(self._layout)
         return self._wait_for_world(layout)
 
     def adopt(self, copied_bytes: int) -> None:
@@ -452,7 +454,7 @@ class Runtime:
 
     def _raise_over(self) -> None:
         message, reason = self._recovery.over, self._recovery.reason
-        if isinstance(message, protocol.Leave):
+        if isinstance(message, protocol.Leave) and not message.fenced:
             if not self._recovery.running:
                 raise SystemExit(0)  # outside elastic.run nobody else would catch it
             raise LeaveRequested(reason)
@@ -467,7 +469,14 @@ class Runtime:
         """Whether LeaveRequested means a graceful leave (exit code 0) and not the end of a failed
         job.
         """
-        return isinstance(self._recovery.over, protocol.Leave)
+        over = self._recovery.over
+        return isinstance(over, protocol.Leave) and not over.fenced
+
+    @property
+    def unheard(self) -> bool:
+        """Whether only this worker can say why it ends: the driver is gone, or has long given it up."""
+        over = self._recovery.over
+        return self.lost_driver or (isinstance(over, protocol.Leave) and over.fenced)
 
     # ---- collectives -----------------------------------------------------------------------------
 

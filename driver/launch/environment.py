@@ -25,25 +25,42 @@ def worker_environment(
     """Everything a worker is told before it connects.
 
     ``inherited`` is the driver's own environment, ``extra`` the job's additions; both give way to the worker's
-    identity, and go before the defaults. ``place`` is provisional. ``secret`` is hexadecimal: the environment of a
-    process is readable by its user only, its arguments by everybody. ``bind`` is the address on which the worker may
-    listen. ``threads`` is the default of OMP_NUM_THREADS. A group connects within ``gloo_timeout_s``, a collective ends
-    within ``collective_timeout_s``, and ``wait_timeout_s`` is for how long to wait for a word of the driver.
-
-    Under Horovod's names stands what scripts and other libraries look for, to learn that they were started and how. At
-    the rendezvous address they would find the driver, which speaks no HTTP.
+    identity, and go before the defaults. A group connects within ``gloo_timeout_s``.
     """
-    defaults = {
+    job = job_environment(worker, place, elastic, collective_timeout_s, wait_timeout_s)
+    return {
+        **defaults(threads),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{gloo_timeout_s:g}",
+        **inherited,
+        **(extra or {}),
+        **job,
+        **host_environment(driver, secret, bind),
+    }
+
+
+def defaults(threads: int) -> dict[str, str]:
+    """What holds unless somebody says otherwise. ``threads`` is this worker's share of its host's cores."""
+    return {
         "OMP_NUM_THREADS": str(threads),
         "TORCH_CPP_LOG_LEVEL": "FATAL",  # Gloo's complaints about dead peers: the driver tells of them in a line
         "PYTHONUNBUFFERED": "1",
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{gloo_timeout_s:g}",
     }
-    identity = {
-        "ELASTIC_DRIVER": show_address(driver),
-        "ELASTIC_SECRET": secret,
+
+
+def job_environment(
+    worker: Worker,
+    place: Place,
+    elastic: bool,
+    collective_timeout_s: float,
+    wait_timeout_s: float,
+) -> dict[str, str]:
+    """What the driver knows of a worker, on whatever host. ``place`` is provisional.
+
+    A collective ends within ``collective_timeout_s``, and ``wait_timeout_s`` is for how long to wait for a word of the driver. Under Horovod's names stands what scripts and
+    other libraries look for, to learn that they were started and how.
+    """
+    return {
         "ELASTIC_WORKER": str(worker),
-        "ELASTIC_BIND": bind,
         "ELASTIC_COLLECTIVE_TIMEOUT": f"{collective_timeout_s:g}",
         "ELASTIC_WAIT_TIMEOUT": f"{wait_timeout_s:g}",
         "HOROVOD_ELASTIC": "1" if elastic else "0",
@@ -56,10 +73,23 @@ def worker_environment(
         "HOROVOD_HOSTNAME": worker.host,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
+
+def host_environment(driver: Address, secret: str, bind: str) -> dict[str, str]:
+    """What holds for every worker of one host.
+
+    ``driver`` is whom they call: the driver itself, or the agent of their host. ``secret`` is hexadecimal: the
+    environment of a process is readable by its user only, its arguments by everybody. ``bind`` is the address on which
+    a worker may listen for its peers. At the rendezvous address other libraries would find somebody who speaks no HTTP.
+    """
+    return {
+        "ELASTIC_DRIVER": show_address(driver),
+        "ELASTIC_SECRET": secret,
+        "ELASTIC_BIND": bind,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": driver.host,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(driver.port),
     }
-    return {**defaults, **inherited, **(extra or {}), **identity}
 
 
 def show_address(address: Address) -> str:

@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from elastic.driver.console import Console, Writer, write_to
-from elastic.driver.output import LINE_LIMIT, TAIL_LIMIT, Output
+from elastic.driver.output import LINE_LIMIT, Output
+from elastic.driver.tails import TAIL_LIMIT
 from elastic.protocol import Place, Worker
 
 A, B = Worker("h1", 0), Worker("h2", 3)
@@ -139,34 +140,51 @@ def test_a_closed_pipe_is_told_once_and_the_rest_goes_on():
     assert err == b"[0] kept\n" * 3
 
 
-def test_a_blocked_terminal_blocks_nobody_and_drops_are_told():
-    free = threading.Event()
-    written = bytearray()
+class Terminal:
+    """Takes nothing before it is let go on."""
 
-    def blocked(data: bytes) -> None:
-        assert free.wait(10)
-        written.extend(data)
+    def __init__(self) -> None:
+        self.asked, self.goes_on = threading.Event(), threading.Event()
+        self._written = bytearray()
+        self._more = threading.Condition()
 
+    def write(self, data: bytes) -> None:
+        self.asked.set()
+        assert self.goes_on.wait(10)
+        with self._more:
+            self._written.extend(data)
+            self._more.notify_all()
+
+    def lines(self, count: int) -> list[bytes]:
+        """All of them, once there are as many."""
+        with self._more:
+            assert self._more.wait_for(lambda: self._written.count(b"\n") >= count, 10)
+            return bytes(self._written).splitlines()
+
+
+def test_a_blocked_terminal_blocks_nobody():
+    terminal = Terminal()
     writer = Writer("stdout", failed=lambda text: None, limit=1000)
     for n in range(100):
-        writer.put(blocked, b"%099d\n" % n)
+        writer.put(terminal.write, b"%099d\n" % n)
     assert not writer.close(timeout_s=0.01)
-    free.set()
+    terminal.goes_on.set()
 
-    written.clear()
-    slow = Writer("stdout", failed=lambda text: None, limit=1000)
-    free.clear()
-    for n in range(20):
-        slow.put(blocked, b"%099d\n" % n)
-    free.set()
-    with slow._changed:
-        assert slow._changed.wait_for(lambda: not slow._queue and not slow._writing, 10)
-    slow.put(blocked, b"later\n")
-    assert slow.close(timeout_s=10)
-    lines = bytes(written).splitlines()
-    assert lines[0] == b"%099d" % 0
-    assert lines[-2].endswith(b"bytes of output were dropped: stdout is slow")
-    assert lines[-1] == b"later"
+
+def test_what_a_slow_terminal_does_not_take_is_dropped_and_told():
+    terminal = Terminal()
+    writer = Writer("stdout", failed=lambda text: None, limit=1000)
+    writer.put(terminal.write, b"first\n")
+    assert terminal.asked.wait(10)  # what it has taken fills no queue any more
+    for n in range(25):
+        writer.put(terminal.write, b"%099d\n" % n)
+    terminal.goes_on.set()
+    kept = [b"first", *(b"%099d" % n for n in range(10))]
+    assert terminal.lines(11) == kept
+    writer.put(terminal.write, b"later\n")
+    assert writer.close(timeout_s=10)
+    notice = b"elastic | 1500 bytes of output were dropped: stdout is slow"
+    assert terminal.lines(13) == [*kept, notice, b"later"]
 
 
 def test_a_nonblocking_pipe_is_waited_for():

@@ -47,6 +47,7 @@ FROM_DRIVER = [
     protocol.Prepare(3, 1),
     protocol.StopAt(3, 1, 10),
     protocol.Proceed(3, 1),
+    protocol.Restate(),
     protocol.Leave("SIGTERM"),
     protocol.Rejected("w differs"),
     protocol.Finish(3),

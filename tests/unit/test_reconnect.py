@@ -90,7 +90,7 @@ def test_who_may_be_held_at_a_change_that_was_called_off_is_told_to_go_on():
 def test_who_may_not_come_back_is_fenced():
     talk = running(2)
     talk.tell(exited("h:1"))
-    assert "fenced" in every(LetGo, talk.tell(back("h:1", 2)))[0].reason
+    assert every(LetGo, talk.tell(back("h:1", 2)))[0].fenced
 
 
 def test_a_kill_and_a_farewell_are_said_again():
@@ -99,7 +99,7 @@ def test_a_kill_and_a_farewell_are_said_again():
     assert every(KillWorker, talk.wait(talk.m.settings.disconnect_s))
     answer = talk.tell(back("h:1", 2))
     assert [k.worker for k in every(KillWorker, answer)] == [worker("h:1")]
-    assert "fenced" in every(LetGo, answer)[0].reason
+    assert every(LetGo, answer)[0].fenced
 
 
 def test_who_has_finished_hears_so_again():
