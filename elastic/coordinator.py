@@ -404,6 +404,7 @@ class Coordinator:
             (each.named_as, name): ranks
             for each in self._sets.values()
             for name, ranks in self._names(each)
+            if not ranks.issuperset(self._active(each))  # a run that is slow, but all are in it
         }
         for key in self._since.keys() - waiting.keys():
             del self._since[key]

@@ -229,6 +229,9 @@ class Engine:
                     while self._undecided and not self._failure:
                         if not self._turn():
                             self._let_grow()
+                    # The end of a standing order that was reported, say: nobody answers that.
+                    if self._fresh and not self._failure:
+                        self._send_fresh()
                 except CollectiveFailed as error:
                     self._give_up(str(error))
                     return

@@ -353,6 +353,14 @@ def test_a_late_run_is_reported_and_taken_back_when_it_ends():
     assert look(200.0, 60.0, 60.0) == ([], [])
 
 
+def test_a_run_that_is_slow_on_every_rank_waits_for_nobody():
+    ranks = Orders(2)
+    for rank in (0, 1):
+        ranks.report(rank, ranks.start(rank))
+    look = ranks.coordinator.stalled
+    assert look(0.0, 60.0, 60.0) == look(200.0, 60.0, 60.0) == ([], [])
+
+
 def test_something_else_instead_of_a_run_is_a_mismatch_whoever_speaks_first():
     for reported_first in (True, False):
         ranks = Orders(3)
