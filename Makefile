@@ -34,9 +34,12 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(BIN)/python examples/train.py
 
+# Each starts two to four processes; most of the time they wait.
+TESTS_AT_ONCE ?= 2
+
 test: $(STAMP)
 	@tests/needs.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff format --check

@@ -20,8 +20,11 @@ COMMANDS = {
     "replay": "decide again what a journal has recorded, and compare",
     "simulate": "run driver and workers by the thousand on a virtual clock, under drawn faults",
     "matrix": "try every fault on real processes, in every phase",
+    "fuzz": "feed the control plane what nobody should send",
     "soak": "train for twenty minutes under fire, and look for what grows",
+    "hosts": "kill hosts, links, etcd, agents and drivers of a job on many hosts",
 }
+MODULES = {"hosts": "hosts.command"}  # of those that are not named as their command is
 WIDTH = 100
 
 
@@ -38,10 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    called = f"elastic.chaos.{MODULES.get(name, name)}"
     try:
-        module = importlib.import_module(f"elastic.chaos.{name}")
+        module = importlib.import_module(called)
     except ModuleNotFoundError as error:
-        if error.name != f"elastic.chaos.{name}":
+        if error.name != called:
             raise
         print(f"python -m elastic.chaos {name} is not part of this installation", file=sys.stderr)
         return 2

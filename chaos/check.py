@@ -13,9 +13,10 @@ from elastic.chaos.invariants import BrokenInvariant, check_journal
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Reads the journal of a job that has ended (elasticrun --journal FILE), and checks what must be true of every job,
-whatever befell it: no commit that a survivor held is lost, replicas are equal, a fenced worker stays out, every wait
-ends, and more. Exit code 1 if something does not hold, with the line of the journal where that is seen."""
+Reads the journal of a job that has ended (elasticrun --journal FILE), of all its drivers, and checks what must be true
+of every job, whatever befell it: no commit that a survivor held is lost, replicas are equal, a fenced worker stays
+out, every wait ends, and more. Exit code 1 if something does not hold, with the line of the journal where that is
+seen."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ class Story:
             entry = _decode(line)
         except msgspec.MsgspecError:
             return
-        if not isinstance(entry, dict) or "event" not in entry:
+        if not isinstance(entry, dict) or not entry.get("event"):
             return
         self._event(entry["event"], entry.get("at", 0.0))
         for action in entry.get("actions") or ():
@@ -78,21 +78,24 @@ class Story:
 
 
 class Follower:
-    """Reads what has been appended since it last looked. The file may not be there yet."""
+    """Reads what has been appended since it last looked. The file may not be there yet.
+
+    A line that is not whole yet is read again: if its driver dies, the next one cuts it off and writes another.
+    """
 
     def __init__(self, path: Path) -> None:
         self.story = Story()
         self._path = path
-        self._offset = 0
-        self._rest = b""
+        self._offset = 0  # of the first line that was not heard
 
     def look(self) -> Story:
         """Hears every line that is whole by now."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
+            rest = b""
             while data := file.read(CHUNK):
-                self._offset += len(data)
-                *lines, self._rest = (self._rest + data).split(b"\n")
+                *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
+                    self._offset += len(line) + 1
                     self.story.hear(line)
         return self.story

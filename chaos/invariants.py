@@ -27,17 +27,21 @@ ONE PER SLOT       Nobody is started in a slot whose last worker was not seen to
 FENCED STAYS OUT   Who was killed, let go, rejected, lost with its host, or finished is in no later world.
 THE END            After EndJob nothing is started or published, and it comes once; the driver never raises. Its code
                    and reason are what was seen: of returns, of exits. See `job_end`.
-TIME               It does not go back, unless another driver goes on.
+TIME               It does not go back, not even where another driver goes on.
+ONE DRIVER         Each that goes on with the job has a greater term than the one before, and says first that it was
+                   restarted. Not seen: what one does that was replaced; it can't write.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.chaos.job_end import JobEnd
 from elastic.chaos.worker_records import BrokenInvariant, Known
+from elastic.driver.entries import Writer, describe
 from elastic.driver.events import (
     Action,
     BreakWorld,
@@ -59,8 +63,9 @@ from elastic.driver.events import (
     TellWorld,
     WorkerReconnected,
 )
-from elastic.driver.journal import describe, read
+from elastic.driver.journal import recording
 from elastic.driver.settings import Settings
+from elastic.errors import Invalid
 from elastic.protocol import Worker
 
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
@@ -89,17 +94,36 @@ class Invariants(JobEnd):
         self._explained = False
         self._repeating = False
         self._recoveries = 0
+        self._term = 0  # of the driver that writes
+        self._resumed_at = 0  # the line of another driver that has said nothing yet
 
     @property
     def summary(self) -> Summary:
         return Summary(self._worlds, self._recoveries, self._compared, self._samples.counted)
 
-    def saw(self, at: float, event: Event, actions: Iterable[Action]) -> None:
-        """One line of the journal. Raises BrokenInvariant."""
-        self._line += 1
+    def begun(self, writer: Writer) -> None:
+        """The first driver of the job; without a word about it any other may follow."""
+        self._term = writer.term
+
+    def resumed(self, writer: Writer, line: int | None = None) -> None:
+        """Another driver goes on with the journal. Raises BrokenInvariant."""
+        self._line, self._event = line or self._line + 1, None
+        what = f"a driver of term {writer.term} follows one of term {self._term}"
+        self._must(writer.term > self._term, "ONE DRIVER", what)
+        self._term, self._resumed_at = writer.term, self._line
+
+    def saw(
+        self, at: float, event: Event, actions: Iterable[Action], line: int | None = None
+    ) -> None:
+        """One entry of the journal. Raises BrokenInvariant."""
+        self._line = line or self._line + 1
         before, self._now, self._event = self._now, at, event
-        if at < before and not isinstance(event, DriverRestarted):
+        if at < before:
             self._broken("TIME", f"the line before was at {before:.3f}")
+        if self._resumed_at:
+            what = f"the driver that goes on from line {self._resumed_at} does not say so first"
+            self._must(isinstance(event, DriverRestarted), "ONE DRIVER", what)
+            self._resumed_at = 0
         self._repeating = isinstance(event, REPEATS)
         answer = list(actions)
         if self._end is not None:
@@ -255,10 +279,20 @@ def check_journal(path: Path, *, samples: int = 0, ended: bool = True) -> Summar
 
     Raises BrokenInvariant, or Invalid where the file is no journal.
     """
-    settings, entries = read(path)
-    invariants = Invariants(settings, samples=samples)
-    for entry in entries:
-        invariants.saw(entry.at, entry.event, entry.actions)
+    found = recording(path)
+    if found.start is not None:
+        raise Invalid(
+            f"{str(path)!r} begins in the middle of a job, so that it can be replayed, but not be checked;"
+            " give the journal of its first driver"
+        )
+    invariants = Invariants(found.settings, samples=samples)
+    invariants.begun(found.header.writer)
+    takeovers = deque(found.takeovers)
+    for number, entry in found.entries:
+        while takeovers and takeovers[0][0] < number:
+            line, writer = takeovers.popleft()
+            invariants.resumed(writer, line)
+        invariants.saw(entry.at, entry.event, entry.actions, number)
         if entry.error:
             invariants.raised(entry.error)
     invariants.finish(ended=ended)

@@ -30,7 +30,8 @@ from elastic.driver.events import (
     PublishWorld,
     StartWorker,
 )
-from elastic.driver.journal import Journal, tell
+from elastic.driver.journal import tell
+from elastic.driver.journal_file import FileJournal
 from elastic.driver.settings import Settings
 from elastic.protocol import Worker
 
@@ -175,7 +176,7 @@ class Simulation:
 
     def write_journal(self, path: Path) -> None:
         """As a real driver writes it."""
-        journal = Journal(path, self.settings)
+        journal = FileJournal.begin(path, self.settings)
         for entry in self.driver.entries:
             journal.record(entry.at, entry.event, entry.actions, error=entry.error)
         journal.close()

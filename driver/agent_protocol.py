@@ -7,7 +7,7 @@ host say, and are told, passes through here unchanged.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,7 +19,7 @@ from elastic.driver.events import (
     WorkerProbed,
     WorkerThawed,
 )
-from elastic.protocol import VERSION, Place, Value, Worker
+from elastic.protocol import VERSION, Value, Worker
 
 
 class HostAgent(Value):
@@ -55,6 +55,7 @@ class Registered(AgentMessage):
 
     slots: int
     bind: str  # the numeric address on which the workers of this host listen for each other
+    addresses: list[str]  # all that it has, as in 10.0.0.5/24
     running: list[Worker]
     exits: list[WorkerExited]  # of workers of this job, the latest last
     job: str = ""  # that its workers belong to; empty: it has had none
@@ -78,14 +79,14 @@ class Printed(AgentMessage):
     """What a worker has written, cut anywhere. Empty: the stream is at its end."""
 
     worker: Worker
-    stream: str  # stdout or stderr
+    stream: Literal["stdout", "stderr"]
     data: bytes
 
 
 class Logged(AgentMessage):
     """A line for the driver's log."""
 
-    level: str
+    level: Literal["debug", "info", "warning", "error"]
     text: str
 
 
@@ -111,9 +112,8 @@ class Start(AgentMessage):
     """Start this incarnation. What every worker is told of its agent and its host, the agent adds itself."""
 
     worker: Worker
-    place: Place
     command: list[str]
-    env: dict[str, str]  # over the agent's own
+    env: dict[str, str]  # goes before the agent's own
     folder: str  # to start it in, if there is one of this name
 
 

@@ -89,8 +89,10 @@ class Names(argparse.Action):
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         names = [name.strip() for name in values.split(",") if name.strip()]
         if not names:
-            raise argparse.ArgumentError(self, "names no interface; give one, such as eth0")
-        options.network_interfaces = [*(options.network_interfaces or []), *names]
+            raise argparse.ArgumentError(
+                self, "names nothing; give one name, or several, as in a,b"
+            )
+        setattr(options, self.dest, [*(getattr(options, self.dest) or []), *names])
 
 
 class WithoutMeaning(argparse.Action):

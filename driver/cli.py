@@ -17,17 +17,17 @@ from typing import NamedTuple, TypeVar
 from elastic.driver import check_build, flags
 from elastic.driver.command import check_command
 from elastic.driver.config_file import read_config
-from elastic.driver.discovery.local import NOT_AVAILABLE
 from elastic.driver.discovery.script import find_script
 from elastic.driver.flags import Options
+from elastic.driver.fleet_plan import fleet_plan
 from elastic.driver.hosts import (
     SLOTS_LIMIT,
     ThisHost,
-    interface_address,
     parse_hosts,
     read_hostfile,
     show,
 )
+from elastic.driver.interfaces import alone_address, worker_network
 from elastic.driver.job import Job
 from elastic.driver.launch.environment import threads_per_worker
 from elastic.driver.settings import UNBOUNDED, Settings
@@ -68,6 +68,7 @@ _SAYS_NOTHING = {
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
     ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script will say where
 }
+NAMES = ("elasticrun", "horovodrun")
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
 _GLOO_S = 30.0
@@ -87,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     environ = dict(os.environ)
     try:
+        if arguments and arguments[0] in ("agent", "secret"):
+            from elastic.driver import agent_cli
+
+            return agent_cli.main(arguments, environ)
         options = read_options(arguments, environ)
         if options.version:
             print(check_build.version())
@@ -96,13 +101,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         return asyncio.run(_run(make_job(options, environ)))
     except Invalid as error:
-        print("elasticrun:", str(error).replace("\n", " "), file=sys.stderr)
+        print(f"{_called()}:", str(error).replace("\n", " "), file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"elasticrun: the driver can't start: {error}", file=sys.stderr)
+        print(f"{_called()}: the driver can't start: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _called() -> str:
+    """The name under which it was called."""
+    name = os.path.basename(sys.argv[0])
+    return name if name in NAMES else NAMES[0]
 
 
 async def _run(job: Job) -> int:
@@ -178,27 +189,33 @@ def make_job(
             f"--{options.controller} is not available; leave it out: workers are started directly"
             " and talk over Gloo or NCCL"
         )
-    check_command(options.command, path=environ.get("PATH"))
     np, workers_min, workers_max, elastic = _workers(options)
-    hosts = _hosts(options, workers_max, this_host or ThisHost())
+    this_host = this_host or ThisHost()
+    hosts = _hosts(options, workers_max)
+    elsewhere = {host for host in hosts or () if this_host.elsewhere(host) is not None}
+    by_ssh = options.ssh_port is not None or options.ssh_identity_file is not None
+    if by_ssh and hosts is not None and not elsewhere:
+        raise Invalid(
+            "-p and -i are for other hosts, and all hosts are this machine; leave them out"
+        )
+    fleet = fleet_plan(options, environ, elsewhere=bool(elsewhere))
+    if not fleet.needed:
+        check_command(options.command, path=environ.get("PATH"))
+    elif not options.command:
+        check_command([], path=None)
     script = None
-    if hosts is None:
-        assert options.host_discovery_script is not None, "no other source is left"
+    if options.host_discovery_script is not None:
         script = find_script(options.host_discovery_script, path=environ.get("PATH"))
-    elif np > sum(hosts.values()):
+    elif hosts is not None and np > sum(hosts.values()):
         raise Invalid(
             f"{np} workers need {np} slots, but {show(hosts)} has {sum(hosts.values())} available;"
             " list more slots, or lower -np"
         )
-    if options.ssh_port is not None or options.ssh_identity_file is not None:
-        raise Invalid(
-            "-p and -i are for other hosts, and all hosts are this machine; leave them out"
-        )
-
+    bind = "" if fleet.needed else alone_address(options.network_interfaces or ())
     timeline = _writable_place(options.timeline_filename)
     env = _worker_additions(options, timeline)
     notes = _notes(options, elastic=elastic)
-    if "OMP_NUM_THREADS" not in environ:
+    if "OMP_NUM_THREADS" not in environ and not fleet.needed:
         cores = cores or len(os.sched_getaffinity(0))
         most = min(workers_max, sum(hosts.values()) if hosts is not None else UNBOUNDED)
         workers = most if most < UNBOUNDED else np
@@ -233,11 +250,13 @@ def make_job(
         ),
         hosts=hosts,
         script=script,
+        fleet=fleet,
         slots_per_host=_given(options.slots_per_host, 1),
-        environ=dict(environ),
-        bind=interface_address(options.network_interfaces[0])
-        if options.network_interfaces
-        else "127.0.0.1",
+        environ={
+            **environ,
+            **(worker_network(bind, environ) if bind and options.network_interfaces else {}),
+        },
+        bind=bind,
         collective_timeout_s=_collective_timeout_s(options),
         journal=_writable_file(options.journal),
         metrics=_metrics(options),
@@ -256,8 +275,6 @@ def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
         env["NCCL_IB_DISABLE"] = "1"
     if options.fusion_threshold_mb is not None:
         env["HOROVOD_FUSION_THRESHOLD"] = str(int(options.fusion_threshold_mb * _MIB))
-    if options.network_interfaces:
-        env["HOROVOD_GLOO_IFACE"] = options.network_interfaces[0]
     given: dict[str, str | float | None] = {
         "HOROVOD_LOG_LEVEL": options.log_level,
         "HOROVOD_CYCLE_TIME": options.cycle_time_ms,
@@ -310,7 +327,13 @@ def _metrics(options: Options) -> tuple[str, int] | None:
 
 
 def _is_elastic(options: Options) -> bool:
-    asked = (options.min_num_proc, options.max_num_proc, options.host_discovery_script)
+    asked = (
+        options.min_num_proc,
+        options.max_num_proc,
+        options.host_discovery_script,
+        options.kubernetes_service,
+        options.etcd if options.hosts is None and options.hostfile is None else None,
+    )
     return any(each is not None for each in asked)
 
 
@@ -329,7 +352,8 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
         assert least is not None, "one of the two is given"
         np = least
     least = _given(least, np)
-    most = _given(most, np if options.host_discovery_script is None else UNBOUNDED)
+    growing = (options.host_discovery_script, options.etcd, options.kubernetes_service)
+    most = _given(most, np if all(each is None for each in growing) else UNBOUNDED)
     if least > most:
         raise Invalid(f"--min-np {least} is greater than --max-np {most}; give min <= max")
     if np < least:
@@ -339,12 +363,13 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     return np, least, most, True
 
 
-def _hosts(options: Options, workers_max: int, this_host: ThisHost) -> dict[str, int] | None:
-    """The list that never changes, or None where a script gives it. Refuses hosts that are not this machine."""
+def _hosts(options: Options, workers_max: int) -> dict[str, int] | None:
+    """The list that never changes, or None where hosts come and go."""
     sources = {
         "-H": options.hosts,
         "--hostfile": options.hostfile,
         "--host-discovery-script": options.host_discovery_script,
+        "--kubernetes-service": options.kubernetes_service,
     }
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
@@ -354,7 +379,7 @@ def _hosts(options: Options, workers_max: int, this_host: ThisHost) -> dict[str,
         hosts = parse_hosts(options.hosts, default_slots=slots)
     elif options.hostfile is not None:
         hosts = read_hostfile(options.hostfile, default_slots=slots)
-    elif options.host_discovery_script is not None:
+    elif given or options.etcd is not None:
         return None
     elif workers_max > SLOTS_LIMIT:
         raise Invalid(
@@ -362,10 +387,6 @@ def _hosts(options: Options, workers_max: int, this_host: ThisHost) -> dict[str,
         )
     else:
         return {"localhost": workers_max}
-    for host in hosts:
-        reason = this_host.elsewhere(host)
-        if reason is not None:
-            raise Invalid(f"{given[0]} lists {host}: {reason}, {NOT_AVAILABLE}")
     return hosts
 
 
@@ -394,9 +415,6 @@ def _notes(options: Options, *, elastic: bool) -> list[tuple[str, str]]:
             notes.append(
                 ("warning", f"without effect unless --min-np is given: {', '.join(unused)}")
             )
-    if options.network_interfaces and len(options.network_interfaces) > 1:
-        first, *rest = options.network_interfaces
-        notes.append(("warning", f"only network interface {first} is used, not {', '.join(rest)}"))
     return notes
 
 

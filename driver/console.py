@@ -132,6 +132,13 @@ def write_to(stream: TextIO) -> Write:
     return write_fd
 
 
+def _plain(line: str) -> str:
+    """Nothing that a terminal obeys: parts of a line may be words of a worker, or of a stranger."""
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
+
+
 class Console:
     """The driver's own lines: ``elastic | 12:01:33 | text``. Call it with a level and a text of one or more lines."""
 
@@ -154,7 +161,7 @@ class Console:
         if LEVELS[level] < self._least:
             return
         mark = "" if level in ("debug", "info") else f"{level}: "
-        first, *more = text.splitlines() or [""]
+        first, *more = [_plain(line) for line in text.splitlines()] or [""]
         at = f"{self._clock()} | " if self._timestamps else ""
         lines = [f"elastic | {at}{mark}{first}", *(f"elastic |   {m}" for m in more)]
         if self._colour and (code := COLOURS[level]):

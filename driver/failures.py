@@ -150,7 +150,8 @@ class Failures(Worlds):
         outside = not standing.running and not self._world.running
         if outside and self._slots.completed:
             self._end(exit_code(event.code), f"{self._named(standing)} ended with {what}")
-        if not self.generation and self._staff.all_failed_at_once(event):
+        self._slots.ended(standing.slot, -1 if standing.killed_for else event.code)
+        if not self._trained and self._staff.all_fail():
             ended = "every worker ended before training began"
             self._end(1, f"{ended}, the last with {what}{self._staff.quoted()}")
 

@@ -25,6 +25,7 @@ from elastic.driver.arguments import (
     seconds,
     whole,
 )
+from elastic.driver.flags_of_hosts import add_failover, add_security, add_several_hosts
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -36,8 +37,12 @@ examples:
       four workers on this machine; the first that fails ends the job
   elasticrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py
       start with four, go on with as few as two, grow to as many as eight as the script lists more slots
-  elasticrun -np 4 --min-np 2 -H localhost:2,127.0.0.2:2 --output-filename out python train.py
-      this machine plays two hosts; what each worker prints goes to out/rank.0/stdout and so on
+  elasticrun -np 8 --min-np 4 -H gpu1:4,gpu2:4 --output-filename out python train.py
+      two machines, reached over ssh; what each worker prints goes to out/rank.0/stdout and so on
+  elasticrun -np 8 --min-np 4 --etcd etcd1:2379 --job bert --secret-file job.secret python train.py
+      on every host on which `elasticrun agent` runs for this job, as they come and go
+  elasticrun -np 4 --min-np 2 --journal job.journal --resume python train.py
+      training outlives this driver; the same command again goes on with it
 """
 
 
@@ -87,6 +92,24 @@ class Options:
     controller: str = "gloo"  # "mpi" and "jsrun" are there to be refused
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
+    ssh_config: str | None = None
+    remote_python: str | None = None
+    exported: list[str] | None = None  # names of variables
+    job_name: str | None = None
+    etcd: str | None = None
+    etcd_user: str | None = None
+    etcd_cert: str | None = None
+    etcd_key: str | None = None
+    etcd_ca: str | None = None
+    kubernetes_service: str | None = None
+    secret_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    resume: bool = False
+    standby: bool = False
+    driver_timeout: float | None = None  # seconds
+    driver_port: int | None = None
     disable_cache: bool = False
     check_build: bool = False
     version: bool = False
@@ -120,9 +143,24 @@ def build_parser() -> Parser:
     _add_hosts(
         parser.group(
             "hosts",
-            "At most one of the first three; without any, this machine has as many slots as it needs.",
+            "At most one of the first three; without any and without --etcd, this machine has as many"
+            " slots as it needs.",
         )
     )
+    add_several_hosts(
+        parser.group(
+            "several hosts",
+            "Hosts of a list that are not this machine are reached over ssh; those of --etcd run"
+            "\n  the program `elasticrun agent`. See docs/many-hosts.md.",
+        )
+    )
+    add_failover(
+        parser.group(
+            "a driver that may die",
+            "Workers then belong to agents that outlive it, and another driver goes on.",
+        )
+    )
+    add_security(parser.group("security", "Every connection is authenticated; TLS also encrypts."))
     _add_communication(parser.group("communication"))
     _add_tuning(
         parser.group(
@@ -215,14 +253,14 @@ def _add_hosts(add: Group) -> None:
     add("--slots-per-host", "N", whole(1), "Slots of a host listed without a number (default: 1).")
     add(
         "--network-interface --network-interfaces",
-        "NAME",
+        "LIST",
         str,
-        "Talk over this network interface; of several, the first (default: loopback).",
+        "Talk over the first of these that a host has: interfaces, networks or addresses, as in"
+        " eth1,10.0.0.0/8,fd00::/8 (default: what leads to the other hosts; on one machine"
+        " loopback).",
         action=Names,
         dest="network_interfaces",
     )
-    add("-p --ssh-port", "PORT", whole(1), "For other hosts, where launching is not available yet.")
-    add("-i --ssh-identity-file", "FILE", str, "For other hosts, as -p.")
 
 
 def _add_communication(add: Group) -> None:

@@ -7,7 +7,6 @@ both are this machine. One name listed twice is an error: adding the slots up wo
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import re
 import socket
@@ -184,23 +183,16 @@ def literal_address(host: str) -> str | None:
         return None
 
 
-def interface_address(interface: str) -> str:
-    """The first IPv4 address of a network interface. Raises Invalid, with those that exist, if there is none."""
-    names = [name for _, name in socket.if_nameindex()]
-    if interface not in names:
+def parse_address(text: str) -> tuple[str, int]:
+    """``"driver.lab:4711"`` or ``"[fd00::1]:4711"``. Raises Invalid with a whole sentence."""
+    name, _, port = text.rpartition(":")
+    bracketed = name.startswith("[") and name.endswith("]") and _is_ipv6(name[1:-1])
+    number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else 0
+    if not (bracketed or _NAME.fullmatch(name)) or not 0 < number < 65536:
         raise Invalid(
-            f"--network-interface {interface} does not exist here; there is {', '.join(names) or 'none'}"
+            f"{text!r} is no address and port; write host:port, as in gpu7:4711 or [::1]:4711"
         )
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            siocgifaddr = 0x8915
-            answer = fcntl.ioctl(probe, siocgifaddr, interface.encode()[:15].ljust(40, b"\0"))
-        except OSError:
-            raise Invalid(
-                f"--network-interface {interface} has no IPv4 address; bring it up, or take another"
-                f" of {', '.join(names)}"
-            ) from None
-    return socket.inet_ntoa(answer[20:24])
+    return (name[1:-1] if bracketed else name), number
 
 
 def _add(hosts: dict[str, int], host: str, slots: int) -> None:

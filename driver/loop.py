@@ -1,10 +1,11 @@
 """Runs one job: tells membership what happens, does what it answers. Decides nothing itself.
 
-    mailbox -> membership.handle(event, now) -> journal -> perform each action
+    mailbox -> membership.handle(event, now) -> journal, until that has settled -> perform each action
 
-Whatever an action brings about comes back through the mailbox as another event: a process that could not be started
-as its exit, a message that a worker sends as the event of that name. Once membership has given the outcome (EndJob),
-`Ending` says whom to await and whom to kill.
+Events that have queued up meanwhile are decided together and written together. Whatever an action brings about comes
+back through the mailbox as another event: a process that could not be started as its exit, a message that a worker
+sends as the event of that name. Once membership has given the outcome (EndJob), `Ending` says whom to await and whom to
+kill.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic import protocol
 from elastic.driver import layouts
+from elastic.driver.access import TlsFiles
 from elastic.driver.blame import brief
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.ending import Ending
@@ -27,10 +29,12 @@ from elastic.driver.events import (
     Action,
     BreakWorld,
     CallOffChange,
+    DriverRestarted,
     DumpStacks,
     EndJob,
     Event,
     FinishWorld,
+    HostLost,
     HostsChanged,
     KillWorker,
     LetGo,
@@ -50,15 +54,20 @@ from elastic.driver.events import (
     WorkerExited,
 )
 from elastic.driver.journal import Journal
-from elastic.driver.launch.environment import threads_per_worker, worker_environment
+from elastic.driver.launch.environment import (
+    job_environment,
+    threads_per_worker,
+    without_secrets,
+    worker_environment,
+)
 from elastic.driver.launch.interface import Launcher, Log
 from elastic.driver.parting import Partings
-from elastic.driver.server import Server
 from elastic.driver.settings import Settings
 from elastic.driver.tracing import Tracing
 from elastic.driver.wording import event_of, recovery_line
 from elastic.protocol import Address, Place, Worker
 
+AT_ONCE = 1000  # events that are decided and written together
 WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
 Line = tuple[str, str]  # level and text for the log
 STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -74,13 +83,41 @@ class Machine(Protocol):
     def place_of(self, worker: Worker) -> Place | None: ...
 
 
+class Workers(Protocol):
+    """The connections of all workers: a `Server` that they call, or a `Fleet` of agents."""
+
+    async def open(
+        self,
+        interface: str,
+        port: int = 0,
+        *,
+        heard: Callable[[Worker, Any], None],
+        gone: Callable[[Worker, bool], None],
+        expected: Callable[[Worker], bool],
+    ) -> Address: ...
+
+    def send(self, who: Worker, message: protocol.Message) -> bool: ...
+    def broadcast(self, them: Iterable[Worker], message: protocol.Message) -> None: ...
+    def connected(self, who: Worker) -> bool: ...
+    def drain(self, who: Worker) -> None: ...
+    def disconnect(self, who: Worker) -> None: ...
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is run, and where its workers find the driver and each other."""
+    """What is run, and where its workers find the driver and each other.
+
+    ``by_agents``: agents start the workers, and add what their hosts have; then ``environ`` is only what goes before
+    that, and ``advertised``, ``bind`` and ``secret`` mean nothing.
+    """
 
     settings: Settings
     command: Sequence[str]
     environ: Mapping[str, str]  # what workers inherit
+    by_agents: bool = False
+    secret: str = ""  # hexadecimal
+    tls: TlsFiles | None = None
     interface: str = "127.0.0.1"  # address the control server listens on
     advertised: str = ""  # address workers connect to, if it is another one
     bind: str = "127.0.0.1"  # address on which a worker may listen for its peers
@@ -89,10 +126,24 @@ class Job:
     collective_timeout_s: float = 30.0  # for a collective to end
 
 
+@dataclass(frozen=True)
+class Adopted:
+    """What another driver of the job has left behind. ``clock_offset``: added to this machine's clock, in seconds, it
+    goes on from the journal's.
+    """
+
+    running: Collection[Worker]
+    places: Mapping[Worker, Place]  # in the last world
+    generation: int
+    clock_offset: float
+
+
 class Driver:
     """One job, from its first worker to its exit code.
 
-    ``log`` takes a level and a text, ``noted`` every event with its actions, as the journal does.
+    ``log`` takes a level and a text, ``noted`` every event with its actions, as the journal does. ``past``: what the
+    driver before this one has left, if membership was rebuilt from its journal. ``listening`` is awaited with the
+    address at which this driver is found, before anything else happens.
     After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
     """
 
@@ -101,20 +152,25 @@ class Driver:
         job: Job,
         *,
         membership: Machine,
-        server: Server[Worker],
+        server: Workers,
         launcher: Launcher,
         discovery: Discovery,
         journal: Journal,
         log: Log,
         noted: Callable[[Event, Sequence[Action]], None] | None = None,
         tracing: Tracing | None = None,
+        past: Adopted | None = None,
+        listening: Callable[[Address], Awaitable[None]] | None = None,
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
-        self.places: dict[Worker, Place] = {}
+        self.places: dict[Worker, Place] = dict(past.places) if past else {}
         self._promised: dict[Worker, Place] = {}  # at their start; until there is a world
-        self.generation = 0
+        self.generation = past.generation if past else 0
         self.outcome = ""  # why the job ended
+        self._adopts = past is not None
+        self._offset = past.clock_offset if past else 0.0
+        self._listening = listening
         self._membership = membership
         self._server = server
         self._launcher = launcher
@@ -124,11 +180,12 @@ class Driver:
         self._noted = noted
         self._tracing = tracing or Tracing(log)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._mailbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._mailbox: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None
         self._address = Address("", 0)
         self._layouts: dict[str, str] = {}  # text by digest
-        self._running: set[Worker] = set()  # started, and their exit is not posted yet
+        # Started, and their exit is not posted yet.
+        self._running: set[Worker] = set(past.running) if past else set()
         self._partings = Partings(server, self._post)
         self._ending: Ending | None = None
         self._buggy = False  # membership has raised
@@ -172,11 +229,15 @@ class Driver:
             )
             self._address = Address(self.job.advertised or bound.host, bound.port)
             self._tracing.serve(self._server.send)
-            self._log("debug", f"listening on {bound.host}:{bound.port}")
+            self._log("debug", f"listening on {bound}")
+            if self._adopts:
+                self._post(DriverRestarted())
             await self._launcher.open(self._worker_gone, self._post)
+            if self._listening is not None:
+                await self._listening(self._address)
             watching = asyncio.create_task(self._watch_hosts())
             while self._ending is None or not self._ending.over:
-                self._handle(await self._mailbox.get())
+                await self._handle(await self._mailbox.get())
             return self._ending.code
         finally:
             if watching is not None:
@@ -262,24 +323,39 @@ class Driver:
                     signal.signal(number, handler)
 
     def _post(self, event: Event) -> None:
-        self._mailbox.put_nowait(event)
+        self._mailbox.put_nowait((self._now(), event))
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
-        now = self._now()
+    async def _handle(self, first: tuple[float, Event]) -> None:
+        """This event and all that have queued up behind it. Each counts as of when it came."""
+        decided: list[tuple[Event, list[Action]]] = []
+        arrived: tuple[float, Event] | None = first
+        while arrived is not None:
+            at, event = arrived
+            decided.append((event, [] if self._buggy else self._decide(event, at)))
+            more = not self._mailbox.empty() and len(decided) < AT_ONCE
+            arrived = self._mailbox.get_nowait() if more else None
+        await self._journal.settle()
+        for event, actions in decided:
+            self._carry_out(event, actions)
+        if self._mailbox.empty():
+            self._set_alarm()
+            await self._journal.rest()
+
+    def _carry_out(self, event: Event, actions: list[Action]) -> None:
         # The exit that brings the end about is membership's to judge.
         begun = self._ending is not None
-        if not self._buggy:
-            self._perform(self._decide(event, now))
+        self._perform(actions)
         if self._ending is not None:
             if begun and isinstance(event, WorkerExited):
                 self._perform(self._ending.exited(event))
-            self._perform(self._ending.overdue(now))
-        if isinstance(event, WorkerExited):
-            self._forget(event.worker)
-        if self._mailbox.empty():
-            self._set_alarm()
+            self._perform(self._ending.overdue(self._now()))
+        match event:
+            case WorkerExited(worker):
+                self._forget(worker)
+            case HostLost(host):
+                self._running = {worker for worker in self._running if worker.host != host}
 
     def _forget(self, worker: Worker) -> None:
         """It is gone, and all of its words were heard. A job may start workers for as long as it likes."""
@@ -313,11 +389,13 @@ class Driver:
         deadlines = [d for d in (decision, ending) if d is not None]
         if deadlines:
             assert self._loop is not None
-            self._alarm = self._loop.call_at(min(deadlines), self._post, TimePassed())
+            at = min(deadlines) - self._offset
+            self._alarm = self._loop.call_at(at, self._post, TimePassed())
 
     def _now(self) -> float:
+        """On the clock of the journal, which goes on from one driver to the next."""
         assert self._loop is not None
-        return self._loop.time()
+        return self._loop.time() + self._offset
 
     # ---- what is asked for gets done -------------------------------------------------------------------------------
 
@@ -392,24 +470,29 @@ class Driver:
         return None
 
     def _start(self, action: StartWorker) -> None:
-        settings = self.job.settings
-        cores = len(os.sched_getaffinity(0))
-        env = worker_environment(
-            self.job.environ,
-            worker=action.worker,
-            place=action.place,
-            driver=self._address,
-            secret=self._server.secret.hex(),
-            bind=self.job.bind,
-            elastic=settings.elastic,
-            gloo_timeout_s=self.job.gloo_timeout_s,
-            collective_timeout_s=self.job.collective_timeout_s,
-            wait_timeout_s=(
-                2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
-            ),
-            threads=threads_per_worker(cores, action.place.local_size),
-            extra=settings.env,
-        )
+        settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
+        wait_timeout_s = 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
+        if job.by_agents:
+            said = job_environment(
+                worker, place, settings.elastic, job.collective_timeout_s, wait_timeout_s
+            )
+            env = {**without_secrets(job.environ), **settings.env, **said}
+        else:
+            env = worker_environment(
+                job.environ,
+                worker=worker,
+                place=place,
+                driver=self._address,
+                secret=job.secret,
+                bind=job.bind,
+                elastic=settings.elastic,
+                gloo_timeout_s=job.gloo_timeout_s,
+                collective_timeout_s=job.collective_timeout_s,
+                wait_timeout_s=wait_timeout_s,
+                threads=threads_per_worker(len(os.sched_getaffinity(0)), place.local_size),
+                tls=job.tls,
+                extra=settings.env,
+            )
         self._running.add(action.worker)
         if not self.generation:
             self._promised[action.worker] = action.place
@@ -457,7 +540,7 @@ class Driver:
         self._ending = Ending(
             outcome,
             members={w: place for w, place in self.places.items() if w not in self._let_go},
-            alive=self._running | self._partings.workers,
+            alive=self._running.union(self._partings.workers),
             leave_s=self.job.settings.leave_s,
             now=self._now(),
         )

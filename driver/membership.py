@@ -183,6 +183,7 @@ class Membership(Failures, Reconnections, Stuck):
         was_at_work = standing.stage in (Stage.MEMBER, Stage.RETURNED)
         standing.commit, standing.store = event.commit, event.store
         standing.layout, standing.running = event.layout, event.running
+        self._trained = self._trained or event.running
         standing.moved(self._now)
         standing.waits_since = self._now
         self._staff.somebody_waits()

@@ -1,6 +1,6 @@
 """The listening end of control connections: handshake, sealed frames in and out. Decides nothing.
 
-    connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds
+    connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
     Answer    --Accepted-->    open: each message goes to ``heard``
     closed, broken or no message of the protocol: ``gone``, once
 
@@ -10,6 +10,9 @@ is acknowledged, the connection ends with a timeout: ``gone`` is told that it wa
 Who calls are workers, or agents: `Callers` says how they introduce themselves. The caller proves ``proof(secret, role,
 challenge.nonce, answer.nonce, name)``, the server ``proof(secret, "driver", answer.nonce, challenge.nonce, name)``.
 A caller says nothing between its Answer and Accepted.
+
+Strangers may come in any number: no more than `strangers_limit` of them are kept, the oldest gives way to the newest,
+and ACCEPTED_AT_ONCE are let in before those who are known are heard again.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import contextlib
 import errno
 import hmac
 import os
+import resource
 import secrets
 import socket
 import ssl
@@ -28,6 +32,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from elastic.driver.keepalive import expect_signs_of_life
 from elastic.driver.launch.interface import Log
 from elastic.driver.settings import Settings
 from elastic.protocol import (
@@ -38,22 +43,25 @@ from elastic.protocol import (
     Answer,
     Challenge,
     Hello,
-    Message,
     ProtocolError,
     Worker,
     encoded,
     from_worker,
 )
-from elastic.wire import Wire, proof
+from elastic.tls import FLAGS, Endpoint
+from elastic.wire import NONCE_BYTES, Wire, proof
 
 HANDSHAKE_S = 5.0
-NONCE_BYTES = 32
 UNKNOWN_LIMIT = 4096  # connections that have not proved anything yet
+TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, the caller's certificates among them
+WAITING_LIMIT = 4096  # connections that the kernel keeps for us
+ACCEPTED_AT_ONCE = 64
 BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a worker that reads nothing is cut off
 DRAIN_LIMIT = 16 * 1024 * 1024  # bytes
 REFUSALS_S = 5.0  # between two log lines about refused connections
 CLOSE_S = 1.0
-KEEPALIVE_S = 1  # the kernel's shortest
+
+_TLS_HELLO = b"\x16\x03"  # how a connection with TLS begins
 
 # Nothing was closed. Where routers report that they can't reach a host, the kernel gives that as its reason.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
@@ -100,11 +108,21 @@ class Server(Generic[Who]):
         self._heard: Callable[[Who, Any], None] = lambda who, message: None
         self._gone: Callable[[Who, bool], None] = lambda who, silent: None
         self._expected: Callable[[Who], bool] = lambda who: False
+        self._accepted: Callable[[Who], None] = lambda who: None
+        self._listening: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._connections: dict[Who, _Connection[Who]] = {}
-        self._unknown: set[_Connection[Who]] = set()
+        self._unknown: dict[_Connection[Who], None] = {}  # the oldest first
+        self._unknown_limit = strangers_limit()
         self._refused = 0  # since the last line about them
         self._refused_at = float("-inf")
+
+    def bind(self, interface: str, port: int = 0) -> Address:
+        """Take an address before `open` listens on it, so that it can be told. Raises OSError."""
+        if self._listening is None:
+            self._listening = _bound(interface, port)
+        bound: tuple[str, int] = self._listening.getsockname()[:2]
+        return Address(bound[0], bound[1])
 
     async def open(
         self,
@@ -114,26 +132,34 @@ class Server(Generic[Who]):
         heard: Callable[[Who, Any], None],
         gone: Callable[[Who, bool], None],
         expected: Callable[[Who], bool],
+        accepted: Callable[[Who], None] = lambda who: None,
     ) -> Address:
         """Listen on one address; port 0 lets the system choose. Raises OSError.
 
-        ``expected`` tells who may connect, ``heard`` gets their messages, ``gone`` is told once when the connection of
-        one of them ends, and whether it ended in silence. All are called in the event loop's thread.
+        ``expected`` tells who may connect, ``accepted`` is told who has, ``heard`` gets their messages, ``gone`` is
+        told once when the connection of one of them ends, and whether it ended in silence. All are called in the event
+        loop's thread.
         """
         self._heard, self._gone, self._expected = heard, gone, expected
+        self._accepted = accepted
         loop = asyncio.get_running_loop()
+        self.bind(interface, port)
+        assert self._listening is not None
+        listening = self._listening
         self._server = await loop.create_server(
-            lambda: _Connection(self, loop), interface, port, backlog=4096, ssl=self._tls
+            lambda: _Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
         )
-        bound: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
-        return Address(bound[0], bound[1])
+        listening.listen(
+            WAITING_LIMIT
+        )  # asyncio has one number for this and for what it accepts at once
+        return self.bind(interface, port)
 
-    def send(self, who: Who, message: Message) -> bool:
+    def send(self, who: Who, message: msgspec.Struct) -> bool:
         """Send without blocking. False when they are not connected: then the message is dropped."""
         connection = self._connections.get(who)
         return connection is not None and connection.write(encoded(message))
 
-    def broadcast(self, them: Iterable[Who], message: Message) -> None:
+    def broadcast(self, them: Iterable[Who], message: msgspec.Struct) -> None:
         """The same message to all of these that are connected; encoded once."""
         body = encoded(message)
         for who in them:
@@ -147,7 +173,7 @@ class Server(Generic[Who]):
     def peer(self, who: Who) -> str:
         """The numeric address that they call from; empty when they are not connected."""
         connection = self._connections.get(who)
-        return "" if connection is None else connection.peer.rpartition(":")[0]
+        return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 
     def drain(self, who: Who) -> None:
         """Hear now what a connection holds: a process that is gone may have said something just before."""
@@ -178,11 +204,15 @@ class Server(Generic[Who]):
 
     # ---- called by connections
 
-    def opened(self, connection: _Connection[Who]) -> bool:
-        if len(self._unknown) >= UNKNOWN_LIMIT:
-            return False
-        self._unknown.add(connection)
-        return True
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        return self._tls
+
+    def opened(self, connection: _Connection[Who]) -> None:
+        if len(self._unknown) >= self._unknown_limit:
+            # Who belongs here needs a moment to say so, and strangers any time: the oldest has had the longest.
+            next(iter(self._unknown)).give_way()
+        self._unknown[connection] = None
 
     def authenticate(self, connection: _Connection[Who], nonce: bytes, answer: Any) -> Who:
         """Who answers the challenge. Raises ProtocolError with the reason to refuse."""
@@ -207,10 +237,11 @@ class Server(Generic[Who]):
             if not callers.replaces:
                 raise ProtocolError(f"{who} has a connection already")
             before.abandon()
-        self._unknown.discard(connection)
+        self._unknown.pop(connection, None)
         self._connections[who] = connection
         own = proof(self.secret, "driver", answer.nonce, nonce, str(who))
         connection.accept(encoded(Accepted(own)), answer.nonce)
+        self._accepted(who)
         return who
 
     def hear(self, who: Who, message: Any) -> None:
@@ -225,7 +256,7 @@ class Server(Generic[Who]):
     ) -> None:
         """A connection has ended; ``trouble`` is set if it was closed for a reason."""
         if who is None:
-            self._unknown.discard(connection)
+            self._unknown.pop(connection, None)
             if trouble:
                 self._refuse(connection.peer, trouble)
             return
@@ -254,6 +285,7 @@ class _Connection(asyncio.Protocol, Generic[Who]):
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._wire = Wire(server.callers.decoder)
         self._unproved = 0  # bytes received before the proof
+        self._tls = None if server.tls is None else Endpoint(server.tls, server=True)
         self._who: Who | None = None
         self._over = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -274,12 +306,10 @@ class _Connection(asyncio.Protocol, Generic[Who]):
         self._transport = transport
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._expect_signs_of_life()
+        expect_signs_of_life(self._socket, self._server.lease_s)
         name = transport.get_extra_info("peername")
-        self.peer = f"{name[0]}:{name[1]}" if name else "?"
-        if not self._server.opened(self):
-            self._end(f"{UNKNOWN_LIMIT} others have not said yet who they are")
-            return
+        self.peer = str(Address(*name[:2])) if name else "?"
+        self._server.opened(self)
         self._deadline = self._loop.call_later(HANDSHAKE_S, self._too_late)
         self.write(encoded(Challenge(self._nonce)))
 
@@ -288,9 +318,11 @@ class _Connection(asyncio.Protocol, Generic[Who]):
             return
         try:
             if self._who is None:
-                self._unproved += len(data)
-                if self._unproved > HANDSHAKE_LIMIT:
-                    raise ProtocolError(f"more than {HANDSHAKE_LIMIT} bytes before a proof")
+                self._count(data)
+            if self._tls is not None:
+                data = self._tls.feed(data)
+                self._flush()
+            if self._who is None:
                 self._wire.feed(data)
                 answer = self._wire.next()
                 if answer is None:
@@ -306,7 +338,17 @@ class _Connection(asyncio.Protocol, Generic[Who]):
                     if self.over():
                         return
         except ProtocolError as error:
+            self._flush()  # TLS may have an alert that says why
             self._end(str(error))
+
+    def _count(self, data: bytes) -> None:
+        """Bounds what a stranger may say. Raises ProtocolError."""
+        if not self._unproved and self._tls is None and data[:2] == _TLS_HELLO:
+            raise ProtocolError(f"it speaks TLS, which this job was not given: {FLAGS}")
+        self._unproved += len(data)
+        limit = HANDSHAKE_LIMIT if self._tls is None else TLS_HANDSHAKE_LIMIT
+        if self._unproved > limit:
+            raise ProtocolError(f"more than {limit} bytes before a proof")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end("", silent=_is_silence(exc))
@@ -320,16 +362,24 @@ class _Connection(asyncio.Protocol, Generic[Who]):
         """Send a message, which is encoded, or buffer it; False if the connection is over."""
         if self._over or self._transport.is_closing():
             return False
-        self._transport.write(self._wire.frame_of(body))
+        data = self._wire.frame_of(body)
+        if self._tls is None:
+            self._transport.write(data)
+        else:
+            self._tls.say(data)
+            self._flush()
         if self._transport.get_write_buffer_size() > BACKLOG_LIMIT:
             self._end(f"it has not read for {BACKLOG_LIMIT >> 20} MiB")
             return False
         return True
 
+    def _flush(self) -> None:
+        """What TLS has to send."""
+        if self._tls is not None and (data := self._tls.due()):
+            self._transport.write(data)
+
     def drain(self) -> None:
-        """Read what is there without waiting, up to the end of the stream. Through TLS the loop has to do it."""
-        if self._transport.get_extra_info("sslcontext") is not None:
-            return
+        """Read what is there without waiting, up to the end of the stream."""
         read = 0
         while not self._over and read < DRAIN_LIMIT:
             try:
@@ -354,20 +404,13 @@ class _Connection(asyncio.Protocol, Generic[Who]):
         with contextlib.suppress(OSError):
             self._transport.abort()
 
-    def _too_late(self) -> None:
-        self._end(f"no proof within {HANDSHAKE_S:.0f} s")
+    def give_way(self) -> None:
+        self._end("too many others came before it had said who it is")
 
-    def _expect_signs_of_life(self) -> None:
-        options = {
-            socket.TCP_KEEPIDLE: KEEPALIVE_S,
-            socket.TCP_KEEPINTVL: KEEPALIVE_S,
-            socket.TCP_KEEPCNT: max(1, round(self._server.lease_s / KEEPALIVE_S) - 1),
-            # Also where bytes are under way, for which there are no keepalives but repetitions at growing intervals.
-            socket.TCP_USER_TIMEOUT: round(self._server.lease_s * 1000),
-        }
-        for option, value in options.items():
-            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def _too_late(self) -> None:
+        hint = f"; if it belongs to this job, give it {FLAGS}"
+        silent = self._tls is not None and not self._unproved
+        self._end(f"no proof within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
 
     def _end(self, trouble: str, *, silent: bool = False) -> None:
         """Close at once. The server is told once, before this returns."""
@@ -379,6 +422,28 @@ class _Connection(asyncio.Protocol, Generic[Who]):
         with contextlib.suppress(OSError):
             self._transport.abort()
         self._server.lost(self, self._who, trouble, silent)
+
+
+def strangers_limit() -> int:
+    """How many connections may be open that have proved nothing: most descriptors are for those that have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UNKNOWN_LIMIT if soft < 0 else max(16, min(UNKNOWN_LIMIT, soft // 4))
+
+
+def _bound(interface: str, port: int) -> socket.socket:
+    family, kind, number, _, address = socket.getaddrinfo(
+        interface, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, number)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _is_silence(error: Exception | None) -> bool:

@@ -33,6 +33,7 @@ class Slots:
         self._order: dict[str, int] = {}
         self._incarnations: dict[Slot, int] = {}
         self._left: set[Slot] = set()  # their worker left on request
+        self._failures: dict[Slot, int] = {}  # with an exit code, in a row
 
     def announce(self, hosts: dict[str, int]) -> None:
         """Discovery's whole list, in order of preference."""
@@ -58,9 +59,17 @@ class Slots:
         """How many slots were ever used."""
         return len(self._incarnations)
 
-    def first_time(self) -> bool:
-        """Whether no slot was used twice."""
-        return all(n == 1 for n in self._incarnations.values())
+    def ended(self, slot: Slot, code: int) -> None:
+        """Its worker has ended by itself; minus a signal, as in subprocess."""
+        if code > 0:
+            self._failures[slot] = self._failures.get(slot, 0) + 1
+        else:
+            self._failures.pop(slot, None)
+
+    def all_fail(self) -> bool:
+        """Whether no slot's last worker did better than to fail. What one alone does, it has to do twice."""
+        everywhere = len(self._failures) == len(self._incarnations)
+        return everywhere and sum(self._failures.values()) > 1
 
     def start(self, slot: Slot) -> Worker:
         """The slot's next incarnation."""

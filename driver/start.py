@@ -1,35 +1,24 @@
-"""Puts a checked job together and runs it in this process. Decides nothing."""
+"""Puts a checked job together and runs it from this process. Decides nothing but on how many machines it is."""
 
 from __future__ import annotations
 
 import secrets
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from elastic import tls
 from elastic.driver import loop
-from elastic.driver.console import Console, write_to
-from elastic.driver.job import Job, open_discovery
-from elastic.driver.journal import Journal
+from elastic.driver.discovery.interface import Discovery
+from elastic.driver.discovery.static import StaticDiscovery
+from elastic.driver.hosts import ThisHost
+from elastic.driver.interfaces import alone_address
+from elastic.driver.job import Job, first_hosts, script_discovery
+from elastic.driver.journal import Journal, Upkeep
+from elastic.driver.journal_file import FileJournal
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.membership import Membership
-from elastic.driver.output import Output
 from elastic.driver.server import WORKERS, Server
-from elastic.driver.tracing import Tracing
-
-if TYPE_CHECKING:
-    from elastic.driver.metrics import Metrics
-
-# Horovod's names; ours have four levels.
-_LEVELS = {
-    "TRACE": "debug",
-    "DEBUG": "debug",
-    "INFO": "info",
-    "WARNING": "warning",
-    "ERROR": "error",
-    "FATAL": "error",
-}
+from elastic.driver.surroundings import Surroundings, surroundings
 
 
 @dataclass(frozen=True)
@@ -41,72 +30,74 @@ class Outcome:
     results: list[bytes]
 
 
-async def start(job: Job) -> Outcome:
+async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
     """Runs the job to its end; no worker is left when this returns.
 
     Raises Invalid for what can be known before anything is started, OSError if it can't listen.
     """
-    membership = Membership(job.settings)
-    output = Output(
-        place_of=membership.place_of,
-        stdout=write_to(sys.stdout),
-        stderr=write_to(sys.stderr),
-        timestamps=job.prefix_timestamps,
-        folder=Path(job.output_dir) if job.output_dir else None,
-    )
-    metrics: Metrics | None = None
-    console = Console(
-        output.say,
-        level=_LEVELS[job.log_level],
-        colour=sys.stderr.isatty(),
-        timestamps=job.log_timestamps,
-    )
-    try:
-        for level, line in job.notes:
-            console(level, line)
-        discovery = await open_discovery(job, console)
-        journal = Journal(
-            Path(job.journal) if job.journal else None,
-            job.settings,
-            failed=lambda text: console("warning", text),
-        )
-        tracing = Tracing(console)
-        if job.settings.timeline is not None:
-            tracing.open(job.settings.timeline)
-            console("info", f"the timeline is written to {job.settings.timeline}")
-        if job.metrics is not None:
-            from elastic.driver.metrics import Metrics  # its library takes a tenth of a second
+    this_host = this_host or ThisHost()
+    with surroundings(job) as around:
+        fleet = job.fleet
+        known = None
+        if job.script is not None:
+            known = await first_hosts(job, around.console)
+            elsewhere = [host for host in known if this_host.elsewhere(host) is not None]
+            if fleet is not None and elsewhere and not fleet.needed:
+                fleet = replace(fleet, needed=True)
+        if fleet is None or not fleet.needed:
+            return await _alone(job, around, known, this_host)
+        from elastic.driver.start_fleet import start_fleet
 
-            metrics = Metrics(*job.metrics)
-            host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
-            console("info", f"metrics are at http://{host}:{metrics.port}/metrics")
-        driver = loop.Driver(
-            loop.Job(
-                settings=job.settings,
-                command=job.command,
-                environ=job.environ,
-                interface=job.bind,
-                bind=job.bind,
-                gloo_timeout_s=float(job.settings.env.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30")),
-                collective_timeout_s=job.collective_timeout_s,
-            ),
-            membership=membership,
-            server=Server(
-                secret=secrets.token_bytes(32),
-                log=console,
-                callers=WORKERS,
-                lease_s=job.settings.lease_s,
-            ),
-            launcher=LocalLauncher(sink=output, log=console, lease_s=job.settings.lease_s),
-            discovery=discovery,
-            journal=journal,
+        return Outcome(*await start_fleet(job, fleet, around, known, this_host))
+
+
+async def _alone(
+    job: Job, around: Surroundings, known: dict[str, int] | None, this_host: ThisHost
+) -> Outcome:
+    """All hosts are this machine, and everything ends with this process."""
+    membership = Membership(job.settings)
+    around.place_of = membership.place_of
+    console = around.console
+    if known is not None:
+        discovery: Discovery = script_discovery(job, known, console, only=this_host)
+    else:
+        assert job.hosts is not None, "hosts that come by themselves need agents"
+        discovery = StaticDiscovery(job.hosts)
+    journal = Journal()
+    if job.journal:
+        warned = Upkeep(failed=lambda text: console("warning", text))
+        journal = FileJournal.begin(Path(job.journal), job.settings, warned)
+    secret = secrets.token_bytes(32)
+    bind = job.bind or alone_address(())
+    files = None if job.fleet is None else job.fleet.tls
+    driver = loop.Driver(
+        loop.Job(
+            settings=job.settings,
+            command=job.command,
+            environ=job.environ,
+            secret=secret.hex(),
+            tls=files,
+            interface=bind,
+            bind=bind,
+            gloo_timeout_s=float(job.settings.env.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30")),
+            collective_timeout_s=job.collective_timeout_s,
+        ),
+        membership=membership,
+        server=Server(
+            secret=secret,
             log=console,
-            noted=None if metrics is None else metrics.note,
-            tracing=tracing,
-        )
-        code = await driver.run()
-        return Outcome(code, driver.outcome, driver.ordered_results())
-    finally:
-        if metrics is not None:
-            metrics.close()
-        output.close()
+            callers=WORKERS,
+            lease_s=job.settings.lease_s,
+            tls=None
+            if files is None
+            else tls.context(files.cert, files.key, files.ca, server=True),
+        ),
+        launcher=LocalLauncher(sink=around.output, log=console, lease_s=job.settings.lease_s),
+        discovery=discovery,
+        journal=journal,
+        log=console,
+        noted=around.noted,
+        tracing=around.tracing,
+    )
+    code = await driver.run()
+    return Outcome(code, driver.outcome, driver.ordered_results())

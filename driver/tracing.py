@@ -26,7 +26,7 @@ from elastic.driver.launch.interface import Log
 from elastic.driver.timeline import Timeline
 from elastic.errors import Invalid
 from elastic.protocol import Message, Worker
-from elastic.trace_file import TraceFile
+from elastic.trace_file import TraceFile, is_free
 
 END_S = 2.0  # for workers to send what is left; one that is stopped sends nothing
 CLOSE_S = 10.0  # for the last write
@@ -154,6 +154,12 @@ class Tracing:
             try:
                 if not os.path.isabs(wanted.path):
                     raise Invalid(f"the path {wanted.path!r} is relative; give an absolute one")
+                if os.path.isfile(wanted.path) and not is_free(wanted.path):
+                    # Whoever starts the job may replace any file of theirs, a worker on some host may not.
+                    raise Invalid(
+                        f"{wanted.path!r} is a file on the driver's host that is no timeline;"
+                        " remove it, or give another path"
+                    )
                 self.open(wanted.path, mark_cycles=wanted.mark_cycles)
                 self._log("info", f"{worker} has started a timeline: {wanted.path}")
             except Invalid as refusal:

@@ -16,7 +16,6 @@ from elastic.driver.events import (
     RejectWorker,
     StartWorker,
     WelcomeWorker,
-    WorkerExited,
 )
 from elastic.driver.orders import Orders
 from elastic.driver.roster import AT_STAKE, Roster, Stage, Standing
@@ -202,10 +201,10 @@ class Workforce:
             f" ended without progress, the last with {what}{self.quoted()}",
         )
 
-    def all_failed_at_once(self, event: WorkerExited) -> bool:
-        """Every first worker failed: the script is wrong, and trying again would only repeat it."""
-        several = self.slots.started > 1 and self.slots.first_time()
-        return several and event.code > 0 and not self.roster
+    def all_fail(self) -> bool:
+        """Where nobody has come to training yet: the script is wrong, and trying again would only repeat it."""
+        hopeful = any(each.stage is not Stage.STARTING for each in self.roster.in_plans())
+        return self.slots.all_fail() and not hopeful
 
     def quoted(self) -> str:
         """What the last worker that died has written."""

@@ -63,6 +63,7 @@ class Worlds:
         self._change = Change(settings)
         self._change_reason = ""
         self._exceptions = Exceptions()
+        self._trained = False  # somebody has entered elastic.run
         self._inquest: Inquest | None = None
         self._completed: list[str] = []  # who ended with exit code 0 outside elastic.run
         self._cause_at = 0.0  # when what led to the present gathering was noticed
@@ -89,6 +90,11 @@ class Worlds:
     def over(self) -> bool:
         """Whether the outcome is decided."""
         return self.phase is Phase.DONE
+
+    @property
+    def verdict(self) -> EndJob | None:
+        """How the job ends, once that is decided."""
+        return self._verdict
 
     def place_of(self, worker: Worker) -> Place | None:
         """The worker's place in the last published world; None if it has none."""

@@ -10,12 +10,8 @@ requests that they stand for. Names are never given another number behind the ba
 old one: a name's number changes only in the decision in which all its members took part. When the numbers are used up,
 all are forgotten at once, in a new epoch; bits of the epoch before are understood until every member has taken notice.
 
-A number that has run alone five times becomes a *standing order*: from then on a rank starts it as soon as it has
-submitted it, on a data group that serves nothing else, and nobody is told. That can't mix anything up: on that group
-there is one collective, of one size, one at a time. Only a rank that has waited for a while reports which run it waits
-in. If another one asks for something else by that name instead of this run, the decision is an error as ever, those
-that have started cut the group, and no further order is given in this set. A set has at most four, and none with more
-than 16 ranks: each costs connections. While one stands, no number is forgotten, and there are eight times as many.
+A number that has run alone five times becomes a *standing order* (`standing_orders`), about which nobody is told any
+more. While one stands, no number is forgotten, and there are eight times as many.
 
 A rank that joined has no more data: the others' reductions no longer wait for it. When all have joined, all are told.
 """
@@ -40,12 +36,9 @@ from elastic.requests import (
     ranks_in_words,
     settle,
 )
+from elastic.standing_orders import StandingOrders
 
-TIMES_ALONE = 5  # until a number becomes a standing order
-MOST_ORDERS = 4
 ORDERS_STRETCH = 8
-_ORDERS_UP_TO = 16  # ranks
-_ADASUM = 2
 
 
 @dataclass
@@ -65,11 +58,12 @@ class _Set:
     before: list[Settled] = field(default_factory=list)  # the entries of the epoch before
     unaware: set[int] = field(default_factory=set)  # ranks that have not taken notice of this epoch
     lacking: int = -1  # a rank that lacked something the last time
-    alone: dict[int, int] = field(default_factory=dict)  # how often a number ran alone
-    standing: set[int] = field(default_factory=set)  # numbers that are standing orders
-    orders_left: int = 0  # that may still be given
-    # Order -> rank -> the run in which it waits.
-    late: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.orders = StandingOrders(len(self.members))
+
+    def name_of(self, number: int) -> str:
+        return self.entries[number].request.name
 
 
 class Coordinator:
@@ -116,18 +110,17 @@ class Coordinator:
             requests = (*(self._asked(each, n, rank) for n in bits(by_name)), *requests)
         each.offered[rank] |= known
         for number, run in offer.ended:
-            if each.late.get(number, {}).get(rank) == run:
-                del each.late[number][rank]
+            each.orders.withdraw(number, rank, run)
         catch_up = []
         for number, run in offer.late:
-            if number not in each.standing:
+            if number not in each.orders:
                 continue  # it has failed, and the group with it
             name = each.entries[number].request.name
             others = each.waiting.get(name, {}).values()
             if self._lacks(each) or any(other.after == run - 1 for other in others):
                 requests = (*requests, self._asked(each, number, rank))
                 continue
-            each.late.setdefault(number, {})[rank] = run
+            each.orders.report(number, rank, run)
             if self._joined:
                 catch_up.append((number, run))
         for request in requests:
@@ -154,8 +147,7 @@ class Coordinator:
         found = self._sets.get(members)
         if found is None:
             spelled = members or tuple(range(self._size))
-            orders = MOST_ORDERS if len(spelled) <= _ORDERS_UP_TO else 0
-            found = _Set(spelled, members, dict.fromkeys(spelled, 0), orders_left=orders)
+            found = _Set(spelled, members, dict.fromkeys(spelled, 0))
             self._sets[members] = found
         return found
 
@@ -179,8 +171,8 @@ class Coordinator:
                         each.offered[other] = offered & ~bit
                         asked[other] = self._asked(each, number, other)
         asked[rank] = request
-        for number in [n for n in each.late if each.entries[n].request.name == request.name]:
-            for other, run in each.late.pop(number).items():
+        for number in [n for n, _ in each.orders.late() if each.name_of(n) == request.name]:
+            for other, run in each.orders.forget_late(number).items():
                 if run == request.after + 1:  # instead of this run; an earlier one is over
                     asked.setdefault(other, self._asked(each, number, other))
 
@@ -222,23 +214,13 @@ class Coordinator:
 
     def _standing_order(self, each: _Set, ready: int) -> int:
         """The number that becomes a standing order with this decision, or -1."""
-        if not each.orders_left or self._joined:
+        if self._joined:
             return -1
         if ready & (ready - 1) or each.waiting or any(each.offered.values()):
-            for number in bits(ready) if each.alone else ():
-                each.alone.pop(number, None)  # it ran in company, or as the rest of it
+            each.orders.ran_in_company(bits(ready))  # or as the rest of it
             return -1
         number = ready.bit_length() - 1
-        each.alone[number] = times = each.alone.get(number, 0) + 1
-        if times < TIMES_ALONE or number in each.standing:
-            return -1
-        request = each.entries[number].request
-        plain = request.kind == ALLREDUCE and request.op != _ADASUM and len(request.tensors) == 1
-        if not plain or request.device != "cpu":
-            return -1  # what is started on a GPU does not wait for its thread
-        each.standing.add(number)
-        each.orders_left -= 1
-        return number
+        return number if each.orders.ran_alone(number, each.entries[number].request) else -1
 
     def _active(self, each: _Set) -> list[int]:
         if not self._joined:
@@ -284,10 +266,7 @@ class Coordinator:
 
     def _end_order(self, each: _Set, name: str, failed: bool) -> None:
         """Of this name, if it is one: it could not run, or means something else from now on."""
-        ended = [number for number in each.standing if each.entries[number].request.name == name]
-        each.standing.difference_update(ended)
-        if ended and failed:
-            each.orders_left = 0
+        each.orders.end([n for n in each.orders if each.name_of(n) == name], failed)
 
     def _take(self, each: _Set, name: str) -> None:
         del each.waiting[name]
@@ -309,9 +288,9 @@ class Coordinator:
             if len(each.seen) > 64 * self._capacity:
                 each.seen.clear()
             return found
-        room = self._capacity * (ORDERS_STRETCH if each.standing else 1)
+        room = self._capacity * (ORDERS_STRETCH if each.orders else 1)
         if len(each.entries) >= room:
-            if each.unaware or each.standing:
+            if each.unaware or each.orders:
                 return found
             self._forget_numbers(each)
         number = len(each.entries)
@@ -331,7 +310,7 @@ class Coordinator:
             each.offered[rank] = 0
         each.before, each.entries, each.numbers = each.entries, [], {}
         each.reducible = each.by_request = 0
-        each.alone.clear()
+        each.orders.forget_numbers()
         each.epoch += 1
         each.unaware = set(each.members)
 
@@ -351,7 +330,7 @@ class Coordinator:
             if rank not in each.offered:
                 continue
             made += self._decide(each, list(each.waiting))
-            late = tuple((n, max(runs.values())) for n, runs in each.late.items() if runs)
+            late = tuple((n, max(runs.values())) for n, runs in each.orders.late())
             if late:
                 made.append(Decision(each.named_as, each.epoch, catch_up=late))
         return made
@@ -387,8 +366,8 @@ class Coordinator:
                 for number in bits(offered):
                     self._ask(each, other, self._asked(each, number, other))
                 each.offered[other] = 0
-            for number, runs in [*each.late.items()]:
-                for other in runs:
+            for number, runs in [*each.orders.late()]:
+                for other in [*runs]:
                     self._ask(each, other, self._asked(each, number, other))
             decisions += self._decide(each, list(each.waiting))
         return decisions
@@ -439,9 +418,8 @@ class Coordinator:
         """Everything that some have offered and some have not, with those that have."""
         for name, asked in each.waiting.items():
             yield name, set(asked)
-        for number, runs in each.late.items():
-            if runs:
-                yield each.entries[number].request.name, set(runs)
+        for number, runs in each.orders.late():
+            yield each.name_of(number), set(runs)
         union = 0
         for offered in each.offered.values():
             union |= offered
@@ -451,9 +429,9 @@ class Coordinator:
 
     def _end(self, each: _Set, name: str, after_s: float) -> Settled:
         number = each.numbers.get(name)
-        for other in [*each.late.get(-1 if number is None else number, ())]:
-            assert number is not None
-            self._ask(each, other, self._asked(each, number, other))
+        for order, runs in [*each.orders.late()]:
+            for other in [*runs] if order == number else ():
+                self._ask(each, other, self._asked(each, order, other))
         if name not in each.waiting and number is not None:
             for rank, offered in each.offered.items():
                 if offered >> number & 1:

@@ -28,7 +28,7 @@ from elastic.collectives.store import Store, listen
 from elastic.environment import Environment
 from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.offers import Offers
-from elastic.own_line import OwnLine
+from elastic.own_line import OwnLine, silence_s
 from elastic.pending import Pending
 from elastic.protocol import Place
 from elastic.requests import ALL, JOIN, LEAVE, Decision, Members, Offer, Request
@@ -293,7 +293,7 @@ class Engine:
             return self._own_line()
         rules = fetch_rules(self._store, place.rank, timeout_s)
         self._limits = rules.limits
-        line = Peer(rules, place.rank, self.generation, secret)
+        line = Peer(rules, place.rank, self.generation, secret, silence_s(self._env))
         self._line = line
         if self._failure:  # aborted meanwhile
             line.abort()

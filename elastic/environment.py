@@ -19,6 +19,7 @@ START_TIMEOUT_S = 600.0  # rank 0 may prepare the data first
 COLLECTIVE_TIMEOUT_S = 1800.0
 DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: none yet, start_timeline() will say where
 
+_TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
 _ON_OR_OFF = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
@@ -49,6 +50,8 @@ class Environment:
     dynamic_process_sets: bool = False
     timeline: str | None = None  # a path, or DYNAMIC
     timeline_mark_cycles: bool = False
+    # Paths of certificate, key and authority, for the control connection; None: it is in the clear.
+    tls: tuple[str, str, str] | None = None
     started: Started | None = None  # by whom, if not by elasticrun
     start_timeout_s: float = START_TIMEOUT_S  # without a driver: for every rank to call init()
 
@@ -76,6 +79,10 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
                 "ELASTIC_DRIVER is set, but ELASTIC_WORKER or ELASTIC_SECRET is missing or damaged:"
                 " start the script with elasticrun, or unset ELASTIC_DRIVER"
             ) from error
+    tls = tuple(env.get(name) or "" for name in _TLS)
+    if any(tls) and not all(tls):
+        missing = _TLS[tls.index("")]
+        raise Invalid(f"{missing} is not set, but others of {', '.join(_TLS)} are; set all three")
     launched = started(env, parent=os.getppid())
     stalls = not _switch(env, "HOROVOD_STALL_CHECK_DISABLE")
     warning_s = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", "seconds", 60.0)
@@ -101,6 +108,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         dynamic_process_sets=_switch(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
         timeline=env.get("HOROVOD_TIMELINE") or None,
         timeline_mark_cycles=_switch(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        tls=(tls[0], tls[1], tls[2]) if any(tls) else None,
         started=launched,
         start_timeout_s=_seconds(env, "HOROVOD_START_TIMEOUT", START_TIMEOUT_S),
     )

@@ -78,6 +78,10 @@ class JobFailed(ElasticError, RuntimeError):
     """
 
 
+class JobOver(JobFailed):
+    """As JobFailed, in a worker: the driver has said why, once for all, so it ends a worker without a traceback."""
+
+
 class DriverLost(ElasticError):
     """The connection to the driver broke, and without it this worker can't go on."""
 

@@ -1,5 +1,8 @@
-"""The worker's one connection to the driver, read by one thread. Moves messages; decides
-nothing.
+"""The worker's one connection to the driver, read by one thread. Moves messages; decides nothing.
+
+With TLS the socket stays a plain one, and what passes through it is turned by a `tls.Endpoint`, which makes no system
+call: so poll() says all there is to know, a thread that waits to send holds nobody up who reads, and a forked child has
+nothing to say goodbye with.
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ import secrets
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from elastic import protocol
 from elastic.errors import DriverLost
 from elastic.protocol import Address, Message, ProtocolError, Worker
-from elastic.wire import Wire, proof
+from elastic.wire import NONCE_BYTES, Wire, proof
+
+if TYPE_CHECKING:
+    from elastic.tls import Endpoint
 
 CONNECT_S = 20.0  # to reach the driver and prove who we are
 TICK_S = 1.0  # ``poked`` is called as often without a poke
@@ -27,14 +34,27 @@ SEND_S = 10.0  # a driver that reads nothing for so long is lost
 
 
 class Link:
-    """Connects at construction; `start` begins to deliver. Raises DriverLost if the driver can't be
-    reached.
+    """Connects at construction; `start` begins to deliver. Raises DriverLost if the driver can't be reached, and
+    Invalid where a file of ``tls`` is no good: the paths of certificate, key and authority.
     """
 
-    def __init__(self, address: Address, secret: bytes, worker: Worker) -> None:
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        worker: Worker,
+        *,
+        tls: tuple[str, str, str] | None = None,
+    ) -> None:
         self._worker = worker
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # frames, in the order of their numbers
+        self._tls: Endpoint | None = None
+        self._turning = threading.Lock()  # of ``_tls``; nothing blocks under it
         self._closed = False
+        if tls is not None:
+            from elastic.tls import Endpoint, context
+
+            self._tls = Endpoint(context(*tls, server=False), server=False)
         retrying = Retrying(
             retry=retry_if_exception_type(OSError),
             stop=stop_after_delay(CONNECT_S),
@@ -45,7 +65,7 @@ class Link:
             self._socket = retrying(socket.create_connection, (address.host, address.port), 5.0)
         except OSError as error:
             raise DriverLost(
-                f"no driver answers at {address.host}:{address.port} ({error});"
+                f"no driver answers at {address} ({error});"
                 " is elasticrun still running?"
             ) from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,9 +78,10 @@ class Link:
         self._thread: threading.Thread | None = None
 
     def _authenticate(self, secret: bytes) -> None:
-        self._socket.settimeout(CONNECT_S)
+        deadline = time.monotonic() + CONNECT_S
         try:
-            challenge = self._next()
+            self._flush()
+            challenge = self._next(deadline)
             if not isinstance(challenge, protocol.Challenge):
                 raise ProtocolError("the driver did not begin with a challenge")
             if challenge.version != protocol.VERSION:
@@ -68,11 +89,13 @@ class Link:
                     f"the driver speaks version {challenge.version} of the protocol, this worker"
                     f" {protocol.VERSION}: install the same hvd-elastic on every host"
                 )
-            nonce = secrets.token_bytes(32)
+            if len(challenge.nonce) != NONCE_BYTES:  # a proof's text must have one reading only
+                raise ProtocolError("its challenge has no proper length")
+            nonce = secrets.token_bytes(NONCE_BYTES)
             name = str(self._worker)
             mine = proof(secret, "worker", challenge.nonce, nonce, name)
             self.send(protocol.Answer(self._worker, nonce, mine))
-            accepted = self._next()
+            accepted = self._next(deadline)
             theirs = proof(secret, "driver", nonce, challenge.nonce, name)
             if not isinstance(accepted, protocol.Accepted) or not hmac.compare_digest(
                 accepted.proof, theirs
@@ -80,16 +103,45 @@ class Link:
                 raise ProtocolError("the driver does not know this job's secret")
             self._wire.seal(secret, mine=nonce, theirs=challenge.nonce, caller=True)
         except (OSError, ProtocolError) as error:
+            with contextlib.suppress(OSError):
+                self._flush()  # an alert says why
             self._socket.close()
             raise DriverLost(f"the driver refused this worker: {error}") from error
 
-    def _next(self) -> Message:
+    def _next(self, deadline: float) -> Message:
+        silent = True
         while (message := self._wire.next()) is None:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             data = self._socket.recv(65536)
+            if not data and silent and self._tls is None:
+                raise ProtocolError(
+                    "it closed the connection without a word; does it expect TLS (--tls-cert,"
+                    " --tls-key, --tls-ca)?"
+                )
             if not data:
                 raise ProtocolError("it closed the connection")
-            self._wire.feed(data)
+            silent = False
+            self._wire.feed(self._clear(data))
+            self._flush()
         return cast(Message, message)
+
+    def _clear(self, data: bytes) -> bytes:
+        """What has arrived, in the clear."""
+        if self._tls is None:
+            return data
+        with self._turning:
+            return self._tls.feed(data)
+
+    def _flush(self) -> None:
+        """What TLS itself has to say: its handshake, or an answer in between. Who sends does it too."""
+        if self._tls is not None and self._sending.acquire(blocking=False):
+            try:
+                with self._turning:
+                    data = self._tls.due()
+                if data:
+                    self._socket.sendall(data)
+            finally:
+                self._sending.release()
 
     def start(
         self,
@@ -130,8 +182,9 @@ class Link:
                     data = self._socket.recv(65536)
                     if not data:
                         break
-                    for message in self._wire.receive(data):
+                    for message in self._wire.receive(self._clear(data)):
                         receive(message)
+                    self._flush()
                 except (OSError, ProtocolError) as error:
                     reason = f"the connection to the driver broke: {error}"
                     break
@@ -145,8 +198,13 @@ class Link:
         body = protocol.encoded(message)
         with self._sending:
             try:
-                self._socket.sendall(self._wire.frame_of(body))
-            except OSError as error:
+                data = self._wire.frame_of(body)
+                if self._tls is not None:
+                    with self._turning:
+                        self._tls.say(data)
+                        data = self._tls.due()
+                self._socket.sendall(data)
+            except (OSError, ProtocolError) as error:
                 raise DriverLost(f"the connection to the driver broke: {error}") from error
 
     def poke(self) -> None:

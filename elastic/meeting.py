@@ -254,9 +254,12 @@ def numeric(host: str) -> str:
     others its address in the network. Raises Invalid.
     """
     try:
-        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Invalid(f"MASTER_ADDR {host!r} can't be resolved: {error.strerror}") from None
+    every = [str(row[4][0]) for row in rows]
+    # A name may have an address of each family, and this host only one way there.
+    found = next((each for each in every if _own_address(each) is not None), every[0])
     if host == "localhost" or not _loopback(found) or _is_numeric(host):
         return found
     for public in _PUBLIC:

@@ -14,7 +14,23 @@ from elastic.environment import COLLECTIVE_TIMEOUT_S, Environment
 from elastic.errors import CollectiveFailed
 from elastic.pending import row
 from elastic.requests import Decision, Offer
-from elastic.star import Hub, Rules
+from elastic.star import BEAT_S, Hub, Rules
+
+SILENT_BEATS = 6
+
+
+def last_resort_s(env: Environment) -> float:
+    """How long a collective may wait for a rank; 0: for ever. Where there is a driver, it judges who is stuck, and
+    fences it.
+    """
+    last_s = env.stall_shutdown_s or max(env.collective_timeout_s, COLLECTIVE_TIMEOUT_S)
+    return last_s if env.driver is None else 0.0
+
+
+def silence_s(env: Environment) -> float:
+    """How long rank 0 may say nothing; 0: for ever. What it has to say when something waits too long comes first."""
+    last_s = last_resort_s(env)
+    return last_s + SILENT_BEATS * BEAT_S if last_s else 0.0
 
 
 class OwnLine:
@@ -33,9 +49,7 @@ class OwnLine:
         self._coordinator = Coordinator(size, env.cache_capacity)
         self._deciding = threading.Lock()  # also makes one order of what is published
         self._warn_s = env.stall_warning_s
-        # Where there is a driver, it judges who is stuck, and fences it. Without one this is the last resort.
-        last_s = env.stall_shutdown_s or max(env.collective_timeout_s, COLLECTIVE_TIMEOUT_S)
-        self._end_s = last_s if env.driver is None else 0.0
+        self._end_s = last_resort_s(env)
         self._hub = Hub(
             listener,
             rules,

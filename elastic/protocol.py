@@ -10,13 +10,18 @@ Nothing that a worker is sent when the world changes grows with the size of the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 VERSION = 2
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
+# Small things in a list take far more room than they have bytes: a frame may hold no more of them than anybody sends.
+PHASES_LIMIT = 1000
+SAMPLES_LIMIT = 1_000_000
+TRACES_LIMIT = 100_000
 COPY = "copy of the state"  # by this name a worker waits in one
 STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal at which a worker writes its stacks
 
@@ -67,6 +72,11 @@ class Commit(Value):
 class Address(Value):
     host: str
     port: int
+
+    def __str__(self) -> str:
+        """``host:port``, with brackets around an IPv6 address."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 class Place(Value):
@@ -181,7 +191,7 @@ class Resumed(Message):
     """The first collective of a generation completed here. Milliseconds by phase, in order."""
 
     generation: int
-    phases_ms: dict[str, float]
+    phases_ms: Annotated[dict[str, float], Meta(max_length=PHASES_LIMIT)]
     copied_bytes: int = 0
 
 
@@ -213,7 +223,7 @@ class Digested(Message):
     commit: Commit
     digest: int
     buffers: int = 0
-    samples: list[int] = []
+    samples: Annotated[list[int], Meta(max_length=SAMPLES_LIMIT)] = []
     epoch: int = 0
 
 
@@ -259,7 +269,7 @@ class Traced(Message):
 
     timeline: int
     offset_ns: int
-    records: list[Trace]
+    records: Annotated[list[Trace], Meta(max_length=TRACES_LIMIT)]
     dropped: int = 0  # records that found no room since the last message
 
 
@@ -453,11 +463,26 @@ from_worker: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
 from_driver: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromDriver)
 
 
-def encoded(message: Message) -> bytes:
-    """The body of a frame. Raises ProtocolError when it would exceed FRAME_LIMIT."""
-    body = _encoder.encode(message)
+def encoded(message: msgspec.Struct) -> bytes:
+    """The body of a frame, of a message of ours or between driver and agent. Raises ProtocolError when it would exceed FRAME_LIMIT."""
+    try:
+        body = _encoder.encode(message)
+    except UnicodeEncodeError:  # an error may quote a file name that is no text
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+        body = _encoder.encode(_sayable(plain))
     if len(body) > FRAME_LIMIT:
         raise ProtocolError(
             f"{type(message).__name__} has {len(body)} bytes; the limit is {FRAME_LIMIT}"
         )
     return body
+
+
+def _sayable(tree: Any) -> Any:
+    match tree:
+        case str():
+            return tree.encode(errors="replace").decode()
+        case list() | tuple():
+            return [_sayable(each) for each in tree]
+        case dict():
+            return {_sayable(key): _sayable(value) for key, value in tree.items()}
+    return tree

@@ -49,7 +49,7 @@ def init() -> None:
         if env.started is not None and env.started.way is not None:
             runtime = _met(env, env.started)
         else:
-            link = Link(env.driver, env.secret, env.worker) if env.driver is not None else None
+            link = None if env.driver is None else _link(env, env.driver)
             runtime = Runtime(env, link)
             if link is not None:
                 runtime.connect()
@@ -60,6 +60,10 @@ def init() -> None:
     if not _runtime.alone:
         _runtime.first_world()
     _initialized = True
+
+
+def _link(env: Environment, driver: Address) -> Link:
+    return Link(driver, env.secret, env.worker, tls=env.tls)
 
 
 def _met(env: Environment, started: Started) -> Runtime:
@@ -97,7 +101,7 @@ def send_result(blob: bytes) -> None:
         env = environment.read()
         if env.driver is None:
             return
-        runtime = Runtime(env, Link(env.driver, env.secret, env.worker))
+        runtime = Runtime(env, _link(env, env.driver))
         runtime.connect()
         _adopt(runtime)
     runtime.send(protocol.Result(blob))

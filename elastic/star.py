@@ -37,6 +37,9 @@ _UNSENT_LIMIT = 256 << 20  # bytes that wait for a rank before it is given up
 _READ_BYTES = 1 << 16
 KEY = "negotiation"  # under which rank 0 provides its rules in the store
 LOOK_S = 1.0  # how often what does not come on is looked at
+BEAT_S = 5.0  # how often rank 0 says that it lives
+_BEAT = _LENGTH.pack(0)  # a frame without a message
+_LISTENS = 30  # how often a rank listens in vain before rank 0 is given up
 
 _encoder = msgspec.msgpack.Encoder()
 _offers: msgspec.msgpack.Decoder[Offer] = msgspec.msgpack.Decoder(Offer)
@@ -85,16 +88,23 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Rule
 
 
 class Peer:
-    """A rank's end. One thread receives at a time, another may send."""
+    """A rank's end. One thread receives at a time, another may send.
 
-    def __init__(self, rules: Rules, rank: int, generation: int, secret: bytes) -> None:
+    A rank 0 that says nothing for ``silence_s``, not even that it lives, is given up; 0: never.
+    """
+
+    def __init__(
+        self, rules: Rules, rank: int, generation: int, secret: bytes, silence_s: float = 0.0
+    ) -> None:
         self._buffer = bytearray()
         self._aborted = False
+        self._silence_s = silence_s
+        self._in_vain = 0  # how often it has listened since rank 0 was heard
         try:
             self._socket = socket.create_connection((rules.host, rules.port), _HELLO_S)
         except OSError as error:
             raise CollectiveFailed(f"rank 0 can't be reached to negotiate: {error}") from error
-        self._socket.settimeout(None)
+        self._socket.settimeout(silence_s or None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -118,10 +128,16 @@ class Peer:
         Raises CollectiveFailed when rank 0 is gone, or on `abort`.
         """
         while True:
-            bodies = _cut(self._buffer, _FRAME_LIMIT)
+            bodies = [body for body in _cut(self._buffer, _FRAME_LIMIT) if body]
             if bodies:
                 return [_decisions.decode(body) for body in bodies]
-            ready = self._poll.poll()
+            ready = self._poll.poll(1000 * self._silence_s / _LISTENS or None)
+            if not ready:
+                # Counted, not timed: where all were stopped together, and go on, nobody was silent.
+                self._in_vain += 1
+                if self._in_vain >= _LISTENS:
+                    raise CollectiveFailed(self._why(f"no word for {self._silence_s:g} s"))
+                continue
             if all(fd == self._woken.fileno() for fd, _ in ready) and not self._aborted:
                 self._woken.recv(_READ_BYTES)
                 return []
@@ -132,6 +148,7 @@ class Peer:
             if not part:
                 raise CollectiveFailed(self._why("the connection was closed"))
             self._buffer += part
+            self._in_vain = 0
 
     def nudge(self) -> None:
         """Wakes who is in `receive`. From any thread."""
@@ -234,6 +251,14 @@ class Hub:
             with contextlib.suppress(OSError):
                 self._waker.send(b"!")
 
+    def _beat(self) -> None:
+        """Says that this process runs to all that are not being told something anyway."""
+        with self._connecting:
+            for rank, sock in self._sockets.items():
+                if rank not in self._unsent and (rest := _BEAT[_sent(sock, _BEAT) :]):
+                    self._unsent[rank] = bytearray(rest)
+        self._send_more()
+
     def _send_more(self) -> None:
         """What ranks have not taken yet; looks again when they can take more."""
         with self._connecting:
@@ -257,12 +282,16 @@ class Hub:
     def _serve(self) -> None:
         try:
             look_at = time.monotonic() + LOOK_S
+            beat_at = time.monotonic() + BEAT_S
             while not self._closed.is_set():
                 self._turn()
                 now = time.monotonic()
                 if now >= look_at and not self._closed.is_set():
                     look_at = now + LOOK_S
                     self._look_around(now)
+                if now >= beat_at and not self._closed.is_set():
+                    beat_at = now + BEAT_S
+                    self._beat()
         except Exception as error:
             if not self._closed.is_set():
                 self._died(f"the negotiation on rank 0 ended: {type(error).__name__}: {error}")
@@ -273,7 +302,7 @@ class Hub:
                 sock.close()
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(LOOK_S):
+        for key, events in self._selector.select(min(LOOK_S, BEAT_S)):
             if self._closed.is_set():
                 return
             if key.fileobj is self._listener:
@@ -329,7 +358,13 @@ class Hub:
             if sock in self._ranks:
                 for body in _cut(buffer, _FRAME_LIMIT):
                     self._offered(self._ranks[sock], _offers.decode(body))
-        except (msgspec.MsgspecError, CollectiveFailed, OSError):
+        except (
+            msgspec.MsgspecError,
+            UnicodeDecodeError,
+            RecursionError,
+            CollectiveFailed,
+            OSError,
+        ):
             if sock in self._buffers:
                 self._drop(sock)
 

@@ -20,6 +20,17 @@ from elastic.errors import Invalid
 OPENING, CLOSING = b"[\n", b"\n]\n"
 
 
+def is_free(path: str) -> bool:
+    """Whether there is nothing at this path that a new timeline would destroy: no file, an empty one, or a timeline."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(OPENING)) in (b"", OPENING)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False  # what is wrong with it, TraceFile says
+
+
 class TraceFile:
     """A new file in the place of whatever was at this path. Raises Invalid if it can't be written."""
 
@@ -31,7 +42,10 @@ class TraceFile:
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
                 raise OSError(errno.EINVAL, "it is no ordinary file")
-            self._fd = os.open(beginning, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(beginning)  # and if somebody puts a link there now, it is not followed
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._fd = os.open(beginning, flags, 0o644)
             try:
                 self._put(OPENING + CLOSING, 0)
                 os.replace(beginning, target)

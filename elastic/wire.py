@@ -18,9 +18,11 @@ from typing import Any
 
 import msgspec
 
-from elastic.protocol import FRAME_LIMIT, HANDSHAKE_LIMIT, Message, ProtocolError, encoded
+from elastic.protocol import FRAME_LIMIT, HANDSHAKE_LIMIT, ProtocolError, encoded
 
 TAG_BYTES = 16
+NONCE_BYTES = 32  # of each end, new for every connection
+SHOWN = 200  # characters of what a stranger says, where an error repeats it
 
 
 def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> bytes:
@@ -60,7 +62,7 @@ class Wire:
         )
         self._limit = FRAME_LIMIT
 
-    def frame(self, message: Message) -> bytes:
+    def frame(self, message: msgspec.Struct) -> bytes:
         """Raises ProtocolError where it would exceed FRAME_LIMIT. Send frames in the order in which they are made."""
         return self.frame_of(encoded(message))
 
@@ -96,8 +98,8 @@ class Wire:
         del buffer[:end]
         try:
             return self._decoder.decode(body)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise ProtocolError(f"no message of this protocol: {error}") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"no message of this protocol: {_shown(error)}") from error
 
     @property
     def unread(self) -> int:
@@ -109,6 +111,11 @@ class Wire:
         self.feed(data)
         while (message := self.next()) is not None:
             yield message
+
+
+def _shown(error: Exception) -> str:
+    """Part of it are the words of whoever sent the frame: on one line, short, and nothing a terminal obeys."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:SHOWN])
 
 
 def _tag(key: bytes, number: int, body: bytes) -> bytes:

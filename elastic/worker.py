@@ -24,6 +24,7 @@ from elastic import (
     host_news,
     meeting,
     protocol,
+    quiet_end,
     recovery,
     stacks,
     timeline,
@@ -37,6 +38,7 @@ from elastic.errors import (
     CollectiveFailed,
     DriverLost,
     JobFailed,
+    JobOver,
     LeaveRequested,
     PeerLost,
     StateMismatch,
@@ -126,6 +128,7 @@ class Runtime:
         """Introduces this process to the driver and waits for its answer. Raises DriverLost."""
         assert self._link is not None
         stacks.answer()
+        quiet_end.arrange()
         self._link.start(self._receive, self._poked, self._driver_lost)
         with self._lock:
             self._recovery.place = Place(-1, 0, 0, 0, 0, 0)
@@ -462,7 +465,7 @@ class Runtime:
             raise StateMismatch(reason)
         if self._recovery.running:
             raise LeaveRequested(reason)  # the driver says why the job ended, once for all workers
-        raise JobFailed(reason)
+        raise JobFailed(reason) if self.unheard else JobOver(reason)
 
     @property
     def asked_to_leave(self) -> bool:

@@ -1,4 +1,4 @@
-"""Leaves out the hosts of another discovery that are not this machine: launching on others is not available yet."""
+"""Leaves out the hosts of another discovery that are not this machine, for a job that has begun on this one alone."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ class LocalDiscovery:
                     here[host] = slots
                 elif reported.get(host) != reason:
                     reported[host] = reason
-                    self._log("warning", f"host {host} is left out: {reason}, {NOT_AVAILABLE}")
+                    self._log("warning", f"host {host} is left out: {reason}, {BEGUN_ALONE}")
             if list(here.items()) != last:
                 last = list(here.items())
                 yield here
 
 
-NOT_AVAILABLE = "and launching on other hosts is not available yet"
+BEGUN_ALONE = (
+    "and this job began with this machine alone, where its workers listen on loopback; a job whose"
+    " first list has other machines too may use any"
+)

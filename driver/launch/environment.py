@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from elastic.driver.access import TlsFiles
 from elastic.protocol import Address, Place, Worker
+
+# By these a driver or an agent is told what would let a worker, or whoever reads its environment, pose as one.
+_KEPT_BACK = {
+    "ELASTIC_JOB_SECRET",
+    "ELASTIC_SECRET_FILE",
+    "ELASTIC_ETCD_PASSWORD",
+    "ELASTIC_ETCD_PASSWORD_FILE",
+}
 
 
 def worker_environment(
@@ -20,6 +29,7 @@ def worker_environment(
     collective_timeout_s: float,
     wait_timeout_s: float,
     threads: int,
+    tls: TlsFiles | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Everything a worker is told before it connects.
@@ -31,11 +41,16 @@ def worker_environment(
     return {
         **defaults(threads),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{gloo_timeout_s:g}",
-        **inherited,
+        **without_secrets(inherited),
         **(extra or {}),
         **job,
-        **host_environment(driver, secret, bind),
+        **host_environment(driver, secret, bind, tls),
     }
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a worker may inherit."""
+    return {name: value for name, value in environ.items() if name not in _KEPT_BACK}
 
 
 def defaults(threads: int) -> dict[str, str]:
@@ -56,8 +71,9 @@ def job_environment(
 ) -> dict[str, str]:
     """What the driver knows of a worker, on whatever host. ``place`` is provisional.
 
-    A collective ends within ``collective_timeout_s``, and ``wait_timeout_s`` is for how long to wait for a word of the driver. Under Horovod's names stands what scripts and
-    other libraries look for, to learn that they were started and how.
+    A collective ends within ``collective_timeout_s``, and ``wait_timeout_s`` is for how long to wait for a word of the
+    driver. Under Horovod's names stands what scripts and other libraries look for, to learn that they were started and
+    how.
     """
     return {
         "ELASTIC_WORKER": str(worker),
@@ -76,7 +92,9 @@ def job_environment(
     }
 
 
-def host_environment(driver: Address, secret: str, bind: str) -> dict[str, str]:
+def host_environment(
+    driver: Address, secret: str, bind: str, tls: TlsFiles | None = None
+) -> dict[str, str]:
     """What holds for every worker of one host.
 
     ``driver`` is whom they call: the driver itself, or the agent of their host. ``secret`` is hexadecimal: the
@@ -84,18 +102,15 @@ def host_environment(driver: Address, secret: str, bind: str) -> dict[str, str]:
     a worker may listen for its peers. At the rendezvous address other libraries would find somebody who speaks no HTTP.
     """
     return {
-        "ELASTIC_DRIVER": show_address(driver),
+        "ELASTIC_DRIVER": str(driver),
         "ELASTIC_SECRET": secret,
         "ELASTIC_BIND": bind,
+        "ELASTIC_TLS_CERT": "" if tls is None else tls.cert,
+        "ELASTIC_TLS_KEY": "" if tls is None else tls.key,
+        "ELASTIC_TLS_CA": "" if tls is None else tls.ca,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": driver.host,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(driver.port),
     }
-
-
-def show_address(address: Address) -> str:
-    """``host:port``, with brackets around an IPv6 address."""
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    return f"{host}:{address.port}"
 
 
 def threads_per_worker(cores: int, workers: int) -> int:

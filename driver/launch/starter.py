@@ -13,6 +13,9 @@ import msgspec
 from elastic.driver.access import EtcdAccess, TlsFiles
 from elastic.errors import ElasticError
 
+READY = "hvd-elastic agent ready"  # the agent writes this line, and its release, once it has checked its bootstrap
+AGENT_MODULE = "elastic.driver.agent_process"
+
 
 class Bootstrap(msgspec.Struct, frozen=True):
     """What an agent process is told at its start. Exactly one of ``drivers`` and ``etcd`` says where the driver is."""

@@ -149,7 +149,7 @@ class Store:
                 raise CollectiveFailed(f"aborted while waiting for {awaited}") from None
             raise CollectiveFailed(
                 f"gave up waiting for {awaited} at the store"
-                f" {self.address.host}:{self.address.port}: {error or type(error).__name__}"
+                f" {self.address}: {error or type(error).__name__}"
             ) from error
         finally:
             with self._lock:

@@ -16,7 +16,7 @@ from elastic.driver.events import (
     WorkerResumed,
     WorkerReturned,
 )
-from elastic.driver.journal import Journal
+from elastic.driver.journal_file import FileJournal
 from elastic.driver.settings import Settings
 from elastic.protocol import Address, Commit, Place, Worker
 
@@ -34,7 +34,7 @@ def world(generation: int, *workers: Worker) -> PublishWorld:
 class Written:
     """A journal that is being written, and its follower."""
 
-    journal: Journal
+    journal: FileJournal
 
     def __init__(self, folder) -> None:
         self.path = folder / "journal.jsonl"
@@ -43,7 +43,7 @@ class Written:
 
     def begin(self) -> None:
         settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
-        self.journal = Journal(self.path, settings)
+        self.journal = FileJournal.begin(self.path, settings)
 
     def happens(self, event: Event, *actions) -> Story:
         self.now += 1.0

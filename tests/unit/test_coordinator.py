@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic.coordinator import TIMES_ALONE, Coordinator, bits
+from elastic.coordinator import Coordinator, bits
 from elastic.offers import Offers
 from elastic.requests import (
     AGREE,
@@ -27,6 +27,7 @@ from elastic.requests import (
     Settled,
     mismatch,
 )
+from elastic.standing_orders import TIMES_ALONE
 
 
 @dataclass

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
 
+from elastic.driver.discovery.etcd import EtcdDiscovery
 from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.discovery.interface import Discovery
+from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
 from elastic.driver.discovery.local import LocalDiscovery
 from elastic.driver.discovery.script import ScriptDiscovery, find_script
 from elastic.driver.discovery.static import StaticDiscovery
+from elastic.driver.etcd import Item
 from elastic.driver.hosts import ThisHost
-from elastic.driver.job import Job, open_discovery
+from elastic.driver.job import Job, first_hosts, script_discovery
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 A = {"a": 2}
 AB = {"a": 2, "b": 1}
+SERVICE = {"10.0.0.6": 2, "10.0.0.7": 2}  # its hosts are addresses, and all alike
 
 
 class Log(list[tuple[str, str]]):
@@ -105,10 +111,99 @@ def refusal(command: list[str], **rest) -> str:
     return str(caught.value)
 
 
+# ---- hosts that are registered in etcd
+
+HOSTS = "/hvd-elastic/job/hosts/"
+
+
+def registered(*hosts: str) -> dict[str, Item]:
+    """What is under ``hosts/``, the first that was there first."""
+    items = {}
+    for revision, host in enumerate(hosts, 1):
+        name, _, slots = host.rpartition(":")
+        value = b'{"slots": %s, "incarnation": 1}' % slots.encode()
+        items[HOSTS + name] = Item(value, revision, revision, 7)
+    return dict(sorted(items.items()))
+
+
+class Registered:
+    """An etcd that shows these tables, then waits; ``settling`` are its answers to how long it is not settled."""
+
+    def __init__(self, *tables: dict[str, Item], settling: Iterable[float] = ()) -> None:
+        self.tables = tables
+        self.settling = iter(settling)
+
+    async def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]:
+        assert prefix == HOSTS
+        for table in self.tables:
+            yield table
+        await asyncio.Event().wait()
+
+    def unsettled_s(self, settle_s: float) -> float:
+        return next(self.settling, 0.0)
+
+
+def listed(etcd: Registered) -> tuple[list[dict[str, int]], Log]:
+    """What is yielded until nothing comes any more."""
+    log = Log()
+
+    async def conversation() -> list[dict[str, int]]:
+        seen = []
+        lists = EtcdDiscovery(etcd, "job", log).watch()
+        with contextlib.suppress(asyncio.TimeoutError):
+            while True:
+                seen.append(await asyncio.wait_for(anext(lists), 0.02))
+        return seen
+
+    return asyncio.run(conversation()), log
+
+
+def test_who_was_registered_first_is_preferred():
+    [hosts], _ = listed(Registered(registered("z:1", "b:2", "a:4")))
+    assert list(hosts.items()) == [("z", 1), ("b", 2), ("a", 4)]
+
+
+def test_hosts_that_are_as_they_were_are_not_told_again():
+    lists, _ = listed(Registered(registered("a:2"), registered("a:2"), registered("a:2", "b:1")))
+    assert lists == [A, AB]
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff", b"{}", b'{"slots": 0, "incarnation": 1}', b"7"])
+def test_what_is_no_host_is_told_once_and_left_out(value):
+    table = registered("a:2") | {HOSTS + "c": Item(value, 9, 9, 0)}
+    lists, log = listed(Registered(table, table | registered("a:2", "b:1")))
+    assert lists == [A, AB]
+    assert log == [("warning", f"etcd key {HOSTS}c does not describe a host and is left out")]
+
+
+def test_a_name_that_is_no_name_is_left_out():
+    strange = {HOSTS + name: registered("a:1")[HOSTS + "a"] for name in ("", "a/b", "a b", "a:2")}
+    lists, log = listed(Registered(strange | registered("a:2")))
+    assert lists == [A]
+    assert len(log) == 4
+
+
+def test_once_etcd_is_back_hosts_have_a_moment_to_come_again():
+    # b's lease ran out while nobody could renew it; it is registered anew before the time is over.
+    away = [0.0, 0.0, 5.0, 5.0, 5.0, 5.0]
+    tables = registered("a:2", "b:1"), registered("a:2"), registered("a:2", "b:1")
+    assert listed(Registered(*tables, settling=away))[0] == [AB]
+
+
+def test_a_host_that_does_not_come_again_is_gone_then():
+    away = [0.0, 0.0, 0.0, 0.01, 0.005]
+    lists, _ = listed(Registered(registered("a:2", "b:1"), registered("a:2"), settling=away))
+    assert lists == [AB, A]
+
+
 # ---- the contract
 
 
-@pytest.fixture(params=["static", "script", "fake", "local"])
+async def service(name: str, port: int, timeout_s: float) -> list[tuple[int, str]]:
+    return [(int(socket.AF_INET), address) for address in reversed(SERVICE)]
+
+
+@pytest.fixture(params=["static", "script", "fake", "local", "kubernetes", "etcd"])
 def discovery(request, tmp_path) -> Discovery:
     log = Log()
     match request.param:
@@ -118,6 +213,10 @@ def discovery(request, tmp_path) -> Discovery:
             return FakeDiscovery(AB)
         case "local":
             return LocalDiscovery(FakeDiscovery(AB), lambda host: None, log)
+        case "etcd":
+            return EtcdDiscovery(Registered(registered("a:2", "b:1")), "job", log)
+        case "kubernetes":
+            return HeadlessServiceDiscovery("workers", 2, log, resolve=service)
     return ScriptDiscovery(script(tmp_path, "echo a:2; echo b"), log)
 
 
@@ -125,7 +224,8 @@ def test_the_present_list_comes_first_and_is_the_callers_own(discovery):
     async def conversation() -> None:
         lists: AsyncIterator[dict[str, int]] = discovery.watch()
         first = await asyncio.wait_for(anext(lists), 10)
-        assert list(first.items()) == [("a", 2), ("b", 1)]
+        expected = SERVICE if isinstance(discovery, HeadlessServiceDiscovery) else AB
+        assert list(first.items()) == list(expected.items())
         first.clear()
         # Nothing has changed: either it is over, or it waits.
         with pytest.raises((StopAsyncIteration, asyncio.TimeoutError)):
@@ -325,7 +425,8 @@ def test_hosts_elsewhere_are_left_out_and_told_once():
     assert log == [
         (
             "warning",
-            "host b is left out: it is far, and launching on other hosts is not available yet",
+            "host b is left out: it is far, and this job began with this machine alone, where its"
+            " workers listen on loopback; a job whose first list has other machines too may use any",
         )
     ]
 
@@ -340,11 +441,10 @@ def job(command: list[str] | None, hosts: dict[str, int] | None = None) -> Job:
 
 def first_list(opened: Job) -> tuple[dict[str, int], Log]:
     log = Log()
-    here = ThisHost(hostname="trainer", resolve=lambda name: ["192.0.2.7"])
 
     async def conversation() -> dict[str, int]:
-        discovery = await open_discovery(opened, log, this_host=here)
-        return await anext(discovery.watch())
+        known = await first_hosts(opened, log)
+        return await anext(script_discovery(opened, known, log).watch())
 
     return asyncio.run(conversation()), log
 
@@ -361,16 +461,11 @@ def test_a_job_may_start_without_hosts(tmp_path):
     assert log[0][1].endswith("lists no host yet; waiting for one")
 
 
-def test_a_job_with_a_list_runs_nothing():
-    assert first_list(job(None, hosts=A)) == (A, [])
-
-
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ("exit 1", "ended with exit code 1"),
         ("echo '???'", "line 1 reads '???'"),
-        ("echo gpu7:4", "lists gpu7: it is another machine (192.0.2.7), and launching on other"),
     ],
 )
 def test_a_first_run_must_be_good(tmp_path, body, said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic import environment, protocol, runtime
+from elastic import environment, protocol, quiet_end, runtime
 from elastic import worker as worker_shell
-from elastic.errors import JobFailed, LeaveRequested
+from elastic.errors import JobFailed, JobOver, LeaveRequested
 from elastic.runtime import Runtime
 
 
@@ -71,16 +72,30 @@ def test_a_sleep_of_long_ago_has_nothing_to_do_with_it(worker, clock):
         worker._poked()
         clock[0] += 1.0
     worker._driver_lost("the driver closed the connection")
-    with pytest.raises(JobFailed, match="fenced, or elasticrun is gone"):
+    with pytest.raises(JobFailed, match="fenced, or elasticrun is gone") as caught:
         worker._raise_over()
+    assert not isinstance(caught.value, JobOver)  # nobody else has said it
 
 
 def test_who_was_told_why_the_job_ended_says_nothing_more(worker):
     worker._receive(protocol.End("too few workers"))
     worker._driver_lost("the driver closed the connection")
     assert not worker.lost_driver
-    with pytest.raises(JobFailed, match="too few workers"):
+    with pytest.raises(JobOver, match="too few workers"):
         worker._raise_over()
+
+
+def test_what_the_driver_has_said_ends_a_worker_without_a_traceback(monkeypatch):
+    shown: list[BaseException] = []
+    monkeypatch.setattr("sys.excepthook", lambda kind, error, trace: shown.append(error))
+    quiet_end.arrange()
+    once = sys.excepthook
+    quiet_end.arrange()
+    assert sys.excepthook is once
+    mistake = ValueError("a mistake in the script")
+    sys.excepthook(JobOver, JobOver("Ctrl-C at the driver"), None)
+    sys.excepthook(ValueError, mistake, None)
+    assert shown == [mistake]
 
 
 def test_the_sentence_is_printed_where_elastic_run_ends(worker, monkeypatch, capsys):

@@ -8,8 +8,8 @@ import pytest
 
 from elastic.driver.hosts import (
     ThisHost,
-    interface_address,
     literal_address,
+    parse_address,
     parse_hosts,
     parse_lines,
     read_hostfile,
@@ -222,8 +222,19 @@ def test_spellings_of_an_address():
     assert literal_address("gpu7") is None
 
 
-def test_interfaces():
-    assert interface_address("lo") == "127.0.0.1"
-    answer = refusal(interface_address, "eth77")
-    assert answer.startswith("--network-interface eth77 does not exist here; there is ")
-    assert "lo" in answer
+def test_addresses_with_a_port():
+    assert parse_address("driver.lab:4711") == ("driver.lab", 4711)
+    assert parse_address("[fd00::1]:80") == ("fd00::1", 80)
+    for text in (
+        "driver",
+        ":80",
+        "fd00::1:80",
+        "[a]:80",
+        "[::1:80",
+        "a:0",
+        "a:65536",
+        "a:b",
+        "",
+        "a:",
+    ):
+        assert f"{text!r} is no address" in refusal(parse_address, text)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import stat
+import time
+from pathlib import Path
 
 import pytest
 
+from elastic.chaos.__main__ import main as chaos
+from elastic.chaos.follow import Follower
+from elastic.chaos.invariants import BrokenInvariant, check_journal
+from elastic.chaos.simulator import Simulation
 from elastic.driver import journal
+from elastic.driver.entries import Entry, Resumed, Writer, encoded, header_of
 from elastic.driver.events import (
     BreakWorld,
+    DriverRestarted,
     EndJob,
     HostsChanged,
     Member,
@@ -20,9 +30,11 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerReady,
 )
-from elastic.driver.journal import Journal, ReplayDiffers, read, replay
+from elastic.driver.journal import Journal, ReplayDiffers, Upkeep, read, replay
+from elastic.driver.journal_file import FileArchive, FileJournal
 from elastic.driver.membership import Membership
 from elastic.driver.settings import Settings
+from elastic.driver.snapshot import NotTaken, taken
 from elastic.errors import Invalid
 from elastic.protocol import Address, Commit, Place, Worker
 
@@ -66,7 +78,7 @@ CONVERSATION = [
 
 
 def written(path, machine, conversation=CONVERSATION, **changes):
-    log = Journal(path, settings(**changes))
+    log = FileJournal.begin(path, settings(**changes))
     for at, event in conversation:
         log.record(at, event, machine.handle(event, at))
     log.close()
@@ -121,12 +133,12 @@ def test_a_missing_action_is_a_difference(tmp_path):
 
 
 def test_an_event_that_raised_must_raise_again(tmp_path):
-    log = Journal(tmp_path / "j", settings())
+    log = FileJournal.begin(tmp_path / "j", settings())
     log.record(1.0, TimePassed(), error="AssertionError: too late")
     log.close()
     assert replay(tmp_path / "j", Script) == [(TimePassed(), [])]
 
-    log = Journal(tmp_path / "j", settings())
+    log = FileJournal.begin(tmp_path / "j", settings())
     log.record(1.0, StopRequested("x"), error="AssertionError: too late")
     log.close()
     with pytest.raises(ReplayDiffers, match="raised nothing"):
@@ -134,7 +146,7 @@ def test_an_event_that_raised_must_raise_again(tmp_path):
 
 
 def test_each_event_is_in_the_file_at_once(tmp_path):
-    log = Journal(tmp_path / "j", settings())
+    log = FileJournal.begin(tmp_path / "j", settings())
     log.record(1.0, TimePassed())
     assert json.loads((tmp_path / "j").read_text().splitlines()[1]) == {
         "at": 1.0,
@@ -159,7 +171,7 @@ def test_only_the_user_may_read_it_and_it_keeps_no_secret(tmp_path):
 
 
 def test_the_story_has_the_latest_events(tmp_path):
-    log = Journal(None, settings())
+    log = Journal()
     assert log.story() == "no events yet"
     for n in range(300):
         log.record(float(n), StopRequested(f"n{n}"), [EndJob(1, "x")])
@@ -170,7 +182,7 @@ def test_the_story_has_the_latest_events(tmp_path):
 
 def test_a_full_disk_ends_the_journal_and_not_the_job():
     said: list[str] = []
-    log = Journal("/dev/full", settings(), failed=said.append)  # type: ignore[arg-type]
+    log = FileJournal.begin(Path("/dev/full"), settings(), Upkeep(failed=said.append))
     log.record(1.0, TimePassed())
     log.record(2.0, TimePassed())
     assert said == ["the journal '/dev/full' ends here: No space left on device"]
@@ -178,7 +190,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_job():
 
 def test_bad_files_are_refused_in_a_sentence(tmp_path):
     with pytest.raises(Invalid, match="cannot write the journal"):
-        Journal(tmp_path / "missing" / "j", settings())
+        FileJournal.begin(tmp_path / "missing" / "j", settings())
     with pytest.raises(Invalid, match="cannot read the journal"):
         read(tmp_path / "none")
     (tmp_path / "text").write_text("hello\n")
@@ -208,3 +220,233 @@ def test_the_program_tells_the_story_and_whether_the_replay_agrees(tmp_path, cap
 
     assert journal.main([str(tmp_path / "none")]) == 2
     assert journal.main([]) == 2
+
+
+# ---- of several drivers ----------------------------------------------------------------------------------------------
+
+
+def resumed_job(path, *, every: int = 10**6, seed: int = 2, torn: bool = False) -> int:
+    """A simulated job whose driver is replaced wherever it was restarted, and a few times more. How often."""
+    sim = Simulation(seed, workers=6, steps=60, faults=14, mild=True)
+    sim.run()
+    membership = Membership(sim.settings)
+    drivers = 1
+
+    async def write() -> None:
+        nonlocal drivers, membership
+
+        def upkeep() -> Upkeep:
+            return Upkeep(take=lambda: taken(membership), snapshot_every=every)
+
+        archive = FileArchive(path)
+        journal = await archive.begin(header_of(sim.settings, job="a1"), upkeep())
+        for entry in sim.driver.entries:
+            if isinstance(entry.event, DriverRestarted):
+                journal.close()
+                if torn:
+                    with path.open("ab") as file:
+                        file.write(b'{"at":1,"event":{"type":"WorkerPro')
+                archive = FileArchive(path)
+                past = await archive.past()
+                assert past is not None
+                membership, drivers = past.membership, drivers + 1
+                journal = await archive.go_on(past, Writer(drivers, f"h{drivers}:1"), upkeep())
+            actions = membership.handle(entry.event, entry.at)
+            assert actions == entry.actions
+            journal.record(entry.at, entry.event, actions)
+            await journal.rest()
+        journal.close()
+
+    asyncio.run(write())
+    return drivers
+
+
+@pytest.fixture(scope="module")
+def crashing() -> int:
+    """A seed under which the driver crashes often."""
+    for seed in range(1, 60):
+        sim = Simulation(seed, workers=6, steps=60, faults=14, mild=True)
+        sim.run()
+        if sum(isinstance(e.event, DriverRestarted) for e in sim.driver.entries) > 1:
+            return seed
+    raise AssertionError("no driver crashes any more")
+
+
+@pytest.mark.parametrize(("every", "torn"), [(10**6, False), (25, True)])
+def test_whoever_reads_journals_reads_those_of_several_drivers(
+    tmp_path, capsys, crashing, every, torn
+):
+    path = tmp_path / "j"
+    drivers = resumed_job(path, every=every, seed=crashing, torn=torn)
+    assert drivers > 2 and (b'{"snapshot":' in path.read_bytes()) is (every < 1000)
+    _, entries = read(path)
+    assert len(replay(path)) == len(entries) > 50
+    assert check_journal(path).worlds > 1
+    assert journal.main([str(path)]) == 0
+    assert f"-- another driver goes on: term {drivers} at h{drivers}:1" in capsys.readouterr().out
+    assert chaos(["check", str(path)]) == 0
+    assert chaos(["replay", "--story", str(path)]) == 0
+    assert f"{drivers} drivers have written it" in capsys.readouterr().out
+    follower = Follower(path)
+    assert follower.look().ending and follower.story.generation == max(
+        action.generation
+        for entry in entries
+        for action in entry.actions
+        if isinstance(action, PublishWorld)
+    )
+
+
+def test_terms_grow_and_who_goes_on_says_so_first(tmp_path, crashing):
+    path = tmp_path / "j"
+    resumed_job(path, seed=crashing)
+    right = path.read_text()
+    path.write_text(right.replace('"resumed":{"term":3', '"resumed":{"term":2'))
+    with pytest.raises(
+        BrokenInvariant, match="ONE DRIVER: a driver of term 2 follows one of term 2"
+    ):
+        check_journal(path)
+    path.write_text(
+        "".join(line for line in right.splitlines(True) if '"type":"DriverRestarted"' not in line)
+    )
+    with pytest.raises(BrokenInvariant, match=r"ONE DRIVER: .* does not say so first"):
+        check_journal(path)
+
+
+def test_a_copy_that_begins_in_the_middle_can_be_replayed(tmp_path, capsys):
+    sim = Simulation(2, workers=6, steps=60, faults=14, mild=True)
+    sim.run()
+    membership = Membership(sim.settings)
+    for entry in sim.driver.entries[:100]:
+        membership.handle(entry.event, entry.at)
+    path = tmp_path / "j"
+    log = FileJournal.begin(path, sim.settings)
+    log.keep_snapshot(taken(membership), sim.driver.entries[99].at)
+    for entry in sim.driver.entries[100:]:
+        log.record(entry.at, entry.event, entry.actions)
+    log.close()
+    assert len(replay(path)) == len(sim.driver.entries) - 100
+    assert chaos(["replay", str(path)]) == 0
+    assert "begins in the middle of a job" in capsys.readouterr().out
+    with pytest.raises(Invalid, match="begins in the middle of a job"):
+        check_journal(path)
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def past_in(path):
+    archive = FileArchive(path)
+    try:
+        return asyncio.run(archive.past())
+    finally:
+        archive.close()
+
+
+def test_a_second_driver_is_told_who_writes_it(tmp_path):
+    log = FileJournal.begin(tmp_path / "j", settings())
+    log.record(1.0, TimePassed())
+    with pytest.raises(
+        Invalid, match=rf"the driver with process number {os.getpid()} writes .*stop it"
+    ):
+        FileJournal.begin(tmp_path / "j", settings())
+    assert len(read(tmp_path / "j")[1]) == 1, "and has done no harm"
+    log.close()
+    FileJournal.begin(tmp_path / "j", settings()).close()
+
+
+def test_a_file_is_never_taken_for_a_journal_to_be_resumed_if_it_is_none(tmp_path):
+    path = tmp_path / "j"
+    assert past_in(path) is None, "there is none"
+    for text in ('{"jour', '{"journal":1,"date":"x"'):
+        path.write_text(text)
+        assert past_in(path) is None, "a driver was killed while it began"
+    for text in ("my thesis", "my thesis\n", '{"a": 1}\n'):
+        path.write_text(text)
+        with pytest.raises(Invalid, match="is no journal, and would be overwritten"):
+            past_in(path)
+        assert path.read_text() == text
+    path.write_text('{"journal":1}\n')
+    with pytest.raises(Invalid, match="can't be resumed"):
+        past_in(path)
+
+
+def test_every_place_where_a_line_may_be_cut_off(tmp_path):
+    path = written(
+        tmp_path / "j", Membership(settings()), [CONVERSATION[0], (9.0, StopRequested("x"))]
+    )
+    whole = path.read_bytes()
+    starts = [at + 1 for at, byte in enumerate(whole) if byte == 0x0A]
+    for end in {*range(starts[0], len(whole), 11), *starts, starts[-1] - 1}:
+        path.write_bytes(whole[:end])
+        assert past_in(path).replayed == sum(start <= end for start in starts) - 1
+
+
+def test_a_large_journal_is_read_from_its_last_snapshot_on(tmp_path):
+    """100 MB before it, of which nothing is looked at; and the same behind the first line of it."""
+    path = tmp_path / "j"
+    log = FileJournal.begin(path, settings())
+    membership = Membership(settings())
+    log.record(1.0, CONVERSATION[0][1], membership.handle(CONVERSATION[0][1], 1.0))
+    log.close()
+    with path.open("ab") as file:
+        file.seek(100 << 20, os.SEEK_CUR)
+        file.write(b"no JSON\n")
+    archive = FileArchive(path)
+    log = FileJournal(archive, Resumed(Writer(2)), path.stat().st_size, None)
+    log.keep_snapshot(taken(membership), 1.0)
+    log.record(2.0, TimePassed(), membership.handle(TimePassed(), 2.0))
+    log.close()
+    began = time.thread_time()
+    past = past_in(path)
+    took = time.thread_time() - began
+    assert (past.replayed, past.last_at, past.term) == (1, 2.0, 2) and took < 0.2, took
+    assert taken(past.membership) == taken(membership)
+
+
+def test_a_snapshot_across_the_border_of_two_blocks_is_found(tmp_path, monkeypatch):
+    path = tmp_path / "j"
+    resumed_job(path, every=25)
+    expected = past_in(path).replayed
+    assert expected < 100
+    for block in range(15, 300, 7):
+        monkeypatch.setattr("elastic.driver.journal_file.BLOCK", block)
+        assert past_in(path).replayed == expected
+
+
+def test_snapshots_wait_for_a_spare_moment_but_not_for_ever(tmp_path):
+    shots: list[int] = []
+
+    def take() -> bytes:
+        shots.append(len(told))
+        return b'{"s": "%s"}' % (b"x" * 591)
+
+    told: list[int] = []
+    log = FileJournal.begin(tmp_path / "j", settings(), Upkeep(take=take, snapshot_every=10))
+    for n in range(15):
+        told.append(n)
+        log.record(float(n), TimePassed())
+    assert not shots
+    asyncio.run(log.rest())
+    asyncio.run(log.rest())
+    assert shots == [15]
+    for n in range(40):
+        told.append(n)
+        log.record(20.0 + n, TimePassed())
+    # 20 would be enough of them, but are smaller than two snapshots of 600 bytes.
+    line = encoded(Entry(20.0, TimePassed()))
+    assert shots == [15, 15 + -(-1200 // len(line))]
+
+
+def test_a_state_that_cannot_be_taken_only_ends_the_snapshots(tmp_path):
+    said: list[str] = []
+
+    def take() -> bytes:
+        raise NotTaken("a snapshot can't hold a socket")
+
+    upkeep = Upkeep(take=take, snapshot_every=1, failed=said.append)
+    log = FileJournal.begin(tmp_path / "j", settings(), upkeep)
+    for n in range(5):
+        log.record(float(n), TimePassed())
+    log.close()
+    assert said == ["the journal has no snapshots from here on: a snapshot can't hold a socket"]
+    assert len(read(tmp_path / "j")[1]) == 5

@@ -24,6 +24,7 @@ from elastic.driver.events import (
     WorkerFrozen,
 )
 from elastic.driver.journal import Journal, replay
+from elastic.driver.journal_file import FileJournal
 from elastic.driver.launch.fake import FakeLauncher
 from elastic.driver.loop import Driver, Job
 from elastic.driver.membership import Membership
@@ -88,12 +89,17 @@ class Story:
         self.membership = membership or Membership(self.settings)
         self.log: list[str] = []
         self.driver = Driver(
-            Job(settings=self.settings, command=["train"], environ={"PATH": "/bin"}),
+            Job(
+                settings=self.settings,
+                command=["train"],
+                environ={"PATH": "/bin"},
+                secret=FakeServer.secret.hex(),
+            ),
             membership=self.membership,
             server=cast(Any, self.server),
             launcher=self.launcher,
             discovery=self.discovery,
-            journal=Journal(path, self.settings),
+            journal=FileJournal.begin(path, self.settings) if path else Journal(),
             log=lambda level, text: self.log.append(f"{level}: {text}"),
             noted=noted,
         )

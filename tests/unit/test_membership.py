@@ -166,6 +166,43 @@ def test_a_script_that_fails_everywhere_ends_at_once_with_its_output():
     )
 
 
+def test_a_script_that_fails_after_init_on_every_slot_is_not_tried_five_times():
+    talk = started(2)
+    talk.tell(exited("h:0", 1))  # a file that it opens between init() and elastic.run is missing
+    assert names(talk.wait(1)) == ["h:0#2"]
+    end = the(EndJob, talk.tell(exited("h:1", 1, "FileNotFoundError: data")))
+    assert "ended before training began" in end.reason and "FileNotFoundError: data" in end.reason
+
+
+def test_a_slot_that_comes_further_at_its_second_try_gives_hope():
+    talk = started(2)
+    talk.tell(exited("h:0", 1))
+    talk.wait(1)
+    talk.tell(connected("h:0#2"))
+    assert not has(EndJob, talk.tell(exited("h:1", 1)))
+    assert names(talk.wait(1)) == ["h:1#2"]
+    end = the(EndJob, talk.tell(exited("h:0#2", 1)))  # so it was not better than the first
+    assert "ended before training began" in end.reason
+
+
+def test_a_single_worker_gets_a_second_try_at_a_script_that_fails():
+    talk = Talk(np=1, workers_min=1)
+    talk.tell(hosts(h=1))
+    assert not has(EndJob, talk.tell(exited("h:0", 1)))
+    assert names(talk.wait(1)) == ["h:0#2"]
+    assert "ended before training began" in the(EndJob, talk.tell(exited("h:0#2", 1))).reason
+
+
+def test_signals_and_failures_of_a_job_that_has_trained_say_nothing_about_the_script():
+    talk = Talk(np=2)
+    talk.tell(hosts(h=2))
+    talk.tell(exited("h:0", 1))
+    assert not has(EndJob, talk.tell(exited("h:1", -9)))
+    talk = running(2)
+    end = the(EndJob, talk.tell(exited("h:0", 1), exited("h:1", 1)))
+    assert "nobody is left to go on from" in end.reason
+
+
 def test_ready_before_connected_is_a_bug_and_tells_the_story():
     talk = Talk()
     talk.tell(hosts(h=4))
@@ -512,7 +549,7 @@ def test_when_every_slot_is_given_up_nothing_is_waited_for():
     talk.tell(exited("h:1#2", 1))
     assert "only 1 of 2 workers ready" in the(EndJob, talk.wait(601)).reason
     talk = Talk(np=1, workers_min=1, slot_attempts=2)
-    talk.tell(hosts(h=1), exited("h:0", 2))
+    talk.tell(hosts(h=1), exited("h:0", -11))
     talk.wait(1)
     end = the(EndJob, talk.tell(exited("h:0#2", 2, "bad\nflag")))
     assert end.reason.startswith("every slot was given up after 2 attempts; 1 worker needed; it")

@@ -1,0 +1,70 @@
+"""What a fuzzer has tried, and what it found: counts by kind, the slowest, the memory. Decides nothing."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+FINDINGS = 20  # more of them say nothing new
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Tally:
+    """Of one target: what was fed to it, and how it took that."""
+
+    target: str
+    tried: Counter[str] = field(default_factory=Counter)
+    taken: Counter[str] = field(default_factory=Counter)  # of those, valid enough to be a message
+    worst_s: float = 0.0  # for one input
+    findings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, what: str, *, taken: bool, seconds: float = 0.0) -> None:
+        self.tried[what] += 1
+        self.taken[what] += taken
+        self.worst_s = max(self.worst_s, seconds)
+
+    def found(self, text: str) -> None:
+        if len(self.findings) < FINDINGS:
+            self.findings.append(f"{self.target}: {text}")
+
+    @property
+    def total(self) -> int:
+        return self.tried.total()
+
+
+def memory() -> int:
+    """Bytes of this process that lie in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def table(tallies: list[Tally]) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD)
+    shown.add_column("what was fed")
+    shown.add_column("how it was spoilt")
+    for name in ("tried", "taken", "refused"):
+        shown.add_column(name, justify="right")
+    for tally in tallies:
+        target = tally.target
+        for what, tried in sorted(tally.tried.items()):
+            taken = tally.taken[what]
+            shown.add_row(target, what, f"{tried:,}", f"{taken:,}", f"{tried - taken:,}")
+            target = ""
+        taken = tally.taken.total()
+        refused = tally.total - taken
+        shown.add_row(
+            "",
+            "all",
+            f"{tally.total:,}",
+            f"{taken:,}",
+            f"{refused:,}",
+            style="bold",
+            end_section=True,
+        )
+    return shown

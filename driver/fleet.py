@@ -1,0 +1,396 @@
+"""The driver's side of all agents: a launcher, and the connections of all workers, in one. Decides nothing.
+
+    nobody --start(worker)--> wanted: an agent is started there (if anybody can), orders wait for it
+    wanted --Registered--> here: orders go out, what its workers say comes in
+    here   --closed--> missing, for disconnect_s --Registered--> here
+              |           +--------------------------------> lost: HostLost
+              +--silent for a lease----------------------------> lost --Registered--> here
+
+On each new connection the agent says who runs; that becomes HostReported, and its workers say again where they stand.
+What was ordered on a connection that was lost is not repeated: the report shows what became of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from elastic.driver.agent_protocol import (
+    AgentAnswer,
+    AgentMessage,
+    Dismissed,
+    Drop,
+    Dump,
+    Heard,
+    Hire,
+    HostAgent,
+    Kill,
+    Logged,
+    Printed,
+    Probe,
+    Refused,
+    Registered,
+    Seen,
+    Start,
+    Tell,
+    from_agent,
+)
+from elastic.driver.agreement import Agreement
+from elastic.driver.events import (
+    Event,
+    HostLost,
+    HostReported,
+    WorkerDisconnected,
+    WorkerExited,
+)
+from elastic.driver.launch.interface import Log, Sink
+from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
+from elastic.driver.server import Callers, Server
+from elastic.protocol import Address, Message, Worker
+
+AGENTS: Callers[HostAgent] = Callers(
+    "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
+)
+ARRIVE_S = 30.0  # from the start of an agent to its call
+CLOSE_S = 15.0  # for the agents to kill their workers and to say so
+NO_AGENT = 126  # exit code of a worker that nobody could start
+
+Reach = Callable[[str], Bootstrap]
+
+
+@dataclass(eq=False)
+class _Host:
+    """What is known of one host's agent."""
+
+    agent: HostAgent | None = None  # the one that has registered last
+    here: bool = False  # it is connected, and has said who runs
+    orders: list[Start] = field(default_factory=list)  # that wait for it
+    starting: asyncio.Task[None] | None = None
+    alarm: asyncio.TimerHandle | None = None  # it must arrive, or come back, by then
+    running: set[Worker] = field(default_factory=set)  # ordered or reported, and their exit was not
+
+
+class Fleet:
+    """All agents of one job.
+
+    ``starter`` None: nobody starts agents, they come by themselves. ``reach`` tells an agent that is to be started how
+    to find this driver. ``folder``: where workers start. ``adopted``: the workers that a driver before this one has
+    left behind.
+    """
+
+    def __init__(
+        self,
+        server: Server[HostAgent],
+        *,
+        hire: Hire,
+        sink: Sink,
+        log: Log,
+        disconnect_s: float,
+        starter: Starter | None = None,
+        reach: Reach | None = None,
+        folder: str = "",
+        adopted: Iterable[Worker] = (),
+    ) -> None:
+        self.hire = hire
+        self._server = server
+        self._sink = sink
+        self._log = log
+        self._disconnect_s = disconnect_s
+        self._starter = starter
+        self._reach = reach
+        self._folder = folder
+        self._hosts: dict[str, _Host] = {}
+        self._networks = Agreement()
+        self._closing = self._abandoned = False
+        self._heard: Callable[[Worker, Any], None] = lambda worker, message: None
+        self._gone: Callable[[Worker, bool], None] = lambda worker, silent: None
+        self._exited: Callable[[WorkerExited], None] = lambda event: None
+        self._noticed: Callable[[Event], None] = lambda event: None
+        self.workers = Workers(self)
+        for worker in adopted:
+            self._host(worker.host).running.add(worker)
+
+    # ---- the launcher ----------------------------------------------------------------------------------------------
+
+    async def listen(
+        self,
+        interface: str,
+        port: int,
+        heard: Callable[[Worker, Any], None],
+        gone: Callable[[Worker, bool], None],
+    ) -> Address:
+        """From here on agents are served. Raises OSError."""
+        self._heard, self._gone = heard, gone
+        return await self._server.open(
+            interface,
+            port,
+            heard=self._agent_said,
+            gone=self._agent_gone,
+            expected=self._welcome,
+            accepted=self._agent_called,
+        )
+
+    async def hang_up(self) -> None:
+        await self._server.close()
+
+    async def open(
+        self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
+    ) -> None:
+        """See `Launcher.open`. Agents of workers that are adopted are given as long to come back as a new one."""
+        self._exited, self._noticed = exited, noticed
+        for name, host in self._hosts.items():
+            if not host.here:
+                self._expect(name, host, ARRIVE_S, "its agent has not come back to the new driver")
+
+    def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """See `Launcher.start`. ``env`` goes before what the agent's host has."""
+        host = self._host(worker.host)
+        host.running.add(worker)
+        order = Start(worker, list(command), dict(env), self._folder)
+        if host.here:
+            self.order(worker.host, order)
+            return
+        host.orders.append(order)
+        if host.starting is None and self._starter is not None:
+            host.starting = asyncio.create_task(self._start_agent(worker.host, host))
+        if host.alarm is None:
+            self._expect(worker.host, host, ARRIVE_S, "no agent has come from there")
+
+    def kill(self, worker: Worker) -> None:
+        host = self._host(worker.host)
+        for order in host.orders:
+            if order.worker == worker:
+                host.orders.remove(order)
+                self._end(WorkerExited(worker, -9))
+                return
+        self.order(worker.host, Kill(worker))
+
+    def probe(self, workers: Sequence[Worker]) -> None:
+        by_host: dict[str, list[Worker]] = {}
+        for worker in workers:
+            by_host.setdefault(worker.host, []).append(worker)
+        for host, there in by_host.items():
+            self.order(host, Probe(there))
+
+    def dump(self, worker: Worker) -> None:
+        self.order(worker.host, Dump(worker))
+
+    def alive(self) -> frozenset[Worker]:
+        return frozenset(worker for host in self._hosts.values() for worker in host.running)
+
+    def abandon(self) -> None:
+        """Another driver has the job: from here on nobody is told anything, and nothing is ended."""
+        self._abandoned = True
+
+    async def close(self) -> None:
+        """Dismiss every agent; wait until each has killed its workers and hung up, within a bound."""
+        self._closing = True
+        if self._abandoned:
+            return
+        loop = asyncio.get_running_loop()
+        for name, host in self._hosts.items():
+            if host.alarm is not None:
+                host.alarm.cancel()
+            if host.starting is not None:
+                host.starting.cancel()
+            self.order(name, Dismissed("the job has ended"))
+        deadline = loop.time() + CLOSE_S
+        while any(h.here and h.running for h in self._hosts.values()) and loop.time() < deadline:
+            await asyncio.sleep(0.005)
+        if self._starter is not None:
+            await self._starter.close()
+
+    # ---- agents come and go ----------------------------------------------------------------------------------------
+
+    def _welcome(self, agent: HostAgent) -> bool:
+        """Not the agent that another has followed on its host."""
+        known = self._hosts.get(agent.host)
+        return known is None or known.agent is None or known.agent.incarnation <= agent.incarnation
+
+    def _agent_said(self, agent: HostAgent, message: Any) -> None:
+        host = self._host(agent.host)
+        match message:
+            case Registered():
+                self._registered(agent, host, message)
+            case _ if agent != host.agent:
+                pass  # of one that another has followed
+            case Heard(worker, said) if worker.host == agent.host:
+                self._heard(worker, said)
+            case Seen(event) if event.worker.host == agent.host:
+                self._seen(host, event)
+            case Printed(worker, stream, data) if worker.host == agent.host:
+                if data:
+                    self._sink.feed(worker, stream, data)
+                else:
+                    self._sink.finish(worker, stream)
+            case Logged(level, text):
+                self._log(level, f"{agent.host}: {text}")
+            case _:
+                self._log("warning", f"{agent} speaks of a worker that is not its own")
+                self._server.disconnect(agent)
+
+    def _agent_called(self, agent: HostAgent) -> None:
+        """It has proved itself: it is told who this driver is, and answers with Registered."""
+        self._server.send(agent, self.hire)
+
+    def _registered(self, agent: HostAgent, host: _Host, said: Registered) -> None:
+        before, host.agent = host.agent, agent
+        if before is not None and before != agent:
+            if before.incarnation > agent.incarnation:
+                host.agent = before
+                self._server.send(agent, Refused("a newer agent serves this host"))
+                return
+            self._server.disconnect(before)
+            self._log(
+                "info", f"{agent.host} has a new agent: whatever ran under the old one is gone"
+            )
+        if host.alarm is not None:
+            host.alarm.cancel()
+            host.alarm = None
+        host.here = True
+        if self._closing:
+            self.order(agent.host, Dismissed("the job has ended"))
+            return
+        for event in said.exits:
+            if event.worker in host.running:
+                self._end(event)
+        waiting = {order.worker for order in host.orders}
+        # Who is ordered on this connection runs as good as already: it has not failed to come back.
+        self._noticed(HostReported(agent.host, [*said.running, *sorted(waiting)]))
+        host.running = {*said.running, *waiting}
+        for order in host.orders:
+            self.order(agent.host, order)
+        host.orders.clear()
+        self._compare_networks(agent, said)
+
+    def _compare_networks(self, agent: HostAgent, said: Registered) -> None:
+        caller = self._server.peer(agent)
+        trouble = self._networks.note(agent.host, said.bind, said.addresses, caller)
+        if trouble:
+            self._log("warning", trouble)
+
+    def _agent_gone(self, agent: HostAgent, silent: bool) -> None:
+        host = self._host(agent.host)
+        if agent != host.agent or self._closing:
+            if agent == host.agent:
+                host.here = False
+            return
+        host.here = False
+        if silent:
+            self._lose(agent.host, host, "its agent acknowledges nothing any more")
+        else:
+            self._log("warning", f"the connection of {agent.host}'s agent was closed")
+            self._expect(
+                agent.host,
+                host,
+                self._disconnect_s,
+                f"its agent has not come back within {self._disconnect_s:g} s",
+            )
+
+    def _expect(self, name: str, host: _Host, within_s: float, otherwise: str) -> None:
+        if host.alarm is not None:
+            host.alarm.cancel()
+        loop = asyncio.get_running_loop()
+        host.alarm = loop.call_later(within_s, self._lose, name, host, otherwise)
+
+    def _lose(self, name: str, host: _Host, reason: str) -> None:
+        if host.alarm is not None:
+            host.alarm.cancel()
+            host.alarm = None
+        for order in [*host.orders]:
+            host.orders.remove(order)
+            self._end(WorkerExited(order.worker, NO_AGENT, f"host {name}: {reason}"))
+        if host.running:
+            self._networks.forget(name)
+            self._noticed(HostLost(name, reason))
+
+    async def _start_agent(self, name: str, host: _Host) -> None:
+        assert self._starter is not None and self._reach is not None
+        try:
+            await self._starter.start(self._reach(name))
+        except StartFailed as error:
+            host.starting = None
+            self._lose(name, host, f"no agent could be started: {error}")
+            return
+        host.starting = None
+        if not host.here:
+            self._expect(
+                name,
+                host,
+                ARRIVE_S,
+                f"its agent was started, but has not called within {ARRIVE_S:g} s: can {name} reach"
+                " this driver? (see --network-interface)",
+            )
+
+    # ---- workers ---------------------------------------------------------------------------------------------------
+
+    def _seen(self, host: _Host, event: Event) -> None:
+        match event:
+            case WorkerExited():
+                self._end(event)
+            case WorkerDisconnected(worker, silent):
+                self._gone(worker, silent)
+            case _:
+                self._noticed(event)
+
+    def _end(self, event: WorkerExited) -> None:
+        """Told once of each worker."""
+        host = self._host(event.worker.host)
+        if event.worker in host.running:
+            host.running.discard(event.worker)
+            self._exited(event)
+            self._sink.forget(event.worker)
+
+    def order(self, name: str, message: AgentMessage) -> bool:
+        """To the agent of a host. False where there is none now: then it is dropped."""
+        host = self._hosts.get(name)
+        if self._abandoned or host is None or not host.here or host.agent is None:
+            return False
+        return self._server.send(host.agent, message)
+
+    def _host(self, name: str) -> _Host:
+        return self._hosts.setdefault(name, _Host())
+
+
+class Workers:
+    """The connections of all workers, as `loop.Driver` sees a `Server`: each goes through the agent of its host."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def open(
+        self,
+        interface: str,
+        port: int = 0,
+        *,
+        heard: Callable[[Worker, Any], None],
+        gone: Callable[[Worker, bool], None],
+        expected: Callable[[Worker], bool],
+    ) -> Address:
+        """See `Server.open`. Which workers may connect is known to their agents, who started them."""
+        return await self._fleet.listen(interface, port, heard, gone)
+
+    def send(self, who: Worker, message: Message) -> bool:
+        return self._fleet.order(who.host, Tell([who], cast(Any, message)))
+
+    def broadcast(self, them: Iterable[Worker], message: Message) -> None:
+        by_host: dict[str, list[Worker]] = {}
+        for worker in them:
+            by_host.setdefault(worker.host, []).append(worker)
+        for host, there in by_host.items():
+            self._fleet.order(host, Tell(there, cast(Any, message)))
+
+    def connected(self, who: Worker) -> bool:
+        """No exit needs to wait for last words: their agent has seen to that."""
+        return False
+
+    def drain(self, who: Worker) -> None:
+        """See `connected`."""
+
+    def disconnect(self, who: Worker) -> None:
+        self._fleet.order(who.host, Drop(who))
+
+    async def close(self) -> None:
+        await self._fleet.hang_up()

@@ -1,0 +1,181 @@
+"""Starts agents on other hosts by the user's ssh. Which user, port, key, jump host: that is what ssh's configuration
+is for.
+
+The remote command is always the same words, so that no shell there can misread a name: what it needs to know comes on
+standard input, first two lines with the pythons to try, then the bootstrap. ssh itself stays as long as the agent needs
+to know that we live, and notices a connection that has broken without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import elastic
+from elastic.driver.hosts import parse_host
+from elastic.driver.launch.attendance import Attendance, Attended
+from elastic.driver.launch.interface import Log
+from elastic.driver.launch.start_failures import (
+    NO_PYTHON,
+    SSH_FAILED,
+    Route,
+    no_ssh,
+    why_ended,
+    why_no_agent,
+    why_ssh_failed,
+)
+from elastic.driver.launch.starter import AGENT_MODULE, Bootstrap, StartFailed
+from elastic.errors import Invalid
+
+AT_ONCE = 32  # ssh processes that log in at a time; those that have done so don't count
+CLOSE_S = 10.0
+_ROUTE_S = 5.0
+
+# Any login shell takes these words: a quoted text without quotes, backslashes, newlines or exclamation marks in it.
+REMOTE = (
+    "exec /bin/sh -c '"
+    "IFS= read -r a; IFS= read -r b; "
+    'for p in "$a" "$b"; do '
+    'case "$p" in "") false;; */*) test -f "$p" && test -x "$p";; *) command -v "$p" >/dev/null;; esac '
+    f'&& exec "$p" -m {AGENT_MODULE}; '
+    "done; "
+    f'echo "{NO_PYTHON}: $a $b" >&2; exit 127'
+    "'"
+)
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """What the user may say about ssh on the command line. Raises Invalid for what can be known here."""
+
+    port: int | None = None
+    identity: str | None = None  # file of a private key
+    config: str | None = None  # instead of ~/.ssh/config and the system's
+    python: str | None = None  # to run agents with, on every host
+    program: str = "ssh"
+    connect_s: int = 10  # until a connection stands
+    ready_s: float = 60.0  # until an agent is ready, the login included
+    alive_s: int = 5  # ask an otherwise silent connection whether it stands ...
+    alive_count: int = 3  # ... and take it for broken after so many questions without an answer
+
+    def __post_init__(self) -> None:
+        for flag, file in (("--ssh-identity-file", self.identity), ("--ssh-config", self.config)):
+            if file is not None and not os.access(file, os.R_OK):
+                raise Invalid(f"{flag} {file} can't be read; give the path of a file that can")
+        if self.python is not None and (
+            not self.python or self.python[0] in "-~" or not self.python.isprintable()
+        ):
+            raise Invalid(
+                f"--remote-python {self.python!r} is no path of a python; give it in full, as in"
+                " /opt/venv/bin/python"
+            )
+
+    def words(self) -> list[str]:
+        """What goes between ``ssh`` and the host, when a user types it."""
+        words = ["-F", self.config] if self.config is not None else []
+        words += ["-p", str(self.port)] if self.port is not None else []
+        return words + (["-i", self.identity] if self.identity is not None else [])
+
+
+class SshStarter:
+    """``environ``: ssh's own environment, for ssh-agent; no secret of it goes anywhere. Make it in the event loop."""
+
+    def __init__(
+        self,
+        options: SshOptions,
+        *,
+        environ: Mapping[str, str],
+        log: Log,
+        at_once: int = AT_ONCE,
+        close_s: float = CLOSE_S,
+    ) -> None:
+        self._options = options
+        self._environ = environ
+        self._attendance = Attendance(
+            log,
+            lambda host, process: why_ended(host, process.code, process.said(), by_ssh=True),
+            at_once=at_once,
+            ready_s=options.ready_s,
+            close_s=close_s,
+        )
+
+    async def start(self, bootstrap: Bootstrap) -> None:
+        host = bootstrap.host
+        try:
+            parse_host(f"[{host}]" if ":" in host else host)
+        except Invalid as error:
+            raise StartFailed(f"no agent is started by ssh: {error}") from None
+        pythons = (
+            [self._options.python] * 2 if self._options.python else [sys.executable, "python3"]
+        )
+        try:
+            await self._attendance.begin(
+                bootstrap,
+                self.command(host),
+                self._environ,
+                partial(self._explain, host),
+                first="".join(f"{python}\n" for python in pythons).encode(),
+            )
+        except FileNotFoundError:
+            raise StartFailed(no_ssh(host, self._options.program)) from None
+        except OSError as error:
+            raise StartFailed(
+                f"ssh to {host} can't be started: {self._options.program}: {error.strerror}"
+            ) from None
+
+    async def close(self) -> None:
+        await self._attendance.close(spare=False)
+
+    def command(self, host: str) -> list[str]:
+        """Nothing in it is secret, and the host can't be taken for an option."""
+        options = self._options
+        settings = {
+            "BatchMode": "yes",  # nobody is there to be asked
+            "ConnectTimeout": options.connect_s,
+            "ServerAliveInterval": options.alive_s,
+            "ServerAliveCountMax": options.alive_count,
+            "LogLevel": "DEBUG1",  # names the keys that were tried
+            "ControlMaster": "no",  # an existing connection may be used, but must not be left behind
+            "ClearAllForwardings": "yes",
+            "RemoteCommand": "none",
+        }
+        words = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
+        return [options.program, "-T", *options.words(), *words, "--", host, REMOTE]
+
+    async def _explain(self, host: str, process: Attended, release: str | None) -> str:
+        if process.code == SSH_FAILED:
+            return why_ssh_failed(host, process.said(), await self._route(host))
+        return why_no_agent(
+            host,
+            process.code,
+            process.said(),
+            ours=elastic.__version__,
+            release=release,
+            limit_s=self._options.ready_s,
+        )
+
+    async def _route(self, host: str) -> Route:
+        by_hand = ["ssh", *self._options.words(), host]
+        command = [self._options.program, *self._options.words(), "-G", "--", host]
+        text = ""
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = await asyncio.to_thread(
+                partial(
+                    subprocess.run,
+                    command,
+                    env=dict(self._environ),
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=_ROUTE_S,
+                )
+            )
+            text = done.stdout
+        return Route.told(by_hand, text)

@@ -1,0 +1,186 @@
+"""Which of its addresses a host uses. Pure.
+
+``wanted`` is what --network-interface gives: names of interfaces, networks such as 10.0.0.0/8 or fd00::/8, addresses.
+The first one that a host has is used there. Two addresses are never chosen: one that is down, and a link-local IPv6
+address, which means something only together with the number of an interface that each machine counts for itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from elastic.errors import Invalid
+
+FLAG = "--network-interface"
+SHOWN = 6  # addresses that a sentence lists
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_NAME = re.compile(r"[^\s/%]{1,15}")  # as Linux has it
+# Inside of one machine, although their addresses look like any others: containers and virtual machines sit there.
+_INNER = ("docker", "br-", "virbr", "veth", "cni", "cbr", "flannel", "cali", "lxc", "lxd", "podman")
+
+
+class Interface(msgspec.Struct, frozen=True):
+    """One address of this machine. An interface with several stands for several of these."""
+
+    name: str
+    address: str  # numeric, without a scope
+    prefix_length: int
+    up: bool
+    loopback: bool  # nobody but this machine reaches it
+
+    @property
+    def network(self) -> str:
+        """As in ``10.0.0.0/24``."""
+        return str(ipaddress.ip_network(f"{self.address}/{self.prefix_length}", strict=False))
+
+    @property
+    def link_local(self) -> bool:
+        """In IPv4 such an address is usable: it needs no scope."""
+        address = ipaddress.ip_address(self.address)
+        return address.version == 6 and address.is_link_local
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.address}/{self.prefix_length}{'' if self.up else ' (down)'}"
+
+
+def check_wanted(wanted: Iterable[str]) -> None:
+    """Raises Invalid for what can be neither the name of an interface, nor a network, nor an address."""
+    for word in wanted:
+        _network(word)
+
+
+def choose_bind(
+    wanted: Sequence[str], own: Sequence[Interface], *, local: str, several: bool = False
+) -> str:
+    """The numeric address on which the workers of this host listen.
+
+    ``own`` are the addresses of this machine. ``local`` is this host's end of its connection to the driver: it is the
+    default, and where a wanted interface has both families, one address of its family is taken. ``several``: it is
+    known that other machines take part, so that no loopback address will do, though the driver be reached through a
+    tunnel. Without it, a driver that is reached over loopback has all its hosts on one machine. Raises Invalid.
+    """
+    family = ipaddress.ip_address(bare(local)).version
+    if wanted:
+        return wanted_address(wanted, own, family=family)
+    local = bare(local)
+    if is_loopback(local) and several:
+        return _reachable(own, family)
+    if is_link_local(local):
+        raise Invalid(_no_scope(local))
+    return local
+
+
+def wanted_address(wanted: Sequence[str], own: Sequence[Interface], *, family: int = 4) -> str:
+    """Of the first of ``wanted`` that this machine has; of ``family`` if it has one of each. Raises Invalid."""
+    scoped: Interface | None = None
+    for word in wanted:
+        network = _network(word)
+        found = [each for each in own if each.up and _fits(each, word, network)]
+        scoped = scoped or next((each for each in found if each.link_local), None)
+        usable = [each for each in found if not each.link_local]
+        if usable:
+            return min(usable, key=lambda each: _version(each.address) != family).address
+    if scoped is not None:
+        raise Invalid(_no_scope(f"{scoped.address} of {scoped.name}"))
+    here = ", ".join(map(str, own[:SHOWN])) or "none at all"
+    raise Invalid(f"{FLAG} {','.join(wanted)} gives no address of this machine; it has {here}")
+
+
+def name_of(address: str, own: Sequence[Interface]) -> str | None:
+    """The interface that has this address; of 127.0.0.2, the one that has its network."""
+    for each in own:
+        if each.address == address:
+            return each.name
+    found = ipaddress.ip_address(address)
+    inside = (each.name for each in own if found in ipaddress.ip_network(each.network))
+    return next(inside, None) if found.is_loopback else None
+
+
+def worker_variables(
+    bind: str, own: Sequence[Interface], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What makes NCCL, torch's own Gloo and Horovod's scripts take the interface of this address.
+
+    Whatever ``environ`` has was set by the user, and is left alone.
+    """
+    name = name_of(bind, own)
+    if name is None:
+        return {}
+    variables = {"GLOO_SOCKET_IFNAME": name, "HOROVOD_GLOO_IFACE": name}
+    if "NCCL_SOCKET_IFNAME" not in environ:
+        variables["NCCL_SOCKET_IFNAME"] = f"={name}"  # without the sign, eth1 would mean eth10 too
+        if ":" in bind:  # of an interface with both families NCCL takes IPv4
+            variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"
+    return {name: value for name, value in variables.items() if name not in environ}
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+def bare(address: str) -> str:
+    """Without the scope, and without IPv6 around an IPv4 address."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(bare(address)).is_loopback
+
+
+def is_link_local(address: str) -> bool:
+    """In IPv6 only: see `Interface.link_local`."""
+    found = ipaddress.ip_address(bare(address))
+    return found.version == 6 and found.is_link_local
+
+
+def _version(address: str) -> int:
+    return ipaddress.ip_address(address).version
+
+
+def _network(word: str) -> _Network | None:
+    """None for the name of an interface. Raises Invalid."""
+    try:
+        if "%" not in word:
+            return ipaddress.ip_network(word, strict=False)
+    except ValueError:
+        if _NAME.fullmatch(word) and not re.fullmatch(r"[\d.]+|[\da-fA-F:]*::[\da-fA-F:]*", word):
+            return None
+    raise Invalid(
+        f"{FLAG} {word!r} is neither the name of an interface nor a network; give one such as eth1, 10.0.0.0/8 or"
+        " fd00::/8"
+    )
+
+
+def _fits(interface: Interface, word: str, network: _Network | None) -> bool:
+    if network is None:
+        return interface.name == word
+    return ipaddress.ip_address(interface.address) in network
+
+
+def _reachable(own: Sequence[Interface], family: int) -> str:
+    """The best guess where nothing is said: a real interface before one inside of the machine, then the family."""
+    found = [each for each in own if each.up and not each.loopback and not each.link_local]
+    if not found:
+        raise Invalid(
+            "this host has no address that another host could reach, only loopback: bring a network interface up, or"
+            f" give {FLAG}"
+        )
+
+    def rank(each: Interface) -> tuple[bool, bool, bool]:
+        found = ipaddress.ip_address(each.address)
+        return each.name.startswith(_INNER), found.is_link_local, found.version != family
+
+    return min(found, key=rank).address
+
+
+def _no_scope(address: str) -> str:
+    return (
+        f"{address} is a link-local IPv6 address, which other hosts can't be told: give the interface a global or a"
+        f" private one (fd00::/8), or name another with {FLAG}"
+    )

@@ -1,0 +1,101 @@
+"""The secret of a job: 32 random bytes, in a file that only its owner can read, or in a variable. Decides nothing.
+
+Whoever knows it may act as the driver, an agent or a worker of the job: what is said of it here and in every error is
+where it is, never what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+
+from elastic.errors import Invalid
+
+FILE_VARIABLE = "ELASTIC_SECRET_FILE"
+VARIABLE = "ELASTIC_JOB_SECRET"
+SECRET_BYTES = 32
+_READ_LIMIT = 4096  # bytes
+_HOW = "`elasticrun secret FILE` makes one"
+
+
+def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
+    """The job's secret, from ``file`` or from the environment; None where nobody has given one. Raises Invalid."""
+    if file is not None:
+        return _read(file, "--secret-file")
+    named, given = environ.get(FILE_VARIABLE), environ.get(VARIABLE)
+    if named and given:
+        raise Invalid(f"{FILE_VARIABLE} and {VARIABLE} are both set; keep one of them")
+    if named:
+        return _read(named, FILE_VARIABLE)
+    return _parsed(given, VARIABLE) if given else None
+
+
+def make_secret_file(path: str) -> None:
+    """A new file with a new secret. Raises Invalid; never touches a file that exists."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except FileExistsError:
+        raise Invalid(
+            f"{path} exists already, and jobs may be using it; give another name, or remove it first"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise Invalid(f"{path} can't be made: {_why(error)}; give another place") from None
+    with os.fdopen(fd, "w") as made:
+        os.fchmod(fd, 0o600)  # a default ACL may have allowed more
+        made.write(secrets.token_hex(SECRET_BYTES) + "\n")
+
+
+def derived(secret: bytes, purpose: str) -> bytes:
+    """A key for one purpose, from which neither the secret nor the key of another purpose can be told.
+
+    Workers are given one of their own: it stands in their environment, which scripts like to print and upload, and
+    whoever reads it there can't give orders to agents with it.
+    """
+    return hmac.digest(secret, b"hvd-elastic key|" + purpose.encode(), hashlib.sha256)
+
+
+def _read(path: str, source: str) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not hold us up
+        with os.fdopen(fd, "rb") as file:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode):
+                raise Invalid(f"{source} {path} is no ordinary file; {_HOW}")
+            if about.st_uid not in (os.geteuid(), 0):
+                raise Invalid(
+                    f"{source} {path} belongs to another user, who knows the secret; make one of"
+                    f" your own: {_HOW}"
+                )
+            if about.st_mode & 0o077:
+                raise Invalid(
+                    f"{source} {path} is open to other users (mode {about.st_mode & 0o777:03o});"
+                    f" say `chmod 600 {path}`, and make a new secret if somebody may have read it"
+                )
+            data = file.read(_READ_LIMIT)
+    except (OSError, ValueError) as error:
+        if isinstance(error, Invalid):
+            raise
+        raise Invalid(f"{source} {path} can't be read: {_why(error)}; {_HOW}") from None
+    return _parsed(data.decode("ascii", errors="replace"), f"{source} {path}")
+
+
+def _parsed(text: str, source: str) -> bytes:
+    digits = text.strip()
+    try:
+        secret = bytes.fromhex(digits)
+    except ValueError:
+        secret = b""
+    if len(secret) < SECRET_BYTES or len(digits) != 2 * len(secret):
+        raise Invalid(
+            f"{source} holds no secret: {2 * SECRET_BYTES} hexadecimal digits or more; {_HOW}"
+        )
+    return secret
+
+
+def _why(error: OSError | ValueError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,384 @@
+"""Runs a job whose workers belong to agent processes: on several hosts, or with a driver that another may follow. Acts.
+
+In order: lead, read what there is to go on from, listen, tell where, adopt or begin. Whoever is deposed in between ends
+without touching a worker: they are another driver's by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elastic.driver import loop, snapshot
+from elastic.driver.agent_protocol import Hire
+from elastic.driver.discovery.interface import Discovery
+from elastic.driver.discovery.static import StaticDiscovery
+from elastic.driver.entries import Writer, header_of
+from elastic.driver.events import Action, Event, PublishWorld
+from elastic.driver.fleet import AGENTS, Fleet
+from elastic.driver.fleet_plan import FleetPlan
+from elastic.driver.hosts import ThisHost, parse_address
+from elastic.driver.interfaces import listen_address
+from elastic.driver.job import Job, script_discovery
+from elastic.driver.journal import Archive, Journal, Upkeep
+from elastic.driver.journal_copy import Copied, copied_to
+from elastic.driver.journal_file import FileArchive
+from elastic.driver.launch.by_host import StarterFor
+from elastic.driver.launch.child import ChildStarter
+from elastic.driver.launch.interface import Log
+from elastic.driver.launch.ssh import SshStarter
+from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.leadership import Deposed, Leadership
+from elastic.driver.membership import Membership
+from elastic.driver.resume import Past, check_same_job, writer_here
+from elastic.driver.server import Server
+from elastic.driver.surroundings import Surroundings
+from elastic.errors import Invalid
+from elastic.protocol import Address
+
+DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver goes on with the job
+
+Outcome = tuple[int, str, list[bytes]]
+
+
+async def start_fleet(
+    job: Job,
+    plan: FleetPlan,
+    around: Surroundings,
+    known: dict[str, int] | None,
+    this_host: ThisHost,
+) -> Outcome:
+    """The job's exit code, why it ended, and results by rank. Raises Invalid and OSError before anything is started."""
+    async with contextlib.AsyncExitStack() as stack:
+        leading = await _lead(plan, around.console, stack)
+        if isinstance(leading, str):
+            return DEPOSED_CODE, leading, []
+        archive = _archive(job, plan, leading)
+        if archive is not None:
+            stack.callback(archive.close)
+        past = await archive.past() if archive is not None and plan.outlived else None
+        fresh = plan.standby and leading is not None and not leading.waited
+        if past is not None and past.ended is not None and fresh:
+            past = None  # that job is over, and nobody has waited for its outcome: a new one
+        if past is not None:
+            check_same_job(past, job.command, job.settings)
+            if past.ended is not None and not past.membership.roster:
+                code, reason = past.ended.code, past.ended.reason
+                around.console("info", f"this job has ended with exit code {code}: {reason}")
+                return code, reason, []
+        run = _Run(job, plan, around, past, leading, this_host)
+        return await run.to_its_end(archive, known)
+
+
+class _Lead:
+    """Our seat in etcd. ``waited``: another driver sat there before us."""
+
+    def __init__(self, etcd: Any, leadership: Leadership, *, waited: bool) -> None:
+        self.etcd = etcd
+        self.leadership = leadership
+        self.waited = waited
+
+
+async def _lead(plan: FleetPlan, log: Log, stack: contextlib.AsyncExitStack) -> _Lead | str | None:
+    """None without etcd; a sentence where the wait for the seat was ended. Raises Invalid where it is taken."""
+    if plan.etcd is None:
+        return None
+    from elastic.driver.etcd import Etcd
+
+    etcd = Etcd(plan.etcd, log)
+    await etcd.open()
+    stack.push_async_callback(etcd.close)
+    leadership = Leadership(etcd, plan.name, log)
+    stack.push_async_callback(leadership.resign)
+    taking = asyncio.ensure_future(leadership.acquire())
+    done, _ = await asyncio.wait({taking}, timeout=1.0)
+    if not done and not plan.standby:
+        # A driver that was killed may hold the seat until its lease is over.
+        done, _ = await asyncio.wait({taking}, timeout=5.0 if plan.resume else 3.0)
+    waited = not done
+    if waited and not plan.standby:
+        taking.cancel()
+        await asyncio.wait({taking})
+        raise Invalid(
+            f"another driver leads job {plan.name}; wait for its end, take another --job name, or give"
+            " --standby to follow it"
+        )
+    if waited:
+        log("info", f"standing by: another driver leads job {plan.name}")
+        stopped = await _unless_stopped(taking)
+        if stopped:
+            return stopped
+    taking.result()
+    log("info", f"leads job {plan.name} with term {leadership.term}")
+    return _Lead(etcd, leadership, waited=waited)
+
+
+async def _unless_stopped(taking: asyncio.Future[int]) -> str:
+    """Waits for the seat; a sentence if Ctrl-C or SIGTERM came first."""
+    stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def asked(name: str) -> None:
+        if not stop.done():
+            stop.set_result(f"{name} while standing by")
+
+    aio = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        aio.add_signal_handler(number, asked, number.name)
+    try:
+        both: set[asyncio.Future[Any]] = {taking, stop}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not taking.done():
+            taking.cancel()
+            await asyncio.wait({taking})
+            return stop.result()
+        return ""
+    finally:
+        stop.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            aio.remove_signal_handler(number)
+
+
+def _archive(job: Job, plan: FleetPlan, lead: _Lead | None) -> Archive | None:
+    """Where the journal is kept. Raises Invalid where another driver writes it."""
+    if lead is not None and plan.outlived:
+        from elastic.driver.etcd_keys import job_root
+        from elastic.driver.journal_etcd import EtcdArchive
+
+        return EtcdArchive(lead.etcd, lead.leadership, job_root(plan.name))
+    return None if job.journal is None else FileArchive(Path(job.journal))
+
+
+class _Run:
+    """One driver, from its first word to its last."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: FleetPlan,
+        around: Surroundings,
+        past: Past | None,
+        lead: _Lead | None,
+        this_host: ThisHost,
+    ) -> None:
+        self.job = job
+        self.plan = plan
+        self.around = around
+        self.past = past
+        self.lead = lead
+        self.this_host = this_host
+        self.log = around.console
+        self.membership = Membership(job.settings) if past is None else past.membership
+        around.place_of = self.membership.place_of
+        self.term = lead.leadership.term if lead is not None else (past.term if past else 0) + 1
+        self.id = past.job if past is not None else uuid.uuid4().hex
+        self._told: set[asyncio.Task[None]] = set()
+
+    async def to_its_end(self, archive: Archive | None, known: dict[str, int] | None) -> Outcome:
+        job, plan, past = self.job, self.plan, self.past
+        server = Server(
+            secret=plan.secret,
+            log=self.log,
+            callers=AGENTS,
+            lease_s=job.settings.lease_s,
+            tls=_tls(plan),
+        )
+        address = server.bind(*await self._place(known))
+        writer = writer_here(term=self.term, address=str(address), past=past)
+        journal = await self._journal(archive, writer)
+        fleet = Fleet(
+            server,
+            hire=Hire(self.id, self.term, job.settings.lease_s, plan.away_s),
+            sink=self.around.output,
+            log=self.log,
+            disconnect_s=job.settings.disconnect_s,
+            starter=self._starter(),
+            reach=lambda host: self._bootstrap(host, address),
+            folder=past.folder if past is not None else os.getcwd(),
+            adopted=[*past.membership.roster] if past is not None else (),
+        )
+        driver = loop.Driver(
+            loop.Job(
+                settings=job.settings,
+                command=job.command,
+                environ=plan.forwarded,
+                by_agents=True,
+                interface=address.host,
+                port=address.port,
+                collective_timeout_s=job.collective_timeout_s,
+            ),
+            membership=self.membership,
+            server=fleet.workers,
+            launcher=fleet,
+            discovery=self._discovery(known),
+            journal=journal,
+            log=self.log,
+            noted=self._noted,
+            tracing=self.around.tracing,
+            past=self._adopted(writer.offset_s),
+            listening=self._announce,
+        )
+        if past is not None:
+            count = len(past.membership.roster)
+            self.log(
+                "info",
+                f"goes on with the job at generation {self.membership.generation}, term {self.term}:"
+                f" {count} workers to find again",
+            )
+        code = await self._unless_deposed(driver, fleet)
+        if code is None:
+            return DEPOSED_CODE, driver.outcome, []
+        return code, driver.outcome, driver.ordered_results()
+
+    async def _unless_deposed(self, driver: loop.Driver, fleet: Fleet) -> int | None:
+        if self.lead is None:
+            return await driver.run()
+        running = asyncio.ensure_future(driver.run())
+        lost = asyncio.ensure_future(self.lead.leadership.lost.wait())
+        try:
+            await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if lost.done() and not running.done():
+                fleet.abandon()
+                running.cancel()
+                await asyncio.wait({running})
+            elif not running.cancelled() and isinstance(running.exception(), Deposed):
+                fleet.abandon()
+            else:
+                return running.result()
+        finally:
+            lost.cancel()
+        driver.outcome = f"another driver leads job {self.plan.name} now: this one ends, and leaves everything to it"
+        self.log("warning", driver.outcome)
+        return None
+
+    # ---- where and how ---------------------------------------------------------------------------------------------
+
+    async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
+        """The address and port to listen on. Agents without etcd know only those of the driver before this one."""
+        if self.past is not None and self.plan.etcd is None and self.past.address:
+            return parse_address(self.past.address)
+        hosts = known if known is not None else (self.job.hosts or {})
+        towards = [host for host in hosts if self.this_host.elsewhere(host) is not None]
+        if not towards and self.plan.etcd is not None:
+            towards = [parse_address(endpoint)[0] for endpoint in self.plan.etcd.endpoints]
+        if not towards and self.plan.kubernetes is not None:
+            towards = [self.plan.kubernetes]
+        return await listen_address(self.plan.interfaces, towards), self.plan.port
+
+    def _bootstrap(self, host: str, address: Address) -> Bootstrap:
+        plan = self.plan
+        return Bootstrap(
+            job=plan.name,
+            host=host,
+            secret=plan.secret.hex(),
+            drivers=[] if plan.etcd is not None else [str(address)],
+            etcd=plan.etcd,
+            tls=plan.tls,
+            interfaces=plan.interfaces,
+            outlives=plan.outlived,
+            log_level=self.around.level,
+        )
+
+    def _starter(self) -> StarterFor | None:
+        if self.plan.by_etcd or self.plan.kubernetes is not None:
+            return None  # agents come by themselves
+        return StarterFor(
+            self.this_host.elsewhere,
+            here=ChildStarter(environ=os.environ, log=self.log),
+            there=SshStarter(self.plan.ssh, environ=os.environ, log=self.log),
+        )
+
+    def _discovery(self, known: dict[str, int] | None) -> Discovery:
+        if known is not None:
+            return script_discovery(self.job, known, self.log)
+        if self.plan.kubernetes is not None:
+            from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
+
+            return HeadlessServiceDiscovery(self.plan.kubernetes, self.job.slots_per_host, self.log)
+        if self.plan.by_etcd:
+            from elastic.driver.discovery.etcd import EtcdDiscovery
+
+            assert self.lead is not None
+            return EtcdDiscovery(self.lead.etcd, self.plan.name, self.log)
+        assert self.job.hosts is not None
+        return StaticDiscovery(self.job.hosts)
+
+    async def _announce(self, address: Address) -> None:
+        if self.lead is not None:
+            await self.lead.leadership.announce(str(address))
+
+    # ---- what is kept for the next driver --------------------------------------------------------------------------
+
+    async def _journal(self, archive: Archive | None, writer: Writer) -> Journal:
+        if archive is None:
+            return Journal()
+        upkeep = Upkeep(
+            take=(lambda: snapshot.taken(self.membership)) if self.plan.outlived else None,
+            failed=lambda text: self.log("warning", text),
+        )
+        header = header_of(
+            self.job.settings,
+            job=self.id,
+            command=self.job.command,
+            folder=os.getcwd() if self.past is None else self.past.folder,
+            outlives=self.plan.outlived,
+            writer=writer,
+        )
+        copy = None
+        if self.job.journal is not None and not isinstance(archive, FileArchive):
+            # Readable here, whatever etcd has forgotten by then: from where this driver begins.
+            at = writer.at if self.past is None else max(self.past.last_at, writer.at)
+            state = None if self.past is None else snapshot.taken(self.membership)
+            file = FileArchive(Path(self.job.journal))
+            copy = await copied_to(file, header, state, at, failed=upkeep.failed)
+        if self.past is not None:
+            journal = await archive.go_on(self.past, writer, upkeep)
+        else:
+            journal = await archive.begin(header, upkeep)
+        return journal if copy is None else Copied(journal, copy)
+
+    def _adopted(self, clock_offset: float) -> loop.Adopted | None:
+        if self.past is None:
+            return None
+        membership = self.membership
+        places = {worker: membership.place_of(worker) for worker in membership.members}
+        return loop.Adopted(
+            running=[*membership.roster],
+            places={worker: place for worker, place in places.items() if place is not None},
+            generation=membership.generation,
+            clock_offset=clock_offset,
+        )
+
+    def _noted(self, event: Event, actions: Sequence[Action]) -> None:
+        self.around.noted(event, actions)
+        if self.lead is None:
+            return
+        for action in actions:
+            if isinstance(action, PublishWorld):
+                task = asyncio.ensure_future(self._tell_generation(action.generation))
+                self._told.add(task)
+                task.add_done_callback(self._told.discard)
+
+    async def _tell_generation(self, generation: int) -> None:
+        """For agents that no driver reaches: whether the others have gone on without them."""
+        assert self.lead is not None
+        from elastic.driver.etcd_keys import job_root
+
+        value = msgspec.json.encode({"generation": generation, "term": self.term, "job": self.id})
+        with contextlib.suppress(Deposed):
+            await self.lead.leadership.transact([(f"{job_root(self.plan.name)}generation", value)])
+
+
+def _tls(plan: FleetPlan) -> Any:
+    if plan.tls is None:
+        return None
+    from elastic import tls
+
+    return tls.context(plan.tls.cert, plan.tls.key, plan.tls.ca, server=True)

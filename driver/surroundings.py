@@ -1,0 +1,87 @@
+"""What surrounds a driver whatever kind of job it runs: its console, its workers' output, metrics, timeline. Acts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic.driver.console import Console, write_to
+from elastic.driver.events import Action, Event
+from elastic.driver.job import Job
+from elastic.driver.output import Output
+from elastic.driver.tracing import Tracing
+from elastic.protocol import Place, Worker
+
+if TYPE_CHECKING:
+    from elastic.driver.metrics import Metrics
+
+# Horovod's names; ours have four levels.
+_LEVELS = {
+    "TRACE": "debug",
+    "DEBUG": "debug",
+    "INFO": "info",
+    "WARNING": "warning",
+    "ERROR": "error",
+    "FATAL": "error",
+}
+
+
+@dataclass
+class Surroundings:
+    """``place_of`` may be set later, once there is a membership that knows."""
+
+    console: Console
+    output: Output
+    tracing: Tracing
+    metrics: Metrics | None
+    place_of: Callable[[Worker], Place | None]
+
+    level: str  # of the console
+
+    def noted(self, event: Event, actions: Sequence[Action]) -> None:
+        if self.metrics is not None:
+            self.metrics.note(event, actions)
+
+
+@contextlib.contextmanager
+def surroundings(job: Job) -> Iterator[Surroundings]:
+    """Says the job's notes. Raises Invalid or OSError where a file or a port can't be had."""
+    found: list[Surroundings] = []
+    output = Output(
+        place_of=lambda worker: found[0].place_of(worker) if found else None,
+        stdout=write_to(sys.stdout),
+        stderr=write_to(sys.stderr),
+        timestamps=job.prefix_timestamps,
+        folder=Path(job.output_dir) if job.output_dir else None,
+    )
+    level = _LEVELS[job.log_level]
+    console = Console(
+        output.say,
+        level=level,
+        colour=sys.stderr.isatty(),
+        timestamps=job.log_timestamps,
+    )
+    metrics: Metrics | None = None
+    try:
+        for note_level, line in job.notes:
+            console(note_level, line)
+        tracing = Tracing(console)
+        if job.settings.timeline is not None:
+            tracing.open(job.settings.timeline)
+            console("info", f"the timeline is written to {job.settings.timeline}")
+        if job.metrics is not None:
+            from elastic.driver.metrics import Metrics  # its library takes a tenth of a second
+
+            metrics = Metrics(*job.metrics)
+            host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
+            console("info", f"metrics are at http://{host}:{metrics.port}/metrics")
+        found.append(Surroundings(console, output, tracing, metrics, lambda worker: None, level))
+        yield found[0]
+    finally:
+        if metrics is not None:
+            metrics.close()
+        output.close()

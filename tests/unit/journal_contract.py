@@ -1,0 +1,206 @@
+"""Everywhere a journal can be kept, fakes included: what `test_journal_contract` asks of each.
+
+A place has an archive for every driver that comes there, and knows how a driver is killed in it, and how it leaves
+half of a record behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import pytest
+
+from elastic.driver.entries import Entry, Header, Resumed, Snapshot, Writer, encoded
+from elastic.driver.etcd import Item, Listing
+from elastic.driver.events import Event, WorkerRaised
+from elastic.driver.journal import Archive, Journal, Upkeep
+from elastic.driver.journal_etcd import EtcdArchive
+from elastic.driver.journal_file import FileArchive
+from elastic.driver.leadership import Deposed
+from elastic.driver.resume import Past, past_of
+from elastic.errors import Invalid
+from elastic.protocol import Worker
+
+ROOT = "/hvd-elastic/night/"
+OPERATIONS, REQUEST = 128, 1_500_000  # what etcd takes in one transaction
+
+
+class Place(Protocol):
+    def archive(self) -> Archive:
+        """Of the driver that comes now."""
+
+    def kill(self, journal: Journal) -> None:
+        """Its driver, with SIGKILL."""
+
+    async def tear(self, journal: Journal) -> None:
+        """The same in the middle of writing one more entry."""
+
+    async def refuses_a_second(self, journal: Journal) -> None:
+        """Two drivers can't both write it."""
+
+    def contents(self) -> bytes: ...
+
+
+def large_event() -> Event:
+    return WorkerRaised(Worker("h0", 0), 1, None, "ValueError", "line\n" * 400_000)
+
+
+class InFile:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "journal.jsonl"
+
+    def archive(self) -> FileArchive:
+        return FileArchive(self.path)
+
+    def kill(self, journal: Journal) -> None:
+        journal.close()  # as the kernel does
+
+    async def tear(self, journal: Journal) -> None:
+        journal.record(1e6, large_event())
+        self.kill(journal)
+        os.truncate(self.path, self.path.stat().st_size - 100_000)
+
+    async def refuses_a_second(self, journal: Journal) -> None:
+        with pytest.raises(Invalid, match=r"process number (100|200) writes the journal"):
+            self.archive()
+
+    def contents(self) -> bytes:
+        return self.path.read_bytes()
+
+
+class FakeEtcd:
+    """Keys and values, and who leads. Transactions are checked against etcd's limits."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.leader: FakeLeader | None = None
+        self.transactions = 0
+
+    async def get_prefix(self, prefix: str, *, within_s: float | None = 5.0) -> Listing:
+        found = {key: Item(v, 1, 1, 0) for key, v in sorted(self.kept.items()) if key > prefix}
+        return Listing(found, 1)
+
+
+class FakeLeader:
+    def __init__(self, etcd: FakeEtcd) -> None:
+        self.etcd = etcd
+        self.lives_for: int | None = None  # transactions
+        etcd.leader = self
+
+    async def transact(self, puts: list[tuple[str, bytes]], deletes: list[str]) -> None:
+        await asyncio.sleep(0)
+        if self.lives_for is not None:
+            self.lives_for -= 1
+            if self.lives_for < 0:
+                raise asyncio.CancelledError
+        if self.etcd.leader is not self:
+            raise Deposed("another driver leads")
+        keys = [*(key for key, _ in puts), *deletes]
+        assert len(keys) < OPERATIONS and len(set(keys)) == len(keys)
+        assert sum(len(key) + len(value) for key, value in puts) < REQUEST
+        self.etcd.transactions += 1
+        self.etcd.kept.update(puts)
+        for key in deletes:
+            del self.etcd.kept[key]
+
+
+class InEtcd:
+    def __init__(self, folder: Path) -> None:
+        self.etcd = FakeEtcd()
+
+    def archive(self) -> EtcdArchive:
+        return EtcdArchive(self.etcd, FakeLeader(self.etcd), ROOT)
+
+    def kill(self, journal: Journal) -> None:
+        journal.close()
+
+    async def tear(self, journal: Journal) -> None:
+        assert self.etcd.leader is not None
+        journal.record(1e6, large_event())
+        self.etcd.leader.lives_for = 1
+        with pytest.raises(asyncio.CancelledError):
+            await journal.settle()
+
+    async def refuses_a_second(self, journal: Journal) -> None:
+        await self.archive().past()
+        journal.record(1e6, large_event())
+        before = dict(self.etcd.kept)
+        with pytest.raises(Deposed):
+            await journal.settle()
+        assert self.etcd.kept == before
+
+    def contents(self) -> bytes:
+        return b"".join(self.etcd.kept.values())
+
+
+class MemoryJournal(Journal):
+    """The fake: the lines of a file, in a list."""
+
+    def __init__(
+        self, place: InMemory, upkeep: Upkeep | None, entries: int, writer: Writer
+    ) -> None:
+        super().__init__(upkeep, entries=entries)
+        self._place = place
+        self._writer = writer
+
+    def _keep(self, entry: Entry) -> int:
+        self._place.lines.append(encoded(entry))
+        return len(self._place.lines[-1])
+
+    def keep_snapshot(self, data: bytes, at: float) -> None:
+        self._place.lines = [encoded(Snapshot(msgspec.Raw(data), at, self._writer))]
+
+    def close(self) -> None:
+        self._place.locked = False
+
+
+class InMemory:
+    """Its archive is itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.header: Header | None = None
+        self.lines: list[bytes] = []
+        self.locked = False
+
+    def archive(self) -> InMemory:
+        if self.locked:
+            raise Invalid("another driver writes this journal")
+        self.locked = True
+        return self
+
+    async def past(self) -> Past | None:
+        return past_of(self.header, [line[:-1] for line in self.lines]) if self.header else None
+
+    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> MemoryJournal:
+        self.header, self.lines = header, []
+        return MemoryJournal(self, upkeep, 0, header.writer)
+
+    async def go_on(
+        self, past: Past, writer: Writer, upkeep: Upkeep | None = None
+    ) -> MemoryJournal:
+        self.lines.append(encoded(Resumed(writer)))
+        return MemoryJournal(self, upkeep, past.replayed, writer)
+
+    def close(self) -> None:
+        self.locked = False
+
+    def kill(self, journal: Journal) -> None:
+        self.locked = False
+
+    async def tear(self, journal: Journal) -> None:
+        self.locked = False
+
+    async def refuses_a_second(self, journal: Journal) -> None:
+        with pytest.raises(Invalid):
+            self.archive()
+
+    def contents(self) -> bytes:
+        return b"".join([encoded(self.header) if self.header else b"", *self.lines])
+
+
+PLACES: Iterable[Any] = (InFile, InEtcd, InMemory)

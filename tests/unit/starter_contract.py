@@ -1,0 +1,271 @@
+"""What every way to start agents must do. A subclass gives the starter; the suite tells it what agents are to do.
+
+The agents of the real ones are stand-ins: a program that is taken for python, whatever it is asked to run, and obeys
+the name of the job in its bootstrap. It notes what it was told, and its process number, in a folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import elastic
+from elastic.driver.launch.starter import READY, Bootstrap, Starter, StartFailed
+
+DEADLINE_S = 20.0
+SECRET = "5ec2e7" * 10 + "5ec2"
+Log = list[tuple[str, str]]
+
+STAND_IN = """#!{python} -IS
+import json, os, signal, sys
+assert sys.argv[1:] == ["-m", "elastic.driver.agent_process"], sys.argv
+signal.alarm(100)  # whatever the test forgets
+told = json.loads(sys.stdin.readline())
+job = told["job"]
+if job == "silent":
+    sys.stderr.write("still thinking\\n")
+elif job == "wrong":
+    sys.exit("hvd-elastic agent: the bootstrap says nothing of where the driver is")
+elif job == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+release = "0.0.1" if job == "old" else {release!r}
+if job == "noisy":
+    sys.stderr.write("Welcome to this machine! " * 20000)
+if told["outlives"] and os.fork():
+    os._exit(0)
+if told["outlives"]:
+    os.setsid()
+file = os.path.join({folder!r}, told["host"])
+with open(file + ".new", "w") as record:
+    json.dump({{"pid": os.getpid(), "told": told, "environ": dict(os.environ)}}, record)
+os.rename(file + ".new", file)
+if job != "silent":
+    print("{ready}", release, flush=True)
+if told["outlives"]:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in 0, 1, 2:
+        os.dup2(nowhere, fd)
+    signal.pause()
+if job == "stubborn":
+    signal.pause()
+if job == "chatty":
+    for number in range(30):
+        print("elastic | 12:00:00 | warning: line", number, file=sys.stderr, flush=True)
+    print("elastic | 12:00:00 | a step", file=sys.stderr, flush=True)
+if job == "broken":
+    sys.exit(3)
+sys.stdin.read()
+"""
+
+
+def stand_in(folder: Path) -> str:
+    """The path of a program that stands in for python there. It notes each agent in ``folder``, by its host."""
+    program = folder / ".python"
+    program.write_text(
+        STAND_IN.format(
+            python=sys.executable, release=elastic.__version__, folder=str(folder), ready=READY
+        )
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def noted(folder: Path, host: str) -> dict[str, Any]:
+    """What the agent of this host has noted: ``pid``, ``told``, ``environ``."""
+    record: dict[str, Any] = json.loads((folder / host).read_text())
+    return record
+
+
+def agents(folder: Path) -> dict[str, int]:
+    """Process numbers of agents that have begun, by host."""
+    return {
+        file.name: noted(folder, file.name)["pid"]
+        for file in folder.iterdir()
+        if file.is_file() and "." not in file.name
+    }
+
+
+def end_agents(folder: Path) -> None:
+    """Kill what a test has left behind on purpose."""
+    for pid in agents(folder).values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if any(".python" in word for word in process.cmdline()):
+                process.kill()
+
+
+def lives(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def gone(pid: int) -> None:
+    """Wait for the end of a process that may be no child of ours."""
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            assert select.select([fd], [], [], DEADLINE_S)[0], f"{pid} still lives"
+        finally:
+            os.close(fd)
+
+
+async def until(true: Callable[[], bool], awaited: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {awaited}"
+        await asyncio.sleep(0.002)
+
+
+def bootstrap(host: str, job: str = "trains", *, outlives: bool = False) -> Bootstrap:
+    return Bootstrap(job, host, SECRET, drivers=["driver:4000"], outlives=outlives)
+
+
+async def failure(starter: Starter, told: Bootstrap) -> str:
+    """The one sentence that says why this start has failed."""
+    with pytest.raises(StartFailed) as caught:
+        await starter.start(told)
+    text = str(caught.value)
+    assert "\n" not in text and "\r" not in text
+    assert SECRET not in text
+    assert told.host in text
+    return text
+
+
+class Bench:
+    """One starter under test and where its agents note what they were told. ``hosts`` are three that it can reach."""
+
+    def __init__(self, starter: Starter, folder: Path, log: Log) -> None:
+        self.starter = starter
+        self.folder = folder
+        self.log = log
+
+    def told(self, host: str) -> dict[str, Any]:
+        told: dict[str, Any] = noted(self.folder, host)["told"]
+        return told
+
+    def runs(self, host: str) -> bool:
+        return lives(noted(self.folder, host)["pid"])
+
+    def end(self, host: str) -> None:
+        os.kill(noted(self.folder, host)["pid"], signal.SIGKILL)
+
+    async def ended(self, host: str) -> None:
+        """Waits for it."""
+        await asyncio.to_thread(gone, noted(self.folder, host)["pid"])
+
+
+class StarterContract:
+    """Subclasses define ``open``, an async context manager that yields a Bench. Agents of jobs named ``wrong`` fail."""
+
+    def open(self, folder: Path) -> contextlib.AbstractAsyncContextManager[Bench]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def conversation(self, tmp_path: Path) -> Callable[..., None]:
+        """Runs an async function with a Bench; afterwards no child and no descriptor of ours is left."""
+
+        def run(talk: Callable[[Bench], Any]) -> None:
+            async def held() -> None:
+                async with self.open(tmp_path) as bench:
+                    await talk(bench)
+
+            before = {child.pid for child in psutil.Process().children()}
+            fds = len(os.listdir("/proc/self/fd"))
+            try:
+                asyncio.run(asyncio.wait_for(held(), 60.0))
+            finally:
+                end_agents(tmp_path)
+            left = [c for c in psutil.Process().children() if c.pid not in before]
+            assert not left
+            assert len(os.listdir("/proc/self/fd")) == fds
+
+        return run
+
+    def test_an_agent_has_read_its_bootstrap_when_start_returns(self, conversation):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            assert bench.told("alpha")["secret"] == SECRET
+            assert bench.told("alpha")["drivers"] == ["driver:4000"]
+            assert bench.runs("alpha")
+
+        conversation(talk)
+
+    def test_an_agent_that_does_not_start_says_why_and_troubles_nobody(self, conversation):
+        async def talk(bench: Bench) -> None:
+            text = await failure(bench.starter, bootstrap("alpha", "wrong"))
+            assert text.endswith("the bootstrap says nothing of where the driver is")
+            await bench.starter.start(bootstrap("beta"))
+            await bench.starter.start(bootstrap("alpha"))
+            assert bench.runs("alpha") and bench.runs("beta")
+
+        conversation(talk)
+
+    def test_closing_ends_those_that_do_not_outlive_us(self, conversation):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            await bench.starter.start(bootstrap("beta", outlives=True))
+            await bench.starter.close()
+            assert not bench.runs("alpha")
+            assert bench.runs("beta")
+            await bench.starter.close()
+
+        conversation(talk)
+
+    def test_nothing_is_started_after_closing(self, conversation):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.close()
+            assert "ending" in await failure(bench.starter, bootstrap("alpha"))
+
+        conversation(talk)
+
+    def test_an_agent_that_has_ended_can_be_started_again(self, conversation):
+        async def talk(bench: Bench) -> None:
+            for outlives in (False, True):
+                await bench.starter.start(bootstrap("alpha", outlives=outlives))
+                bench.end("alpha")
+                await bench.ended("alpha")
+            await bench.starter.start(bootstrap("alpha"))
+            assert bench.runs("alpha")
+
+        conversation(talk)
+
+    def test_many_start_at_once(self, conversation):
+        async def talk(bench: Bench) -> None:
+            hosts = ["alpha", "beta", "gamma"]
+            await asyncio.gather(*(bench.starter.start(bootstrap(host)) for host in hosts))
+            assert all(bench.runs(host) for host in hosts)
+
+        conversation(talk)
+
+    def test_a_start_that_is_called_off_leaves_nothing(self, conversation):
+        async def talk(bench: Bench) -> None:
+            starting = asyncio.create_task(bench.starter.start(bootstrap("alpha", "silent")))
+            await asyncio.sleep(0)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            await bench.starter.start(bootstrap("alpha"))
+            assert bench.runs("alpha")
+
+        conversation(talk)
+
+
+@contextlib.asynccontextmanager
+async def closing(bench: Bench) -> AsyncIterator[Bench]:
+    try:
+        yield bench
+    finally:
+        await bench.starter.close()

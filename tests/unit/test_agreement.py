@@ -1,0 +1,117 @@
+"""What is said of hosts whose networks don't fit together."""
+
+from __future__ import annotations
+
+from elastic.driver.agreement import Agreement
+
+
+def told(**hosts: str) -> str:
+    """What is said when hosts with these addresses come, each using its first; said at the last, if at all."""
+    agreement = Agreement()
+    *before, last = [said(agreement, host, text) for host, text in hosts.items()]
+    assert not any(before), before
+    return last
+
+
+def said(agreement: Agreement, host: str, text: str, calls_from: str = "") -> str:
+    addresses = text.split()
+    return agreement.note(host, addresses[0].partition("/")[0], addresses, calls_from)
+
+
+def test_hosts_that_fit():
+    assert told(a="10.0.0.5/24") == ""
+    assert told(a="10.0.0.5/24", b="10.0.0.6/24", c="10.0.0.7/24") == ""
+    assert told(a="10.0.0.5/24", b="10.0.1.6/24") == ""  # there may be a router between them
+    assert told(a="10.0.0.5/32", b="10.0.0.6/32") == ""  # as clouds hand them out
+    assert told(a="127.0.0.1/8", b="127.0.0.1/8") == ""  # two names of one machine
+    assert told(a="192.0.2.5/24", b="192.0.2.5/24") == ""
+
+
+def test_two_families():
+    assert told(a="10.0.0.5/24", c="10.0.0.7/24", b="fd00::6/64") == (
+        "workers on a (10.0.0.5) and c (10.0.0.7) listen in IPv4 and those on b (fd00::6) in IPv6, so they can't"
+        " reach each other: give --network-interface with a network that all of them have, such as 10.0.0.0/8, or"
+        " one for each, separated by commas"
+    )
+
+
+def test_the_flag_to_give_is_named():
+    assert told(
+        a="10.0.0.5/24 fd00::5/64 172.17.0.1/16 127.0.0.1/8",
+        b="fd00::6/64 10.0.0.6/24 172.17.0.1/16 127.0.0.1/8",
+    ).endswith(": give --network-interface 10.0.0.0/24, which all of them have")
+
+
+def test_loopback_among_others():
+    line = told(a="127.0.0.1/8", b="10.0.0.6/24")
+    assert line.startswith(
+        "workers on a (127.0.0.1) listen on loopback, where no other host reaches"
+    )
+
+
+def test_loopback_on_machines_that_are_apart():
+    agreement = Agreement()
+    assert said(agreement, "a", "127.0.0.1/8", "127.0.0.1") == ""
+    assert said(agreement, "b", "127.0.0.1/8", "10.0.0.6").startswith(
+        "workers on a (127.0.0.1) and b (127.0.0.1) listen on loopback"
+    )
+    assert said(Agreement(), "b", "127.0.0.1/8", "10.0.0.6") == ""
+
+
+def test_the_bridge_that_every_machine_has():
+    agreement = Agreement()
+    assert said(agreement, "a", "172.17.0.1/16 10.0.0.5/24", "10.0.0.5") == ""
+    assert said(agreement, "b", "172.17.0.1/16 10.0.0.6/24", "10.0.0.6") == (
+        "workers on a (172.17.0.1) and b (172.17.0.1) listen on one and the same address, although they are apart:"
+        " give --network-interface 10.0.0.0/24, which all of them have"
+    )
+    # Two agents of one machine call from the same address.
+    agreement = Agreement()
+    assert said(agreement, "a", "172.17.0.1/16", "10.0.0.5") == ""
+    assert said(agreement, "b", "172.17.0.1/16", "10.0.0.5") == ""
+
+
+def test_different_networks_where_there_is_one_in_common():
+    assert told(
+        a="10.0.0.5/24 192.168.7.5/24 172.17.0.1/16",
+        b="192.168.7.6/24 172.17.0.1/16",
+    ) == (
+        "workers on a (10.0.0.5) and b (192.168.7.6) listen in different networks:"
+        " give --network-interface 192.168.7.0/24, which all of them have"
+    )
+
+
+def test_many_hosts_are_not_all_listed():
+    hosts = {f"h{n}": f"10.0.0.{n}/24" for n in range(1, 100)}
+    assert "h6 (10.0.0.6) and 93 more listen in IPv4" in told(**hosts, odd="fd00::1/64")
+
+
+def test_a_trouble_is_told_once_whoever_comes():
+    agreement = Agreement()
+    lines = [
+        said(agreement, "a", "10.0.0.5/24"),
+        said(agreement, "b", "fd00::6/64"),
+        said(agreement, "c", "fd00::7/64"),
+        said(agreement, "b", "fd00::6/64"),
+        said(agreement, "d", "127.0.0.1/8"),
+    ]
+    assert [line[:12] for line in lines] == ["", "workers on a", "", "", ""]
+
+
+def test_a_host_that_is_gone_or_has_changed_counts_no_more():
+    agreement = Agreement()
+    assert said(agreement, "a", "fd00::5/64") == ""
+    agreement.forget("a")
+    agreement.forget("nobody")
+    assert said(agreement, "b", "10.0.0.6/24") == ""
+    assert said(agreement, "b", "fd00::6/64") == ""
+    assert said(agreement, "c", "fd00::7/64 10.0.0.7/24") == ""
+
+
+def test_what_is_no_address_is_taken_for_nothing():
+    agreement = Agreement()
+    assert agreement.note("a", "10.0.0.5/24", [], "") == ""
+    assert agreement.note("b", "fd00::6", ["fd00::6/640"], "") == ""
+    assert agreement.note("c", "127.0.0.1", [], "?") == ""
+    assert said(agreement, "d", "10.0.0.5/24") == ""
+    assert said(agreement, "e", "fd00::6/64") != ""

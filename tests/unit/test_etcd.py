@@ -1,0 +1,109 @@
+"""etcd without an etcd: when it counts as away, how its lines read, which names and addresses are taken."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from elastic.driver.access import EtcdAccess
+from elastic.driver.etcd import Etcd
+from elastic.driver.etcd_contact import Contact
+from elastic.driver.etcd_keys import (
+    DriverSeat,
+    SeatRecord,
+    check_host,
+    job_root,
+    read_seat,
+    seat_of,
+    split_address,
+)
+from elastic.errors import Invalid
+
+AWAY = (
+    "etcd at e:1 does not answer (connection refused); training goes on, changes of membership wait"
+)
+
+
+def contact() -> Contact:
+    return Contact("e:1", 100.0, grace_s=3.0, gap_s=2.5)
+
+
+def test_a_short_silence_is_not_told():
+    etcd = contact()
+    assert etcd.failed("connection refused", 101.0) is None
+    assert etcd.failed("no leader", 102.9) is None
+    assert etcd.answered(103.0) is None
+
+
+def test_a_long_silence_is_told_once_and_so_is_its_end():
+    etcd = contact()
+    assert etcd.answered(110.0) is None
+    assert etcd.failed("connection refused", 113.0) == ("warning", AWAY)
+    assert etcd.failed("connection refused", 114.0) is None
+    assert etcd.failed("something else", 150.0) is None
+    assert etcd.answered(170.0) == ("info", "etcd at e:1 answers again, after 60.0 s")
+    assert etcd.answered(170.1) is None
+    assert etcd.failed("connection refused", 173.1) == ("warning", AWAY)
+
+
+def test_nobody_asked_so_nothing_was_missed():
+    etcd = contact()
+    assert etcd.answered(1000.0) is None
+
+
+def test_after_a_silence_it_is_unsettled_for_a_while():
+    etcd = contact()
+    etcd.answered(102.0)
+    assert etcd.unsettled_s(102.0, 6.0) == 0.0
+    etcd.answered(104.5)
+    assert etcd.unsettled_s(104.5, 6.0) == 6.0
+    etcd.answered(105.5)
+    assert etcd.unsettled_s(106.5, 6.0) == 4.0
+    assert etcd.unsettled_s(111.0, 6.0) == 0.0
+
+
+@pytest.mark.parametrize("job", ["", "a/b", "a\nb", "x" * 201])
+def test_names_that_no_job_can_have(job):
+    with pytest.raises(Invalid, match="can't be the name of a job"):
+        job_root(job)
+
+
+def test_a_host_may_be_an_address():
+    assert check_host("::1") == "::1"
+    assert check_host("gpu7.example") == "gpu7.example"
+    for name in ("", "a b", "a/b", "a:2"):
+        with pytest.raises(Invalid):
+            check_host(name)
+
+
+def test_where_the_driver_is():
+    assert seat_of(SeatRecord(3, *split_address("[::1]:99"))) == DriverSeat("[::1]:99", 3)
+    assert seat_of(SeatRecord(3, *split_address("a:99"))) == DriverSeat("a:99", 3)
+    assert seat_of(SeatRecord(3)) is None
+    assert seat_of(None) is None
+    assert read_seat(b"\xff") is None
+    assert read_seat(b"{}") is None
+
+
+@pytest.mark.parametrize("address", ["", "a", "a:", "a:0", "a:65536", ":9", "a:b"])
+def test_what_is_no_address(address):
+    with pytest.raises(Invalid, match="is no address"):
+        split_address(address)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "said"),
+    [
+        ([], "it isn't said where etcd is"),
+        (["a"], "'a' can't be where etcd is; give HOST:PORT"),
+        (["a:1", "http://b:2"], "'http://b:2' can't be where etcd is"),
+        (["a:1", "b:70000"], "'b:70000' can't be"),
+    ],
+)
+def test_where_etcd_can_not_be(endpoints, said):
+    async def make() -> None:
+        Etcd(EtcdAccess(endpoints), lambda level, text: None)
+
+    with pytest.raises(Invalid, match=said):
+        asyncio.run(make())

@@ -1,0 +1,112 @@
+"""Hosts behind a headless service: what becomes of them when names change, when pods go, when nobody answers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
+from elastic.driver.names import Found
+
+A, B, C, D = "10.0.0.6", "10.0.0.7", "10.0.0.10", "10.0.0.8"
+A6, B6 = "fd00::6", "fd00::7"
+NOT_KNOWN = OSError("workers.lab could not be resolved: Name or service not known")
+LATE = OSError("workers.lab could not be resolved within 5 s")
+
+
+class OutOfAnswers(Exception):
+    """The conversation is over."""
+
+
+def watched(*answers: list[str] | OSError) -> tuple[list[list[str]], list[tuple[str, str]]]:
+    """The lists of hosts that are yielded, and what is logged, while the name server gives these answers."""
+    left = list(answers)
+    log: list[tuple[str, str]] = []
+
+    async def resolve(name: str, port: int, timeout_s: float) -> Found:
+        assert (name, timeout_s) == ("workers.lab", 5.0)
+        answer = left.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return [(int(socket.AF_INET6 if ":" in each else socket.AF_INET), each) for each in answer]
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == 2.0
+        if not left:
+            raise OutOfAnswers
+
+    async def conversation() -> list[list[str]]:
+        discovery = HeadlessServiceDiscovery(
+            "workers.lab",
+            4,
+            lambda level, text: log.append((level, text)),
+            resolve=resolve,
+            interval_s=2.0,
+            sleep=sleep,
+        )
+        lists = []
+        try:
+            async for hosts in discovery.watch():
+                assert set(hosts.values()) == {4}
+                lists.append(list(hosts))
+        except OutOfAnswers:
+            pass
+        return lists
+
+    return asyncio.run(conversation()), log
+
+
+def test_pods_come_and_go():
+    assert watched([A], [A, B], [A, B], [B]) == ([[A], [A, B], [B]], [])
+
+
+def test_the_order_is_numerical_and_hosts_that_stay_keep_it():
+    lists, _ = watched([C, B], [A, C, B], [C, A, B], [D, C, B, A], [D, A, B])
+    assert lists == [[B, C], [B, C, A], [B, C, A, D], [B, A, D]]
+
+
+def test_a_name_server_that_fails_changes_nothing():
+    assert watched([A, B], LATE, LATE, NOT_KNOWN, [B, A], [A]) == (
+        [[A, B], [A]],
+        [
+            (
+                "warning",
+                "service workers.lab: workers.lab could not be resolved within 5 s;"
+                " keeping 10.0.0.6:4,10.0.0.7:4",
+            ),
+            (
+                "warning",
+                "service workers.lab: workers.lab could not be resolved: Name or service not known;"
+                " keeping 10.0.0.6:4,10.0.0.7:4",
+            ),
+            ("info", "service workers.lab is found again"),
+        ],
+    )
+
+
+def test_no_pod_at_all_changes_nothing():
+    lists, log = watched([A], [], [], [A])
+    assert lists == [[A]]
+    assert [text for _, text in log] == [
+        "service workers.lab: the name server gives no address; keeping 10.0.0.6:4",
+        "service workers.lab is found again",
+    ]
+
+
+def test_pods_may_come_later():
+    lists, log = watched(NOT_KNOWN, NOT_KNOWN, [A])
+    assert lists == [[A]]
+    assert log[0][1].endswith("Name or service not known; waiting for hosts")
+    assert [level for level, _ in log] == ["warning", "info"]
+
+
+def test_a_pod_with_both_families_is_one_host():
+    assert watched([A6, A, B6, B], [A6, A])[0] == [[A, B], [A]]
+    assert watched([A6, B6], [B6])[0] == [[A6, B6], [B6]]
+
+
+def test_half_an_answer_is_none():
+    """The question for A records has failed, the one for AAAA has not: the pods are still there."""
+    lists, log = watched([A6, A, B6, B], [A6, B6], [A6, A, B6, B])
+    assert lists == [[A, B]]
+    assert [level for level, _ in log] == ["warning", "info"]

@@ -1,0 +1,315 @@
+"""The bench of many hosts, its pure parts: what links drop, when frames are due, what steps and journals amount to."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elastic.chaos.hosts import links
+from elastic.chaos.hosts.adoption import Adoptions
+from elastic.chaos.hosts.delay_line import Held
+from elastic.chaos.hosts.links import Link
+from elastic.chaos.hosts.report import Mark, Measured, Outcome, page, rows
+from elastic.chaos.hosts.scenarios import SCENARIOS
+from elastic.chaos.hosts.steps import Aftermath, Note, Worker, aftermath, notes_of
+from elastic.driver.events import (
+    DriverRestarted,
+    Event,
+    HostLost,
+    HostReported,
+    Member,
+    PublishWorld,
+    TimePassed,
+    WorkerExited,
+    WorkerReconnected,
+)
+from elastic.errors import Invalid
+from elastic.protocol import Address, Place
+from elastic.protocol import Worker as Name
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def rules(**by_host: Link) -> list[str]:
+    lines = links.ruleset(by_host).splitlines()
+    return [line.rpartition("passing ")[2] for line in lines if line.startswith("add rule")]
+
+
+def test_a_sound_link_drops_nothing():
+    assert rules(a=Link(), b=Link(rate="10mbit", delay_s=0.1)) == []
+
+
+def test_a_cut_link_drops_each_direction_by_itself():
+    assert rules(a=Link(from_host=False)) == ['iifname "p-a" drop']
+    assert rules(a=Link(to_host=False)) == ['oifname "p-a" drop']
+    assert rules(a=Link(to_host=False, from_host=False), b=Link()) == [
+        'iifname "p-a" drop',
+        'oifname "p-a" drop',
+    ]
+
+
+def test_a_lossy_link_draws_for_each_packet_in_both_directions():
+    draw = "numgen random mod 10000 < 200 drop"
+    assert rules(b=Link(loss=0.02)) == [f'iifname "p-b" {draw}', f'oifname "p-b" {draw}']
+
+
+def test_rules_replace_those_before_them_at_once():
+    first, second, third, *_ = links.ruleset({}).splitlines()
+    # nft deletes only what there is: added before, whether it was there or not.
+    assert [first, second, third] == [
+        f"{verb} table {links.TABLE}" for verb in ("add", "delete", "add")
+    ]
+
+
+def test_a_slow_link_and_its_end():
+    words = " ".join(links.shaping("eth0", "10mbit"))
+    assert words.startswith("qdisc replace dev eth0 root tbf rate 10mbit burst ")
+    assert " ".join(links.shaping("eth0", "")) == "qdisc del dev eth0 root"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"loss": 1.0}, "share of packets"),
+        ({"rate": "10mbit; reboot"}, "no rate"),
+        ({"delay_s": -1}, "in the past"),
+    ],
+)
+def test_a_link_that_can_not_be(fields, said):
+    with pytest.raises(Invalid, match=said):
+        Link(**fields)
+
+
+@pytest.mark.parametrize("name", ["", "a;b", "Host", "much-too-long-a-name"])
+def test_a_name_that_no_interface_can_have(name):
+    with pytest.raises(Invalid, match="no name of a host"):
+        links.check_name(name)
+
+
+def test_frames_leave_in_order_when_their_time_has_come():
+    held = Held(delay_s=0.1, most=3)
+    assert held.next_at() is None
+    for now, frame in (1.0, b"a"), (1.05, b"b"), (1.2, b"c"), (1.2, b"one too many"):
+        held.put(now, frame)
+    assert held.next_at() == pytest.approx(1.1)
+    assert held.due(1.09) == []
+    assert held.due(1.16) == [b"a", b"b"]
+    assert held.due(9.0) == [b"c"]
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def worker(host: str, *notes: tuple[float, str, int], size: int = 2) -> Worker:
+    return Worker(host, [Note(at, kind, step, size) for at, kind, step in notes])
+
+
+def came_through(host: str, *, again: float = 3.0) -> Worker:
+    """Step 2 was under way when something happened at 2.2; entered anew at 2.9."""
+    return worker(
+        host,
+        (1.0, "entered", 0),
+        (1.1, "began", 1),
+        (2.0, "committed", 1),
+        (2.0, "began", 2),
+        (2.9, "entered", 1),
+        (2.9, "began", 2),
+        (again, "committed", 2),
+    )
+
+
+def test_survivors_and_the_slowest_of_them():
+    died = worker("c", (1.0, "entered", 0), (2.0, "committed", 1), (2.0, "began", 2))
+    joined = worker("d", (2.9, "entered", 1), (3.0, "committed", 2))
+    found = aftermath([came_through("a"), came_through("b", again=3.4), died, joined], 2.2, 9.0)
+    assert found.survivors == 2 and found.interrupted
+    assert found.next_step_ms == pytest.approx(1200)
+    assert found.pause_ms == pytest.approx(1400)
+    assert (found.failed, found.lost) == (1, 0)
+
+
+def test_a_step_that_ends_before_the_break_is_noticed_is_not_the_next_one():
+    """A worker of a world that is about to break may still commit: that is no recovery."""
+    straggler = worker(
+        "a",
+        (1.0, "committed", 1),
+        (2.3, "committed", 2),
+        (4.0, "entered", 2),
+        (4.5, "committed", 3),
+    )
+    assert aftermath([straggler], 2.2, 9.0).next_step_ms == pytest.approx(2300)
+
+
+def test_a_step_that_was_nearly_done_is_no_sign_of_life():
+    """Cut off after the step's last collective, it still commits; then it waits for ever."""
+    cut_off = worker("d", (2.0, "committed", 1), (2.25, "committed", 2), (2.25, "began", 3))
+    assert aftermath([came_through("a"), cut_off], 2.2, 9.0).survivors == 1
+    assert aftermath([cut_off], 2.2, 9.0).survivors == 1  # nobody was interrupted
+
+
+def test_one_that_does_not_step_again_is_no_survivor_and_an_unbroken_one_was_not_interrupted():
+    stuck = worker("a", (1.0, "committed", 1), (2.9, "entered", 1))
+    assert aftermath([stuck], 2.2, 9.0).survivors == 0
+    assert aftermath([stuck], 2.2, 9.0).next_step_ms is None
+    steady = worker("b", (1.0, "committed", 1), (2.0, "committed", 2), (3.0, "committed", 3))
+    found = aftermath([steady], 2.2, 9.0)
+    assert (found.survivors, found.interrupted, found.failed) == (1, False, 0)
+    assert found.next_step_ms == pytest.approx(800)
+    assert found.pause_ms == pytest.approx(1000)
+
+
+def test_what_comes_later_is_not_its_doing():
+    """The link is healed at 5: that members are asked to let the host in again is another story."""
+    notes = (1.0, "committed", 1), (3.0, "committed", 2), (6.0, "entered", 2), (7.0, "committed", 3)
+    assert not aftermath([worker("a", *notes)], 2.2, until=5.0).interrupted
+    assert aftermath([worker("a", *notes)], 5.0, until=9.0).interrupted
+
+
+def test_a_commit_that_a_planned_change_interrupts_has_not_failed():
+    """commit() saves first: the training is entered anew at the very step that was under way."""
+    planned = worker(
+        "a", (1.0, "committed", 1), (1.0, "began", 2), (2.5, "entered", 2), (3.0, "committed", 3)
+    )
+    assert aftermath([planned], 2.2, 9.0).failed == 0
+
+
+def test_a_committed_step_that_is_done_again_is_lost():
+    bad = worker("a", (1.0, "committed", 1), (2.0, "committed", 2), (3.0, "entered", 0))
+    again = worker("b", (1.0, "committed", 1), (3.0, "entered", 0))
+    assert aftermath([bad, again], 2.2, 9.0).lost == 2
+
+
+def test_notes_are_read_but_for_a_line_that_is_being_written():
+    assert notes_of("1.5 entered 0 4\n2.5 committed 1 4\n3.0 beg") == [
+        Note(1.5, "entered", 0, 4),
+        Note(2.5, "committed", 1, 4),
+    ]
+    for line in ("1.5 slept 0 4\n", "soon entered 0 4\n", "\n"):
+        with pytest.raises(Invalid, match="no note of a step"):
+            notes_of(line)
+
+
+# ---- adoption --------------------------------------------------------------------------------------------------------
+
+A, B, C = (Name(host, 0) for host in "abc")
+
+
+def told(adoptions: Adoptions, event: Event, *actions: PublishWorld) -> int:
+    line = {"at": 1.0, "event": event, "actions": list(actions)}
+    adoptions.hear(msgspec.json.encode(line))
+    return adoptions.done
+
+
+def world(*names: Name) -> PublishWorld:
+    place = Place(0, len(names), 0, 1, 0, len(names))
+    members = [Member(name, place) for name in names]
+    return PublishWorld(1, members, Address("127.0.0.1", 1), 0, None, "ready")
+
+
+def adopting() -> Adoptions:
+    adoptions = Adoptions()
+    told(adoptions, TimePassed(), world(A, B, C))
+    assert told(adoptions, DriverRestarted()) == 0
+    return adoptions
+
+
+def test_a_driver_has_adopted_a_job_once_it_has_heard_of_every_member():
+    adoptions = adopting()
+    assert told(adoptions, WorkerReconnected(A, 1, True)) == 0
+    assert told(adoptions, WorkerReconnected(B, 1, True)) == 0
+    assert told(adoptions, WorkerReconnected(B, 1, True)) == 0  # said twice
+    assert told(adoptions, WorkerReconnected(C, 1, True)) == 1
+    assert told(adoptions, WorkerReconnected(C, 1, True)) == 1
+    told(adoptions, DriverRestarted())
+    for name in A, B, C:
+        told(adoptions, WorkerReconnected(name, 1, True))
+    assert adoptions.done == 2
+
+
+@pytest.mark.parametrize(
+    "event", [WorkerExited(C, -9), HostLost("c", "silent"), HostReported("c", [])]
+)
+def test_who_is_gone_is_not_waited_for(event):
+    adoptions = adopting()
+    for name in A, B:
+        told(adoptions, WorkerReconnected(name, 1, True))
+    assert (
+        told(adoptions, HostReported("c", [C])) == 0
+    )  # it is there, but has not said where it stands
+    assert told(adoptions, event) == 1
+
+
+def test_lines_that_are_no_entries_mean_nothing():
+    adoptions = adopting()
+    for line in (b'{"resumed": {"term": 2}}', b'{"snapshot": 1}', b"torn {", b"3"):
+        adoptions.hear(line)
+    assert adoptions.done == 0
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+GOOD = Aftermath(survivors=3, interrupted=True, next_step_ms=2300, pause_ms=2350, failed=1, lost=0)
+
+
+def measured(aftermath: Aftermath = GOOD, **fields) -> Measured:
+    return Measured("the link is cut", aftermath, **{"survivors": 3, **fields})
+
+
+def test_what_reaches_its_mark_is_no_trouble():
+    mark = Mark(next_step_ms=2500, failed=1, interrupted=True)
+    assert measured(mark=mark).troubles == []
+    assert measured(mark=Mark(adopted_ms=2000), adopted_ms=800.0).troubles == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (measured(mark=Mark(next_step_ms=2000)), "the next step took 2300 ms"),
+        (measured(mark=Mark(failed=0)), "1 steps failed, allowed are 0"),
+        (measured(mark=Mark(interrupted=False)), "training was interrupted"),
+        (measured(mark=Mark(adopted_ms=2000)), "no other driver went on"),
+        (measured(mark=Mark(adopted_ms=2000), adopted_ms=2500.0), "adoption took 2500 ms"),
+        (measured(survivors=4), "3 workers came through, expected 4"),
+        (measured(Aftermath(3, True, None, 0, 0, 0)), "stepped again"),
+        (measured(Aftermath(3, True, 100, 0, 0, lost=2)), "2 committed steps were lost"),
+    ],
+)
+def test_what_misses_its_mark_says_so(given, said):
+    (trouble,) = given.troubles
+    assert said in trouble and "the link is cut" in trouble
+
+
+def test_an_outcome_fails_by_its_journal_too():
+    assert Outcome("cut", [measured()], compared=9).passed
+    for wrong in (
+        Outcome("cut", [measured()], compared=0),
+        Outcome("cut", [measured()], compared=9, differing=1),
+        Outcome("cut", [measured()], compared=9, lost=1),
+        Outcome("cut", [measured()], compared=9, broken=["ONE PER SLOT: ..."]),
+        Outcome("cut", failed="waited 30 s for the world"),
+    ):
+        assert not wrong.passed
+
+
+def test_the_page_has_a_row_for_each_thing_that_was_done_and_what_is_wrong_at_the_end():
+    calm = Aftermath(4, False, 40.0, 61.0, 0, 0)
+    outcomes = [
+        Outcome("cut", [measured()], compared=9),
+        Outcome("driver", [measured(calm, survivors=4, adopted_ms=640.0)], compared=9),
+        Outcome("ssh", failed="waited 30 s\n  driver1 | no route"),
+    ]
+    (cut,), (driver,), (ssh,) = map(rows, outcomes)
+    assert cut[2:8] == ["3", "2300 ms", "2350 ms", "1", "0", "-"]
+    assert driver[2:8] == ["4", "not interrupted", "61 ms", "0", "0", "640 ms"]
+    text = page(
+        outcomes, command="chaos hosts", date="today", machine="this", setting="Four hosts."
+    )
+    assert "**2 of 3 scenarios passed**" in text
+    assert (
+        f"| {' | '.join(ssh)} |" in text
+        and "- ssh: waited 30 s\n        driver1 | no route" in text
+    )
+
+
+def test_every_scenario_says_what_it_plays():
+    assert all((scenario.__doc__ or "").endswith(".") for scenario in SCENARIOS.values())

@@ -1,0 +1,277 @@
+"""Which address a host uses, where a driver listens, and names whose addresses change."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from elastic.driver import interfaces, names
+from elastic.driver.interfaces import alone_address, listen_address, own_addresses, route_to
+from elastic.driver.names import resolved
+from elastic.driver.networks import (
+    Interface,
+    check_wanted,
+    choose_bind,
+    wanted_address,
+    worker_variables,
+)
+from elastic.errors import Invalid
+
+LO4 = Interface("lo", "127.0.0.1", 8, True, True)
+LO6 = Interface("lo", "::1", 128, True, True)
+ETH0 = Interface("eth0", "192.0.2.5", 24, True, False)
+ETH1 = Interface("eth1", "10.0.0.5", 16, True, False)
+ETH1_NEW = Interface("eth1", "fd00::5", 64, True, False)
+ETH1_LINK = Interface("eth1", "fe80::5", 64, True, False)
+ETH10 = Interface("eth10", "10.9.0.5", 16, False, False)
+DOCKER = Interface("docker0", "172.17.0.1", 16, True, False)
+OWN = [LO4, LO6, DOCKER, ETH0, ETH1, ETH1_NEW, ETH1_LINK, ETH10]
+
+
+def refusal(call, *args, **rest) -> str:
+    with pytest.raises(Invalid) as caught:
+        answer = call(*args, **rest)
+        if asyncio.iscoroutine(answer):
+            asyncio.run(answer)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- what a host uses
+
+
+def test_by_default_the_end_of_the_connection_to_the_driver():
+    assert choose_bind([], OWN, local="10.0.0.5") == "10.0.0.5"
+    assert choose_bind([], OWN, local="fd00::5") == "fd00::5"
+    assert choose_bind([], OWN, local="::ffff:10.0.0.5") == "10.0.0.5"
+
+
+def test_a_driver_on_loopback_has_its_hosts_on_one_machine():
+    assert choose_bind([], OWN, local="127.0.0.1") == "127.0.0.1"
+    assert choose_bind([], OWN, local="::1") == "::1"
+
+
+def test_among_several_machines_loopback_is_passed_over():
+    """The driver is reached through a tunnel, say. Bridges of containers lead nowhere."""
+    assert choose_bind([], OWN, local="127.0.0.1", several=True) == "192.0.2.5"
+    assert choose_bind([], OWN, local="::1", several=True) == "fd00::5"
+    assert choose_bind([], [LO4, DOCKER], local="127.0.0.1", several=True) == "172.17.0.1"
+    said = refusal(choose_bind, [], [LO4, LO6, ETH10], local="127.0.0.1", several=True)
+    assert said.startswith("this host has no address that another host could reach, only loopback")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "local", "address"),
+    [
+        ("eth1", "192.0.2.5", "10.0.0.5"),
+        ("eth1", "fd77::5", "fd00::5"),  # the family in which the driver is reached
+        ("10.0.0.0/8", "192.0.2.5", "10.0.0.5"),
+        ("fd00::/8", "192.0.2.5", "fd00::5"),
+        ("10.0.7.7/8", "192.0.2.5", "10.0.0.5"),  # as people write networks
+        ("10.0.0.5", "192.0.2.5", "10.0.0.5"),
+        ("ib0,eth10,eth0,eth1", "10.0.0.5", "192.0.2.5"),  # none; down; the first that is there
+        ("lo", "192.0.2.5", "127.0.0.1"),
+        ("::1", "192.0.2.5", "::1"),
+    ],
+)
+def test_the_first_that_is_there_is_used(wanted, local, address):
+    assert choose_bind(wanted.split(","), OWN, local=local, several=True) == address
+
+
+def test_what_is_not_there_is_told_with_what_is():
+    assert refusal(wanted_address, ["ib0", "fd77::/16"], [LO4, ETH10]) == (
+        "--network-interface ib0,fd77::/16 gives no address of this machine;"
+        " it has lo 127.0.0.1/8, eth10 10.9.0.5/16 (down)"
+    )
+
+
+def test_an_address_that_needs_a_scope_is_refused():
+    said = refusal(wanted_address, ["eth1"], [LO4, ETH1_LINK])
+    assert said.startswith("fe80::5 of eth1 is a link-local IPv6 address, which other hosts can't")
+    assert "fd00::/8" in refusal(choose_bind, [], OWN, local="fe80::5%eth1")
+    # Something better that stands behind it is taken.
+    assert wanted_address(["eth1", "eth0"], [ETH1_LINK, ETH0]) == "192.0.2.5"
+
+
+def test_what_can_be_wanted():
+    check_wanted(["eth1", "br-0a1b2c", "eth0:1", "enp3s0f0", "10.0.0.0/8", "fd00::/8", "::1"])
+    for word in ("10.0.0.0/33", "10.0.0", "fd00::/129", "fd00:::1", "eth 1", "", "fe80::1%eth0"):
+        assert "is neither the name of an interface nor a network" in refusal(check_wanted, [word])
+
+
+def test_workers_get_the_interface_of_their_address():
+    assert worker_variables("10.0.0.5", OWN, {"PATH": "/bin"}) == {
+        "NCCL_SOCKET_IFNAME": "=eth1",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "HOROVOD_GLOO_IFACE": "eth1",
+    }
+    assert worker_variables("fd00::5", OWN, {})["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    assert worker_variables("127.0.0.2", OWN, {})["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert worker_variables("203.0.113.1", OWN, {}) == {}
+
+
+def test_what_the_user_has_set_for_the_workers_stays():
+    assert worker_variables("fd00::5", OWN, {"NCCL_SOCKET_IFNAME": "ib0"}) == {
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "HOROVOD_GLOO_IFACE": "eth1",
+    }
+    assert "GLOO_SOCKET_IFNAME" not in worker_variables("fd00::5", OWN, {"GLOO_SOCKET_IFNAME": ""})
+
+
+# ---- this machine
+
+
+def test_this_machine_has_loopback():
+    assert LO4 in own_addresses()
+    assert route_to("127.0.0.1") == "127.0.0.1"
+    assert all("%" not in each.address for each in own_addresses())
+
+
+def test_a_job_on_one_machine():
+    assert alone_address([]) == "127.0.0.1"
+    assert alone_address(["lo"]) == "127.0.0.1"
+    assert alone_address(["eth77", "127.0.0.0/8"]) == "127.0.0.1"
+
+
+# ---- where a driver listens
+
+
+def listening(*towards: str, wanted: str = "", routes: dict[str, str] | None = None) -> str:
+    """In a net where ``gpu1`` is 10.0.0.6, ``here`` is this machine, and ``dual`` has both families."""
+    book = {
+        "gpu1": ["10.0.0.6"],
+        "here": ["127.0.1.1"],
+        "dual": ["fd00::6", "10.0.0.6"],
+        "near": ["fe80::6%2"],
+    }
+    ways = {
+        "10.0.0.6": "10.0.0.5",
+        "127.0.1.1": "127.0.0.1",
+        "fd00::6": "fd00::5",
+        "fe80::6%2": "fe80::5",
+    }
+
+    async def resolve(name: str, port: int, timeout_s: float) -> names.Found:
+        if name not in book:
+            raise OSError(f"{name} could not be resolved: not known")
+        return [
+            (int(socket.AF_INET6) if ":" in each else socket.AF_INET, each) for each in book[name]
+        ]
+
+    return asyncio.run(
+        listen_address(
+            wanted.split(",") if wanted else [],
+            towards,
+            own=OWN,
+            resolve=resolve,
+            route=(ways if routes is None else routes).get,
+        )
+    )
+
+
+def test_a_driver_listens_where_its_hosts_reach_it():
+    assert listening() == "127.0.0.1"
+    assert listening("here") == "127.0.0.1"
+    assert listening("here", "gpu1") == "10.0.0.5"
+    assert listening("dual") == "fd00::5"
+    assert listening("nobody", "gpu1") == "10.0.0.5"
+
+
+def test_the_interface_that_was_asked_for_in_the_family_of_the_hosts():
+    assert listening("gpu1", wanted="eth1") == "10.0.0.5"
+    assert listening("dual", wanted="eth1") == "fd00::5"
+    assert listening("nobody", wanted="192.0.2.0/24,eth1") == "192.0.2.5"
+    assert listening(wanted="eth0") == "192.0.2.5"
+
+
+def test_where_no_name_means_anything_the_way_out_counts():
+    assert listening("nobody", routes={"192.0.2.1": "192.0.2.5"}) == "192.0.2.5"
+    said = refusal(listening, "nobody", routes={})
+    assert said == (
+        "no address of this machine leads to another host (nobody could not be resolved: not known):"
+        " give --network-interface"
+    )
+
+
+def test_a_driver_does_not_listen_where_a_scope_is_needed():
+    assert "fe80::5 is a link-local IPv6 address" in refusal(listening, "near")
+
+
+# ---- names
+
+
+def answers(*rows: tuple[int, tuple]):
+    return lambda name, port, type: [(family, type, 6, "", where) for family, where in rows]
+
+
+def test_every_address_of_a_name_once_and_in_order():
+    ask = answers(
+        (socket.AF_INET6, ("fd00::6", 80, 0, 0)),
+        (socket.AF_INET, ("10.0.0.6", 80)),
+        (socket.AF_INET, ("10.0.0.6", 80)),
+        (socket.AF_INET6, ("fe80::6", 80, 0, 2)),
+    )
+    assert asyncio.run(resolved("gpu1", 80, 5.0, ask=ask)) == [
+        (socket.AF_INET6, "fd00::6"),
+        (socket.AF_INET, "10.0.0.6"),
+        (socket.AF_INET6, "fe80::6%2"),
+    ]
+
+
+def test_a_name_is_looked_up_anew_each_time():
+    book = ["10.0.0.6", "10.0.0.7"]
+
+    def ask(name, port, type):
+        return answers((socket.AF_INET, (book.pop(0), port)))(name, port, type)
+
+    async def conversation() -> list[names.Found]:
+        return [await resolved("gpu1", 80, 5.0, ask=ask) for _ in range(2)]
+
+    assert [found[0][1] for found in asyncio.run(conversation())] == ["10.0.0.6", "10.0.0.7"]
+
+
+def test_a_name_server_that_hangs_holds_one_thread_and_the_loop_goes_on():
+    asked, let_go = [], threading.Event()
+
+    def ask(name, port, type):
+        asked.append(name)
+        let_go.wait(30)
+        return answers((socket.AF_INET, ("10.0.0.6", port)))(name, port, type)
+
+    async def conversation() -> None:
+        for _ in range(3):
+            with pytest.raises(OSError, match=r"slow could not be resolved within 0\.01 s"):
+                await resolved("slow", 80, 0.01, ask=ask)
+        third = asyncio.create_task(resolved("slow", 80, 30.0, ask=ask))
+        await asyncio.sleep(0)
+        let_go.set()
+        assert await third == [(socket.AF_INET, "10.0.0.6")]
+        assert asked == ["slow"]
+
+    asyncio.run(conversation())
+
+
+def test_a_name_that_is_not_known_is_told():
+    with pytest.raises(OSError, match=r"nobody\.invalid could not be resolved: "):
+        asyncio.run(resolved("nobody.invalid", 80, 30.0, ask=unknown))
+
+
+def unknown(name, port, type):
+    if name.startswith("nobody"):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return socket.getaddrinfo(name, port, type=type)
+
+
+def test_numeric_addresses_need_no_name_server():
+    assert asyncio.run(resolved("127.0.0.1", 4711, 30.0)) == [(socket.AF_INET, "127.0.0.1")]
+    assert asyncio.run(resolved("::1", 4711, 30.0)) == [(socket.AF_INET6, "::1")]
+
+
+def test_the_flag_is_read_by_the_same_words(monkeypatch):
+    monkeypatch.setattr(interfaces, "own_addresses", lambda: OWN)
+    assert alone_address(["eth1"]) == "10.0.0.5"
+    assert interfaces.bind_address(["eth1"], local="fd77::1") == "fd00::5"
+    assert interfaces.worker_network("10.0.0.5", {})["NCCL_SOCKET_IFNAME"] == "=eth1"

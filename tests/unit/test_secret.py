@@ -1,0 +1,130 @@
+"""The job's secret: from where it is taken, when it is refused, and that no error repeats it."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from elastic.driver.launch.environment import worker_environment
+from elastic.driver.secret import derived, make_secret_file, read_secret
+from elastic.errors import Invalid
+from elastic.protocol import Address, Place, Worker
+
+HEX = "0123456789abcdef" * 4
+
+
+def written(path, text=HEX + "\n", mode=0o600) -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_new_file_is_for_its_owner_only_and_read_back(tmp_path):
+    path = str(tmp_path / "secret")
+    before = os.umask(0)
+    try:
+        make_secret_file(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    secret = read_secret(path, {})
+    assert secret is not None and len(secret) == 32
+    make_secret_file(path + "2")
+    assert read_secret(path + "2", {}) != secret
+
+
+def test_a_file_that_exists_is_left_as_it_is(tmp_path):
+    path = written(tmp_path / "secret")
+    with pytest.raises(Invalid, match="exists already"):
+        make_secret_file(path)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(Invalid, match="exists already"):
+        make_secret_file(str(link))
+    assert read_secret(path, {}) == bytes.fromhex(HEX)
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(Invalid, match="can't be made"):
+        make_secret_file(str(tmp_path / "no" / "folder"))
+
+
+def test_where_it_is_taken_from(tmp_path):
+    path = written(tmp_path / "secret")
+    other = {"ELASTIC_JOB_SECRET": "ff" * 32}
+    assert read_secret(None, {}) is None
+    assert read_secret(None, {"ELASTIC_JOB_SECRET": "", "ELASTIC_SECRET_FILE": ""}) is None
+    assert read_secret(None, other) == b"\xff" * 32
+    assert read_secret(None, {"ELASTIC_SECRET_FILE": path}) == bytes.fromhex(HEX)
+    assert read_secret(path, other) == bytes.fromhex(HEX)  # the flag wins
+    with pytest.raises(Invalid, match="keep one"):
+        read_secret(None, {"ELASTIC_SECRET_FILE": path, **other})
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o601])
+def test_a_file_that_others_may_use_is_refused(tmp_path, mode):
+    with pytest.raises(Invalid, match=f"mode {mode:o}.*chmod 600"):
+        read_secret(written(tmp_path / "secret", mode=mode), {})
+
+
+@pytest.mark.parametrize(
+    "text", ["", HEX[:-2], HEX + "0", "g" * 64, HEX[:32] + " " + HEX[32:], "é"]
+)
+def test_a_damaged_secret_is_refused_and_not_repeated(tmp_path, text):
+    for given in (
+        lambda: read_secret(written(tmp_path / "secret", text), {}),
+        lambda: read_secret(None, {"ELASTIC_JOB_SECRET": text or "?"}),
+    ):
+        with pytest.raises(Invalid, match="64 hexadecimal digits") as refusal:
+            given()
+        assert HEX[:16] not in str(refusal.value)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(Invalid, match="no ordinary file"):
+        read_secret(str(tmp_path / "pipe"), {})
+    with pytest.raises(Invalid, match="can't be read"):
+        read_secret(str(tmp_path), {})
+    with pytest.raises(Invalid, match="No such file"):
+        read_secret(str(tmp_path / "missing"), {})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_user_is_refused(tmp_path):
+    path = written(tmp_path / "secret")
+    os.chown(path, 12345, -1)
+    with pytest.raises(Invalid, match="another user"):
+        read_secret(path, {})
+
+
+def test_a_derived_key_is_another_one_for_each_purpose():
+    secret = bytes.fromhex(HEX)
+    keys = {secret, derived(secret, "workers"), derived(secret, "else"), derived(b"x" * 32, "else")}
+    assert len(keys) == 4
+    assert derived(secret, "workers") == derived(secret, "workers")
+
+
+def test_workers_do_not_inherit_the_jobs_secret():
+    inherited = {
+        "ELASTIC_JOB_SECRET": HEX,
+        "ELASTIC_SECRET_FILE": "/secret",
+        "ELASTIC_ETCD_PASSWORD": "password",
+        "PATH": "/bin",
+    }
+    env = worker_environment(
+        inherited,
+        worker=Worker("h", 0),
+        place=Place(0, 1, 0, 1, 0, 1),
+        driver=Address("127.0.0.1", 1),
+        secret="ee",
+        bind="127.0.0.1",
+        elastic=True,
+        gloo_timeout_s=1,
+        collective_timeout_s=1,
+        wait_timeout_s=1,
+        threads=1,
+    )
+    assert env["PATH"] == "/bin" and env["ELASTIC_SECRET"] == "ee"
+    assert not {"ELASTIC_JOB_SECRET", "ELASTIC_SECRET_FILE", "ELASTIC_ETCD_PASSWORD"} & env.keys()
+    assert HEX not in str(env)
