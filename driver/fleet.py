@@ -54,6 +54,8 @@ AGENTS: Callers[HostAgent] = Callers(
     "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
 )
 ARRIVE_S = 30.0  # from the start of an agent to its call
+RETURN_S = 1.0  # from a connection that was closed to the next; an agent tries at once
+AGAIN_S = (2.0, 60.0)  # between two tries to start an agent where one was lost: first, longest
 CLOSE_S = 15.0  # for the agents to kill their workers and to say so
 NO_AGENT = 126  # exit code of a worker that nobody could start
 
@@ -70,6 +72,9 @@ class _Host:
     starting: asyncio.Task[None] | None = None
     alarm: asyncio.TimerHandle | None = None  # it must arrive, or come back, by then
     running: set[Worker] = field(default_factory=set)  # ordered or reported, and their exit was not
+    again_s: float = AGAIN_S[0]  # until the next try to start an agent here
+    again: asyncio.TimerHandle | None = None
+    trouble: str = ""  # the last one of starting an agent, said once
 
 
 class Fleet:
@@ -87,7 +92,6 @@ class Fleet:
         hire: Hire,
         sink: Sink,
         log: Log,
-        disconnect_s: float,
         starter: Starter | None = None,
         reach: Reach | None = None,
         folder: str = "",
@@ -97,7 +101,6 @@ class Fleet:
         self._server = server
         self._sink = sink
         self._log = log
-        self._disconnect_s = disconnect_s
         self._starter = starter
         self._reach = reach
         self._folder = folder
@@ -108,6 +111,7 @@ class Fleet:
         self._gone: Callable[[Worker, bool], None] = lambda worker, silent: None
         self._exited: Callable[[WorkerExited], None] = lambda event: None
         self._noticed: Callable[[Event], None] = lambda event: None
+        self._listed: set[str] = set()
         self.workers = Workers(self)
         for worker in adopted:
             self._host(worker.host).running.add(worker)
@@ -191,8 +195,9 @@ class Fleet:
             return
         loop = asyncio.get_running_loop()
         for name, host in self._hosts.items():
-            if host.alarm is not None:
-                host.alarm.cancel()
+            for timer in (host.alarm, host.again):
+                if timer is not None:
+                    timer.cancel()
             if host.starting is not None:
                 host.starting.cancel()
             self.order(name, Dismissed("the job has ended"))
@@ -249,7 +254,10 @@ class Fleet:
         if host.alarm is not None:
             host.alarm.cancel()
             host.alarm = None
-        host.here = True
+        host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
+        if host.again is not None:
+            host.again.cancel()
+            host.again = None
         if self._closing:
             self.order(agent.host, Dismissed("the job has ended"))
             return
@@ -285,8 +293,8 @@ class Fleet:
             self._expect(
                 agent.host,
                 host,
-                self._disconnect_s,
-                f"its agent has not come back within {self._disconnect_s:g} s",
+                RETURN_S,
+                f"its agent has not come back within {RETURN_S:g} s",
             )
 
     def _expect(self, name: str, host: _Host, within_s: float, otherwise: str) -> None:
@@ -305,6 +313,28 @@ class Fleet:
         if host.running:
             self._networks.forget(name)
             self._noticed(HostLost(name, reason))
+            self._start_again(name, host)
+
+    def listed(self, hosts: Mapping[str, int]) -> None:
+        """Discovery's list: on those that have left it no agent is started again."""
+        self._listed = set(hosts)
+
+    def _start_again(self, name: str, host: _Host) -> None:
+        """What ran there is unknown until its agent, or a new one, tells; and nothing can be started before."""
+        if self._starter is None or host.again is not None or self._closing:
+            return
+        loop = asyncio.get_running_loop()
+        host.again = loop.call_later(host.again_s, self._try_again, name, host)
+        host.again_s = min(2 * host.again_s, AGAIN_S[1])
+
+    def _try_again(self, name: str, host: _Host) -> None:
+        host.again = None
+        if host.here or self._closing:
+            return
+        if name not in self._listed:
+            self._start_again(name, host)
+        elif host.starting is None:
+            host.starting = asyncio.create_task(self._start_agent(name, host))
 
     async def _start_agent(self, name: str, host: _Host) -> None:
         assert self._starter is not None and self._reach is not None
@@ -312,7 +342,13 @@ class Fleet:
             await self._starter.start(self._reach(name))
         except StartFailed as error:
             host.starting = None
-            self._lose(name, host, f"no agent could be started: {error}")
+            trouble = f"no agent could be started: {error}"
+            if host.orders:
+                self._lose(name, host, trouble)
+            elif trouble != host.trouble:
+                self._log("warning", f"host {name}: {trouble}; trying on")
+            host.trouble = trouble
+            self._start_again(name, host)
             return
         host.starting = None
         if not host.here:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +198,6 @@ class _Run:
             hire=Hire(self.id, self.term, job.settings.lease_s, plan.away_s),
             sink=self.around.output,
             log=self.log,
-            disconnect_s=job.settings.disconnect_s,
             starter=self._starter(),
             reach=lambda host: self._bootstrap(host, address),
             folder=past.folder if past is not None else os.getcwd(),
@@ -217,7 +216,7 @@ class _Run:
             membership=self.membership,
             server=fleet.workers,
             launcher=fleet,
-            discovery=self._discovery(known),
+            discovery=Overheard(self._discovery(known), fleet.listed),
             journal=journal,
             log=self.log,
             noted=self._noted,
@@ -374,6 +373,19 @@ class _Run:
         value = msgspec.json.encode({"generation": generation, "term": self.term, "job": self.id})
         with contextlib.suppress(Deposed):
             await self.lead.leadership.transact([(f"{job_root(self.plan.name)}generation", value)])
+
+
+class Overheard:
+    """A discovery whose lists somebody else hears too."""
+
+    def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:
+        self._source = source
+        self._hears = hears
+
+    async def watch(self) -> AsyncIterator[dict[str, int]]:
+        async for hosts in self._source.watch():
+            self._hears(hosts)
+            yield hosts
 
 
 def _tls(plan: FleetPlan) -> Any:
