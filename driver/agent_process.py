@@ -17,8 +17,9 @@ import threading
 
 import msgspec
 
+import elastic
 from elastic.driver.console import Console
-from elastic.driver.host_agent import AgentProcess, Find, release
+from elastic.driver.host_agent import AgentProcess, Find
 from elastic.driver.hosts import parse_address
 from elastic.driver.launch.interface import Log
 from elastic.driver.launch.starter import READY, Bootstrap
@@ -38,7 +39,7 @@ def main() -> int:
     except Invalid as error:
         print(f"hvd-elastic agent: {error}", file=sys.stderr)
         return 2
-    print(f"{READY} {release()}", flush=True)
+    print(f"{READY} {elastic.__version__}", flush=True)
     if bootstrap.outlives:
         _leave()
     log = Console(write_stderr, level=bootstrap.log_level, colour=False, timestamps=True)

@@ -221,8 +221,7 @@ class Etcd:
                 if answer.compact_revision:
                     return
                 if answer.canceled:
-                    # That is also what is said of a token that has run out.
-                    await connection.log_in(CALL_S)
+                    # Also because the token has run out; the next connection gets a new one.
                     raise Unavailable(answer.cancel_reason or "it cancelled the watch")
                 within_s = None  # `_pulse` sees to it that the connection is closed if etcd is away
                 if answer.events:

@@ -106,21 +106,8 @@ class Connection:
     async def call(
         self, method: Callable[..., Awaitable[Any]], request: Any, within_s: float
     ) -> Any:
-        """One question, one answer. A token that has run out is renewed."""
-        try:
-            return await self.outcome(
-                method(request, timeout=within_s, metadata=self.metadata or None)
-            )
-        except _TokenGone as gone:
-            if not self._access.user:
-                raise NotLetIn(str(gone)) from None
-        await self.log_in(within_s)
-        try:
-            return await self.outcome(
-                method(request, timeout=within_s, metadata=self.metadata or None)
-            )
-        except _TokenGone as gone:
-            raise NotLetIn(str(gone)) from None
+        """One question, one answer."""
+        return await self.outcome(method(request, timeout=within_s, metadata=self.metadata or None))
 
     async def outcome(self, call: Awaitable[Answer], within_s: float | None = None) -> Answer:
         """What becomes of a call, with its errors translated."""
@@ -155,7 +142,7 @@ class Connection:
         details = str(error.details() or code.name)
         text = details.removeprefix("etcdserver: ")
         if code is codes.UNAUTHENTICATED or "revision of auth store is old" in details:
-            return _TokenGone(text)
+            return Unavailable(text)  # the token has run out: the next connection gets a new one
         if "user name is empty" in details:
             return NotLetIn("it asks for a user; give --etcd-user and its password")
         if code is codes.NOT_FOUND and "lease not found" in details:
@@ -167,10 +154,6 @@ class Connection:
         if code in _rejections(codes):
             return Rejected(text)
         return _trouble(details, self._access)
-
-
-class _TokenGone(ElasticError):
-    """Our token is not taken, any more."""
 
 
 def _rejections(codes: Any) -> tuple[Any, ...]:

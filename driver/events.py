@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastic.protocol import Address, Commit, Place, Worker
+from elastic.protocol import Address, Commit, Finite, Place, Worker
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +108,7 @@ class WorkerProgressed(Event):
     generation: int
     entered: int
     inside: str = ""
-    waited_s: float = 0.0
+    waited_s: Finite = 0.0
     phase: str = ""
 
 
@@ -118,8 +118,8 @@ class WorkerPaced(Event):
     worker: Worker
     generation: int
     collectives: int
-    waited_s: float
-    over_s: float
+    waited_s: Finite
+    over_s: Finite
 
 
 class WorkerFrozen(Event):
@@ -143,7 +143,7 @@ class WorkerProbed(Event):
     """
 
     worker: Worker
-    cpu_s: float
+    cpu_s: Finite
     io_bytes: int
     state: str
     traced: bool = False

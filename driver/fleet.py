@@ -379,12 +379,12 @@ class Fleet:
             self._exited(event)
             self._sink.forget(event.worker)
 
-    def order(self, name: str, message: AgentMessage) -> bool:
-        """To the agent of a host. False where there is none now: then it is dropped."""
+    def order(self, name: str, *messages: AgentMessage) -> bool:
+        """To the agent of a host. False where there is none now: then all is dropped."""
         host = self._hosts.get(name)
         if self._abandoned or host is None or not host.here or host.agent is None:
             return False
-        return self._server.send(host.agent, message)
+        return self._server.send(host.agent, *messages)
 
     def _host(self, name: str) -> _Host:
         return self._hosts.setdefault(name, _Host())
@@ -410,6 +410,13 @@ class Workers:
 
     def send(self, who: Worker, message: Message) -> bool:
         return self._fleet.order(who.host, Tell([who], cast(Any, message)))
+
+    def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
+        by_host: dict[str, list[Tell]] = {}
+        for who, message in messages:
+            by_host.setdefault(who.host, []).append(Tell([who], cast(Any, message)))
+        for host, there in by_host.items():
+            self._fleet.order(host, *there)
 
     def broadcast(self, them: Iterable[Worker], message: Message) -> None:
         by_host: dict[str, list[Worker]] = {}

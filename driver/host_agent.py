@@ -14,9 +14,9 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
+import elastic
 from elastic import protocol
 from elastic.driver import interfaces, networks
 from elastic.driver.agency import Agency
@@ -201,7 +201,8 @@ class AgentProcess:
         try:
             own = interfaces.own_addresses()
             wanted, local = self.bootstrap.interfaces, self._uplink.bound
-            self._bind = networks.choose_bind(wanted, own, local=local)
+            if not self._bind or not self._agent.alive():  # those that run listen where they do
+                self._bind = networks.choose_bind(wanted, own, local=local)
             self._network = networks.worker_variables(self._bind, own, os.environ)
             self._addresses = [f"{each.address}/{each.prefix_length}" for each in own if each.up]
         except Invalid as error:
@@ -227,7 +228,7 @@ class AgentProcess:
                 sorted(self._agent.alive()),
                 [*self._agency.exits.values()],
                 hire.job,
-                release(),
+                elastic.__version__,
             )
         )
         for result in self._results.values():
@@ -348,9 +349,10 @@ class AgentProcess:
         self.end(0, f"{signal.Signals(number).name}")
 
     def _log(self, level: str, text: str) -> None:
-        self._log_here(level, text)
-        if level != "debug":
-            self._uplink.send(Logged(cast(Any, level), text))
+        """In the driver's log; and here, where nobody has started this process who would show both."""
+        told = level != "debug" and self._uplink.send(Logged(cast(Any, level), text))
+        if not (told and self._bound):
+            self._log_here(level, text)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -359,14 +361,6 @@ class AgentProcess:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def release() -> str:
-    """Of this package."""
-    try:
-        return version("hvd-elastic")
-    except PackageNotFoundError:
-        return ""
 
 
 def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:

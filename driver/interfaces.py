@@ -49,11 +49,6 @@ def alone_address(wanted: Sequence[str], own: Sequence[Interface] | None = None)
     return wanted_address(wanted, own_addresses() if own is None else own)
 
 
-def bind_address(wanted: Sequence[str], *, local: str, several: bool = False) -> str:
-    """`choose_bind` among the addresses of this machine."""
-    return choose_bind(wanted, own_addresses(), local=local, several=several)
-
-
 def worker_network(bind: str, environ: Mapping[str, str]) -> dict[str, str]:
     """What to add to ``environ`` for workers that listen on ``bind``; nothing that is set there is replaced."""
     return worker_variables(bind, own_addresses(), environ)

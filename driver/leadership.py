@@ -31,8 +31,8 @@ class Deposed(ElasticError):
 class Leadership:
     """``lost`` is set when another driver leads. ``term`` is 0 before we lead.
 
-    ``address``: what `announce` has told. The seat stays ours until `resign`, the end of this process, or a silence for
-    longer than ``ttl_s`` while another one waits.
+    The seat stays ours until `resign`, the end of this process, or a silence of longer than ``ttl_s`` while another
+    one waits. Resign before the connection to etcd is closed.
     """
 
     def __init__(self, etcd: Etcd, job: str, log: Log, *, ttl_s: float = 2.0) -> None:

@@ -97,6 +97,7 @@ class Workers(Protocol):
     ) -> Address: ...
 
     def send(self, who: Worker, message: protocol.Message) -> bool: ...
+    def send_each(self, messages: Iterable[tuple[Worker, protocol.Message]]) -> None: ...
     def broadcast(self, them: Iterable[Worker], message: protocol.Message) -> None: ...
     def connected(self, who: Worker) -> bool: ...
     def drain(self, who: Worker) -> None: ...
@@ -512,16 +513,20 @@ class Driver:
             self._log("info", f"{verb} {number}{_some(workers)}: {reason}{now}")
 
     def _publish(self, world: PublishWorld) -> Line:
-        for member in world.members:
-            message = protocol.World(
-                world.generation,
-                member.place,
-                world.store,
-                world.holders,
-                world.commit,
-                world.reason,
+        self._server.send_each(
+            (
+                member.worker,
+                protocol.World(
+                    world.generation,
+                    member.place,
+                    world.store,
+                    world.holders,
+                    world.commit,
+                    world.reason,
+                ),
             )
-            self._server.send(member.worker, message)
+            for member in world.members
+        )
         self.generation = world.generation
         self.places = {member.worker: member.place for member in world.members}
         self._promised.clear()

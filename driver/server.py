@@ -52,7 +52,8 @@ from elastic.tls import FLAGS, Endpoint
 from elastic.wire import NONCE_BYTES, Wire, proof
 
 HANDSHAKE_S = 5.0
-UNKNOWN_LIMIT = 4096  # connections that have not proved anything yet
+UNKNOWN_LIMIT = 4096  # connections that have not proved anything yet; each takes 3 KB
+UNKNOWN_TLS_LIMIT = 1024  # ... or 33 KB
 TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, the caller's certificates among them
 WAITING_LIMIT = 4096  # connections that the kernel keeps for us
 ACCEPTED_AT_ONCE = 64
@@ -113,7 +114,7 @@ class Server(Generic[Who]):
         self._server: asyncio.Server | None = None
         self._connections: dict[Who, _Connection[Who]] = {}
         self._unknown: dict[_Connection[Who], None] = {}  # the oldest first
-        self._unknown_limit = strangers_limit()
+        self._unknown_limit = strangers_limit(UNKNOWN_LIMIT if tls is None else UNKNOWN_TLS_LIMIT)
         self._refused = 0  # since the last line about them
         self._refused_at = float("-inf")
 
@@ -154,10 +155,15 @@ class Server(Generic[Who]):
         )  # asyncio has one number for this and for what it accepts at once
         return self.bind(interface, port)
 
-    def send(self, who: Who, message: msgspec.Struct) -> bool:
-        """Send without blocking. False when they are not connected: then the message is dropped."""
+    def send(self, who: Who, *messages: msgspec.Struct) -> bool:
+        """Send without blocking, all in one piece. False when they are not connected: then all is dropped."""
         connection = self._connections.get(who)
-        return connection is not None and connection.write(encoded(message))
+        return connection is not None and connection.write(*map(encoded, messages))
+
+    def send_each(self, messages: Iterable[tuple[Who, msgspec.Struct]]) -> None:
+        """To each what is meant for them."""
+        for who, message in messages:
+            self.send(who, message)
 
     def broadcast(self, them: Iterable[Who], message: msgspec.Struct) -> None:
         """The same message to all of these that are connected; encoded once."""
@@ -358,11 +364,11 @@ class _Connection(asyncio.Protocol, Generic[Who]):
         self.write(body)
         self._wire.seal(self._server.secret, mine=self._nonce, theirs=nonce, caller=False)
 
-    def write(self, body: bytes) -> bool:
-        """Send a message, which is encoded, or buffer it; False if the connection is over."""
+    def write(self, *bodies: bytes) -> bool:
+        """Send messages, which are encoded, or buffer them; False if the connection is over."""
         if self._over or self._transport.is_closing():
             return False
-        data = self._wire.frame_of(body)
+        data = b"".join(map(self._wire.frame_of, bodies))
         if self._tls is None:
             self._transport.write(data)
         else:
@@ -424,10 +430,10 @@ class _Connection(asyncio.Protocol, Generic[Who]):
         self._server.lost(self, self._who, trouble, silent)
 
 
-def strangers_limit() -> int:
+def strangers_limit(most: int) -> int:
     """How many connections may be open that have proved nothing: most descriptors are for those that have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return UNKNOWN_LIMIT if soft < 0 else max(16, min(UNKNOWN_LIMIT, soft // 4))
+    return most if soft < 0 else max(16, min(most, soft // 4))
 
 
 def _bound(interface: str, port: int) -> socket.socket:

@@ -44,6 +44,7 @@ from elastic.driver.surroundings import Surroundings
 from elastic.errors import Invalid
 from elastic.protocol import Address
 
+ASKED = 16  # hosts whose names are looked up to find out where to listen
 DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver goes on with the job
 
 Outcome = tuple[int, str, list[bytes]]
@@ -264,7 +265,10 @@ class _Run:
         if self.past is not None and self.plan.etcd is None and self.past.address:
             return parse_address(self.past.address)
         hosts = known if known is not None else (self.job.hosts or {})
-        towards = [host for host in hosts if self.this_host.elsewhere(host) is not None]
+        elsewhere = await asyncio.gather(
+            *(asyncio.to_thread(self.this_host.elsewhere, host) for host in [*hosts][:ASKED])
+        )
+        towards = [host for host, why in zip(hosts, elsewhere, strict=False) if why is not None]
         if not towards and self.plan.etcd is not None:
             towards = [parse_address(endpoint)[0] for endpoint in self.plan.etcd.endpoints]
         if not towards and self.plan.kubernetes is not None:

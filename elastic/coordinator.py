@@ -18,14 +18,13 @@ A rank that joined has no more data: the others' reductions no longer wait for i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import msgspec
 
+from elastic.one_set import OneSet, bits
 from elastic.requests import (
     ALL,
-    ALLREDUCE,
     JOIN,
     LEAVE,
     Decision,
@@ -36,34 +35,6 @@ from elastic.requests import (
     ranks_in_words,
     settle,
 )
-from elastic.standing_orders import StandingOrders
-
-ORDERS_STRETCH = 8
-
-
-@dataclass
-class _Set:
-    """The collectives of one set of ranks."""
-
-    members: Members  # spelled out
-    named_as: Members  # as in messages
-    offered: dict[int, int]  # by rank: the bits of what it offered by number
-    waiting: dict[str, dict[int, Request]] = field(default_factory=dict)  # by name, by rank
-    numbers: dict[str, int] = field(default_factory=dict)  # of names
-    entries: list[Settled] = field(default_factory=list)  # by number
-    seen: set[str] = field(default_factory=set)  # names that have come once
-    reducible: int = 0  # bits of the entries that joined ranks can add zeros to
-    by_request: int = 0  # bits of the names that somebody waits for by a whole request
-    epoch: int = 0
-    before: list[Settled] = field(default_factory=list)  # the entries of the epoch before
-    unaware: set[int] = field(default_factory=set)  # ranks that have not taken notice of this epoch
-    lacking: int = -1  # a rank that lacked something the last time
-
-    def __post_init__(self) -> None:
-        self.orders = StandingOrders(len(self.members))
-
-    def name_of(self, number: int) -> str:
-        return self.entries[number].request.name
 
 
 class Coordinator:
@@ -72,7 +43,7 @@ class Coordinator:
     def __init__(self, size: int, capacity: int) -> None:
         self._size = size
         self._capacity = capacity
-        self._sets: dict[Members, _Set] = {}
+        self._sets: dict[Members, OneSet] = {}
         self._joined: list[int] = []  # in the order in which they did
         self._gone: dict[int, str] = {}  # ranks that left, and why
         self._since: dict[tuple[Members, str], float] = {}  # when it was first seen to wait
@@ -100,14 +71,14 @@ class Coordinator:
             return []  # no member: it was told so where it asked
         known = int.from_bytes(offer.known, "little")
         if offer.epoch != each.epoch:
-            requests = (*self._in_old_words(each, rank, known), *requests)
+            requests = (*each.in_old_words(rank, known), *requests)
             known = 0
         else:
             each.unaware.discard(rank)
         by_name = known if self._lacks(each) else known & each.by_request
         if by_name:
             known &= ~by_name
-            requests = (*(self._asked(each, n, rank) for n in bits(by_name)), *requests)
+            requests = (*(each.asked(n, rank) for n in bits(by_name)), *requests)
         each.offered[rank] |= known
         for number, run in offer.ended:
             each.orders.withdraw(number, rank, run)
@@ -118,19 +89,19 @@ class Coordinator:
             name = each.entries[number].request.name
             others = each.waiting.get(name, {}).values()
             if self._lacks(each) or any(other.after == run - 1 for other in others):
-                requests = (*requests, self._asked(each, number, rank))
+                requests = (*requests, each.asked(number, rank))
                 continue
             each.orders.report(number, rank, run)
             if self._joined:
                 catch_up.append((number, run))
         for request in requests:
-            self._ask(each, rank, request)
+            each.ask(rank, request)
         made = self._decide(each, [request.name for request in requests])
         if catch_up:
             made.append(Decision(each.named_as, each.epoch, catch_up=tuple(catch_up)))
         return made
 
-    def _lacks(self, each: _Set) -> bool:
+    def _lacks(self, each: OneSet) -> bool:
         """Whether one of its ranks is gone, so that nothing of it can run."""
         return bool(self._gone) and any(rank in self._gone for rank in each.members)
 
@@ -143,42 +114,17 @@ class Coordinator:
             request.name for request in offer.requests
         ]
 
-    def _set(self, members: Members) -> _Set:
+    def _set(self, members: Members) -> OneSet:
         found = self._sets.get(members)
         if found is None:
             spelled = members or tuple(range(self._size))
-            found = _Set(spelled, members, dict.fromkeys(spelled, 0))
+            found = OneSet(spelled, members, dict.fromkeys(spelled, 0))
             self._sets[members] = found
         return found
 
-    def _in_old_words(self, each: _Set, rank: int, known: int) -> list[Request]:
-        position = each.members.index(rank)
-        return [each.before[number].asked_by(position) for number in bits(known)]
-
-    def _asked(self, each: _Set, number: int, rank: int) -> Request:
-        return each.entries[number].asked_by(each.members.index(rank))
-
-    def _ask(self, each: _Set, rank: int, request: Request) -> None:
-        asked = each.waiting.get(request.name)
-        if asked is None:
-            asked = each.waiting[request.name] = {}
-            number = each.numbers.get(request.name)
-            if number is not None:  # the bits of others now count as what they stand for
-                bit = 1 << number
-                each.by_request |= bit
-                for other, offered in each.offered.items():
-                    if offered & bit:
-                        each.offered[other] = offered & ~bit
-                        asked[other] = self._asked(each, number, other)
-        asked[rank] = request
-        for number in [n for n, _ in each.orders.late() if each.name_of(n) == request.name]:
-            for other, run in each.orders.forget_late(number).items():
-                if run == request.after + 1:  # instead of this run; an earlier one is over
-                    asked.setdefault(other, self._asked(each, number, other))
-
     # ---- decisions -------------------------------------------------------------------------------------------------
 
-    def _decide(self, each: _Set, names: Iterable[str]) -> list[Decision]:
+    def _decide(self, each: OneSet, names: Iterable[str]) -> list[Decision]:
         made: list[Decision] = []
         settled: list[Settled] = []
         ready = self._ready(each)
@@ -188,7 +134,7 @@ class Coordinator:
             active = self._active(each)
             for number in bits(ready & ~each.reducible):
                 ready &= ~(1 << number)
-                asked = {rank: self._asked(each, number, rank) for rank in active}
+                asked = {rank: each.asked(number, rank) for rank in active}
                 settled.append(settle(asked, each.members))
         if ready:
             known = ready.to_bytes((ready.bit_length() + 7) // 8, "little")
@@ -212,7 +158,7 @@ class Coordinator:
             made.append(Decision(each.named_as, each.epoch, settled=tuple(settled)))
         return made
 
-    def _standing_order(self, each: _Set, ready: int) -> int:
+    def _standing_order(self, each: OneSet, ready: int) -> int:
         """The number that becomes a standing order with this decision, or -1."""
         if self._joined:
             return -1
@@ -222,12 +168,12 @@ class Coordinator:
         number = ready.bit_length() - 1
         return number if each.orders.ran_alone(number, each.entries[number].request) else -1
 
-    def _active(self, each: _Set) -> list[int]:
+    def _active(self, each: OneSet) -> list[int]:
         if not self._joined:
             return list(each.members)
         return [rank for rank in each.members if rank not in self._joined]
 
-    def _ready(self, each: _Set) -> int:
+    def _ready(self, each: OneSet) -> int:
         """The bits that every active member has offered."""
         offered = each.offered
         if not self._joined:
@@ -242,16 +188,16 @@ class Coordinator:
                 return 0
         return max(ready, 0)
 
-    def _settled(self, each: _Set, name: str) -> Settled | None:
+    def _settled(self, each: OneSet, name: str) -> Settled | None:
         """The collective of this name, if nobody is missing any more."""
         asked = each.waiting.get(name)
         if not asked:
             return None
         if self._lacks(each):
             gone = [rank for rank in each.members if rank in self._gone]
-            self._take(each, name)
+            each.take(name)
             why = self._gone[gone[0]]
-            self._end_order(each, name, failed=True)
+            each.end_order(name, failed=True)
             return Settled(
                 next(iter(asked.values())),
                 error=f"{name} can't run: {ranks_in_words(gone)} {why}",
@@ -259,60 +205,10 @@ class Coordinator:
             )
         if any(rank not in asked for rank in self._active(each)):
             return None
-        self._take(each, name)
-        found = self._numbered(each, settle(asked, each.members))
-        self._end_order(each, name, failed=bool(found.error))
+        each.take(name)
+        found = each.numbered(settle(asked, each.members), 0 if self._joined else self._capacity)
+        each.end_order(name, failed=bool(found.error))
         return found
-
-    def _end_order(self, each: _Set, name: str, failed: bool) -> None:
-        """Of this name, if it is one: it could not run, or means something else from now on."""
-        each.orders.end([n for n in each.orders if each.name_of(n) == name], failed)
-
-    def _take(self, each: _Set, name: str) -> None:
-        del each.waiting[name]
-        number = each.numbers.get(name)
-        if number is not None:
-            each.by_request &= ~(1 << number)
-
-    def _numbered(self, each: _Set, found: Settled) -> Settled:
-        """With the number by which it is known from now on, if it came before and there is room."""
-        request = found.request
-        if found.error:
-            return found
-        # It asked for something else: the old number is used up.
-        each.numbers.pop(request.name, None)
-        if not request.lasting or self._capacity == 0 or self._joined:
-            return found
-        if request.name not in each.seen:
-            each.seen.add(request.name)
-            if len(each.seen) > 64 * self._capacity:
-                each.seen.clear()
-            return found
-        room = self._capacity * (ORDERS_STRETCH if each.orders else 1)
-        if len(each.entries) >= room:
-            if each.unaware or each.orders:
-                return found
-            self._forget_numbers(each)
-        number = len(each.entries)
-        found = Settled(found.request, found.rows, found.payloads, number)
-        each.entries.append(found)
-        each.numbers[request.name] = number
-        if request.kind == ALLREDUCE:
-            each.reducible |= 1 << number
-        return found
-
-    def _forget_numbers(self, each: _Set) -> None:
-        # What was offered by number is asked for by name from here on.
-        for rank, offered in each.offered.items():
-            for number in bits(offered):
-                request = self._asked(each, number, rank)
-                each.waiting.setdefault(request.name, {})[rank] = request
-            each.offered[rank] = 0
-        each.before, each.entries, each.numbers = each.entries, [], {}
-        each.reducible = each.by_request = 0
-        each.orders.forget_numbers()
-        each.epoch += 1
-        each.unaware = set(each.members)
 
     # ---- joining and leaving ---------------------------------------------------------------------------------------
 
@@ -341,7 +237,7 @@ class Coordinator:
         for each in self._sets.values():
             for rank, offered in [*each.offered.items()]:
                 for number in bits(offered):
-                    self._ask(each, rank, self._asked(each, number, rank))
+                    each.ask(rank, each.asked(number, rank))
                 each.offered[rank] = 0
             made += self._decide(each, list(each.waiting))
         return made
@@ -364,11 +260,11 @@ class Coordinator:
                 continue
             for other, offered in list(each.offered.items()):
                 for number in bits(offered):
-                    self._ask(each, other, self._asked(each, number, other))
+                    each.ask(other, each.asked(number, other))
                 each.offered[other] = 0
             for number, runs in [*each.orders.late()]:
                 for other in [*runs]:
-                    self._ask(each, other, self._asked(each, number, other))
+                    each.ask(other, each.asked(number, other))
             decisions += self._decide(each, list(each.waiting))
         return decisions
 
@@ -382,7 +278,7 @@ class Coordinator:
         waiting = {
             (each.named_as, name): ranks
             for each in self._sets.values()
-            for name, ranks in self._names(each)
+            for name, ranks in each.names()
             if not ranks.issuperset(self._active(each))  # a run that is slow, but all are in it
         }
         for key in self._since.keys() - waiting.keys():
@@ -414,46 +310,24 @@ class Coordinator:
             )
         return sentences, decisions
 
-    def _names(self, each: _Set) -> Iterator[tuple[str, set[int]]]:
-        """Everything that some have offered and some have not, with those that have."""
-        for name, asked in each.waiting.items():
-            yield name, set(asked)
-        for number, runs in each.orders.late():
-            yield each.name_of(number), set(runs)
-        union = 0
-        for offered in each.offered.values():
-            union |= offered
-        for number in bits(union):
-            who = {rank for rank, offered in each.offered.items() if offered >> number & 1}
-            yield each.entries[number].request.name, who
-
-    def _end(self, each: _Set, name: str, after_s: float) -> Settled:
+    def _end(self, each: OneSet, name: str, after_s: float) -> Settled:
         number = each.numbers.get(name)
         for order, runs in [*each.orders.late()]:
             for other in [*runs] if order == number else ():
-                self._ask(each, other, self._asked(each, order, other))
+                each.ask(other, each.asked(order, other))
         if name not in each.waiting and number is not None:
             for rank, offered in each.offered.items():
                 if offered >> number & 1:
-                    self._ask(each, rank, self._asked(each, number, rank))
+                    each.ask(rank, each.asked(number, rank))
         asked = each.waiting[name]
         missing = [rank for rank in self._active(each) if rank not in asked]
-        self._take(each, name)
-        self._end_order(each, name, failed=True)
+        each.take(name)
+        each.end_order(name, failed=True)
         return Settled(
             next(iter(asked.values())),
             error=f"{name} was given up after {after_s:g} s: {ranks_in_words(missing)} never submitted it",
             refused=True,
         )
-
-
-def bits(mask: int) -> Iterator[int]:
-    """The numbers whose bits are set, in ascending order."""
-    for index, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
-        while byte:
-            low = byte & -byte
-            yield index * 8 + low.bit_length() - 1
-            byte ^= low
 
 
 def _few(names: list[str]) -> str:

@@ -65,8 +65,7 @@ class Link:
             self._socket = retrying(socket.create_connection, (address.host, address.port), 5.0)
         except OSError as error:
             raise DriverLost(
-                f"no driver answers at {address} ({error});"
-                " is elasticrun still running?"
+                f"no driver answers at {address} ({error}); is elasticrun still running?"
             ) from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wire = Wire(protocol.from_driver)

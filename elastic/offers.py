@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from elastic.coordinator import bits
+from elastic.one_set import bits
 from elastic.requests import Decision, Members, Offer, Request, Settled
 
 

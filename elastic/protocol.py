@@ -26,6 +26,10 @@ COPY = "copy of the state"  # by this name a worker waits in one
 STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal at which a worker writes its stacks
 
 
+# Not a number, or infinite, would be lost in a journal.
+Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+
+
 class ProtocolError(Exception):
     """The peer sent bytes that are no message of this protocol, or is not who it claims to be."""
 
@@ -191,7 +195,7 @@ class Resumed(Message):
     """The first collective of a generation completed here. Milliseconds by phase, in order."""
 
     generation: int
-    phases_ms: Annotated[dict[str, float], Meta(max_length=PHASES_LIMIT)]
+    phases_ms: Annotated[dict[str, Finite], Meta(max_length=PHASES_LIMIT)]
     copied_bytes: int = 0
 
 
@@ -203,7 +207,7 @@ class Progress(Message):
     generation: int
     entered: int  # collectives entered in this generation
     inside: str = ""  # the collective that it waits in, by name; empty: it does not wait
-    waited_s: float = 0.0  # seconds it has been in there
+    waited_s: Finite = 0.0  # seconds it has been in there
     phase: str = ""  # the long phase that it is in; empty: none
 
 
@@ -212,8 +216,8 @@ class Pace(Message):
 
     generation: int
     collectives: int  # completed
-    waited_s: float  # seconds of them in which the training thread was inside a collective
-    over_s: float  # seconds
+    waited_s: Finite  # seconds of them in which the training thread was inside a collective
+    over_s: Finite  # seconds
 
 
 class Digested(Message):

@@ -60,8 +60,7 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
                 " made together"
             ) from None
         raise Invalid(
-            f"--tls-cert {cert} and --tls-key {key} are no certificate and key;"
-            " give two PEM files"
+            f"--tls-cert {cert} and --tls-key {key} are no certificate and key; give two PEM files"
         ) from None
     return made
 

@@ -40,24 +40,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(reason)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Says what has to run in one process where pytest-xdist runs several side by side (``--dist loadgroup``).
 
     The tests of a module share worlds of processes, those of `conformance` one for each size. A test that starts a job
     shares nothing, unless its module is marked otherwise.
     """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is not None:
-            continue
-        fixtures = getattr(item, "fixturenames", ())
-        callspec = getattr(item, "callspec", None)
-        if "conformance" in item.path.parts:
-            group = f"worlds of {callspec.params['world']}" if callspec else "conformance"
-        elif "job" in fixtures:
-            continue
-        else:
-            group = item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+    if item.get_closest_marker("xdist_group") is not None:
+        return
+    callspec = getattr(item, "callspec", None)
+    if "conformance" in item.path.parts:
+        size = callspec.params.get("world") if callspec else None
+        group = f"worlds of {size}" if size else "conformance"
+    elif "job" in getattr(item, "fixturenames", ()):
+        return
+    else:
+        group = item.path.stem
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture

@@ -226,6 +226,10 @@ def _broken(host: str, found: re.Match[str], said: str, route: Route) -> str:
     return f"the ssh connection to {host} broke before its agent was ready: {found[0].strip()}"
 
 
+def _closed(host: str, found: re.Match[str], said: str, route: Route) -> str:
+    return (_broken if "Authenticated to " in said else _hung_up)(host, found, said, route)
+
+
 # In this order: one trouble of ssh often ends in the words of another.
 _SSH = (
     (r"Could not resolve hostname (\S+): ([^\r\n]*)", _unresolved),
@@ -239,4 +243,5 @@ _SSH = (
     (r"Timeout, server [^\r\n]* not responding[^\r\n]*", _broken),
     (r"Connection timed out during banner exchange|Connection to \S+ port \d+ timed out", _silent),
     (r"(?:kex_exchange_identification|ssh_exchange_identification): [^\r\n]*", _hung_up),
+    (r"(?m)^(?:Connection (?:closed|reset) by |Connection to |client_loop: )[^\r\n]*", _closed),
 )

@@ -118,9 +118,8 @@ def _join(rank: int, size: int, address: Any) -> None:
 
 
 def _serve(pipe: Connection, rank: int, size: int) -> None:
-    import torch
+    from integration.scripts import light  # noqa: F401
 
-    torch.set_num_threads(1)
     pipe.send("started")
     while True:
         try:

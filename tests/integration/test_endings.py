@@ -67,6 +67,18 @@ def test_ctrl_c_while_workers_start_ends_the_job_with_130(job):
     assert training.wait(15) == 130
 
 
+def test_ctrl_c_outside_elastic_run_prints_no_traceback(job):
+    """The driver has said why, once for all."""
+    loop = (
+        "import elastic, torch\nelastic.init()\nwhile True: print(elastic.allreduce(torch.ones(1)))"
+    )
+    plain = job("-np 1", ["python", "-u", "-c", loop])
+    plain.wait_for("tensor")
+    interrupt(plain)
+    assert plain.wait(15) == 130
+    assert "Traceback" not in plain.output and "Error" not in plain.output
+
+
 def test_ctrl_c_twice_does_not_wait_for_anybody(job):
     """The workers take no notice of anything but SIGKILL."""
     stubborn = job(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import runtime
+from elastic import own_line, runtime, star
 from elastic.collectives.store import listen
 from elastic.errors import CollectiveFailed
 from elastic.fusion import Limits
@@ -164,8 +164,9 @@ def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ra
 
 
 @pytest.fixture
-def hub() -> Iterator[Any]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
+    monkeypatch.setattr(star, "BEAT_S", 0.1)
     listener = listen("127.0.0.1")
     rules = rules_of(listener, Limits())
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -181,7 +182,7 @@ def hub() -> Iterator[Any]:
         died=lambda why: heard.put((0, why)),
     )
     made.start()
-    peers = {rank: Peer(rules, rank, 7, b"secret") for rank in (1, 2)}
+    peers = {rank: Peer(rules, rank, 7, b"secret", silence_s=2.0) for rank in (1, 2)}
     for rank, peer in peers.items():
         peer.send(Offer(ALL, 0, b"\x01"))
         assert heard.get(timeout=5)[0] == rank
@@ -223,6 +224,25 @@ def test_a_rank_that_is_gone_is_named(hub):
     assert hub.peers[1].receive()[0].known == b"on"
 
 
+def test_a_rank_waits_for_as_long_as_rank_0_says_that_it_lives(hub):
+    began = time.monotonic()
+    later = threading.Timer(3.0, hub.hub.publish, [Decision(ALL, 0, b"late")])
+    later.start()
+    assert hub.peers[1].receive()[0].known == b"late"
+    assert time.monotonic() - began > 2.5
+    later.join()
+
+
+def test_who_is_connected_to_and_never_says_anything_is_given_up():
+    listener = listen("127.0.0.1")
+    rules = rules_of(listener, Limits())
+    peer = Peer(rules, 1, 7, b"secret", silence_s=0.3)
+    with pytest.raises(CollectiveFailed, match=r"negotiated: no word for 0\.3 s"):
+        peer.receive()
+    peer.close()
+    listener.close()
+
+
 STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
 
 
@@ -247,3 +267,29 @@ def test_a_stall_names_the_tensors_and_the_missing_ranks_and_is_given_up(ranks):
         found[0][1]
         == "elastic: stalled: allreduce.w, allreduce.bias wait since 1 s for rank 1, the others have submitted them\n"
     )
+
+
+@pytest.mark.parametrize(
+    "ranks", [{"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}], indirect=True, ids=["2 s"]
+)
+def test_a_stopped_rank_0_is_given_up(ranks):
+    ranks.run(beat_fast)
+    ranks.run(warm)
+    ranks.start(wait_in_vain)
+    assert ranks.result(0) == ""
+    os.kill(ranks.pid(0), signal.SIGSTOP)
+    for rank in (1, 2):
+        assert "rank 0, where collectives are negotiated: no word for 2 s" in ranks.result(rank)
+    os.kill(ranks.pid(0), signal.SIGKILL)
+
+
+def beat_fast(rank: int, size: int) -> None:
+    star.BEAT_S, own_line.SILENT_BEATS = 0.2, 0
+
+
+def wait_in_vain(rank: int, size: int) -> str:
+    if rank == 0:
+        return ""
+    with pytest.raises(CollectiveFailed) as caught:
+        allreduce(torch.ones(1), name="without rank 0", op=Sum)
+    return str(caught.value)

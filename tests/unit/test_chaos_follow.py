@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from elastic.chaos.follow import Follower, Story
+from elastic.driver.entries import Entry, encoded
 from elastic.driver.events import (
     EndJob,
     Event,
@@ -133,3 +136,19 @@ def test_what_is_no_entry_means_nothing():
     for line in (b"", b"{", b"[]", b'{"journal": 1}', b"\xff\xfe"):
         story.hear(line)
     assert story == Story()
+
+
+def test_half_a_line_that_the_next_driver_cuts_off(tmp_path):
+    written = Written(tmp_path)
+    written.begin()
+    assert written.happens(WorkerConnected(A, 101)).pids == {A: 101}
+    whole = written.path.stat().st_size
+    with written.path.open("ab") as file:
+        file.write(b'{"at":2.0,"event":{"type":"WorkerConn')
+    assert written.follower.look().pids == {A: 101}
+    os.truncate(written.path, whole)
+    with written.path.open("ab") as file:
+        file.write(b'{"resumed":{"term":2}}\n{"snapshot":{},"at":2.0,"writer":{}}\n')
+        file.write(encoded(Entry(3.0, WorkerConnected(B, 102), [world(1, A, B)])))
+    story = written.follower.look()
+    assert (story.pids, story.generation) == ({A: 101, B: 102}, 1)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic.coordinator import Coordinator, bits
+from elastic.coordinator import Coordinator
 from elastic.offers import Offers
+from elastic.one_set import bits
 from elastic.requests import (
     AGREE,
     ALL,

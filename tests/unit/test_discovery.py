@@ -22,7 +22,6 @@ from elastic.driver.discovery.local import LocalDiscovery
 from elastic.driver.discovery.script import ScriptDiscovery, find_script
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.etcd import Item
-from elastic.driver.hosts import ThisHost
 from elastic.driver.job import Job, first_hosts, script_discovery
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid

@@ -112,3 +112,14 @@ def test_a_stall_check_that_is_off_never_warns():
 def test_a_damaged_variable_is_named(name, value, said):
     with pytest.raises(Invalid, match=f"{name} is '{value}'; {said}"):
         environment.read({name: value})
+
+
+def test_the_files_of_tls_come_together():
+    read = environment.read
+    assert read({}).tls is None
+    empty = {"ELASTIC_TLS_CERT": "", "ELASTIC_TLS_KEY": "", "ELASTIC_TLS_CA": ""}
+    assert read(empty).tls is None
+    given = {"ELASTIC_TLS_CERT": "/c", "ELASTIC_TLS_KEY": "/k", "ELASTIC_TLS_CA": "/a"}
+    assert read(given).tls == ("/c", "/k", "/a")
+    with pytest.raises(Invalid, match="ELASTIC_TLS_KEY is not set"):
+        read({**given, "ELASTIC_TLS_KEY": ""})

@@ -69,7 +69,12 @@ VARIABLES = """
     LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE HOSTNAME GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT
     GLOO_IFACE ELASTIC ELASTIC_TIMEOUT START_TIMEOUT
 """
-READERS = ["elastic/environment.py", "elastic/started_by.py", "driver/cli.py"]
+READERS = [
+    "elastic/environment.py",
+    "elastic/started_by.py",
+    "driver/cli.py",
+    "driver/networks.py",
+]
 
 
 @functools.cache

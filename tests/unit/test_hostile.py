@@ -116,7 +116,7 @@ def _found(part, tally, what: str) -> None:
 
 
 def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
-    monkeypatch.setattr(server_module, "strangers_limit", lambda: 8)
+    monkeypatch.setattr(server_module, "strangers_limit", lambda most: 8)
 
     @conversation
     async def talk(driver):
@@ -136,9 +136,9 @@ def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
 
 def test_strangers_leave_descriptors_for_those_that_belong_here(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    assert strangers_limit() == 256
+    assert strangers_limit(4096) == 256
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
-    assert strangers_limit() == server_module.UNKNOWN_LIMIT
+    assert strangers_limit(4096) == 4096
 
 
 def test_who_drips_is_closed_in_time(monkeypatch):

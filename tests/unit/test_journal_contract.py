@@ -287,6 +287,31 @@ def test_a_snapshot_is_there_as_a_whole_or_not_at_all(tmp_path, job, lives_for, 
     asyncio.run(story())
 
 
+def test_what_did_not_arrive_is_written_again(tmp_path, job):
+    """Whether it was carried out or not: nobody has heard."""
+
+    async def story() -> None:
+        place = InEtcd(tmp_path)
+        drive = Drive(place, job[0])
+        await drive.begin()
+        await drive.tell(job[1][:10])
+        leader = place.etcd.leader
+        assert leader is not None
+        for entry in job[1][10:20]:
+            drive.journal.record(
+                entry.at, entry.event, drive.membership.handle(entry.event, entry.at)
+            )
+            leader.lives_for = 0
+            with pytest.raises(asyncio.CancelledError):
+                await drive.journal.settle()
+        leader.lives_for = None
+        await drive.journal.settle()
+        past = await Drive(place, job[0]).go_on()
+        assert past.replayed == 20 and taken(past.membership) == taken(drive.membership)
+
+    asyncio.run(story())
+
+
 def test_a_record_that_is_missing_is_noticed(tmp_path, job):
     async def story() -> None:
         place = InEtcd(tmp_path)

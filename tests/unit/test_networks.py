@@ -273,5 +273,4 @@ def test_numeric_addresses_need_no_name_server():
 def test_the_flag_is_read_by_the_same_words(monkeypatch):
     monkeypatch.setattr(interfaces, "own_addresses", lambda: OWN)
     assert alone_address(["eth1"]) == "10.0.0.5"
-    assert interfaces.bind_address(["eth1"], local="fd77::1") == "fd00::5"
     assert interfaces.worker_network("10.0.0.5", {})["NCCL_SOCKET_IFNAME"] == "=eth1"

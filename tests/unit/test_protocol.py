@@ -119,6 +119,13 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_read():
         list(Wire(protocol.from_worker).receive(b"\xff\xff\xff\xff"))
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e300])
+def test_a_number_that_no_journal_could_keep_is_refused(number):
+    there, here = Wire(protocol.from_worker), Wire(protocol.from_worker)
+    with pytest.raises(ProtocolError, match="no message of this protocol"):
+        list(here.receive(there.frame(protocol.Pace(1, 1, number, 1.0))))
+
+
 def test_what_is_too_long_is_not_sent():
     with pytest.raises(ProtocolError, match="Result has"):
         encoded(protocol.Result(bytes(protocol.FRAME_LIMIT)))

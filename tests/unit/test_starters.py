@@ -452,6 +452,17 @@ JUMPING = Route.told(
             "ssh to alpha failed: Unable to negotiate with 10.0.0.7 port 22: no matching host key"
             " type found.; try it by hand: ssh -p 22 alpha",
         ),
+        (
+            "Connection reset by 10.0.0.7 port 22\r\n",
+            "alpha, or a host on the way, closed the connection before the login (Connection reset by"
+            " 10.0.0.7 port 22); look at the log of its sshd: MaxStartups may be too low for so many"
+            " at once",
+        ),
+        (
+            "Authenticated to a ([10.0.0.7]:22).\r\nConnection to 10.0.0.7 closed by remote host.\r\n",
+            "the ssh connection to alpha broke before its agent was ready: Connection to 10.0.0.7"
+            " closed by remote host.",
+        ),
         ("", "ssh to alpha failed: it did not say why; try it by hand: ssh -p 22 alpha"),
     ],
 )

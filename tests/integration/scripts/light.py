@@ -1,10 +1,19 @@
-"""Imports torch without its compiler, and with one thread. ``import light`` before anything makes an optimizer."""
+"""Imports torch for two thirds of the price: its objects are not searched for garbage, now or at the process's end.
+Leaves out its compiler, too, and gives it one thread. ``import light`` before anything that imports torch.
+"""
 
 from __future__ import annotations
 
-import torch
+import gc
 
-from elastic.chaos.uncompiled import without_compiler
+gc.disable()
+
+import torch  # noqa: E402
+
+gc.freeze()
+gc.enable()
+
+from elastic.chaos.uncompiled import without_compiler  # noqa: E402
 
 torch.set_num_threads(1)
 without_compiler()

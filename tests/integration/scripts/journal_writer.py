@@ -1,0 +1,42 @@
+"""A driver that does nothing but write its journal: FILE. It goes on with what is there, and tells what may be done."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from elastic.driver.entries import header_of
+from elastic.driver.events import DriverRestarted, HostsChanged
+from elastic.driver.journal import Upkeep
+from elastic.driver.journal_file import FileArchive
+from elastic.driver.membership import Membership
+from elastic.driver.resume import writer_here
+from elastic.driver.settings import Settings
+from elastic.driver.snapshot import taken
+
+
+async def main(path: Path) -> None:
+    settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
+    archive = FileArchive(path)
+    past = await archive.past()
+    membership = past.membership if past is not None else Membership(settings)
+    upkeep = Upkeep(take=lambda: taken(membership), snapshot_every=7)
+    if past is None:
+        journal = await archive.begin(header_of(settings, job="a1", writer=writer_here()), upkeep)
+        now, term = 0.0, 1
+    else:
+        now, term = past.last_at, past.term + 1
+        journal = await archive.go_on(past, writer_here(term=term, past=past), upkeep)
+        journal.record(now, DriverRestarted(), membership.handle(DriverRestarted(), now))
+    print(f"term {term}", flush=True)
+    for number in range(10**9):
+        now += 0.001
+        event = HostsChanged({f"host-{n:04d}": 2 for n in range(number % 400)})
+        journal.record(now, event, membership.handle(event, now))
+        await journal.settle()
+        print(number, flush=True)
+        await journal.rest()
+
+
+asyncio.run(main(Path(sys.argv[1])))

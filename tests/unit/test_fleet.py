@@ -1,0 +1,294 @@
+"""The driver's side of agents: who is served, what becomes of orders, when a host is lost. Real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from elastic import protocol
+from elastic.driver import fleet as fleet_module
+from elastic.driver import uplink as uplink_module
+from elastic.driver.agent_protocol import (
+    Dismissed,
+    Heard,
+    Hire,
+    HostAgent,
+    Kill,
+    Printed,
+    Registered,
+    Seen,
+    Start,
+    Tell,
+)
+from elastic.driver.events import HostLost, HostReported, WorkerExited
+from elastic.driver.fleet import AGENTS, Fleet
+from elastic.driver.launch.starter import Bootstrap, StartFailed
+from elastic.driver.server import Server
+from elastic.driver.uplink import Uplink
+from elastic.protocol import Worker
+
+SECRET = b"s" * 32
+A, B = Worker("here", 0), Worker("there", 0)
+DEADLINE_S = 10.0
+
+
+class Screen:
+    """Where output goes."""
+
+    def __init__(self, told: Callable[..., None]) -> None:
+        self.told = told
+
+    def feed(self, worker, stream, data) -> None:
+        self.told(worker, stream, data)
+
+    def finish(self, worker, stream) -> None:
+        self.told(worker, stream, "end")
+
+    def tail(self, worker) -> str:
+        return ""
+
+    def forget(self, worker) -> None: ...
+
+
+class Agent:
+    """The agent of one host, as the fleet sees it. ``heard`` has what it was told."""
+
+    alive: ClassVar[list[Agent]] = []
+
+    def __init__(self, driver: Driver, host: str, incarnation: int = 1, secret=SECRET) -> None:
+        self.heard: asyncio.Queue[Any] = asyncio.Queue()
+        self.identity = HostAgent(host, incarnation)
+
+        async def find():
+            return [(driver.address.host, driver.address.port)]
+
+        self.uplink = Uplink(
+            self.identity,
+            secret,
+            find,
+            opened=lambda: None,
+            heard=self.heard.put_nowait,
+            closed=lambda reason: self.heard.put_nowait(("closed", reason)),
+            missing=lambda reason: self.heard.put_nowait(("missing", reason)),
+            lease_s=2.0,
+        )
+        self.run = asyncio.ensure_future(self.uplink.run())
+        self.alive.append(self)
+
+    async def next(self) -> Any:
+        return await asyncio.wait_for(self.heard.get(), DEADLINE_S)
+
+    async def register(self, *running: Worker, exits=()) -> Agent:
+        assert isinstance(await self.next(), Hire)
+        self.say(Registered(2, "127.0.0.1", ["127.0.0.1/8"], [*running], [*exits], "one"))
+        return self
+
+    def say(self, *messages) -> None:
+        for message in messages:
+            assert self.uplink.send(message)
+
+    async def die(self) -> None:
+        self.run.cancel()
+        await asyncio.gather(self.run, return_exceptions=True)
+
+
+class Driver:
+    """What the loop would see of the fleet."""
+
+    def __init__(self, starter=None, adopted=()) -> None:
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
+        self.log: list[str] = []
+        self.printed: asyncio.Queue[Any] = asyncio.Queue()
+        server = Server(
+            secret=SECRET, log=lambda level, text: self.log.append(text), callers=AGENTS
+        )
+        self.fleet = Fleet(
+            server,
+            hire=Hire("one", 1, 2.0, 60.0),
+            sink=Screen(lambda *printed: self.printed.put_nowait(printed)),
+            log=lambda level, text: self.log.append(text),
+            starter=starter,
+            reach=lambda host: Bootstrap("j", host, SECRET.hex(), ["127.0.0.1:1"]),
+            folder="/",
+            adopted=adopted,
+        )
+
+    async def open(self) -> Driver:
+        put = self.events.put_nowait
+        self.address = await self.fleet.workers.open(
+            "127.0.0.1",
+            heard=lambda worker, message: put((worker, message)),
+            gone=lambda worker, silent: put((worker, "gone")),
+            expected=lambda worker: True,
+        )
+        await self.fleet.open(put, put)
+        return self
+
+    async def next(self) -> Any:
+        return await asyncio.wait_for(self.events.get(), DEADLINE_S)
+
+    def start(self, worker: Worker) -> None:
+        self.fleet.start(worker, ["train"], {"X": "1"})
+
+
+def conversation(**given):
+    """Runs the test in an event loop with a driver that listens."""
+
+    def decorate(test):
+        def run(monkeypatch) -> None:
+            monkeypatch.setattr(fleet_module, "CLOSE_S", 0.05)
+            monkeypatch.setattr(uplink_module, "RETRY_S", (0.001, 0.01))
+
+            async def talk() -> None:
+                driver = await Driver(**given).open()
+                try:
+                    await asyncio.wait_for(test(driver, monkeypatch), 2 * DEADLINE_S)
+                finally:
+                    for agent in Agent.alive:
+                        await agent.die()
+                    Agent.alive.clear()
+                    await driver.fleet.close()
+                    await driver.fleet.workers.close()
+
+            asyncio.run(talk())
+
+        run.__name__ = test.__name__
+        return run
+
+    return decorate
+
+
+@conversation()
+async def test_orders_wait_for_the_agent_and_its_workers_words_come_in(driver, patch):
+    driver.start(A)
+    agent = await Agent(driver, "here").register()
+    assert await driver.next() == HostReported("here", [A]), "it is as good as running"
+    assert await agent.next() == Start(A, ["train"], {"X": "1"}, "/")
+    agent.say(Heard(A, protocol.Hello(A, 7)), Printed(A, "stdout", b"x"), Printed(A, "stdout", b""))
+    assert await driver.next() == (A, protocol.Hello(A, 7))
+    assert await driver.printed.get() == (A, "stdout", b"x")
+    assert await driver.printed.get() == (A, "stdout", "end")
+    driver.fleet.workers.broadcast([A, B], protocol.Finish(1))
+    assert await agent.next() == Tell([A], protocol.Finish(1))
+    driver.fleet.kill(A)
+    assert await agent.next() == Kill(A)
+    agent.say(Seen(WorkerExited(A, -9)), Seen(WorkerExited(A, -9)))
+    assert await driver.next() == WorkerExited(A, -9)
+    agent.say(Heard(A, protocol.Returned(1)))
+    assert await driver.next() == (A, protocol.Returned(1)), "and the exit was told once"
+
+
+@conversation()
+async def test_an_agent_that_comes_back_tells_what_became_of_its_workers(driver, patch):
+    driver.start(A)
+    driver.start(A2 := Worker("here", 1))
+    agent = await Agent(driver, "here").register()
+    await driver.next()
+    agent.uplink.drop("a wire was pulled")
+    assert (await agent.next(), await agent.next()) == (
+        Start(A, ["train"], {"X": "1"}, "/"),
+        Start(A2, ["train"], {"X": "1"}, "/"),
+    )
+    assert (await agent.next())[0] == "closed"
+    await agent.register(A, exits=[WorkerExited(A2, 0), WorkerExited(B, 3)])
+    assert await driver.next() == WorkerExited(A2, 0), "and nothing of a worker that it never had"
+    assert await driver.next() == HostReported("here", [A])
+
+
+@conversation()
+async def test_one_that_stays_away_is_a_lost_host(driver, patch):
+    patch.setattr(fleet_module, "RETURN_S", 0.02)
+    driver.start(A)
+    agent = await Agent(driver, "here").register()
+    await driver.next()
+    await agent.die()
+    lost = await driver.next()
+    assert isinstance(lost, HostLost) and lost.host == "here"
+    assert driver.fleet.alive() == {A}, "nobody knows that it is dead"
+    await Agent(driver, "here", incarnation=2).register()
+    assert await driver.next() == HostReported("here", [])
+    assert "whatever ran under the old one is gone" in driver.log[-1]
+
+
+@conversation()
+async def test_an_older_agent_of_a_host_is_not_let_in(driver, patch):
+    await Agent(driver, "here", incarnation=5).register()
+    await driver.next()
+    old = Agent(driver, "here", incarnation=4)
+    assert (await old.next())[0] == "missing"
+    assert "agent here#4 is no agent of this job" in driver.log[-1]
+
+
+@conversation()
+async def test_who_does_not_know_the_secret_is_not_let_in(driver, patch):
+    stranger = Agent(driver, "here", secret=b"?" * 32)
+    kind, reason = await stranger.next()
+    assert kind == "missing" and "refused this agent" in reason
+    assert "does not know the job's secret" in driver.log[-1]
+    assert driver.events.empty()
+
+
+@conversation()
+async def test_an_agent_speaks_for_its_own_workers_only(driver, patch):
+    agent = await Agent(driver, "here").register()
+    await driver.next()
+    for lie in (
+        Heard(B, protocol.Returned(1)),
+        Seen(WorkerExited(B, 0)),
+        Printed(B, "stdout", b"x"),
+    ):
+        agent.say(lie)
+        assert (await agent.next())[0] == "closed"
+        await agent.register()
+        assert await driver.next() == HostReported("here", [])
+    assert sum("not its own" in line for line in driver.log) == 3
+    assert driver.printed.empty()
+
+
+class Broken:
+    """Starts nothing."""
+
+    async def start(self, bootstrap) -> None:
+        raise StartFailed(f"no way to {bootstrap.host}")
+
+    async def close(self) -> None: ...
+
+
+@conversation(starter=Broken())
+async def test_workers_whose_agent_can_not_be_started_end_with_the_reason(driver, patch):
+    driver.start(A)
+    exited = await driver.next()
+    assert (exited.worker, exited.code) == (A, 126)
+    assert exited.reason == "host here: no agent could be started: no way to here"
+    assert not driver.fleet.alive()
+
+
+@conversation(adopted=[A, B])
+async def test_workers_of_the_driver_before_are_found_again_or_given_up(driver, patch):
+    patch.setattr(fleet_module, "ARRIVE_S", 0.05)
+    await driver.fleet.open(driver.events.put_nowait, driver.events.put_nowait)
+    await Agent(driver, "here").register(A)
+    assert await driver.next() == HostReported("here", [A])
+    lost = await driver.next()
+    assert isinstance(lost, HostLost) and lost.host == "there"
+
+
+@conversation()
+async def test_at_the_end_every_agent_is_dismissed(driver, patch):
+    agent = await Agent(driver, "here").register()
+    await driver.next()
+    await driver.fleet.close()
+    assert await agent.next() == Dismissed("the job has ended")
+
+
+@conversation()
+async def test_a_driver_that_was_replaced_tells_nobody_anything(driver, patch):
+    driver.start(A)
+    agent = await Agent(driver, "here").register()
+    await agent.next()
+    driver.fleet.abandon()
+    driver.fleet.kill(A)
+    await driver.fleet.close()
+    await driver.fleet.workers.close()
+    assert (await agent.next())[0] == "closed"
