@@ -39,7 +39,7 @@ TESTS_AT_ONCE ?= 2
 
 test: $(STAMP)
 	@tests/needs.sh
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadgroup
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -100,9 +100,9 @@ class Inputs:
             case inspect.LiteralType():
                 return pick.choice(kind.values)
             case inspect.IntType():
-                return pick.choice(INTEGERS)
+                return pick.choice(_within(INTEGERS, kind))
             case inspect.FloatType():
-                return pick.choice(FLOATS)
+                return pick.choice(_within(FLOATS, kind))
             case inspect.StrType():
                 return pick.choice(WORDS)
             case inspect.BytesType():
@@ -191,3 +191,11 @@ class Inputs:
     def _joined(self, body: bytes) -> bytes:
         other = self.body()
         return body[: self.random.randrange(len(body))] + other[self.random.randrange(len(other)) :]
+
+
+def _within(values: Sequence[float], kind: inspect.IntType | inspect.FloatType) -> list[float]:
+    """Those that the schema allows; what is no number is within no limits."""
+    low = -math.inf if kind.ge is None else kind.ge
+    high = math.inf if kind.le is None else kind.le
+    limited = kind.ge is not None or kind.le is not None
+    return [value for value in values if not limited or low <= value <= high]

@@ -58,6 +58,10 @@ class Agency:
         self.away_since, self._away_s, self._lease_s = None, hire.away_s, hire.lease_s
         return Terms(kill=kill)
 
+    def superseded(self, term: int) -> bool:
+        """Whether a driver of this term makes ours one of the past, which may not know it, and be stopped."""
+        return bool(self.job) and self.away_since is None and term > self.term
+
     def lost(self, now: float) -> None:
         """The connection to the driver has ended."""
         if self.job and self.away_since is None:

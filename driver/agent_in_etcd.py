@@ -46,7 +46,7 @@ async def serve_by_etcd(
             await registration.open()
             stack.push_async_callback(registration.close)
         tasks = [
-            asyncio.ensure_future(_watch_driver(registration, seat)),
+            asyncio.ensure_future(_watch_driver(registration, seat, process)),
             asyncio.ensure_future(_watch_generation(etcd, bootstrap.job, process)),
             asyncio.ensure_future(_end_with_registration(registration, process)),
         ]
@@ -83,10 +83,12 @@ class _Seat:
             raise NoDriver(str(error)) from None
 
 
-async def _watch_driver(registration: Registration, seat: _Seat) -> None:
+async def _watch_driver(registration: Registration, seat: _Seat, process: AgentProcess) -> None:
     with contextlib.suppress(Unavailable):
         async for found in registration.watch_driver():
             seat.told(found)
+            if found is not None:
+                process.driver_leads(found.term)
 
 
 async def _watch_generation(etcd: Etcd, job: str, process: AgentProcess) -> None:

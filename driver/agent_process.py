@@ -24,6 +24,7 @@ from elastic.driver.hosts import parse_address
 from elastic.driver.launch.interface import Log
 from elastic.driver.launch.starter import READY, Bootstrap
 from elastic.driver.names import resolved
+from elastic.driver.secret import SECRET_BYTES
 from elastic.driver.uplink import NoDriver
 from elastic.errors import Invalid
 
@@ -64,12 +65,14 @@ def read_bootstrap(line: bytes) -> Bootstrap:
     """Raises Invalid; the text holds nothing of the line, which has a secret in it."""
     try:
         bootstrap = msgspec.json.decode(line, type=Bootstrap)
-        bytes.fromhex(bootstrap.secret)
+        secret = bytes.fromhex(bootstrap.secret)
     except (msgspec.MsgspecError, ValueError):
+        secret = b""
+    if len(secret) < SECRET_BYTES:
         raise Invalid(
             "standard input holds no bootstrap of this release; agents are started by elasticrun,"
             " or by hand with: elasticrun agent --job NAME --etcd HOST:PORT"
-        ) from None
+        )
     if not bootstrap.drivers and bootstrap.etcd is None:
         raise Invalid("the bootstrap says nothing of where the driver is")
     return bootstrap

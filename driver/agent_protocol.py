@@ -142,6 +142,10 @@ class Tell(AgentMessage):
     message: protocol.FromDriver
 
 
+class Beat(AgentMessage):
+    """The driver is here. Several times in a lease."""
+
+
 class Dismissed(AgentMessage):
     """The job is over: kill what is left of it."""
 
@@ -160,6 +164,7 @@ ToAgent = (
     | Dump
     | Drop
     | Tell
+    | Beat
     | Dismissed
 )
 

@@ -203,10 +203,15 @@ class HostLost(Event):
 
 
 class HostReported(Event):
-    """The agent of a host has a new connection: these are the workers that run there, and no others."""
+    """The agent of a host has a new connection: these are the workers that run there.
+
+    ``ordered``: those that it was told to start before; who is among them and does not run is gone. Others may be on
+    their way to it. None: everybody was.
+    """
 
     host: str
     running: list[Worker]
+    ordered: list[Worker] | None = None
 
 
 class DriverRestarted(Event):

@@ -20,6 +20,7 @@ from typing import Any, cast
 from elastic.driver.agent_protocol import (
     AgentAnswer,
     AgentMessage,
+    Beat,
     Dismissed,
     Drop,
     Dump,
@@ -112,6 +113,7 @@ class Fleet:
         self._exited: Callable[[WorkerExited], None] = lambda event: None
         self._noticed: Callable[[Event], None] = lambda event: None
         self._listed: set[str] = set()
+        self._beating: asyncio.TimerHandle | None = None
         self.workers = Workers(self)
         for worker in adopted:
             self._host(worker.host).running.add(worker)
@@ -144,6 +146,7 @@ class Fleet:
     ) -> None:
         """See `Launcher.open`. Agents of workers that are adopted are given as long to come back as a new one."""
         self._exited, self._noticed = exited, noticed
+        self._beat()
         for name, host in self._hosts.items():
             if not host.here:
                 self._expect(name, host, ARRIVE_S, "its agent has not come back to the new driver")
@@ -188,9 +191,22 @@ class Fleet:
         """Another driver has the job: from here on nobody is told anything, and nothing is ended."""
         self._abandoned = True
 
+    def _beat(self) -> None:
+        """Says something to everybody, so that silence can be told: a host that hears nothing of us, but whose own
+        packets arrive, acknowledges nothing, and that shows only while something waits to be acknowledged.
+        """
+        loop = asyncio.get_running_loop()
+        self._beating = loop.call_later(self.hire.lease_s / 4, self._beat)
+        self._server.broadcast(
+            [host.agent for host in self._hosts.values() if host.here and host.agent is not None],
+            Beat(),
+        )
+
     async def close(self) -> None:
         """Dismiss every agent; wait until each has killed its workers and hung up, within a bound."""
         self._closing = True
+        if self._beating is not None:
+            self._beating.cancel()
         if self._abandoned:
             return
         loop = asyncio.get_running_loop()
@@ -217,7 +233,7 @@ class Fleet:
     def _agent_said(self, agent: HostAgent, message: Any) -> None:
         host = self._host(agent.host)
         match message:
-            case Registered():
+            case Registered() if all(worker.host == agent.host for worker in message.running):
                 self._registered(agent, host, message)
             case _ if agent != host.agent:
                 pass  # of one that another has followed
@@ -265,8 +281,9 @@ class Fleet:
             if event.worker in host.running:
                 self._end(event)
         waiting = {order.worker for order in host.orders}
-        # Who is ordered on this connection runs as good as already: it has not failed to come back.
-        self._noticed(HostReported(agent.host, [*said.running, *sorted(waiting)]))
+        ordered = sorted(host.running - waiting)
+        # Whoever has to be started on this connection has not failed to come back from the last one.
+        self._noticed(HostReported(agent.host, said.running, ordered))
         host.running = {*said.running, *waiting}
         for order in host.orders:
             self.order(agent.host, order)

@@ -159,6 +159,11 @@ class AgentProcess:
             self._log("info" if code == 0 else "error", f"the agent ends: {why}")
             self._over.set_result(code)
 
+    def driver_leads(self, term: int) -> None:
+        """A driver of this term leads, as far as is known from elsewhere. One of a lower term is left for it."""
+        if self._agency.superseded(term):
+            self._uplink.drop(f"a driver of term {term} leads now")
+
     def fence(self, generation: int, job: str) -> None:
         """The others of this job are known to train in this generation; see `Agency.fenced`."""
         if self._agency.job == job and self._agency.fenced(generation, self._now()):

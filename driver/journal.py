@@ -48,6 +48,7 @@ __all__ = ["Archive", "Entry", "Header", "Journal", "Upkeep", "Writer", "describ
 
 RING = 200  # entries kept in memory for the story of an assertion
 SNAPSHOT_EVERY = 2000  # entries
+FORCED = 8  # times as many, and no moment has suited
 
 
 class Machine(Protocol):
@@ -66,20 +67,22 @@ class ReplayDiffers(ElasticError):
 @dataclass(frozen=True, kw_only=True)
 class Upkeep:
     """``take`` makes a snapshot of the state that the latest entry has led to; None: there are none. ``failed`` is told
-    once if the journal can't be kept any longer, as on a full disk: a job does not end because of that.
+    once if the journal can't be kept any longer, as on a full disk: a job does not end because of that. ``suits``:
+    whether nobody waits for the driver now, which does nothing else while a snapshot is taken.
     """
 
     take: Callable[[], bytes] | None = None
     snapshot_every: int = SNAPSHOT_EVERY
     failed: Callable[[str], None] = lambda text: None
+    suits: Callable[[], bool] = lambda: True
 
 
 class Journal:
     """Keeps the latest entries in memory, for the story. Those that keep more are made of it.
 
     A snapshot is due after ``snapshot_every`` entries, but not before these are as large as the last snapshot was: it
-    costs no more than what it saves from being read. It waits until the driver has nothing to decide, if that is
-    before twice as many.
+    costs no more than what it saves from being read. It waits until the driver has nothing to decide and the moment
+    suits, if that is before FORCED times as many.
     """
 
     def __init__(self, upkeep: Upkeep | None = None, *, entries: int = 0) -> None:
@@ -87,6 +90,7 @@ class Journal:
         self._failed = upkeep.failed
         self._take = upkeep.take
         self._every = upkeep.snapshot_every
+        self._suits = upkeep.suits
         self._entries = entries  # since the last snapshot
         self._bytes = 0
         self._snapshot_bytes = 0
@@ -102,7 +106,7 @@ class Journal:
         self._entries += 1
         if error:
             self._take = None  # nothing is known of a state in which a bug has shown
-        elif self._due(2):
+        elif self._due(FORCED):
             self._snapshot()
 
     async def settle(self) -> None:
@@ -110,7 +114,7 @@ class Journal:
 
     async def rest(self) -> None:
         """Nothing waits to be decided. All that was recorded is settled."""
-        if self._due(1):
+        if self._due(1) and self._suits():
             self._snapshot()
             await self.settle()
 
@@ -189,7 +193,7 @@ def recording(path: Path) -> Recording:
     try:
         header = decoded_header(lines[0] if lines else torn)
         settings = header.checked()
-    except (msgspec.MsgspecError, Invalid) as error:
+    except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
         raise Invalid(f"{str(path)!r} is no journal: {error}") from error
     entries: list[tuple[int, Entry]] = []
     takeovers: list[tuple[int, Writer]] = []
@@ -203,7 +207,7 @@ def recording(path: Path) -> Recording:
                     takeovers.append((number, writer))
                 case Snapshot() as snapshot if number == 2:
                     start = snapshot
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeError) as error:
             raise Invalid(f"{str(path)!r}, line {number}, is no journal entry: {error}") from error
     return Recording(header, settings, entries, takeovers, start)
 

@@ -81,7 +81,7 @@ class FileArchive:
             raise Invalid(
                 f"cannot read the journal {str(self.path)!r}: {error.strerror}"
             ) from error
-        except (msgspec.MsgspecError, Invalid) as error:
+        except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
             raise Invalid(f"the journal {str(self.path)!r} can't be resumed: {error}") from error
 
     async def begin(self, header: Header, upkeep: Upkeep | None = None) -> FileJournal:
@@ -178,7 +178,7 @@ def _in_use(path: Path) -> Invalid:
                 pid = msgspec.json.decode(file.readline(), type=Resumed).resumed.pid
             else:
                 pid = decoded_header(first).writer.pid
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, UnicodeError, msgspec.MsgspecError):
         pass  # it has only just begun
     who = f"the driver with process number {pid}" if pid else "another driver"
     return Invalid(

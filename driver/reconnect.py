@@ -110,7 +110,8 @@ class Reconnections(Worlds):
                 self._orders.do(KillWorker(worker, "the job has gone on without it"))
             elif standing.killed_for:
                 self._orders.do(KillWorker(worker, standing.killed_for))
-        for worker in [w for w in here if w not in running]:
+        ordered = here.keys() if event.ordered is None else set(event.ordered)
+        for worker in [w for w in here if w not in running and w in ordered]:
             yield WorkerExited(worker, -9, "its host's agent does not run it")
 
     def _restarted(self) -> None:

@@ -86,7 +86,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> Past:
     for number, text in enumerate(lines, start=1):
         try:
             line = decoded(text)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeError) as error:
             raise Invalid(f"entry {number} of what is to be resumed is none: {error}") from error
         match line:
             case Snapshot(data, at, writer):

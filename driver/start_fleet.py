@@ -38,9 +38,11 @@ from elastic.driver.launch.ssh import SshStarter
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.leadership import Deposed, Leadership
 from elastic.driver.membership import Membership
+from elastic.driver.networks import is_loopback
 from elastic.driver.resume import Past, check_same_job, writer_here
 from elastic.driver.server import Server
 from elastic.driver.surroundings import Surroundings
+from elastic.driver.worlds import Phase
 from elastic.errors import Invalid
 from elastic.protocol import Address
 
@@ -193,6 +195,11 @@ class _Run:
         )
         address = server.bind(*await self._place(known))
         writer = writer_here(term=self.term, address=str(address), past=past)
+        if plan.tls is None and not is_loopback(address.host):
+            self.log(
+                "info",
+                f"listening on {address}: connections are authenticated, not encrypted; see --tls-cert",
+            )
         journal = await self._journal(archive, writer)
         fleet = Fleet(
             server,
@@ -325,6 +332,7 @@ class _Run:
         upkeep = Upkeep(
             take=(lambda: snapshot.taken(self.membership)) if self.plan.outlived else None,
             failed=lambda text: self.log("warning", text),
+            suits=lambda: self.membership.phase is Phase.TRAINING,
         )
         header = header_of(
             self.job.settings,

@@ -24,7 +24,15 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 from elastic.driver import agent_protocol
 from elastic.driver.agent_protocol import AgentAnswer, AgentMessage, HostAgent
 from elastic.driver.keepalive import expect_signs_of_life
-from elastic.protocol import VERSION, Accepted, Challenge, Message, ProtocolError, encoded
+from elastic.protocol import (
+    RELAY_LIMIT,
+    VERSION,
+    Accepted,
+    Challenge,
+    Message,
+    ProtocolError,
+    encoded,
+)
 from elastic.tls import explained
 from elastic.wire import NONCE_BYTES, Wire, proof
 
@@ -96,7 +104,7 @@ class Uplink:
         """Without blocking. False when there is no connection: then the message is dropped."""
         if self._writer is None:
             return False
-        self._writer.write(self._wire.frame_of(encoded(message)))
+        self._writer.write(self._wire.frame_of(encoded(message, RELAY_LIMIT)))
         if self.backlog > BACKLOG_LIMIT:
             self.drop(f"it has not read for {BACKLOG_LIMIT >> 20} MiB")
             return False
@@ -199,6 +207,8 @@ class Uplink:
     def _hear(self, data: bytes) -> None:
         for message in self._wire.receive(data):
             self._heard(message)
+            if self._drop_reason:
+                return  # whoever says the rest is not the one we serve
 
     def _hang_up(self) -> None:
         if self._writer is not None:

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 VERSION = 2
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
+RELAY_LIMIT = FRAME_LIMIT + 4096  # bytes; the same, and who said it
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
 # Small things in a list take far more room than they have bytes: a frame may hold no more of them than anybody sends.
 PHASES_LIMIT = 1000
@@ -467,17 +468,15 @@ from_worker: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
 from_driver: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromDriver)
 
 
-def encoded(message: msgspec.Struct) -> bytes:
-    """The body of a frame, of a message of ours or between driver and agent. Raises ProtocolError when it would exceed FRAME_LIMIT."""
+def encoded(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
+    """The body of a frame, of a message of ours or between driver and agent. Raises ProtocolError when it is larger."""
     try:
         body = _encoder.encode(message)
     except UnicodeEncodeError:  # an error may quote a file name that is no text
         plain = msgspec.to_builtins(message, builtin_types=(bytes,))
         body = _encoder.encode(_sayable(plain))
-    if len(body) > FRAME_LIMIT:
-        raise ProtocolError(
-            f"{type(message).__name__} has {len(body)} bytes; the limit is {FRAME_LIMIT}"
-        )
+    if len(body) > limit:
+        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes; the limit is {limit}")
     return body
 
 

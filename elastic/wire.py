@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.protocol import FRAME_LIMIT, HANDSHAKE_LIMIT, ProtocolError, encoded
+from elastic.protocol import HANDSHAKE_LIMIT, RELAY_LIMIT, ProtocolError, encoded
 
 TAG_BYTES = 16
 NONCE_BYTES = 32  # of each end, new for every connection
@@ -60,7 +60,7 @@ class Wire:
         self._key_out, self._key_in = (
             (from_caller, to_caller) if caller else (to_caller, from_caller)
         )
-        self._limit = FRAME_LIMIT
+        self._limit = RELAY_LIMIT
 
     def frame(self, message: msgspec.Struct) -> bytes:
         """Raises ProtocolError where it would exceed FRAME_LIMIT. Send frames in the order in which they are made."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,23 +42,45 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(reason)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Says what has to run in one process where pytest-xdist runs several side by side (``--dist loadgroup``).
+# Their tests start a job each, and share nothing.
+SPREAD = {
+    "test_endings",
+    "test_failure_phases",
+    "test_frozen",
+    "test_healthy",
+    "test_horovod_exceptions",
+    "test_horovod_scripts",
+    "test_join",
+    "test_launch",
+    "test_other_launchers",
+    "test_progress",
+    "test_recovery",
+    "test_stuck",
+    "test_traps",
+}
 
-    The tests of a module share worlds of processes, those of `conformance` one for each size. A test that starts a job
-    shares nothing, unless its module is marked otherwise.
+
+def scope(nodeid: str) -> str:
+    """Tests that run in one process, one after another, where pytest-xdist has several (``-n 2``).
+
+    The tests of a module share worlds of processes, those of `conformance` one for each size.
     """
-    if item.get_closest_marker("xdist_group") is not None:
-        return
-    callspec = getattr(item, "callspec", None)
-    if "conformance" in item.path.parts:
-        size = callspec.params.get("world") if callspec else None
-        group = f"worlds of {size}" if size else "conformance"
-    elif "job" in getattr(item, "fixturenames", ()):
-        return
-    else:
-        group = item.path.stem
-    item.add_marker(pytest.mark.xdist_group(group))
+    module = nodeid.partition("::")[0]
+    size = re.search(r"\d-ranks", nodeid)
+    if "/conformance/" in module:
+        return f"conformance {size[0]}" if size else "conformance"
+    return nodeid if Path(module).stem in SPREAD else module
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+    return Scheduler(config, log)
 
 
 @pytest.fixture

@@ -31,6 +31,13 @@ def test_a_driver_of_a_lower_term_is_turned_away(agency):
     assert not agency.hired(hire(term=3)).refused
 
 
+def test_a_driver_of_a_greater_term_makes_ours_one_of_the_past(agency):
+    assert agency.superseded(2)
+    assert not agency.superseded(1)
+    agency.lost(now=10.0)
+    assert not agency.superseded(2), "it looks for one anyway"
+
+
 def test_another_job_of_a_greater_term_ends_the_present_one(agency):
     agency.exited(WorkerExited(A, 1))
     terms = agency.hired(hire(term=2, job="two"))

@@ -10,6 +10,7 @@ from elastic import protocol
 from elastic.driver import fleet as fleet_module
 from elastic.driver import uplink as uplink_module
 from elastic.driver.agent_protocol import (
+    Beat,
     Dismissed,
     Heard,
     Hire,
@@ -77,7 +78,11 @@ class Agent:
         self.alive.append(self)
 
     async def next(self) -> Any:
-        return await asyncio.wait_for(self.heard.get(), DEADLINE_S)
+        """What it hears, but for beats."""
+        while True:
+            heard = await asyncio.wait_for(self.heard.get(), DEADLINE_S)
+            if heard != Beat():
+                return heard
 
     async def register(self, *running: Worker, exits=()) -> Agent:
         assert isinstance(await self.next(), Hire)
@@ -163,7 +168,7 @@ def conversation(**given):
 async def test_orders_wait_for_the_agent_and_its_workers_words_come_in(driver, patch):
     driver.start(A)
     agent = await Agent(driver, "here").register()
-    assert await driver.next() == HostReported("here", [A]), "it is as good as running"
+    assert await driver.next() == HostReported("here", [], []), "it has not been told yet"
     assert await agent.next() == Start(A, ["train"], {"X": "1"}, "/")
     agent.say(Heard(A, protocol.Hello(A, 7)), Printed(A, "stdout", b"x"), Printed(A, "stdout", b""))
     assert await driver.next() == (A, protocol.Hello(A, 7))
@@ -193,7 +198,7 @@ async def test_an_agent_that_comes_back_tells_what_became_of_its_workers(driver,
     assert (await agent.next())[0] == "closed"
     await agent.register(A, exits=[WorkerExited(A2, 0), WorkerExited(B, 3)])
     assert await driver.next() == WorkerExited(A2, 0), "and nothing of a worker that it never had"
-    assert await driver.next() == HostReported("here", [A])
+    assert await driver.next() == HostReported("here", [A], [A])
 
 
 @conversation()
@@ -207,7 +212,7 @@ async def test_one_that_stays_away_is_a_lost_host(driver, patch):
     assert isinstance(lost, HostLost) and lost.host == "here"
     assert driver.fleet.alive() == {A}, "nobody knows that it is dead"
     await Agent(driver, "here", incarnation=2).register()
-    assert await driver.next() == HostReported("here", [])
+    assert await driver.next() == HostReported("here", [], [A])
     assert "whatever ran under the old one is gone" in driver.log[-1]
 
 
@@ -241,7 +246,7 @@ async def test_an_agent_speaks_for_its_own_workers_only(driver, patch):
         agent.say(lie)
         assert (await agent.next())[0] == "closed"
         await agent.register()
-        assert await driver.next() == HostReported("here", [])
+        assert await driver.next() == HostReported("here", [], [])
     assert sum("not its own" in line for line in driver.log) == 3
     assert driver.printed.empty()
 
@@ -269,7 +274,7 @@ async def test_workers_of_the_driver_before_are_found_again_or_given_up(driver, 
     patch.setattr(fleet_module, "ARRIVE_S", 0.05)
     await driver.fleet.open(driver.events.put_nowait, driver.events.put_nowait)
     await Agent(driver, "here").register(A)
-    assert await driver.next() == HostReported("here", [A])
+    assert await driver.next() == HostReported("here", [A], [A])
     lost = await driver.next()
     assert isinstance(lost, HostLost) and lost.host == "there"
 

@@ -55,6 +55,10 @@ class FakeServer:
         self.sent.append((worker, message))
         return worker in self.here
 
+    def send_each(self, messages) -> None:
+        for worker, message in messages:
+            self.send(worker, message)
+
     def broadcast(self, workers, message) -> None:
         for worker in workers:
             self.send(worker, message)
