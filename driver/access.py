@@ -9,7 +9,10 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files: who we are, and whose signature we take for good. Both ends of a connection show theirs."""
+    """Paths of PEM files: who we are, and whose signature we take for good. Both ends of a connection show theirs.
+
+    To etcd, which may let others in by name and password, ``cert`` and ``key`` may be empty.
+    """
 
     cert: str
     key: str

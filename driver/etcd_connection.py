@@ -199,8 +199,8 @@ def _channel(rpc: Any, endpoint: str, access: EtcdAccess) -> Any:
     try:
         credentials = grpc.ssl_channel_credentials(
             root_certificates=_content(access.tls.ca, "--etcd-ca"),
-            private_key=_content(access.tls.key, "--etcd-key"),
-            certificate_chain=_content(access.tls.cert, "--etcd-cert"),
+            private_key=_content(access.tls.key, "--etcd-key") if access.tls.key else None,
+            certificate_chain=_content(access.tls.cert, "--etcd-cert") if access.tls.cert else None,
         )
     except OSError as error:
         raise NotLetIn(f"{error.filename} can't be read: {error.strerror}") from None

@@ -144,11 +144,13 @@ def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | No
 def tls_files(
     cert: str | None, key: str | None, ca: str | None, *, prefix: str = "--tls"
 ) -> TlsFiles | None:
-    """All three or none. Raises Invalid."""
+    """All three or none; for etcd the authority alone will do. Raises Invalid."""
     given = {f"{prefix}-cert": cert, f"{prefix}-key": key, f"{prefix}-ca": ca}
     missing = [flag for flag, path in given.items() if path is None]
     if len(missing) == len(given):
         return None
+    if prefix == "--etcd" and ca is not None and cert is None and key is None:
+        return TlsFiles("", "", os.path.abspath(ca))
     if cert is None or key is None or ca is None:
         raise Invalid(f"{' and '.join(missing)} missing: give all of {', '.join(given)}")
     paths = (os.path.abspath(path) for path in (cert, key, ca))

@@ -35,6 +35,7 @@ from elastic.driver.events import (
     Event,
     FinishWorld,
     HostLost,
+    HostReported,
     HostsChanged,
     KillWorker,
     LetGo,
@@ -357,6 +358,8 @@ class Driver:
                 self._forget(worker)
             case HostLost(host):
                 self._running = {worker for worker in self._running if worker.host != host}
+            case HostReported(_, running, ordered) if ordered is not None:
+                self._running -= set(ordered) - set(running)  # their exits nobody has seen
 
     def _forget(self, worker: Worker) -> None:
         """It is gone, and all of its words were heard. A job may start workers for as long as it likes."""

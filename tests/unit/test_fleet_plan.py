@@ -1,0 +1,104 @@
+"""What a job on several hosts is given, from its flags; and every mistake that is found before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.flags import Options, parse
+from elastic.driver.fleet_plan import AWAY_S, BOUND_AWAY_S, etcd_access, fleet_plan
+from elastic.driver.secret import make_secret_file
+from elastic.errors import Invalid
+
+HEX = "ab" * 32
+
+
+def plan(flags: str, *, elsewhere: bool = False, **environ: str):
+    return fleet_plan(parse([*flags.split(), "train"]), environ, elsewhere=elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--standby", "--standby needs --etcd HOST:PORT"),
+        ("--resume", "--resume needs --journal FILE or --etcd"),
+        ("--etcd a:1", "--etcd needs --job NAME"),
+        ("--etcd a:1 --job x", "make a file with `elasticrun secret FILE`"),
+        ("--etcd a:1 --job a/b", "'a/b' can't be the name of a job"),
+        ("--etcd a:0 --job x", "'a:0' is no address and port"),
+        ("--etcd-user me", "flags that begin with --etcd- say how to reach --etcd"),
+        ("--etcd a --job x --etcd-user me", "needs a password in ELASTIC_ETCD_PASSWORD"),
+        ("--etcd a --job x --etcd-cert c", "--etcd-key and --etcd-ca missing"),
+        ("--tls-cert c --tls-key k", "--tls-ca missing"),
+        ("--driver-port 70000", "--driver-port 70000 is no port"),
+        ("--export NOWHERE", "there is no such variable"),
+        ("--network-interface 1.2", "neither the name of an interface nor a network"),
+        ("--resume --journal no/such/folder/j", "there is no directory"),
+    ],
+)
+def test_what_does_not_fit_together_is_told(flags, said):
+    with pytest.raises(Invalid) as caught:
+        plan(flags)
+    assert said in str(caught.value)
+
+
+def test_one_machine_with_nothing_of_all_this_needs_no_fleet():
+    assert not plan("").needed
+    assert plan("", elsewhere=True).needed
+
+
+def test_where_others_have_it_too_the_secret_is_given(tmp_path):
+    make_secret_file(str(tmp_path / "s"))
+    by_file = plan(f"--etcd a --job x --secret-file {tmp_path / 's'}")
+    by_variable = plan("--etcd a --job x", ELASTIC_JOB_SECRET=HEX)
+    assert len(by_file.secret) == len(by_variable.secret) == 32
+    assert by_variable.secret.hex() == HEX
+    for found in (by_file, by_variable):
+        assert found.secret.hex() not in repr(found) and found.given_secret
+
+
+def test_beside_a_journal_the_secret_is_kept_for_the_next_driver(tmp_path):
+    flags = f"--resume --journal {tmp_path / 'j'}"
+    first, second = plan(flags), plan(flags)
+    assert first.secret == second.secret
+    assert (tmp_path / "j.secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_workers_wait_for_a_driver_where_one_may_come():
+    assert plan("", elsewhere=True).away_s == BOUND_AWAY_S
+    assert plan("--etcd a --job x --standby", ELASTIC_JOB_SECRET=HEX).away_s == AWAY_S
+    told = plan("--etcd a --job x --standby --driver-timeout 7", ELASTIC_JOB_SECRET=HEX)
+    assert told.away_s == 7.0
+
+
+def test_hosts_of_etcd_are_those_that_register_unless_a_list_is_given():
+    assert plan("--etcd a --job x", ELASTIC_JOB_SECRET=HEX).by_etcd
+    assert not plan("--etcd a --job x -H b:1", ELASTIC_JOB_SECRET=HEX).by_etcd
+
+
+def test_etcd_is_named_with_or_without_port_and_scheme():
+    options = parse(["--etcd", "a,b:1,https://c:2379/,[::1]:5,d", "x"])
+    access = etcd_access(options, {})
+    assert access is not None
+    assert access.endpoints == ["a:2379", "b:1", "c:2379", "[::1]:5", "d:2379"]
+
+
+def test_a_password_for_etcd_is_in_no_repr():
+    options = Options(etcd="a", etcd_user="me", etcd_ca="/ca.pem")
+    access = etcd_access(options, {"ELASTIC_ETCD_PASSWORD": "hush"})
+    assert access is not None and access.password == "hush"
+    assert access.tls is not None and (access.tls.cert, access.tls.ca) == ("", "/ca.pem")
+    assert "hush" not in repr(access)
+
+
+def test_of_the_environment_workers_elsewhere_get_what_is_about_training():
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "HOROVOD_CYCLE_TIME": "1",
+        "PYTHONPATH": "/code",
+        "AWS_SECRET_ACCESS_KEY": "no",
+        "HOME": "/root",
+        "WANDB_MODE": "offline",
+    }
+    assert [*plan("", **environ).forwarded] == ["HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "PYTHONPATH"]
+    asked = plan("--export WANDB_MODE,HOME", **environ).forwarded
+    assert asked["WANDB_MODE"] == "offline" and asked["HOME"] == "/root"
