@@ -108,10 +108,10 @@ class WorkerRecords:
                     self._goes(worker, known, "was lost with its host")
                     known.dismissed = True
                     self._waits.end(("exit", worker), ("init", worker))
-            case HostReported(host, running):
+            case HostReported(host, running, ordered):
                 here = set(running)
                 for worker, _ in self._on(host):
-                    if worker not in here:
+                    if worker not in here and (ordered is None or worker in ordered):
                         self._gone(worker)
             case DriverRestarted():
                 self._restarted()

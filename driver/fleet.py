@@ -48,6 +48,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.launch.interface import Log, Sink
 from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
+from elastic.driver.reach import Reach
 from elastic.driver.server import Callers, Server
 from elastic.protocol import Address, Message, Worker
 
@@ -56,11 +57,18 @@ AGENTS: Callers[HostAgent] = Callers(
 )
 ARRIVE_S = 30.0  # from the start of an agent to its call
 RETURN_S = 1.0  # from a connection that was closed to the next; an agent tries at once
+BEATS = 4  # in a lease
+TOGETHER_S = 0.2  # hosts that go silent for one reason are noticed within this time
 AGAIN_S = (2.0, 60.0)  # between two tries to start an agent where one was lost: first, longest
 CLOSE_S = 15.0  # for the agents to kill their workers and to say so
 NO_AGENT = 126  # exit code of a worker that nobody could start
 
-Reach = Callable[[str], Bootstrap]
+ReachUs = Callable[[str], Bootstrap]
+
+
+def silence_s(lease_s: float) -> float:
+    """For how long an agent may leave something unacknowledged, so that with the beat before it a lease has passed."""
+    return lease_s * (1 - 1 / BEATS)
 
 
 @dataclass(eq=False)
@@ -76,6 +84,7 @@ class _Host:
     again_s: float = AGAIN_S[0]  # until the next try to start an agent here
     again: asyncio.TimerHandle | None = None
     trouble: str = ""  # the last one of starting an agent, said once
+    held: str = ""  # why it would be lost, if anybody could be reached
 
 
 class Fleet:
@@ -94,7 +103,7 @@ class Fleet:
         sink: Sink,
         log: Log,
         starter: Starter | None = None,
-        reach: Reach | None = None,
+        reach: ReachUs | None = None,
         folder: str = "",
         adopted: Iterable[Worker] = (),
     ) -> None:
@@ -113,6 +122,8 @@ class Fleet:
         self._exited: Callable[[WorkerExited], None] = lambda event: None
         self._noticed: Callable[[Event], None] = lambda event: None
         self._listed: set[str] = set()
+        self._reach_of = Reach()
+        self._cut_off: asyncio.TimerHandle | None = None
         self._beating: asyncio.TimerHandle | None = None
         self.workers = Workers(self)
         for worker in adopted:
@@ -196,7 +207,7 @@ class Fleet:
         packets arrive, acknowledges nothing, and that shows only while something waits to be acknowledged.
         """
         loop = asyncio.get_running_loop()
-        self._beating = loop.call_later(self.hire.lease_s / 4, self._beat)
+        self._beating = loop.call_later(self.hire.lease_s / BEATS, self._beat)
         self._server.broadcast(
             [host.agent for host in self._hosts.values() if host.here and host.agent is not None],
             Beat(),
@@ -207,6 +218,8 @@ class Fleet:
         self._closing = True
         if self._beating is not None:
             self._beating.cancel()
+        if self._cut_off is not None:
+            self._cut_off.cancel()
         if self._abandoned:
             return
         loop = asyncio.get_running_loop()
@@ -271,6 +284,7 @@ class Fleet:
             host.alarm.cancel()
             host.alarm = None
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
+        self._back_among_others(agent.host)
         if host.again is not None:
             host.again.cancel()
             host.again = None
@@ -303,8 +317,10 @@ class Fleet:
                 host.here = False
             return
         host.here = False
+        self._reach_of.away(agent.host)
         if silent:
-            self._lose(agent.host, host, "its agent acknowledges nothing any more")
+            silence = "its agent acknowledges nothing any more"
+            self._expect(agent.host, host, TOGETHER_S, silence)
         else:
             self._log("warning", f"the connection of {agent.host}'s agent was closed")
             self._expect(
@@ -318,7 +334,41 @@ class Fleet:
         if host.alarm is not None:
             host.alarm.cancel()
         loop = asyncio.get_running_loop()
-        host.alarm = loop.call_later(within_s, self._lose, name, host, otherwise)
+        host.alarm = loop.call_later(within_s, self._overdue, name, host, otherwise)
+
+    def _overdue(self, name: str, host: _Host, reason: str) -> None:
+        if self._reach_of.overdue(name):
+            self._lose(name, host, reason)
+            return
+        host.alarm = None
+        host.held = reason
+        if self._cut_off is None:
+            self._log(
+                "warning",
+                "no agent can be reached: this driver is cut off itself, and takes nobody for lost"
+                f" until one is heard of again, or {self.hire.away_s:g} s have passed",
+            )
+            loop = asyncio.get_running_loop()
+            self._cut_off = loop.call_later(self.hire.away_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """By now agents have ended their workers, whether they live or not."""
+        self._cut_off = None
+        for name in self._reach_of.give_up():
+            host = self._host(name)
+            self._lose(name, host, host.held)
+
+    def _back_among_others(self, name: str) -> None:
+        """This host is reached. Whoever was not given up gets its time anew."""
+        released = self._reach_of.here(name)
+        if self._cut_off is not None and not self._reach_of.cut_off:
+            self._cut_off.cancel()
+            self._cut_off = None
+            self._log("info", f"{name} is reached again, and with that this driver")
+        for other in released:
+            host = self._host(other)
+            if not host.here:
+                self._expect(other, host, self.hire.lease_s + RETURN_S, host.held)
 
     def _lose(self, name: str, host: _Host, reason: str) -> None:
         if host.alarm is not None:

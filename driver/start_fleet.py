@@ -23,7 +23,7 @@ from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.entries import Writer, header_of
 from elastic.driver.events import Action, Event, PublishWorld
-from elastic.driver.fleet import AGENTS, Fleet
+from elastic.driver.fleet import AGENTS, Fleet, silence_s
 from elastic.driver.fleet_plan import FleetPlan
 from elastic.driver.hosts import ThisHost, parse_address
 from elastic.driver.interfaces import listen_address
@@ -190,7 +190,7 @@ class _Run:
             secret=plan.secret,
             log=self.log,
             callers=AGENTS,
-            lease_s=job.settings.lease_s,
+            lease_s=silence_s(job.settings.lease_s),
             tls=_tls(plan),
         )
         address = server.bind(*await self._place(known))

@@ -1,0 +1,80 @@
+"""What workers write on its way to the driver, and while there is none."""
+
+from __future__ import annotations
+
+from elastic.driver import forwarding
+from elastic.driver.agent_protocol import Printed
+from elastic.driver.forwarding import Forwarding
+from elastic.protocol import Worker
+
+A, B = Worker("h", 0), Worker("h", 1)
+
+
+class Driver:
+    """Hears, unless it is away or congested."""
+
+    def __init__(self) -> None:
+        self.here, self.backlog = True, 0
+        self.heard: list[Printed] = []
+        self.sink = Forwarding(self.hear, lambda: self.backlog)
+
+    def hear(self, printed: Printed) -> bool:
+        if self.here:
+            self.heard.append(printed)
+        return self.here
+
+    def text(self, worker=A, stream="stdout") -> bytes:
+        return b"".join(p.data for p in self.heard if (p.worker, p.stream) == (worker, stream))
+
+
+def test_it_passes_on_what_is_written_and_that_it_has_ended():
+    driver = Driver()
+    driver.sink.feed(A, "stdout", b"one")
+    driver.sink.finish(A, "stdout")
+    assert driver.heard == [Printed(A, "stdout", b"one"), Printed(A, "stdout", b"")]
+
+
+def test_what_is_written_without_a_driver_comes_later_in_its_order():
+    driver = Driver()
+    driver.here = False
+    driver.sink.feed(A, "stdout", b"one ")
+    driver.sink.feed(B, "stderr", b"other")
+    driver.here = True
+    driver.sink.feed(A, "stdout", b"two")
+    assert [p.data for p in driver.heard] == [b"one ", b"other", b"two"]
+
+
+def test_what_finds_no_room_is_left_out_and_counted(monkeypatch):
+    monkeypatch.setattr(forwarding, "KEPT_LIMIT", 10)
+    driver = Driver()
+    driver.here = False
+    driver.sink.feed(A, "stdout", b"123456789")
+    for _ in range(3):
+        driver.sink.feed(A, "stdout", b"ab")
+    driver.sink.feed(B, "stdout", b"x")
+    driver.sink.finish(A, "stdout")
+    driver.here = True
+    driver.sink.catch_up()
+    driver.sink.feed(A, "stdout", b"on")
+    assert driver.text() == b"123456789\n[6 bytes of output were left out here]\non"
+    assert driver.text(B) == b"x"
+    assert Printed(A, "stdout", b"") in driver.heard
+
+
+def test_a_congested_connection_is_given_nothing_more(monkeypatch):
+    driver = Driver()
+    driver.backlog = forwarding.CONGESTED
+    driver.sink.feed(A, "stdout", b"one")
+    assert not driver.heard
+    driver.backlog = 0
+    driver.sink.catch_up()
+    assert driver.text() == b"one"
+
+
+def test_the_end_of_what_it_complained_of_is_kept_for_its_exit():
+    driver = Driver()
+    driver.here = False
+    driver.sink.feed(A, "stderr", b"Traceback: so it is\n")
+    assert driver.sink.tail(A) == "Traceback: so it is\n"
+    driver.sink.forget(A)
+    assert driver.sink.tail(A) == ""
