@@ -70,6 +70,17 @@ class Ending:
             )
         ]
 
+    def lost(self, workers: Collection[Worker]) -> list[Action]:
+        """Their host is gone: no exit will be seen."""
+        members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
+        self._alive -= set(workers)
+        if self.code != 0 or not members:
+            return []
+        self.code = 1
+        named = ", ".join(f"rank {self._rank(w)} ({w})" for w in members)
+        text = "after training had succeeded: nobody knows how it ended, and the job fails with exit code 1"
+        return [Report("error", f"{named} was lost with its host {text}")]
+
     def stopped(self, code: int, now: float) -> None:
         """Asked to stop: from now on this is no success, and nobody is waited for."""
         self.code = code

@@ -349,17 +349,25 @@ class Driver:
         # The exit that brings the end about is membership's to judge.
         begun = self._ending is not None
         self._perform(actions)
+        unseen = self._unseen(event)
+        self._running -= unseen
         if self._ending is not None:
             if begun and isinstance(event, WorkerExited):
                 self._perform(self._ending.exited(event))
+            self._perform(self._ending.lost(unseen))
             self._perform(self._ending.overdue(self._now()))
+        if isinstance(event, WorkerExited):
+            self._forget(event.worker)
+
+    def _unseen(self, event: Event) -> set[Worker]:
+        """Whose exit nobody will report any more."""
         match event:
-            case WorkerExited(worker):
-                self._forget(worker)
             case HostLost(host):
-                self._running = {worker for worker in self._running if worker.host != host}
+                return {worker for worker in self._running if worker.host == host}
             case HostReported(_, running, ordered) if ordered is not None:
-                self._running -= set(ordered) - set(running)  # their exits nobody has seen
+                return self._running & (set(ordered) - set(running))
+            case _:
+                return set()
 
     def _forget(self, worker: Worker) -> None:
         """It is gone, and all of its words were heard. A job may start workers for as long as it likes."""

@@ -55,6 +55,19 @@ def test_a_member_that_fails_after_success_fails_the_job():
     assert e.over and e.code == 1
 
 
+def test_whoever_is_lost_with_its_host_is_not_waited_for():
+    e = ending()
+    assert e.lost([SPARE]) == []
+    said = report(e.lost([B]))
+    assert "rank 1 (h1:1#1) was lost with its host after training had succeeded" in said.text
+    assert not e.over
+    e.exited(WorkerExited(A, 0))
+    assert e.over and e.code == 1
+    failed = ending(7)
+    assert failed.lost([A, B, SPARE]) == []
+    assert failed.over and failed.code == 7
+
+
 def test_a_failure_leaves_a_moment_and_then_kills():
     e = ending(7)
     assert e.next_deadline() == 100.0 + GRACE_S
