@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -33,17 +32,16 @@ from elastic.driver.journal_copy import Copied, copied_to
 from elastic.driver.journal_file import FileArchive
 from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.child import ChildStarter
-from elastic.driver.launch.interface import Log
 from elastic.driver.launch.ssh import SshStarter
 from elastic.driver.launch.starter import Bootstrap
-from elastic.driver.leadership import Deposed, Leadership
+from elastic.driver.leadership import Deposed
+from elastic.driver.leading import Lead, lead
 from elastic.driver.membership import Membership
 from elastic.driver.networks import is_loopback
 from elastic.driver.resume import Past, check_same_job, writer_here
 from elastic.driver.server import Server
 from elastic.driver.surroundings import Surroundings
 from elastic.driver.worlds import Phase
-from elastic.errors import Invalid
 from elastic.protocol import Address
 
 ASKED = 16  # hosts whose names are looked up to find out where to listen
@@ -61,7 +59,7 @@ async def start_fleet(
 ) -> Outcome:
     """The job's exit code, why it ended, and results by rank. Raises Invalid and OSError before anything is started."""
     async with contextlib.AsyncExitStack() as stack:
-        leading = await _lead(plan, around.console, stack)
+        leading = await lead(plan, around.console, stack)
         if isinstance(leading, str):
             return DEPOSED_CODE, leading, []
         archive = _archive(job, plan, leading)
@@ -81,75 +79,7 @@ async def start_fleet(
         return await run.to_its_end(archive, known)
 
 
-class _Lead:
-    """Our seat in etcd. ``waited``: another driver sat there before us."""
-
-    def __init__(self, etcd: Any, leadership: Leadership, *, waited: bool) -> None:
-        self.etcd = etcd
-        self.leadership = leadership
-        self.waited = waited
-
-
-async def _lead(plan: FleetPlan, log: Log, stack: contextlib.AsyncExitStack) -> _Lead | str | None:
-    """None without etcd; a sentence where the wait for the seat was ended. Raises Invalid where it is taken."""
-    if plan.etcd is None:
-        return None
-    from elastic.driver.etcd import Etcd
-
-    etcd = Etcd(plan.etcd, log)
-    await etcd.open()
-    stack.push_async_callback(etcd.close)
-    leadership = Leadership(etcd, plan.name, log)
-    stack.push_async_callback(leadership.resign)
-    taking = asyncio.ensure_future(leadership.acquire())
-    done, _ = await asyncio.wait({taking}, timeout=1.0)
-    if not done and not plan.standby:
-        # A driver that was killed may hold the seat until its lease is over.
-        done, _ = await asyncio.wait({taking}, timeout=5.0 if plan.resume else 3.0)
-    waited = not done
-    if waited and not plan.standby:
-        taking.cancel()
-        await asyncio.wait({taking})
-        raise Invalid(
-            f"another driver leads job {plan.name}; wait for its end, take another --job name, or give"
-            " --standby to follow it"
-        )
-    if waited:
-        log("info", f"standing by: another driver leads job {plan.name}")
-        stopped = await _unless_stopped(taking)
-        if stopped:
-            return stopped
-    taking.result()
-    log("info", f"leads job {plan.name} with term {leadership.term}")
-    return _Lead(etcd, leadership, waited=waited)
-
-
-async def _unless_stopped(taking: asyncio.Future[int]) -> str:
-    """Waits for the seat; a sentence if Ctrl-C or SIGTERM came first."""
-    stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def asked(name: str) -> None:
-        if not stop.done():
-            stop.set_result(f"{name} while standing by")
-
-    aio = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        aio.add_signal_handler(number, asked, number.name)
-    try:
-        both: set[asyncio.Future[Any]] = {taking, stop}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not taking.done():
-            taking.cancel()
-            await asyncio.wait({taking})
-            return stop.result()
-        return ""
-    finally:
-        stop.cancel()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            aio.remove_signal_handler(number)
-
-
-def _archive(job: Job, plan: FleetPlan, lead: _Lead | None) -> Archive | None:
+def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
     """Where the journal is kept. Raises Invalid where another driver writes it."""
     if lead is not None and plan.outlived:
         from elastic.driver.etcd_keys import job_root
@@ -168,7 +98,7 @@ class _Run:
         plan: FleetPlan,
         around: Surroundings,
         past: Past | None,
-        lead: _Lead | None,
+        lead: Lead | None,
         this_host: ThisHost,
     ) -> None:
         self.job = job
