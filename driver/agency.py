@@ -42,9 +42,12 @@ class Agency:
     _lease_s: float = 0.0
     _over: str = ""  # the job that was over last
 
-    def hired(self, hire: Hire) -> Terms:
-        """A driver has said who it is."""
-        if hire.term < self.term:
+    def hired(self, hire: Hire, *, seated: int = 0) -> Terms:
+        """A driver has said who it is. ``seated``: the term of the one that leads, as etcd has told; 0: it has not.
+
+        Terms begin anew if etcd loses its data; then it is another job, and etcd's word counts.
+        """
+        if hire.term < self.term and (hire.job == self.job or seated != hire.term):
             return Terms(
                 refused=f"its term is {hire.term}, and this agent serves one of term {self.term}"
             )

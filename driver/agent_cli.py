@@ -17,6 +17,7 @@ from elastic.driver.flags_of_hosts import add_etcd, add_security
 from elastic.driver.fleet_plan import etcd_access, tls_files
 from elastic.driver.hosts import parse_address
 from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.patience import counted
 from elastic.driver.secret import make_secret_file, read_secret
 from elastic.errors import Invalid
 
@@ -114,7 +115,7 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         colour=sys.stderr.isatty(),
     )
     slots = bootstrap.slots or agent_process.own_slots()
-    log("info", f"host {bootstrap.host} offers {slots} slots to job {bootstrap.job}")
+    log("info", f"host {bootstrap.host} has {counted(slots, 'slot')} for job {bootstrap.job}")
     return asyncio.run(agent_process.serve(bootstrap, slots=slots, bound=False, log=log))
 
 
@@ -132,7 +133,7 @@ def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootst
     if secret is None:
         raise Invalid("--secret-file is missing; give the file that the driver was given")
     networks.check_wanted(options.network_interfaces or [])
-    host = options.host or socket.gethostname()
+    host = socket.gethostname() if options.host is None else options.host
     check_host(host)
     return Bootstrap(
         job=options.job_name,

@@ -104,7 +104,7 @@ async def _watch_generation(etcd: Etcd, job: str, process: AgentProcess) -> None
     looking = asyncio.ensure_future(look_again())
     try:
         async for item in etcd.watch(f"{job_root(job)}generation"):
-            with contextlib.suppress(msgspec.MsgspecError):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeError):
                 latest = None if item is None else msgspec.json.decode(item.value, type=_Generation)
     except Unavailable:
         return

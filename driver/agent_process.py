@@ -127,7 +127,10 @@ def _at_addresses(drivers: list[str]) -> Find:
 
 async def numeric(text: str) -> list[tuple[str, int]]:
     """Every address behind ``host:port``, looked up anew. Raises OSError with a clause that names it."""
-    host, port = parse_address(text)
+    try:
+        host, port = parse_address(text)
+    except Invalid as error:  # of what somebody has written into etcd
+        raise OSError(str(error)) from None
     return [(address, port) for _, address in await resolved(host, port, LOOKUP_S)]
 
 

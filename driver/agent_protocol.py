@@ -90,6 +90,10 @@ class Logged(AgentMessage):
     text: str
 
 
+class Here(AgentMessage):
+    """An answer to `Beat`, now and then: it does not only have a connection, it runs."""
+
+
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
 
 
@@ -152,7 +156,7 @@ class Dismissed(AgentMessage):
     reason: str
 
 
-FromAgent = AgentAnswer | Registered | Heard | Seen | Printed | Logged
+FromAgent = AgentAnswer | Registered | Heard | Seen | Printed | Logged | Here
 ToAgent = (
     protocol.Challenge
     | protocol.Accepted

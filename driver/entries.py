@@ -27,6 +27,7 @@ from elastic.errors import Invalid
 from elastic.protocol import Worker
 
 FORMAT = 1
+ABANDONED = 0  # in the place of the format: its driver could not go on writing it
 BEGINNING = b'{"journal":'  # of a header, and thus of a journal
 SNAPSHOT = b'{"snapshot":'  # of a line with one
 
@@ -60,6 +61,11 @@ class Header(msgspec.Struct, frozen=True):
 
     def checked(self) -> Settings:
         """The settings; the values of the extra environment are missing. Raises Invalid."""
+        if self.journal == ABANDONED:
+            raise Invalid(
+                "its driver could not write it to its end, as on a full disk, so that no other can go"
+                " on from it; end what is left of the job, and begin anew with --fresh"
+            )
         if self.journal != FORMAT:
             raise Invalid(f"it has format {self.journal}; this version reads {FORMAT}")
         try:

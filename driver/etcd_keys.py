@@ -18,6 +18,7 @@ from elastic.errors import Invalid
 
 ROOT = "/hvd-elastic/"
 NAME_LIMIT = 200
+HOST_LIMIT = 253  # characters, as in DNS
 
 
 class HostRecord(msgspec.Struct, frozen=True):
@@ -47,6 +48,10 @@ def job_root(job: str) -> str:
 
 def check_host(host: str) -> str:
     """The host's name as it is; raises Invalid if it can't be one."""
+    if len(host) > HOST_LIMIT:
+        raise Invalid(
+            f"a host's name has at most {HOST_LIMIT} characters; {host[:20]!r}... has more"
+        )
     if parse_host(f"[{host}]" if ":" in host else host)[0] != host:
         raise Invalid(f"{host!r} has slots in it; give the name alone")
     return host

@@ -108,6 +108,7 @@ class Options:
     tls_ca: str | None = None
     resume: bool = False
     standby: bool = False
+    fresh: bool = False
     driver_timeout: float | None = None  # seconds
     driver_port: int | None = None
     disable_cache: bool = False
@@ -195,8 +196,8 @@ def _add_workers(add: Group) -> None:
         "--max-np --max-num-proc",
         "N",
         whole(1),
-        "Elastic: never use more workers (default: as many as there are slots with a discovery"
-        " script, otherwise -np).",
+        "Elastic: never use more workers (default: -np; where hosts come and go, as many as there are"
+        " slots).",
     )
     add(
         "--elastic-timeout",

@@ -66,6 +66,12 @@ def add_failover(add: Group) -> None:
         "Wait until no other driver leads the job in --etcd, then go on with it. Start two.",
     )
     add(
+        "--fresh",
+        None,
+        None,
+        "Begin a new job; what is left of an earlier one in --journal or under --job is ended.",
+    )
+    add(
         "--driver-timeout",
         "S",
         seconds,

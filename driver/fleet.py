@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, cast
 
 from elastic.driver.agent_protocol import (
@@ -25,6 +26,7 @@ from elastic.driver.agent_protocol import (
     Drop,
     Dump,
     Heard,
+    Here,
     Hire,
     HostAgent,
     Kill,
@@ -48,6 +50,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.launch.interface import Log, Sink
 from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
+from elastic.driver.leases import Leases
 from elastic.driver.reach import Reach
 from elastic.driver.server import Callers, Server
 from elastic.protocol import Address, Message, Worker
@@ -56,8 +59,11 @@ AGENTS: Callers[HostAgent] = Callers(
     "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
 )
 ARRIVE_S = 30.0  # from the start of an agent to its call
+CALL_S = 3.0  # for an agent that runs already to call; it tries once a second
 RETURN_S = 1.0  # from a connection that was closed to the next; an agent tries at once
 BEATS = 4  # in a lease
+REPEATED_S = 0.2  # the kernel repeats what is not acknowledged after this time at the earliest
+STOPPED_S = 10.0  # for an agent to say anything; its host's kernel acknowledges what we say even if it is stopped
 TOGETHER_S = 0.2  # hosts that go silent for one reason are noticed within this time
 AGAIN_S = (2.0, 60.0)  # between two tries to start an agent where one was lost: first, longest
 CLOSE_S = 15.0  # for the agents to kill their workers and to say so
@@ -67,8 +73,11 @@ ReachUs = Callable[[str], Bootstrap]
 
 
 def silence_s(lease_s: float) -> float:
-    """For how long an agent may leave something unacknowledged, so that with the beat before it a lease has passed."""
-    return lease_s * (1 - 1 / BEATS)
+    """For how long an agent may leave something unacknowledged, so that with the beat before it a lease has passed.
+
+    Linux counts that from the first repetition of what was sent, and others may be on their way out with it.
+    """
+    return max(lease_s / 2, lease_s * (1 - 1 / BEATS) - REPEATED_S - TOGETHER_S)
 
 
 @dataclass(eq=False)
@@ -124,6 +133,7 @@ class Fleet:
         self._listed: set[str] = set()
         self._reach_of = Reach()
         self._cut_off: asyncio.TimerHandle | None = None
+        self._heard_of: Leases[str] = Leases(STOPPED_S)
         self._beating: asyncio.TimerHandle | None = None
         self.workers = Workers(self)
         for worker in adopted:
@@ -145,7 +155,7 @@ class Fleet:
             port,
             heard=self._agent_said,
             gone=self._agent_gone,
-            expected=self._welcome,
+            expected=lambda agent: True,
             accepted=self._agent_called,
         )
 
@@ -160,7 +170,8 @@ class Fleet:
         self._beat()
         for name, host in self._hosts.items():
             if not host.here:
-                self._expect(name, host, ARRIVE_S, "its agent has not come back to the new driver")
+                self._reach_of.expected(name)
+                self._expect(name, host, CALL_S, "its agent has not come back to the new driver")
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
         """See `Launcher.start`. ``env`` goes before what the agent's host has."""
@@ -171,10 +182,11 @@ class Fleet:
             self.order(worker.host, order)
             return
         host.orders.append(order)
-        if host.starting is None and self._starter is not None:
-            host.starting = asyncio.create_task(self._start_agent(worker.host, host))
-        if host.alarm is None:
-            self._expect(worker.host, host, ARRIVE_S, "no agent has come from there")
+        if host.alarm is None:  # else one that runs there is expected
+            if host.starting is None and self._starter is not None:
+                host.starting = asyncio.create_task(self._start_agent(worker.host, host))
+            within_s = CALL_S if self._starter is None else ARRIVE_S
+            self._expect(worker.host, host, within_s, "its agent has not called this driver")
 
     def kill(self, worker: Worker) -> None:
         host = self._host(worker.host)
@@ -212,6 +224,12 @@ class Fleet:
             [host.agent for host in self._hosts.values() if host.here and host.agent is not None],
             Beat(),
         )
+        for name in self._heard_of.expired(loop.time()):
+            stopped = self._hosts[name].agent
+            if stopped is not None:
+                why = f"it has said nothing for {STOPPED_S:g} s, although it is connected: is it stopped?"
+                self._log("error", f"the agent of {name} is given up: {why}")
+                self._server.disconnect(stopped)
 
     async def close(self) -> None:
         """Dismiss every agent; wait until each has killed its workers and hung up, within a bound."""
@@ -238,14 +256,13 @@ class Fleet:
 
     # ---- agents come and go ----------------------------------------------------------------------------------------
 
-    def _welcome(self, agent: HostAgent) -> bool:
-        """Not the agent that another has followed on its host."""
-        known = self._hosts.get(agent.host)
-        return known is None or known.agent is None or known.agent.incarnation <= agent.incarnation
-
     def _agent_said(self, agent: HostAgent, message: Any) -> None:
         host = self._host(agent.host)
+        if agent == host.agent:
+            self._heard_of.renew(agent.host, asyncio.get_running_loop().time())
         match message:
+            case Here():
+                pass
             case Registered() if all(worker.host == agent.host for worker in message.running):
                 self._registered(agent, host, message)
             case _ if agent != host.agent:
@@ -266,17 +283,24 @@ class Fleet:
                 self._server.disconnect(agent)
 
     def _agent_called(self, agent: HostAgent) -> None:
-        """It has proved itself: it is told who this driver is, and answers with Registered."""
-        self._server.send(agent, self.hire)
+        """It has proved itself: it is told who this driver is, and answers with Registered.
+
+        Where another is here, the earlier one has been replaced without knowing it, and a later one has to wait until
+        the other is gone: it may be the same machine, started again, whose end has not been noticed yet.
+        """
+        host = self._host(agent.host)
+        if host.agent is None or host.agent == agent or not host.here:
+            self._server.send(agent, self.hire)
+        elif host.agent.incarnation > agent.incarnation:
+            self._server.send(agent, Refused("another agent serves this host"))
+        else:
+            self._server.disconnect(agent)
 
     def _registered(self, agent: HostAgent, host: _Host, said: Registered) -> None:
+        if host.here and agent != host.agent:
+            return  # it was not hired
         before, host.agent = host.agent, agent
         if before is not None and before != agent:
-            if before.incarnation > agent.incarnation:
-                host.agent = before
-                self._server.send(agent, Refused("a newer agent serves this host"))
-                return
-            self._server.disconnect(before)
             self._log(
                 "info", f"{agent.host} has a new agent: whatever ran under the old one is gone"
             )
@@ -284,6 +308,7 @@ class Fleet:
             host.alarm.cancel()
             host.alarm = None
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
+        self._heard_of.grant(agent.host, asyncio.get_running_loop().time())
         self._back_among_others(agent.host)
         if host.again is not None:
             host.again.cancel()
@@ -317,6 +342,7 @@ class Fleet:
                 host.here = False
             return
         host.here = False
+        self._heard_of.drop(agent.host)
         self._reach_of.away(agent.host)
         if silent:
             silence = "its agent acknowledges nothing any more"
@@ -479,11 +505,9 @@ class Workers:
         return self._fleet.order(who.host, Tell([who], cast(Any, message)))
 
     def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
-        by_host: dict[str, list[Tell]] = {}
-        for who, message in messages:
-            by_host.setdefault(who.host, []).append(Tell([who], cast(Any, message)))
-        for host, there in by_host.items():
-            self._fleet.order(host, *there)
+        """Those of one host that stand together leave in one piece; the first need not wait for the last."""
+        for host, there in groupby(messages, key=lambda each: each[0].host):
+            self._fleet.order(host, *(Tell([who], cast(Any, said)) for who, said in there))
 
     def broadcast(self, them: Iterable[Worker], message: Message) -> None:
         by_host: dict[str, list[Worker]] = {}

@@ -46,6 +46,7 @@ class FleetPlan:
     ssh: SshOptions
     resume: bool
     standby: bool
+    fresh: bool  # begin a job, whatever there is to go on with
     interfaces: list[str]
     port: int
     away_s: float
@@ -103,6 +104,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
         ),
         resume=options.resume,
         standby=options.standby,
+        fresh=options.fresh,
         interfaces=options.network_interfaces or [],
         port=options.driver_port or 0,
         away_s=options.driver_timeout or (AWAY_S if outlived else BOUND_AWAY_S),

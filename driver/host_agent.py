@@ -22,10 +22,12 @@ from elastic.driver import interfaces, networks
 from elastic.driver.agency import Agency
 from elastic.driver.agent import Agent
 from elastic.driver.agent_protocol import (
+    Beat,
     Dismissed,
     Drop,
     Dump,
     Heard,
+    Here,
     Hire,
     HostAgent,
     Kill,
@@ -48,6 +50,7 @@ from elastic.driver.launch.environment import (
 from elastic.driver.launch.interface import Log
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.parting import Partings
+from elastic.driver.patience import counted
 from elastic.driver.secret import derived
 from elastic.driver.server import WORKERS, Server
 from elastic.driver.settings import Settings
@@ -57,7 +60,9 @@ from elastic.protocol import Address, Worker
 
 LOOPBACK = "127.0.0.1"
 CLEARED_S = 12.0  # for killed workers to be gone; the agent reports those that are not
-MISSING_SAID_S = 30.0  # between two lines about a driver that is not found
+MISSING_SAID_S = 600.0  # between two lines about a driver that is not found
+HERE_S = 2.0  # between two signs of life
+ANOTHER_REASON_S = 3.0  # ... if the reason is another
 FIND_S = 120.0  # for the first driver, where one has started this agent
 
 Find = Callable[[], Awaitable[list[tuple[str, int]]]]
@@ -88,7 +93,12 @@ class AgentProcess:
         self._network: dict[str, str] = {}
         self._results: dict[Worker, Heard] = {}  # a launched function's value is said once
         self._connected: set[Worker] = set()
+        self._workers_of = ""  # the job that the workers here belong to
+        self._stale: set[Worker] = set()  # of a job that is over; their names may come again
         self._missing_said_at = float("-inf")
+        self._missing_said = ""
+        self._said_here_at = float("-inf")
+        self._seated = 0  # the term of the driver that leads, as etcd has told
         self._served = False
         self._over: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -156,11 +166,13 @@ class AgentProcess:
     def end(self, code: int, why: str) -> None:
         """Kill the workers and return this code from `run`."""
         if self._over is not None and not self._over.done():
-            self._log("info" if code == 0 else "error", f"the agent ends: {why}")
+            level = "error" if code else "debug" if self._bound else "info"
+            self._log(level, f"the agent ends: {why}")
             self._over.set_result(code)
 
     def driver_leads(self, term: int) -> None:
         """A driver of this term leads, as far as is known from elsewhere. One of a lower term is left for it."""
+        self._seated = term
         if self._agency.superseded(term):
             self._uplink.drop(f"a driver of term {term} leads now")
 
@@ -194,11 +206,13 @@ class AgentProcess:
                 self._server.broadcast(workers, word)
             case Dismissed(reason):
                 self._dismissed(reason)
+            case Beat():
+                self._beaten()
             case Refused(reason):
-                self.end(1, f"the driver refuses it: {reason}")
+                self._refused(reason)
 
     def _hired(self, hire: Hire) -> None:
-        terms = self._agency.hired(hire)
+        terms = self._agency.hired(hire, seated=self._seated)
         if terms.refused:
             self._missing(f"a driver was turned away: {terms.refused}")
             self._uplink.drop(f"refused: {terms.refused}")
@@ -216,7 +230,10 @@ class AgentProcess:
         if self._away_alarm is not None:
             self._away_alarm.cancel()
             self._away_alarm = None
-        self._in_background(self._register(hire, clear=terms.kill))
+        others = self._agent.alive() if self._workers_of != hire.job else frozenset()
+        self._stale |= others
+        self._workers_of = hire.job
+        self._in_background(self._register(hire, clear=bool(others)))
 
     async def _register(self, hire: Hire, *, clear: bool) -> None:
         if clear:
@@ -241,9 +258,10 @@ class AgentProcess:
         self._server.broadcast(self._connected, protocol.Restate())
         self._sink.catch_up()
         count = len(self._agent.alive())
-        workers = f", {count} workers run" if count else ""
+        workers = f", {counted(count, 'worker')} here" if count else ""
+        verb = "serves again" if again else "serves"
         self._log_here(
-            "info", f"serves {'again ' if again else ''}a driver of job {hire.job}{workers}"
+            "info", f"{verb} job {self.bootstrap.job}, its driver of term {hire.term}{workers}"
         )
 
     def _driver_lost(self, reason: str) -> None:
@@ -254,10 +272,10 @@ class AgentProcess:
         if self._away_alarm is None:
             self._away_alarm = asyncio.get_running_loop().call_at(by + 0.01, self._away_too_long)
             wait_s = by - self._now()
-            count = len(self._agent.alive())
+            workers = counted(len(self._agent.alive()), "worker")
             self._log_here(
                 "warning",
-                f"lost the driver ({reason}); {count} workers train on, for {wait_s:g} s at most",
+                f"lost the driver ({reason}); {workers} may train on without one for {wait_s:.0f} s",
             )
 
     def _away_too_long(self) -> None:
@@ -273,14 +291,33 @@ class AgentProcess:
             self._in_background(self._clear(why))
 
     def _missing(self, reason: str) -> None:
+        """Said when it is news, and now and then."""
         now = self._now()
-        if now - self._missing_said_at >= MISSING_SAID_S:
-            self._missing_said_at = now
-            self._log_here("warning", f"no driver to serve: {reason}; looking on")
+        least_s = MISSING_SAID_S if reason == self._missing_said else ANOTHER_REASON_S
+        if now - self._missing_said_at >= least_s:
+            level = "info" if not self._agency.job else "warning"
+            self._missing_said_at, self._missing_said = now, reason
+            self._log_here(level, f"no driver to serve: {reason}; looking on")
 
     def _never_found(self) -> None:
         if not self._served:
             self.end(1, f"the driver that started it was not found within {FIND_S:g} s")
+
+    def _beaten(self) -> None:
+        if (now := self._now()) - self._said_here_at >= HERE_S:
+            self._said_here_at = now
+            self._uplink.send(Here())
+
+    def _refused(self, reason: str) -> None:
+        """What runs here is nobody's any more. Where this agent was started by hand, it waits for the other's end."""
+        if self._bound:
+            self.end(1, f"the driver refuses it: {reason}")
+            return
+        self._missing(f"the driver refuses this agent: {reason}")
+        self._agency.dismissed()
+        self._stale |= self._agent.alive()
+        self._in_background(self._clear(reason))
+        self._uplink.drop(reason)
 
     def _dismissed(self, reason: str) -> None:
         self._agency.dismissed()
@@ -319,6 +356,8 @@ class AgentProcess:
 
     def _worker_said(self, worker: Worker, message: Any) -> None:
         self._connected.add(worker)
+        if worker in self._stale:
+            return
         heard = Heard(worker, message)
         if isinstance(message, protocol.Result):
             self._results[worker] = heard
@@ -326,10 +365,14 @@ class AgentProcess:
 
     def _worker_hung_up(self, worker: Worker, silent: bool) -> None:
         self._connected.discard(worker)
-        self._uplink.send(Seen(WorkerDisconnected(worker, silent)))
+        if worker not in self._stale:
+            self._uplink.send(Seen(WorkerDisconnected(worker, silent)))
         self._partings.disconnected(worker)
 
     def _exited(self, event: WorkerExited) -> None:
+        if event.worker in self._stale:
+            self._stale.discard(event.worker)
+            return
         self._agency.exited(event)
         self._uplink.send(Seen(event))
 
@@ -340,7 +383,7 @@ class AgentProcess:
         """Kill every worker, and wait for it within a bound."""
         doomed = self._agent.alive()
         if doomed:
-            self._log_here("info", f"killing {len(doomed)} workers: {why}")
+            self._log_here("info", f"killing {counted(len(doomed), 'worker')}: {why}")
         for worker in doomed:
             self._agent.kill(worker)
         deadline = self._now() + CLEARED_S

@@ -113,6 +113,15 @@ class EtcdArchive:
         await journal.go_on(self._obsolete, self._counting, self._next)
         return journal
 
+    async def clear(self) -> None:
+        """Nobody is to go on from what is there."""
+        left = [f"{self._folder}header"] + [
+            f"{self._folder}{number:012}" for number in [*self._obsolete, *self._counting]
+        ]
+        while left:
+            await self._leader.transact([], left[:DELETES])
+            left = left[DELETES:]
+
     def close(self) -> None:
         """Nothing is held here: the leadership is."""
 

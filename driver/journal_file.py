@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.driver.entries import (
+    ABANDONED,
     BEGINNING,
     SNAPSHOT,
     Entry,
@@ -91,6 +92,14 @@ class FileArchive:
         """Cuts off what a crash has left of a last line."""
         return FileJournal(self, Resumed(writer), self._end, upkeep, entries=past.replayed)
 
+    def outlives(self) -> bool:
+        """Whether the workers of the job written there outlive their driver. Reads no more than its beginning."""
+        try:
+            with open(self.path, "rb") as file:
+                return decoded_header(file.readline()).outlives
+        except (OSError, UnicodeError, msgspec.MsgspecError):
+            return False
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
@@ -144,8 +153,23 @@ class FileJournal(Journal):
             while view:
                 view = view[os.write(self._archive.fd, view) :]
         except OSError as error:
+            path = repr(str(self._archive.path))
+            followed = ""
+            if self._take is not None:
+                self._abandon()
+                followed = "; no other driver can go on with this job after this one"
             self.close()
-            self._failed(f"the journal {str(self._archive.path)!r} ends here: {error.strerror}")
+            self._failed(f"the journal {path} ends here: {error.strerror}{followed}")
+
+    def _abandon(self) -> None:
+        """In place, for which there is room: the next driver must not take the beginning of a story for all of it."""
+        try:
+            with open(self._archive.path, "r+b") as file:
+                head = file.read(len(BEGINNING))
+                if head == BEGINNING:
+                    file.write(str(ABANDONED).encode())
+        except OSError:
+            return  # then the workers tell: they are in a generation that the journal does not know
 
 
 def _last(fd: int, what: bytes, end: int) -> int:

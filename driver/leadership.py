@@ -221,7 +221,10 @@ class Leadership:
     def _depose(self) -> None:
         if not self.lost.is_set():
             self.lost.set()
-            self._log("warning", f"another driver leads job {self._job} now; this one ends")
+            self._log(
+                "warning",
+                f"another driver leads job {self._job} now, or etcd has lost its data; this one ends",
+            )
 
     def _deposed(self) -> Deposed:
         return Deposed(f"this driver does not lead job {self._job}; nothing was written")

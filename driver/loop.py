@@ -194,6 +194,7 @@ class Driver:
         self._let_go: set[Worker] = set()  # and their exit was not handled yet
         self._stop_code: int | None = None  # set by the first request to stop
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
+        self._said_last = ""  # of what was done to the world
 
     def ordered_results(self) -> list[bytes]:
         """The results of the last world's members by rank. Those that sent none are left out.
@@ -413,6 +414,8 @@ class Driver:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         # Starting a process takes milliseconds: who waits for a word about the world hears it first, the log last.
+        if not actions:
+            return
         lines: dict[int, Line | None] = {}
         for urgent in (True, False):
             for index, action in enumerate(actions):
@@ -442,7 +445,7 @@ class Driver:
                 return ("info", f"the stacks of {worker} follow: {brief(reason)}")
             case BreakWorld(generation, members, reason):
                 broadcast(members, protocol.Broken(generation, reason))
-                return ("info", f"generation {generation} is over: {reason}")
+                return self._news(f"generation {generation} is over: {reason}")
             case PublishWorld():
                 return self._publish(action)
             case TellWorld(generation, member, store, holders, commit, reason):
@@ -452,13 +455,13 @@ class Driver:
                 send(worker, protocol.Welcome(place, newcomer, elastic))
             case PrepareChange(generation, change, members, reason):
                 broadcast(members, protocol.Prepare(generation, change))
-                return ("info", f"generation {generation} is to change: {reason}")
+                return self._news(f"generation {generation} is to change: {reason}")
             case StopMembersAt(generation, change, check, members):
                 broadcast(members, protocol.StopAt(generation, change, check))
                 return ("debug", f"generation {generation} stops at check {check}")
             case CallOffChange(generation, change, members, reason):
                 broadcast(members, protocol.Proceed(generation, change))
-                return ("info", f"generation {generation} goes on unchanged: {reason}")
+                return self._news(f"generation {generation} goes on unchanged: {reason}")
             case LetGo(worker, reason, fenced):
                 self._let_go.add(worker)
                 send(worker, protocol.Leave(reason, fenced))
@@ -480,6 +483,12 @@ class Driver:
             case _:
                 raise AssertionError(f"nothing is known about {type(action).__name__}")
         return None
+
+    def _news(self, text: str) -> Line:
+        """What holds for all is said again to each that comes back, and there may be thousands."""
+        level = "debug" if text == self._said_last else "info"
+        self._said_last = text
+        return (level, text)
 
     def _start(self, action: StartWorker) -> None:
         settings, job, worker, place = self.job.settings, self.job, action.worker, action.place

@@ -28,6 +28,10 @@ class Reach:
         released, self._held = self._held - {host}, set()
         return sorted(released)
 
+    def expected(self, host: str) -> None:
+        """A driver before this one has reached it."""
+        self._known.add(host)
+
     def away(self, host: str) -> None:
         """Its connection has ended; it may come back."""
         self._here.discard(host)

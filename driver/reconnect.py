@@ -45,6 +45,9 @@ class Reconnections(Worlds):
             # Given up and reported dead, and yet it lives: nobody trains with it.
             self._orders.do(LetGo(event.worker, "the job has gone on without it", True))
             return
+        if event.generation > self.generation:
+            reason = f"{event.worker} is in generation {event.generation}, of which the journal"
+            self._end(1, f"{reason} that this driver goes on from knows nothing: it is incomplete")
         if standing.exit_why in (LOST, AWAY) and not standing.killed_for:
             standing.exit_by, standing.exit_why = None, ""
         if standing.killed_for or standing.stage is Stage.DISMISSED:
@@ -112,7 +115,9 @@ class Reconnections(Worlds):
                 self._orders.do(KillWorker(worker, standing.killed_for))
         ordered = here.keys() if event.ordered is None else set(event.ordered)
         for worker in [w for w in here if w not in running and w in ordered]:
-            yield WorkerExited(worker, -9, "its host's agent does not run it")
+            yield WorkerExited(
+                worker, -9, "an end that nobody saw: its host's agent does not run it"
+            )
 
     def _restarted(self) -> None:
         """Nobody is late only because there was no driver."""

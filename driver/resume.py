@@ -143,8 +143,42 @@ def check_same_job(past: Past, command: Sequence[str], settings: Settings) -> No
     if found:
         raise Invalid(
             f"this is not how the job began: {'; '.join(found)}. Resume it with what it began with,"
-            " or begin a new job, with another journal or under another name"
+            " or give --fresh to end what is left of it and begin a new one"
         )
+
+
+def to_go_on_with(
+    past: Past | None,
+    command: Sequence[str],
+    settings: Settings,
+    *,
+    resume: bool,
+    fresh: bool,
+    name: str,
+) -> Past | None:
+    """The job that a driver with this command has to go on with; None: it begins one. ``resume``: it may go on.
+
+    An ended one, with the same command, is returned too. Raises Invalid where neither is meant.
+    """
+    if past is None or fresh:
+        return None
+    over = past.ended is not None and not past.membership.roster
+    if not resume:
+        if over:
+            return None
+        raise Invalid(
+            f"{name} has a job that has not ended, and its workers may train on without a driver:"
+            " --resume goes on with it, --fresh ends what is left of it and begins a new one"
+        )
+    if over and list(command) != past.command:
+        assert past.ended is not None
+        raise Invalid(
+            f"{name} has another job, {_line(past.command)}, which has ended with exit code"
+            f" {past.ended.code}; --fresh begins a new one"
+        )
+    if not over:
+        check_same_job(past, command, settings)
+    return past
 
 
 def _line(command: Sequence[str]) -> str:

@@ -25,6 +25,9 @@ class Stage(enum.Enum):
     FINISHED = "finished"  # told that all is done; user code after elastic.run may still go on
     DISMISSED = "dismissed"  # told to leave, or about to die: not part of any plan
 
+    # The roster looks stages up many times in each event, and an enum's own hash is computed in Python.
+    __hash__ = object.__hash__
+
 
 AT_STAKE = (Stage.READY, Stage.MEMBER, Stage.RETURNED)  # others train with it, or are about to
 
@@ -83,7 +86,8 @@ class Standing:
 
     def moved(self, now: float) -> None:
         """It waits in no collective now, and no suspicion from before counts."""
-        self.inside = ""
+        if self.inside:
+            self.inside = ""
         self.moved_at = now
 
 
@@ -184,8 +188,8 @@ class Roster(dict[Worker, Standing]):
 
     def staying(self) -> int:
         """How many are here to stay."""
-        gone = len(self._stages[Stage.FINISHED]) + len(self._stages[Stage.DISMISSED])
-        return len(self) - gone - sum(s.in_plans for s in self.leavers.values())
+        here = len(self) - len(self._stages[Stage.FINISHED]) - len(self._stages[Stage.DISMISSED])
+        return here - sum(s.in_plans for s in self.leavers.values()) if self.leavers else here
 
     def in_plans(self) -> Iterator[Standing]:
         return (s for s in self.values() if s.in_plans)

@@ -45,9 +45,13 @@ def make_secret_file(path: str) -> None:
         ) from None
     except (OSError, ValueError) as error:
         raise Invalid(f"{path} can't be made: {_why(error)}; give another place") from None
-    with os.fdopen(fd, "w") as made:
-        os.fchmod(fd, 0o600)  # a default ACL may have allowed more
-        made.write(secrets.token_hex(SECRET_BYTES) + "\n")
+    try:
+        with os.fdopen(fd, "w") as made:
+            os.fchmod(fd, 0o600)  # a default ACL may have allowed more
+            made.write(secrets.token_hex(SECRET_BYTES) + "\n")
+    except OSError as error:
+        os.unlink(path)
+        raise Invalid(f"{path} can't be written: {_why(error)}; give another place") from None
 
 
 def derived(secret: bytes, purpose: str) -> bytes:

@@ -234,7 +234,7 @@ class Server(Generic[Who]):
         expected = proof(self.secret, callers.role, nonce, answer.nonce, str(who))
         # The nonce's length is fixed: the proof's text must have one reading only.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
-            raise ProtocolError("it does not know the job's secret")
+            raise ProtocolError(f"it calls itself {who}, but does not know the job's secret")
         if not self._expected(who):
             raise ProtocolError(f"{who} is no {callers.role} of this job")
         self.drain(who)  # an earlier connection may have ended unnoticed

@@ -10,13 +10,15 @@ from elastic import tls
 from elastic.driver import loop
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.static import StaticDiscovery
+from elastic.driver.entries import header_of
 from elastic.driver.hosts import ThisHost
 from elastic.driver.interfaces import alone_address
 from elastic.driver.job import Job, first_hosts, script_discovery
 from elastic.driver.journal import Journal, Upkeep
-from elastic.driver.journal_file import FileJournal
+from elastic.driver.journal_file import FileArchive, FileJournal
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.membership import Membership
+from elastic.driver.resume import to_go_on_with, writer_here
 from elastic.driver.server import WORKERS, Server
 from elastic.driver.surroundings import Surroundings, surroundings
 
@@ -66,7 +68,12 @@ async def _alone(
     journal = Journal()
     if job.journal:
         warned = Upkeep(failed=lambda text: console("warning", text))
-        journal = FileJournal.begin(Path(job.journal), job.settings, warned)
+        archive = FileArchive(Path(job.journal))
+        fresh = job.fleet is not None and job.fleet.fresh
+        past = await archive.past() if archive.outlives() and not fresh else None
+        name = f"the journal {job.journal}"
+        to_go_on_with(past, job.command, job.settings, resume=False, fresh=fresh, name=name)
+        journal = FileJournal(archive, header_of(job.settings, writer=writer_here()), 0, warned)
     secret = secrets.token_bytes(32)
     bind = job.bind or alone_address(())
     files = None if job.fleet is None else job.fleet.tls

@@ -21,6 +21,7 @@ from elastic.driver.agent_protocol import Hire
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.entries import Writer, header_of
+from elastic.driver.etcd_keys import job_root
 from elastic.driver.events import Action, Event, PublishWorld
 from elastic.driver.fleet import AGENTS, Fleet, silence_s
 from elastic.driver.fleet_plan import FleetPlan
@@ -29,6 +30,7 @@ from elastic.driver.interfaces import listen_address
 from elastic.driver.job import Job, script_discovery
 from elastic.driver.journal import Archive, Journal, Upkeep
 from elastic.driver.journal_copy import Copied, copied_to
+from elastic.driver.journal_etcd import EtcdArchive
 from elastic.driver.journal_file import FileArchive
 from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.child import ChildStarter
@@ -38,10 +40,12 @@ from elastic.driver.leadership import Deposed
 from elastic.driver.leading import Lead, lead
 from elastic.driver.membership import Membership
 from elastic.driver.networks import is_loopback
-from elastic.driver.resume import Past, check_same_job, writer_here
+from elastic.driver.open_files import allow_hosts
+from elastic.driver.resume import Past, to_go_on_with, writer_here
 from elastic.driver.server import Server
 from elastic.driver.surroundings import Surroundings
 from elastic.driver.worlds import Phase
+from elastic.errors import Invalid
 from elastic.protocol import Address
 
 ASKED = 16  # hosts whose names are looked up to find out where to listen
@@ -65,26 +69,48 @@ async def start_fleet(
         archive = _archive(job, plan, leading)
         if archive is not None:
             stack.callback(archive.close)
-        past = await archive.past() if archive is not None and plan.outlived else None
-        fresh = plan.standby and leading is not None and not leading.waited
-        if past is not None and past.ended is not None and fresh:
-            past = None  # that job is over, and nobody has waited for its outcome: a new one
-        if past is not None:
-            check_same_job(past, job.command, job.settings)
-            if past.ended is not None and not past.membership.roster:
-                code, reason = past.ended.code, past.ended.reason
-                around.console("info", f"this job has ended with exit code {code}: {reason}")
-                return code, reason, []
+        past = await _past(job, plan, leading, archive)
+        if past is not None and past.ended is not None and not past.membership.roster:
+            code, reason = past.ended.code, past.ended.reason
+            again = "give --fresh to begin it anew"
+            around.console("info", f"this job has ended with exit code {code}: {reason}; {again}")
+            return code, reason, []
         run = _Run(job, plan, around, past, leading, this_host)
         return await run.to_its_end(archive, known)
 
 
-def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
-    """Where the journal is kept. Raises Invalid where another driver writes it."""
-    if lead is not None and plan.outlived:
-        from elastic.driver.etcd_keys import job_root
-        from elastic.driver.journal_etcd import EtcdArchive
+async def _past(
+    job: Job, plan: FleetPlan, lead: Lead | None, archive: Archive | None
+) -> Past | None:
+    """The job that this driver goes on with. Raises Invalid where it must not begin one."""
+    if archive is None:
+        return None
+    begun_alone = isinstance(archive, FileArchive) and not archive.outlives()
+    if begun_alone and not plan.outlived:
+        return None
+    try:
+        found = await archive.past()
+    except Invalid:
+        if not plan.fresh:
+            raise
+        found = None
+    unawaited = plan.standby and lead is not None and not lead.waited
+    if found is None and lead is not None and lead.waited and not plan.fresh:
+        raise Invalid(
+            f"job {plan.name} has no journal in etcd, although a driver has led it until now: nobody"
+            " can go on with it; --fresh ends what is left of it and begins a new one"
+        )
+    if begun_alone or (found is not None and found.ended is not None and unawaited):
+        return None  # its workers ended with their driver; or nobody has waited for its outcome
+    name = f"job {plan.name}" if lead is not None else f"the journal {job.journal}"
+    return to_go_on_with(
+        found, job.command, job.settings, resume=plan.outlived, fresh=plan.fresh, name=name
+    )
 
+
+def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
+    """Where the journal of jobs that outlive a driver is kept. Raises Invalid where another driver writes it."""
+    if lead is not None:
         return EtcdArchive(lead.etcd, lead.leadership, job_root(plan.name))
     return None if job.journal is None else FileArchive(Path(job.journal))
 
@@ -116,6 +142,7 @@ class _Run:
 
     async def to_its_end(self, archive: Archive | None, known: dict[str, int] | None) -> Outcome:
         job, plan, past = self.job, self.plan, self.past
+        allow_hosts(None if job.hosts is None else len(job.hosts))
         server = Server(
             secret=plan.secret,
             log=self.log,
@@ -191,7 +218,10 @@ class _Run:
                 return running.result()
         finally:
             lost.cancel()
-        driver.outcome = f"another driver leads job {self.plan.name} now: this one ends, and leaves everything to it"
+        driver.outcome = (
+            f"this driver does not lead job {self.plan.name} any more: it ends, and leaves its workers"
+            " to the next"
+        )
         self.log("warning", driver.outcome)
         return None
 
@@ -257,6 +287,9 @@ class _Run:
     # ---- what is kept for the next driver --------------------------------------------------------------------------
 
     async def _journal(self, archive: Archive | None, writer: Writer) -> Journal:
+        if isinstance(archive, EtcdArchive) and not self.plan.outlived:
+            await archive.clear()
+            archive = None if self.job.journal is None else FileArchive(Path(self.job.journal))
         if archive is None:
             return Journal()
         upkeep = Upkeep(
@@ -310,8 +343,6 @@ class _Run:
     async def _tell_generation(self, generation: int) -> None:
         """For agents that no driver reaches: whether the others have gone on without them."""
         assert self.lead is not None
-        from elastic.driver.etcd_keys import job_root
-
         value = msgspec.json.encode({"generation": generation, "term": self.term, "job": self.id})
         with contextlib.suppress(Deposed):
             await self.lead.leadership.transact([(f"{job_root(self.plan.name)}generation", value)])

@@ -88,15 +88,20 @@ class Uplink:
 
     async def run(self) -> None:
         """For ever: until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        pause_s = RETRY_S[0]
         try:
             while True:
                 reader = await self._connected()
+                began = loop.time()
                 self._opened()
                 reason = await self._read(reader)
                 self._hang_up()
                 self._closed(reason)
                 # A driver that closes at once has a reason, and none to hear us ask again without a pause.
-                await asyncio.sleep(RETRY_S[0])
+                quick = loop.time() - began < RETRY_S[1]
+                pause_s = min(2 * pause_s, RETRY_S[1]) if quick else RETRY_S[0]
+                await asyncio.sleep(pause_s)
         finally:
             self._hang_up()
 

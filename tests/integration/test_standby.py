@@ -93,7 +93,7 @@ def test_a_driver_that_is_stopped_is_followed_and_does_nothing_when_it_wakes(clu
     second.wait_for("goes on with the job at generation .*, term 2: 2 workers to find again")
     second.until(lambda: len(second.events("WorkerReconnected")) == 2, "both workers")
     first.driver.send_signal(signal.SIGCONT)
-    first.wait_for("another driver leads job test now: this one ends, and leaves everything to it")
+    first.wait_for("this driver does not lead job test any more: it ends, and leaves its workers")
     assert first.wait() == 75
 
     (first.folder / "go").touch()  # workers are where the first driver was started

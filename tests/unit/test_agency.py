@@ -38,6 +38,14 @@ def test_a_driver_of_a_greater_term_makes_ours_one_of_the_past(agency):
     assert not agency.superseded(2), "it looks for one anyway"
 
 
+def test_where_etcd_has_lost_its_terms_its_word_on_who_leads_counts_for_another_job(agency):
+    agency.hired(hire(term=5))
+    assert agency.hired(hire(term=1, job="two")).refused
+    assert agency.hired(hire(term=1), seated=1).refused, "not for the same job"
+    assert not agency.hired(hire(term=1, job="two"), seated=1).refused
+    assert agency.term == 1
+
+
 def test_another_job_of_a_greater_term_ends_the_present_one(agency):
     agency.exited(WorkerExited(A, 1))
     terms = agency.hired(hire(term=2, job="two"))

@@ -17,6 +17,7 @@ from elastic.driver.agent_protocol import (
     HostAgent,
     Kill,
     Printed,
+    Refused,
     Registered,
     Seen,
     Start,
@@ -217,12 +218,42 @@ async def test_one_that_stays_away_is_a_lost_host(driver, patch):
 
 
 @conversation()
-async def test_an_older_agent_of_a_host_is_not_let_in(driver, patch):
-    await Agent(driver, "here", incarnation=5).register()
+async def test_a_host_has_one_agent_at_a_time(driver, patch):
+    patch.setattr(fleet_module, "RETURN_S", 0.02)
+    first = await Agent(driver, "here", incarnation=5).register()
     await driver.next()
-    old = Agent(driver, "here", incarnation=4)
-    assert (await old.next())[0] == "missing"
-    assert "agent here#4 is no agent of this job" in driver.log[-1]
+    earlier = Agent(driver, "here", incarnation=4)
+    assert await earlier.next() == Refused("another agent serves this host")
+    await earlier.die()
+    later = Agent(driver, "here", incarnation=6)
+    assert (await later.next())[0] == "closed", "it has to wait"
+    await first.die()
+    while not isinstance(await later.next(), Hire):
+        pass
+    later.say(Registered(2, "127.0.0.1", ["127.0.0.1/8"], [], [], "one"))
+    assert await driver.next() == HostReported("here", [], [])
+
+
+@conversation()
+async def test_a_host_whose_clock_went_back_is_let_in_again(driver, patch):
+    patch.setattr(fleet_module, "RETURN_S", 0.02)
+    first = await Agent(driver, "here", incarnation=5).register()
+    await driver.next()
+    await first.die()
+    await Agent(driver, "here", incarnation=4).register()
+    assert await driver.next() == HostReported("here", [], [])
+
+
+@conversation()
+async def test_one_that_is_connected_but_says_nothing_is_given_up(driver, patch):
+    driver.start(A)
+    agent = await Agent(driver, "here").register()
+    await driver.next()
+    patch.setattr(driver.fleet._heard_of, "lease_s", 0.0)
+    driver.fleet._beat()
+    assert "is it stopped?" in driver.log[0]
+    while (await agent.next()) != ("closed", "the driver closed the connection"):
+        pass
 
 
 @conversation()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import stat
@@ -30,7 +31,7 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerReady,
 )
-from elastic.driver.journal import Journal, ReplayDiffers, Upkeep, read, replay
+from elastic.driver.journal import FORCED, Journal, ReplayDiffers, Upkeep, read, replay
 from elastic.driver.journal_file import FileArchive, FileJournal
 from elastic.driver.membership import Membership
 from elastic.driver.settings import Settings
@@ -430,12 +431,53 @@ def test_snapshots_wait_for_a_spare_moment_but_not_for_ever(tmp_path):
     asyncio.run(log.rest())
     asyncio.run(log.rest())
     assert shots == [15]
-    for n in range(40):
+    for n in range(16 * FORCED):
         told.append(n)
-        log.record(20.0 + n, TimePassed())
-    # 20 would be enough of them, but are smaller than two snapshots of 600 bytes.
+        log.record(20.0, TimePassed())
+    # 10 * FORCED would be enough of them, but are smaller than FORCED snapshots of 600 bytes.
     line = encoded(Entry(20.0, TimePassed()))
-    assert shots == [15, 15 + -(-1200 // len(line))]
+    assert shots == [15, 15 + -(-600 * FORCED // len(line))]
+
+
+def test_snapshots_wait_until_nobody_waits_for_the_driver(tmp_path):
+    shots: list[int] = []
+    gathering = True
+
+    def take() -> bytes:
+        shots.append(1)
+        return b'{"s": 1}'
+
+    upkeep = Upkeep(take=take, snapshot_every=10, suits=lambda: not gathering)
+    log = FileJournal.begin(tmp_path / "j", settings(), upkeep)
+    for n in range(12):
+        log.record(float(n), TimePassed())
+        asyncio.run(log.rest())
+    assert not shots
+    gathering = False
+    asyncio.run(log.rest())
+    assert shots == [1]
+
+
+def test_what_could_not_be_written_to_its_end_is_gone_on_from_by_nobody(tmp_path, monkeypatch):
+    said: list[str] = []
+    path = tmp_path / "j"
+    log = FileJournal.begin(path, settings(), Upkeep(take=lambda: b"{}", failed=said.append))
+    log.record(1.0, TimePassed())
+
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        log.record(2.0, TimePassed())
+    assert said == [
+        f"the journal {str(path)!r} ends here: No space left on device;"
+        " no other driver can go on with this job after this one"
+    ]
+    archive = FileArchive(path)
+    with pytest.raises(Invalid, match="could not write it to its end"):
+        asyncio.run(archive.past())
+    archive.close()
 
 
 def test_a_state_that_cannot_be_taken_only_ends_the_snapshots(tmp_path):
@@ -446,8 +488,8 @@ def test_a_state_that_cannot_be_taken_only_ends_the_snapshots(tmp_path):
 
     upkeep = Upkeep(take=take, snapshot_every=1, failed=said.append)
     log = FileJournal.begin(tmp_path / "j", settings(), upkeep)
-    for n in range(5):
+    for n in range(FORCED + 3):
         log.record(float(n), TimePassed())
     log.close()
     assert said == ["the journal has no snapshots from here on: a snapshot can't hold a socket"]
-    assert len(read(tmp_path / "j")[1]) == 5
+    assert len(read(tmp_path / "j")[1]) == FORCED + 3

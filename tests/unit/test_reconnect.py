@@ -137,6 +137,15 @@ def test_who_does_not_run_on_its_host_any_more_has_exited():
     assert worker("h:1") not in talk.m.roster
 
 
+def test_a_worker_ahead_of_the_journal_ends_a_job_that_nobody_understands_any_more():
+    talk = running(2)
+    [end] = every(EndJob, talk.tell(back("h:1", talk.m.generation + 1)))
+    assert (
+        end.code == 1
+        and "of which the journal that this driver goes on from knows nothing" in end.reason
+    )
+
+
 def test_who_should_not_run_is_killed():
     talk = running(1, workers_min=1)
     [kill] = every(KillWorker, talk.tell(HostReported("h", [worker("h:0"), worker("h:7")])))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 
 import pytest
 
 from elastic.driver.entries import Writer, encoded, header_of
+from elastic.driver.events import EndJob
 from elastic.driver.membership import Membership
-from elastic.driver.resume import Past, check_same_job, clock_offset, differences, writer_here
+from elastic.driver.resume import (
+    Past,
+    check_same_job,
+    clock_offset,
+    differences,
+    to_go_on_with,
+    writer_here,
+)
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 
@@ -73,6 +82,36 @@ def test_no_setting_is_forgotten():
             continue
         changed = settings(**{name: other.get(name, value + 1 if value is not None else 1)})
         assert len(differences(past(), COMMAND, changed)) == 1, name
+
+
+# ---- go on, or begin? -----------------------------------------------------------------------------------------------
+
+
+def meant(found, command=COMMAND, *, resume=False, fresh=False):
+    return to_go_on_with(found, command, settings(), resume=resume, fresh=fresh, name="job bert")
+
+
+def ended(code=0) -> Past:
+    return dataclasses.replace(past(), ended=EndJob(code, "because"))
+
+
+def test_a_job_that_has_not_ended_is_gone_on_with_only_if_that_is_meant():
+    unfinished = past()
+    assert meant(unfinished, resume=True) is unfinished
+    assert meant(unfinished, fresh=True) is meant(unfinished, resume=True, fresh=True) is None
+    with pytest.raises(Invalid, match=r"job bert has a job that has not ended, .* --fresh ends"):
+        meant(unfinished)
+    with pytest.raises(Invalid, match="this is not how the job began"):
+        meant(unfinished, ["other"], resume=True)
+
+
+def test_one_that_has_ended_is_told_again_to_who_meant_it_and_is_in_nobodys_way():
+    assert meant(ended()) is None
+    again = ended(3)
+    assert meant(again, resume=True) is again
+    with pytest.raises(Invalid, match=r"another job, 'python train.py', .* exit code 3; --fresh"):
+        meant(again, ["other"], resume=True)
+    assert meant(None, resume=True) is None
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

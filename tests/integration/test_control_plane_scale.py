@@ -1,0 +1,72 @@
+"""A real driver with a hundred hosts, whose agents speak the real protocol; `benchmarks/control_plane.py` has more.
+
+What is looked at does not depend on how busy the machine is: messages and bytes, no times.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from elastic.chaos.invariants import check_journal
+from elastic.chaos.light_agents import Adopted, Count, Counted, Lose, Together
+from elastic.chaos.light_job import LightJob
+
+SLOTS = 8
+
+
+def lose(job: LightJob, host: str) -> tuple[Together, Counted]:
+    """The world without it, and what was said for that by both sides."""
+    job.order(Count())
+    before = job.wait(Counted)
+    job.order(Lose(host))
+    together = job.wait(Together)
+    job.order(Count())
+    after = job.wait(Counted)
+    return together, Counted(after.heard - before.heard, after.said - before.said)
+
+
+def test_what_each_worker_is_sent_does_not_grow_with_the_world(tmp_path):
+    few, many = bytes_to_each(16, tmp_path / "few"), bytes_to_each(800, tmp_path / "many")
+    # Names, ranks and sizes have more digits, and that is all.
+    assert many - few < 16, (few, many)
+
+
+def bytes_to_each(workers: int, folder: Path) -> float:
+    """When one host is lost."""
+    folder.mkdir()
+    with LightJob(workers, SLOTS, folder) as job:
+        job.wait(Together, lambda it: it.size == workers)
+        together, told = lose(job, "h1")
+    survivors = workers - SLOTS
+    assert together.size == survivors
+    # One word to each host that its world is over, one to each worker of its place ...
+    assert told.heard == survivors // SLOTS + survivors
+    # ... and from each that it is ready, and that it trains.
+    assert told.said == 2 * survivors
+    return together.bytes_told / survivors
+
+
+def test_a_driver_that_was_killed_is_followed_by_one_that_leads_all_hosts(tmp_path):
+    workers = 800
+    with LightJob(workers, SLOTS, tmp_path) as job:
+        first = job.wait(Together, lambda it: it.size == workers)
+        job.kill_driver()
+        job.start_driver()
+        assert job.wait(Adopted, lambda it: it.term == 2).agents == workers // SLOTS
+        together, _ = lose(job, "h42")
+        assert together.size == workers - SLOTS
+        # Nobody was disturbed in between.
+        assert together.generation == first.generation + 1
+        log = (tmp_path / "log").read_text()
+    assert log.count("goes on unchanged") <= 1, "one line, not one for each worker"
+    assert events_of_the_second_driver(job.journal)["WorkerReconnected"] == workers
+    check_journal(job.journal, ended=False)
+
+
+def events_of_the_second_driver(journal: Path) -> Counter[str]:
+    lines = journal.read_bytes().splitlines()
+    resumed = max(n for n, line in enumerate(lines) if line.startswith(b'{"resumed":'))
+    entries = (json.loads(line) for line in lines[resumed:] if line.startswith(b'{"at":'))
+    return Counter(entry["event"]["type"] for entry in entries)
