@@ -221,7 +221,7 @@ class Coordinator:
             made = self._what_is_left()
             self._joined.clear()
             return [*made, Decision(ALL, self._set(ALL).epoch, last_joined=rank)]
-        made = []
+        made = [Decision(ALL, self._set(ALL).epoch, joined=rank)]
         for each in self._sets.values():
             if rank not in each.offered:
                 continue

@@ -338,6 +338,8 @@ class Engine:
                     self._undecided -= 1
                 for each in self._offers.values():
                     each.hurried = False
+            if decision.joined == self._place.rank and JOIN in offers.in_flight:
+                offers.in_flight[JOIN].noted = True
             orders = [(s, p) for s, p in found if p is not None and p.standing is not None]
             found = [(s, p) for s, p in found if p is None or p.standing is None]
             self._undecided -= len(orders)

@@ -102,6 +102,7 @@ class Pending:
         "lasting",
         "members",
         "name",
+        "noted",
         "op",
         "payload",
         "root",
@@ -141,6 +142,7 @@ class Pending:
         self.lasting = bool(name) and bool(tensors)
         self.key: Hashable = None
         self.decided = False  # it runs, or failed
+        self.noted = False  # of a join: the coordinator knows of it
         self.standing: Collectives | None = None  # the group on which it was started undecided
         self.run: tuple[int, int] | None = None  # ... as which run of which order
         self._began = 0.0

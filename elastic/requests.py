@@ -105,6 +105,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     standing: int = -1  # who submits this number starts it at once, from now on; -1: no news
     # Who has joined runs these standing orders, with zeros, up to this run.
     catch_up: tuple[tuple[int, int], ...] = ()
+    joined: int = -1  # this rank's join has been heard: whoever joins now does so after it
 
 
 def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Settled:

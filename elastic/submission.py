@@ -157,6 +157,12 @@ def start_join() -> int:
     return _submit(JOIN, JOIN, (), None, None, soon=False)
 
 
+def join_noted(handle: int) -> bool:
+    """Whether every join that is submitted from now on, on any rank, counts as later than this one."""
+    found = _handles.find(handle, runtime.current())
+    return found is None or found.pending.noted or found.pending.done()
+
+
 def agree(kind: str, name: str, payload: str) -> list[str]:
     """Every rank's ``payload``, in rank order, once all ranks of the world have called this with this kind and name."""
     handle = _submit(AGREE, f"{kind}.{name}", (), list, None, soon=True, payload=payload)

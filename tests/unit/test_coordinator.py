@@ -399,6 +399,16 @@ def test_a_report_of_a_run_that_is_over_means_nothing():
     assert not ranks.ran[0][-1].error
 
 
+def test_who_joins_is_told_that_it_was_heard_before_it_may_help_others_to_their_end():
+    coordinator = Coordinator(3, 8)
+    join = Request(JOIN, JOIN)
+    [first] = coordinator.offer(2, Offer(ALL, 0, b"", (join,)))
+    assert (first.joined, first.last_joined) == (2, -1)
+    [second] = coordinator.offer(0, Offer(ALL, 0, b"", (join,)))
+    assert second.joined == 0
+    assert coordinator.offer(1, Offer(ALL, 0, b"", (join,)))[-1].last_joined == 1
+
+
 def test_who_has_joined_hears_of_runs_by_reports():
     ranks = Orders(2)
     ranks.start(0)  # rank 1 has not come to this run when it joins
