@@ -96,8 +96,11 @@ def test_what_happened_while_there_was_no_driver_is_handled_by_the_next(drivers,
     killed(first)
     os.kill(victim, signal.SIGKILL)
     second = drivers()
-    lost = second.wait_for_action("BreakWorld")
-    assert "lost 127.0.0.2:0#1 (signal 9" in lost["reason"], "as it was, and not as a guess"
+    second.wait_for_action("BreakWorld")
+    second.until(lambda: bool(second.events("WorkerExited")), "the word of its exit")
+    [exited] = second.events("WorkerExited")
+    assert (exited["worker"], exited["code"]) == (["127.0.0.2", 0, 1], -9)
+    assert not exited.get("reason"), "as it was, and not as a guess"
     (tmp_path / "go").touch()
     second.succeed()
     assert sizes(second) == [2, 2, 1, 2], "and its slot was used again"

@@ -60,9 +60,9 @@ def test_an_elastic_function_survives_a_kill_of_rank_0():
 
 
 def test_bad_arguments_are_refused_before_anything_starts():
-    (too_few, elsewhere, missing), printed = launched("bad arguments")
+    (too_few, no_number, missing), printed = launched("bad arguments")
     assert too_few.startswith("Invalid: ") and "min" in too_few
-    assert elsewhere.startswith("Invalid: ") and "nowhere.invalid" in elsewhere
+    assert no_number.startswith("Invalid: ") and "localhost:many" in no_number
     assert "/nowhere/python" in missing
     assert "hello" not in printed.partition("result ")[0]
 

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -42,6 +42,21 @@ from unit.starter_contract import (
 )
 
 # ---- the contract
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Children that this process had before the test."""
+    _others.update(child.pid for child in psutil.Process().children())
+    yield
+    _others.clear()
+
+
+_others: set[int] = set()
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.pid not in _others]
 
 
 class FakeBench(Bench):
@@ -105,7 +120,7 @@ class TestChild(StarterContract):
     def test_one_that_outlives_us_is_no_child_of_ours_any_more(self, conversation):
         async def talk(bench: Bench) -> None:
             await bench.starter.start(bootstrap("alpha", outlives=True))
-            await until(lambda: not psutil.Process().children(), "the end of the child")
+            await until(lambda: not children(), "the end of the child")
             pid = noted(bench.folder, "alpha")["pid"]
             assert os.getsid(pid) == pid
 
@@ -116,7 +131,7 @@ class TestChild(StarterContract):
             starter = child_starter(bench.folder, bench.log, ready_s=0.3)
             text = await failure(starter, bootstrap("alpha", "silent"))
             assert "within 0.3 s" in text
-            await until(lambda: not psutil.Process().children(), "its end")
+            await until(lambda: not children(), "its end")
             await starter.close()
 
         conversation(talk)
@@ -124,9 +139,9 @@ class TestChild(StarterContract):
     def test_who_is_called_off_is_killed(self, conversation):
         async def talk(bench: Bench) -> None:
             starting = asyncio.create_task(bench.starter.start(bootstrap("alpha", "silent")))
-            await until(lambda: bool(psutil.Process().children()), "its start")
+            await until(lambda: bool(children()), "its start")
             starting.cancel()
-            await until(lambda: not psutil.Process().children(), "its end")
+            await until(lambda: not children(), "its end")
 
         conversation(talk)
 
@@ -201,7 +216,7 @@ class TestChild(StarterContract):
             starts = {h: asyncio.create_task(starter.start(bootstrap(h, "silent"))) for h in hosts}
             for ended in range(len(hosts) - 3):
                 await until(lambda n=ended: len(agents(bench.folder)) == n + 3, "the next")  # type: ignore[misc]
-                assert len(psutil.Process().children()) == 3
+                assert len(children()) == 3
                 host = next(h for h in agents(bench.folder) if not starts[h].done())
                 os.kill(agents(bench.folder)[host], signal.SIGKILL)
                 with pytest.raises(StartFailed):

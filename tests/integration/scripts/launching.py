@@ -92,7 +92,7 @@ def main(what: str) -> None:
         case "bad arguments":
             result = [
                 attempt(np=2, min_np=3),
-                attempt(np=1, hosts="localhost:1,nowhere.invalid:1"),
+                attempt(np=1, hosts="localhost:many"),
                 attempt(np=1, executable="/nowhere/python"),
             ]
         case "loop":
