@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
+
 import msgspec
 import pytest
 
-from elastic.chaos.hosts import links
+from elastic.chaos.__main__ import main
+from elastic.chaos.hosts import command, links
 from elastic.chaos.hosts.adoption import Adoptions
 from elastic.chaos.hosts.delay_line import Held
+from elastic.chaos.hosts.drawn import (
+    MOST_GAP_S,
+    ON_DRIVERS,
+    ON_ETCD,
+    ON_HOSTS,
+    SPARED,
+    draw,
+)
+from elastic.chaos.hosts.joined import join, term_of
 from elastic.chaos.hosts.links import Link
+from elastic.chaos.hosts.programs import Late
 from elastic.chaos.hosts.report import Mark, Measured, Outcome, page, rows
 from elastic.chaos.hosts.scenarios import SCENARIOS
 from elastic.chaos.hosts.steps import Aftermath, Note, Worker, aftermath, notes_of
+from elastic.chaos.simulator import Simulation
+from elastic.driver.entries import Entry, Writer, header_of
 from elastic.driver.events import (
     DriverRestarted,
     Event,
@@ -23,6 +39,11 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerReconnected,
 )
+from elastic.driver.journal import recording, replay
+from elastic.driver.journal_copy import copied_to
+from elastic.driver.journal_file import FileArchive, FileJournal
+from elastic.driver.membership import Membership
+from elastic.driver.snapshot import taken
 from elastic.errors import Invalid
 from elastic.protocol import Address, Place
 from elastic.protocol import Worker as Name
@@ -227,15 +248,14 @@ def test_a_driver_has_adopted_a_job_once_it_has_heard_of_every_member():
 
 
 @pytest.mark.parametrize(
-    "event", [WorkerExited(C, -9), HostLost("c", "silent"), HostReported("c", [])]
+    "event", [WorkerExited(C, -9), HostLost("c", "silent"), HostReported("c", [], [C])]
 )
 def test_who_is_gone_is_not_waited_for(event):
     adoptions = adopting()
     for name in A, B:
         told(adoptions, WorkerReconnected(name, 1, True))
-    assert (
-        told(adoptions, HostReported("c", [C])) == 0
-    )  # it is there, but has not said where it stands
+    assert told(adoptions, HostReported("c", [C])) == 0  # there, and has not said where it stands
+    assert told(adoptions, HostReported("c", [], ordered=[])) == 0  # it may be on its way
     assert told(adoptions, event) == 1
 
 
@@ -244,6 +264,93 @@ def test_lines_that_are_no_entries_mean_nothing():
     for line in (b'{"resumed": {"term": 2}}', b'{"snapshot": 1}', b"torn {", b"3"):
         adoptions.hear(line)
     assert adoptions.done == 0
+
+
+# ---- journals that follow each other ---------------------------------------------------------------------------------
+
+
+class Drivers:
+    """A simulated job of which two drivers have written a copy each; the second goes on from entry ``at``."""
+
+    def __init__(self, folder, at: int = 60) -> None:
+        self.sim = Simulation(2, workers=6, steps=60, faults=14, mild=True)
+        self.sim.run()
+        self.at = at
+        self.paths = [folder / "journal.1", folder / "journal.2"]
+        self.joined = folder / "journal"
+        self.entries = list(self.sim.driver.entries)
+
+    def first(self, *, more: int) -> None:
+        """It has written ``more`` than the second knows of."""
+        copy = FileJournal.begin(self.paths[0], self.sim.settings)
+        for entry in self.entries[: self.at + more]:
+            copy.record(entry.at, entry.event, entry.actions)
+        copy.close()
+
+    def second(self) -> None:
+        membership = Membership(self.sim.settings)
+        for entry in self.entries[: self.at]:
+            membership.handle(entry.event, entry.at)
+        header = header_of(self.sim.settings, writer=Writer(term=2, address="h2:1"))
+
+        async def write() -> None:
+            archive = FileArchive(self.paths[1])
+            copy = await copied_to(archive, header, taken(membership), 1.0, failed=print)
+            for entry in self.entries[self.at :]:
+                copy.record(entry.at, entry.event, entry.actions)
+            copy.close()
+
+        asyncio.run(write())
+
+    def join(self) -> list[Entry]:
+        join(self.paths, self.joined)
+        return [entry for _, entry in recording(self.joined).entries]
+
+
+@pytest.mark.parametrize("more", [0, 7])
+def test_copies_of_two_drivers_make_one_journal_without_what_was_never_acted_upon(tmp_path, more):
+    drivers = Drivers(tmp_path)
+    drivers.first(more=more)
+    drivers.second()
+    assert [term_of(path) for path in drivers.paths] == [1, 2]
+    assert drivers.join() == drivers.entries
+    ((_, writer),) = recording(drivers.joined).takeovers
+    assert (writer.term, writer.address) == (2, "h2:1")
+    assert len(replay(drivers.joined)) == len(drivers.entries)
+
+
+def test_a_driver_that_goes_on_from_something_else_is_found_out(tmp_path):
+    drivers = Drivers(tmp_path)
+    drivers.first(more=-3)
+    drivers.second()
+    with pytest.raises(Invalid, match="a state that the journal before it never led to"):
+        drivers.join()
+    drivers.paths.reverse()
+    with pytest.raises(Invalid, match=r"journal\.1 does not go on from another journal"):
+        drivers.join()
+
+
+def test_a_driver_that_never_led_has_no_term(tmp_path):
+    (tmp_path / "empty").touch()
+    assert term_of(tmp_path / "empty") == term_of(tmp_path / "none") == 0
+
+
+# ---- drawn faults ----------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_is_a_game_and_nobody_is_hit_twice_in_a_round():
+    assert draw(7, 20) == draw(7, 20) != draw(8, 20)
+    assert draw(7, 20)[:5] == draw(7, 5)
+    fates = set()
+    for seed in range(40):
+        for blows in draw(seed, 10):
+            victims = [blow.victim for blow in blows if blow.victim]
+            assert len(set(victims)) == len(victims) and SPARED not in victims
+            for faults in ON_DRIVERS, ON_ETCD:
+                assert sum(blow.fault in faults for blow in blows) <= 1
+            assert blows and all(0 <= blow.gap_s <= MOST_GAP_S for blow in blows)
+            fates |= {blow.fault for blow in blows}
+    assert fates == {*ON_HOSTS, *ON_DRIVERS, *ON_ETCD}
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -277,6 +384,12 @@ def test_what_reaches_its_mark_is_no_trouble():
 def test_what_misses_its_mark_says_so(given, said):
     (trouble,) = given.troubles
     assert said in trouble and "the link is cut" in trouble
+
+
+def test_a_busy_machine_is_given_more_time_and_nothing_else():
+    mark = Mark(next_step_ms=2500, failed=0, interrupted=True).eased(2.0)
+    assert mark == Mark(next_step_ms=5000, failed=0, interrupted=True)
+    assert Mark(adopted_ms=2000).eased(2.0) == Mark(adopted_ms=4000)
 
 
 def test_an_outcome_fails_by_its_journal_too():
@@ -313,3 +426,67 @@ def test_the_page_has_a_row_for_each_thing_that_was_done_and_what_is_wrong_at_th
 
 def test_every_scenario_says_what_it_plays():
     assert all((scenario.__doc__ or "").endswith(".") for scenario in SCENARIOS.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "link-cut,flood"], "there is no scenario 'flood'; give some of host-killed, "),
+        (["--seed", "1", "--only", "link-cut"], "leave out --only and --report"),
+        (["--seed", "1", "--rounds", "0"], "--rounds is 0; give 1 or more"),
+        (["--report", "/no/such/folder/page.md"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_told_before_anything_is_made(words, said, capsys):
+    assert main(["hosts", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_whoever_is_not_root_is_told_so(monkeypatch, capsys):
+    monkeypatch.setattr("elastic.chaos.hosts.namespaces.os.geteuid", lambda: 1000)
+    assert main(["hosts", "--only", "link-cut"]) == 2
+    assert "network namespaces need root" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stage(monkeypatch, tmp_path):
+    """The command without a network: what is played is up to the test."""
+
+    class NoBench:
+        def __init__(self, folder) -> None: ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None: ...
+        def start_etcd(self) -> None: ...
+
+    monkeypatch.setattr(command, "Bench", NoBench)
+    monkeypatch.setattr(command, "check_possible", lambda: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def late(bench):
+        """It hangs."""
+        raise Late("waited 30 s for ['a'] to train")
+
+    def good(bench):
+        """All is well."""
+        return Outcome("good", [measured()], compared=9)
+
+    for name, scenario in ("good", good), ("late", late):
+        monkeypatch.setitem(SCENARIOS, name, scenario)
+    return tmp_path / "page.md"
+
+
+def test_the_command_plays_what_it_is_asked_and_writes_its_page(stage, capsys):
+    assert main(["hosts", "--only", "good", "--report", str(stage)]) == 0
+    assert "PASSED" in capsys.readouterr().out
+    assert f"python -m elastic.chaos hosts --only good --report {stage}" in stage.read_text()
+    assert "| good | the link is cut | 3 | 2300 ms |" in stage.read_text()
+
+
+def test_a_scenario_that_hangs_fails_and_the_next_one_is_played(stage, capsys):
+    assert main(["hosts", "--only", "late,good", "--report", str(stage)]) == 1
+    said = capsys.readouterr()
+    assert "good: passed" in said.err and "late: FAILED" in said.err and "FAILED; " in said.out
+    assert "**1 of 2 scenarios passed**" in stage.read_text()
+    assert "- late: waited 30 s for ['a'] to train" in stage.read_text()

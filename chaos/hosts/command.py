@@ -1,0 +1,106 @@
+"""`python -m elastic.chaos hosts`: plays what can befall a job on many hosts, and says what became of it. Acts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from elastic.chaos.faulty_job import say
+from elastic.chaos.hosts import drawn, report
+from elastic.chaos.hosts.bench import Bench
+from elastic.chaos.hosts.namespaces import check_possible
+from elastic.chaos.hosts.report import Outcome
+from elastic.chaos.hosts.scenarios import LEASE_S, SCENARIOS, Scenario
+from elastic.errors import ElasticError, Invalid
+
+DESCRIPTION = """\
+Makes hosts of network namespaces on this machine, with an agent each, an etcd and drivers, trains on them, and kills
+hosts, cuts and spoils links, kills etcd, agents and drivers. Passes if training goes on in time, no committed step is
+lost and all invariants hold. Needs root, and nothing of this machine's own network is touched."""
+
+EXAMPLES = """\
+examples:
+  python -m elastic.chaos hosts --only link-cut,driver-killed
+  python -m elastic.chaos hosts --seed 7 --rounds 20
+  python -m elastic.chaos hosts --report docs/hosts.md"""
+
+SETTING = f"""\
+Each host is a network namespace of one machine, plugged into a switch: four with an agent and one worker each, one with
+etcd, one with the driver, one more where a driver stands by. A small model trains over them, with a commit after every
+step. The lease is {LEASE_S:g} s, as by default. Packets are dropped by nftables at the switch, a slow link is a token
+bucket at both its ends, and a long one a pair of taps between which every frame is held back."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--only", metavar="LIST", help=f"some of {', '.join(SCENARIOS)}")
+    add("--seed", type=int, metavar="N", help="instead: faults drawn by this seed, several at once")
+    add("--rounds", type=int, default=10, metavar="N", help="of drawn faults (default: 10)")
+    add("--report", type=Path, metavar="FILE", help="write a page about this run to FILE")
+
+
+def main(options: argparse.Namespace) -> int:
+    """0: all scenarios passed. Raises Invalid."""
+    names = options.only.split(",") if options.only else list(SCENARIOS)
+    for name in names:
+        if name not in SCENARIOS:
+            raise Invalid(
+                f"--only: there is no scenario {name!r}; give some of {', '.join(SCENARIOS)}"
+            )
+    if options.seed is not None and (options.only or options.report):
+        raise Invalid(
+            "--seed plays drawn faults only, and writes no page; leave out --only and --report"
+        )
+    if options.rounds < 1:
+        raise Invalid(f"--rounds is {options.rounds}; give 1 or more")
+    if options.report is not None and not options.report.resolve().parent.is_dir():
+        raise Invalid(f"{options.report}: there is no folder {options.report.resolve().parent}")
+    check_possible()
+    folder = Path(tempfile.mkdtemp(prefix="elastic-hosts-"))
+    say(f"programs write to {folder}")
+    outcomes = []
+    with Bench(folder) as bench:
+        bench.start_etcd()
+        if options.seed is not None:
+            game = partial(drawn.play, seed=options.seed, rounds=options.rounds)
+            outcomes.append(play(bench, f"seed {options.seed}", game))
+        else:
+            for name in names:
+                say(f"{name}: {SCENARIOS[name].__doc__}")
+                outcomes.append(play(bench, name, SCENARIOS[name]))
+    print("\n".join(report.table(outcomes)))
+    if options.report is not None:
+        words = ["--only", options.only] if options.only else []
+        words += ["--report", str(options.report)]
+        options.report.write_text(
+            report.page(
+                outcomes,
+                command=f"python -m elastic.chaos hosts {shlex.join(words)}",
+                date=time.strftime("%Y-%m-%d"),
+                machine=f"{platform.system()} {platform.release()}, {os.cpu_count()} cores",
+                setting=SETTING,
+            )
+        )
+    passed = all(outcome.passed for outcome in outcomes)
+    print(f"{'PASSED' if passed else 'FAILED'}; everything is in {folder}")
+    return 0 if passed else 1
+
+
+def play(bench: Bench, name: str, scenario: Scenario) -> Outcome:
+    """One scenario, and a line about it; what it could not come to is part of its outcome."""
+    began = time.monotonic()
+    try:
+        outcome = scenario(bench)
+    except ElasticError as error:
+        outcome = Outcome(name, failed=str(error))
+    for trouble in outcome.troubles:
+        say(f"{name}: {trouble}")
+    verdict = "passed" if outcome.passed else "FAILED"
+    say(f"{name}: {verdict} after {time.monotonic() - began:.1f} s")
+    return outcome

@@ -1,0 +1,71 @@
+"""What the links of hosts do to packets, worded for nftables and tc. Pure.
+
+A link has two ends: the host's own, and a port of the switch that all hosts are plugged into. Packets are dropped at
+the switch, where neither end hears of it. They are held back in both directions, each where it leaves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic.errors import Invalid
+
+TABLE = "bridge elastic_chaos"
+PARTS = 10_000  # resolution of a share of packets
+QUEUE = "burst 32kbit latency 400ms"  # of a slow link, as an ordinary router's
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")  # port- and this must fit into 15 characters
+_RATE = re.compile(r"[1-9][0-9]*(k|m|g)bit")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One host's. The default is sound. ``from_host`` and ``to_host``: whether packets pass in that direction."""
+
+    from_host: bool = True
+    to_host: bool = True
+    loss: float = 0.0  # share of the packets that are dropped, in either direction
+    rate: str = ""  # as tc has it: 10mbit; empty: as fast as it goes
+    delay_s: float = 0.0  # each way
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.loss < 1.0:
+            raise Invalid(f"a loss of {self.loss:g} is no share of packets; give 0 <= loss < 1")
+        if self.rate and not _RATE.fullmatch(self.rate):
+            raise Invalid(f"{self.rate!r} is no rate; give one as in 10mbit")
+        if self.delay_s < 0:
+            raise Invalid(f"a delay of {self.delay_s:g} s is in the past; give 0 or more")
+
+
+def check_name(host: str) -> str:
+    if not _NAME.fullmatch(host):
+        raise Invalid(f"{host!r} is no name of a host; give up to 12 of a-z, 0-9 and -")
+    return host
+
+
+def port(host: str) -> str:
+    """The switch's interface that this host is plugged into."""
+    return f"p-{host}"
+
+
+def ruleset(links: Mapping[str, Link]) -> str:
+    """What `nft -f -` has to be told for these links to drop what they drop, and nothing else. Takes effect at once."""
+    lines = [f"add table {TABLE}", f"delete table {TABLE}", f"add table {TABLE}"]
+    lines.append(f"add chain {TABLE} passing {{ type filter hook forward priority 0; }}")
+    for host, link in links.items():
+        for way, passes in (("iifname", link.from_host), ("oifname", link.to_host)):
+            if not passes:
+                lines.append(f'add rule {TABLE} passing {way} "{port(host)}" drop')
+            elif link.loss:
+                draw = f"numgen random mod {PARTS} < {round(link.loss * PARTS)}"
+                lines.append(f'add rule {TABLE} passing {way} "{port(host)}" {draw} drop')
+    return "".join(f"{line}\n" for line in lines)
+
+
+def shaping(device: str, rate: str) -> list[str]:
+    """Arguments of tc: what leaves by this device from now on leaves at this rate, or as it likes."""
+    if not rate:
+        return ["qdisc", "del", "dev", device, "root"]
+    return ["qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *QUEUE.split()]

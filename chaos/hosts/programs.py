@@ -1,0 +1,116 @@
+"""A program that runs on a host and writes to a file, which is read as it grows. Acts; decides nothing.
+
+Every wait has a deadline, and fails with `Late`, which shows the end of what the program has written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from elastic.chaos.hosts.namespaces import Host
+from elastic.errors import ElasticError
+
+LOOK_S = 0.02
+END_S = 15.0  # for a program to heed SIGTERM
+SHOWN = 25  # lines of its output
+
+
+class Late(ElasticError):
+    """What was awaited did not come in time; the text says what, and how far things were."""
+
+
+class Program:
+    """Starts at once. ``words`` are its arguments, ``said`` is the file that it writes to."""
+
+    def __init__(
+        self,
+        host: Host,
+        name: str,
+        words: Sequence[str],
+        folder: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.host = host
+        self.name = name
+        self.said = folder / f"{name}.log"
+        with self.said.open("ab") as output:
+            self.process = host.popen(
+                words, cwd=folder, env=environment(env or {}), stdout=output, stderr=output
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        return self.said.read_text(errors="replace").splitlines()
+
+    def wait_for(self, pattern: str, timeout: float = 30.0, *, count: int = 1) -> re.Match[str]:
+        """The ``count``-th line that the regular expression is found in; those already written count too."""
+        expression = re.compile(pattern)
+        found: list[re.Match[str]] = []
+
+        def seen() -> bool:
+            found[:] = [match for line in self.lines if (match := expression.search(line))]
+            return len(found) >= count or self.process.poll() is not None
+
+        wait_until(seen, f"{self.name} to say {pattern!r}", timeout, self.tail)
+        if len(found) < count:
+            raise Late(f"{self.name} ended without {pattern!r}\n{self.tail()}")
+        return found[count - 1]
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """Its exit code, or minus the signal."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise Late(f"{self.name} did not end in {timeout:g} s\n{self.tail()}") from None
+
+    def signal(self, number: int) -> float:
+        """Returns the time, by the monotonic clock."""
+        at = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+        return at
+
+    def kill(self) -> float:
+        at = self.signal(signal.SIGKILL)
+        self.wait()
+        return at
+
+    def end(self) -> None:
+        """SIGTERM, and SIGKILL if that is not heeded. Idempotent."""
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def tail(self) -> str:
+        return "\n".join(f"  {self.name} | {line}" for line in self.lines[-SHOWN:])
+
+
+def wait_until(
+    true: Callable[[], bool], awaited: str, timeout: float, story: Callable[[], str]
+) -> float:
+    """Looks fifty times a second; returns the time at which it was true. Raises Late."""
+    deadline = time.monotonic() + timeout
+    while not true():
+        if time.monotonic() > deadline:
+            raise Late(f"waited {timeout:g} s for {awaited}\n{story()}")
+        time.sleep(LOOK_S)
+    return time.monotonic()
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Ours, without traces of another job, with the programs of this Python and one thread for each process."""
+    clean = {n: v for n, v in os.environ.items() if not n.startswith(("ELASTIC_", "HOROVOD_"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
+    return {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **extra}

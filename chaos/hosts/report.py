@@ -1,0 +1,178 @@
+"""What the scenarios have shown, judged, and as a page of the documentation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic.chaos.hosts.steps import Aftermath
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a scenario must reach. None: nothing is asked. ``failed``: at most so many steps."""
+
+    next_step_ms: float | None = None
+    failed: int | None = None
+    adopted_ms: float | None = None
+    interrupted: bool | None = None
+
+    def eased(self, slack: float) -> Mark:
+        """The same, with so many times the time."""
+        step, adopted = self.next_step_ms, self.adopted_ms
+        return replace(
+            self,
+            next_step_ms=None if step is None else step * slack,
+            adopted_ms=None if adopted is None else adopted * slack,
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One thing that was done to a job, and what became of it. ``adopted_ms``: until another driver had all workers.
+
+    ``survivors``: how many workers should have come through; None: that was not to be foreseen.
+    """
+
+    what: str
+    aftermath: Aftermath
+    survivors: int | None
+    mark: Mark = field(default_factory=Mark)
+    adopted_ms: float | None = None
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is not as it should be, in words."""
+        seen, mark = self.aftermath, self.mark
+        found = []
+        if self.survivors is not None and seen.survivors != self.survivors:
+            found.append(f"{seen.survivors} workers came through, expected {self.survivors}")
+        if seen.next_step_ms is None:
+            found.append("not every survivor stepped again")
+        elif mark.next_step_ms is not None and seen.next_step_ms > mark.next_step_ms:
+            found.append(f"the next step took {seen.next_step_ms:.0f} ms")
+        if mark.failed is not None and seen.failed > mark.failed:
+            found.append(f"{seen.failed} steps failed, allowed are {mark.failed}")
+        if mark.adopted_ms is not None and self.adopted_ms is None:
+            found.append("no other driver went on with the job")
+        elif mark.adopted_ms is not None and (self.adopted_ms or 0.0) > mark.adopted_ms:
+            found.append(f"adoption took {self.adopted_ms:.0f} ms")
+        if mark.interrupted is not None and seen.interrupted is not mark.interrupted:
+            found.append(f"training was {'' if seen.interrupted else 'not '}interrupted")
+        if seen.lost:
+            found.append(f"{seen.lost} committed steps were lost")
+        return [f"{self.what}: {each}" for each in found]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A scenario that was played. ``broken``: invariants that its journal does not keep, and other trouble."""
+
+    name: str
+    measured: Sequence[Measured] = ()
+    lost: int = 0  # commits, by the journal
+    compared: int = 0  # digests of commits, by the journal
+    differing: int = 0
+    broken: Sequence[str] = ()
+    failed: str = ""  # why it could not be played to its end
+
+    @property
+    def troubles(self) -> list[str]:
+        found = [each for measured in self.measured for each in measured.troubles]
+        if self.lost:
+            found.append(f"the journal has {self.lost} committed steps that were lost")
+        if self.differing:
+            found.append(f"{self.differing} commits differ between workers")
+        if not self.compared and not self.failed:
+            found.append("no commit was compared between workers")
+        found += self.broken
+        return found + ([self.failed] if self.failed else [])
+
+    @property
+    def passed(self) -> bool:
+        return not self.troubles
+
+
+HEAD = (
+    "scenario",
+    "what happened",
+    "survivors",
+    "next step after",
+    "longest pause",
+    "failed steps",
+    "committed steps lost",
+    "adopted after",
+    "invariants",
+)
+
+
+def rows(outcome: Outcome) -> list[list[str]]:
+    """Cells of the table: a row for each thing that was done."""
+    verdict = "hold" if outcome.passed else "**FAILED**, see below"
+    found = []
+    for measured in outcome.measured:
+        seen = measured.aftermath
+        found.append(
+            [
+                outcome.name,
+                measured.what,
+                str(seen.survivors),
+                _ms(seen.next_step_ms) if seen.interrupted else "not interrupted",
+                _ms(seen.pause_ms),
+                str(seen.failed),
+                str(seen.lost + outcome.lost),
+                _ms(measured.adopted_ms),
+                verdict,
+            ]
+        )
+    return found or [[outcome.name, *["-"] * (len(HEAD) - 2), verdict]]
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Lines of Markdown."""
+    cells = [row for outcome in outcomes for row in rows(outcome)]
+    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
+    return lines + [f"| {' | '.join(row)} |" for row in cells]
+
+
+def page(
+    outcomes: Sequence[Outcome], *, command: str, date: str, machine: str, setting: str
+) -> str:
+    """``setting``: what was the same in all of them, a paragraph."""
+    passed = sum(outcome.passed for outcome in outcomes)
+    troubles = [(o.name, each) for o in outcomes for each in o.troubles]
+    lines = [
+        "# Many hosts under fire",
+        "",
+        f"{date}, {machine}: **{passed} of {len(outcomes)} scenarios passed**. The command, as root:",
+        "",
+        f"    {command}",
+        "",
+        *setting.strip().splitlines(),
+        "",
+        *table(outcomes),
+        "",
+        "*Survivors* committed steps before and after, in the same process. *Next step after*: from what"
+        " happened until the slowest of them had committed a step in its new world; where a host comes"
+        " back, the others train on until it is ready. *Longest pause*: between two commits of one of"
+        " them from then on. A step has *failed* where a survivor began it"
+        " and had to go back before it. A commit is *lost* where somebody held it, and the training went"
+        " back before it: counted in the workers' own notes, and in the journal. *Adopted after*: from"
+        " the death of the driver until another had heard of every worker. *Invariants*: all that"
+        " `chaos/invariants.py` asks of the journal; that it has lost no commit; and that parameters were"
+        " equal at every commit that at least two workers reported.",
+        "",
+    ]
+    if troubles:
+        lines += ["## What is wrong", ""]
+        for name, each in troubles:
+            first, *rest = each.splitlines()
+            lines += [f"- {name}: {first}", *(f"      {line}" for line in rest)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f} ms" if value < 10_000 else f"{value / 1e3:.1f} s"

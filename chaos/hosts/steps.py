@@ -1,0 +1,130 @@
+"""What workers wrote down of their steps amounts to: who came through, when, and what was done again. Pure.
+
+Words that it uses exactly, all of the workers' own notes (see `training`):
+
+- a *survivor* of something has committed steps before and after it, in one process; where training was interrupted,
+  after it has entered it anew: a step that was nearly done is no sign of life.
+- a step has *failed* where a survivor began it, did not commit it, and had to enter its training anew before it.
+- a committed step is *lost* where a worker had committed it, and entered its training anew before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from elastic.errors import Invalid
+
+ENTERED, BEGAN, COMMITTED = KINDS = ("entered", "began", "committed")
+
+
+@dataclass(frozen=True)
+class Note:
+    """``at``: seconds by the machine's monotonic clock. ``size``: of the world that the worker was in."""
+
+    at: float
+    kind: str
+    step: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process, and what it wrote, oldest first."""
+
+    host: str
+    notes: Sequence[Note]
+
+    def commits(self) -> list[Note]:
+        return [note for note in self.notes if note.kind == COMMITTED]
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """What became of the survivors. Milliseconds since ``at``, that of the slowest of them."""
+
+    survivors: int
+    interrupted: bool  # had they to enter their training anew?
+    next_step_ms: float | None  # first commit, after entering anew where they had to
+    pause_ms: float  # the longest between two commits of one survivor
+    failed: int  # different steps
+    lost: int  # different committed steps, of all workers
+
+
+def notes_of(text: str) -> list[Note]:
+    """The whole lines of a file. Raises Invalid where one is no note."""
+    notes = []
+    for line in text.split("\n")[:-1]:  # the last may be still being written
+        try:
+            at, kind, step, size = line.split(" ")
+            notes.append(Note(float(at), kind, int(step), int(size)))
+        except ValueError:
+            raise Invalid(f"{line!r} is no note of a step") from None
+        if kind not in KINDS:
+            raise Invalid(f"{line!r} is no note of a step: there is no {kind!r}")
+    return notes
+
+
+def aftermath(workers: Iterable[Worker], at: float, until: float) -> Aftermath:
+    """Of what happened at ``at``, as far as it was over at ``until``."""
+    known = list(workers)
+    old = [worker for worker in known if any(note.at < at for note in worker.commits())]
+    entered = [_first(worker, ENTERED, at, until) for worker in old]
+    interrupted = any(when is not None for when in entered)
+    next_steps: list[float] = []
+    pauses: list[float] = []
+    failed: set[int] = set()
+    for worker, anew in zip(old, entered, strict=True):
+        failed |= _failed(worker, at, until)
+        since = anew if interrupted else at
+        again = None if since is None else _first(worker, COMMITTED, since, until)
+        if again is None:
+            continue
+        next_steps.append(1e3 * (again - at))
+        times = [note.at for note in worker.commits() if note.at <= until]
+        pauses += [1e3 * (b - a) for a, b in pairwise(times) if b >= at]
+    return Aftermath(
+        len(next_steps),
+        interrupted,
+        max(next_steps, default=None),
+        max(pauses, default=0.0),
+        len(failed),
+        len({step for worker in known for step in _lost(worker)}),
+    )
+
+
+def _first(worker: Worker, kind: str, since: float, until: float) -> float | None:
+    """When it wrote the first such note of that time."""
+    times = (note.at for note in worker.notes if note.kind == kind and since <= note.at <= until)
+    return next(times, None)
+
+
+def _failed(worker: Worker, at: float, until: float) -> set[int]:
+    """Steps that were under way when, between ``at`` and ``until``, the training was entered anew before them."""
+    found = set()
+    begun: int | None = None
+    for note in worker.notes:
+        match note.kind:
+            case "began":
+                begun = note.step
+            case "committed":
+                begun = None
+            case "entered":
+                # A commit that is interrupted by a planned change has saved its step before.
+                if begun is not None and note.step < begun and at <= note.at <= until:
+                    found.add(begun)
+                begun = None
+    return found
+
+
+def _lost(worker: Worker) -> set[int]:
+    found: set[int] = set()
+    newest = 0
+    for note in worker.notes:
+        if note.kind == ENTERED:
+            found |= set(range(note.step + 1, newest + 1))
+            newest = note.step
+        elif note.kind == COMMITTED:
+            newest = max(newest, note.step)
+    return found

@@ -1,0 +1,72 @@
+"""Jobs on many hosts, each a network namespace: real agents, real etcd, real sshd. The essential handful.
+
+The rest is played by `python -m elastic.chaos hosts`, which also writes docs/hosts.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from elastic.chaos.hosts import scenarios
+from elastic.chaos.hosts.bench import HOSTS, Bench
+from elastic.chaos.hosts.namespaces import check_possible
+from elastic.chaos.hosts.report import Mark
+from elastic.chaos.hosts.scenarios import ADOPTED, CUT, REST, VICTIM
+from elastic.errors import Invalid
+
+SLACK = 5.0  # how fast it is, the command measures: a machine that runs tests does other things too
+
+
+def impossible() -> str:
+    try:
+        check_possible()
+    except Invalid as error:
+        return str(error)
+    return "" if shutil.which("sshd") else "needs sshd; apt-get install openssh-server"
+
+
+pytestmark = [
+    pytest.mark.etcd,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(why := impossible()), reason=why),
+]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Iterator[Bench]:
+    with Bench(tmp_path_factory.mktemp("hosts"), slack=SLACK) as bench:
+        bench.start_etcd()
+        yield bench
+
+
+def test_a_job_outlives_its_driver_a_cut_link_and_a_dead_host(bench):
+    with bench.job("in a row") as job:
+        job.start()
+        scenarios.stand_by(job)
+        followed = job.followed()
+        at = job.drivers[0].kill()
+        adopted_ms = followed(at)
+        job.trains(HOSTS)
+        job.measure("driver killed", at, survivors=4, mark=ADOPTED, adopted_ms=adopted_ms)
+        at = bench.network.cut(VICTIM)
+        job.trains(REST, after=at)
+        job.measure("link cut", at, survivors=3, mark=CUT)
+        at = bench.network.heal(VICTIM)
+        job.trains(HOSTS, after=at)
+        job.measure("link healed", at, survivors=3, mark=Mark(failed=0))
+        at = bench.network.kill_host(VICTIM)
+        job.trains(REST, after=at)
+        job.measure("host killed", at, survivors=3, mark=CUT)
+        assert job.finish().troubles == []
+
+
+def test_a_driver_that_was_stopped_can_not_act_beside_another_one(bench):
+    assert scenarios.two_drivers(bench).troubles == []
+
+
+def test_a_job_started_by_ssh_goes_on_with_another_driver(bench):
+    assert scenarios.driver_resumed(bench).troubles == []
