@@ -12,7 +12,8 @@ from elastic.errors import Invalid
 HEX = "ab" * 32
 
 
-def plan(flags: str, *, elsewhere: bool = False, **environ: str):
+def plan(flags: str, environ: dict[str, str] | None = None, *, elsewhere=False, **more: str):
+    environ = (environ or {}) | more
     return fleet_plan(parse([*flags.split(), "train"]), environ, elsewhere=elsewhere)
 
 
@@ -99,6 +100,6 @@ def test_of_the_environment_workers_elsewhere_get_what_is_about_training():
         "HOME": "/root",
         "WANDB_MODE": "offline",
     }
-    assert [*plan("", **environ).forwarded] == ["HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "PYTHONPATH"]
-    asked = plan("--export WANDB_MODE,HOME", **environ).forwarded
+    assert [*plan("", environ).forwarded] == ["HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "PYTHONPATH"]
+    asked = plan("--export WANDB_MODE,HOME", environ).forwarded
     assert asked["WANDB_MODE"] == "offline" and asked["HOME"] == "/root"
