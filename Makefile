@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install train test check fix bench soak matrix clean
+.PHONY: help install train test check fix bench soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make bench     every benchmark: a table each"
 	@echo "make soak      train under random faults for MINUTES=20, and look for what grows: docs/soak.md"
 	@echo "make matrix    every fault in every phase on real processes: goes on where it stopped; docs/faults.md"
+	@echo "make hosts     faults of whole hosts and networks, in network namespaces, as root: docs/hosts.md"
 	@echo "make clean     remove .venv and everything that was generated"
 
 install: $(STAMP)
@@ -62,6 +63,9 @@ soak: $(STAMP)
 
 matrix: $(STAMP)
 	$(BIN)/python -m elastic.chaos matrix --jobs 2 --report docs/faults.md
+
+hosts: $(STAMP)
+	$(BIN)/python -m elastic.chaos hosts --report docs/hosts.md
 
 clean:
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
