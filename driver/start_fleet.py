@@ -295,7 +295,7 @@ class _Run:
         upkeep = Upkeep(
             take=(lambda: snapshot.taken(self.membership)) if self.plan.outlived else None,
             failed=lambda text: self.log("warning", text),
-            suits=lambda: self.membership.phase is Phase.TRAINING,
+            suits=self._nobody_waits,
         )
         header = header_of(
             self.job.settings,
@@ -317,6 +317,11 @@ class _Run:
         else:
             journal = await archive.begin(header, upkeep)
         return journal if copy is None else Copied(journal, copy)
+
+    def _nobody_waits(self) -> bool:
+        """All train, and nobody has to be found again, or must be gone soon: a snapshot of many workers takes long."""
+        membership = self.membership
+        return membership.phase is Phase.TRAINING and membership.roster.first_exit_by() is None
 
     def _adopted(self, clock_offset: float) -> loop.Adopted | None:
         if self.past is None:

@@ -1,0 +1,186 @@
+"""What does it cost to lead very many workers? One real driver, and light agents that speak its protocol, on loopback.
+
+    python benchmarks/control_plane.py [--workers 8000] [--slots 8] [--losses 3] [--idle-s 40] [--json FILE]
+
+The driver is a process of its own: elasticrun with a journal, snapshots and --resume. All agents and workers are tasks
+of a second process (`elastic.chaos.light_agents`): real connections, real messages, no training. Measured are the time
+to the first world, hosts that are lost one after the other (from the moment that the driver knows it until the last
+survivor is told its new place), the load while all train, the driver's memory, and a driver that is killed with
+SIGKILL and started again. Small worlds beside it show that what a worker is sent does not grow.
+
+Wanted of 8,000 workers on 1,000 hosts, on two cores: a lost host within 1 s, 300 MB, 10 % of a core while all train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from elastic.chaos.light_agents import Adopted, Count, Counted, Lose, Together
+from elastic.chaos.light_job import LightJob
+
+SMALL = (10, 80, 800)  # workers of the worlds beside it
+TOLD_S, MEMORY_MB, IDLE = 1.0, 300.0, 0.10  # the marks
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of one host. Times are seconds since the driver knew it."""
+
+    survivors: int
+    broken_s: float  # the last one knew that the world is over
+    told_s: float  # the last one had its place in the new one
+    driver_cpu_s: float  # that the driver spent, from the loss to when all trained again
+    driver_waited_s: float  # for a core, which others had
+    bytes_per_worker: float
+
+
+@dataclass
+class Figures:
+    """Of one size."""
+
+    workers: int
+    hosts: int
+    formed_s: float = 0.0  # from the driver's start until all train
+    formed_cpu_s: float = 0.0
+    losses: list[Loss] = field(default_factory=list)
+    idle: float = 0.0  # of one core
+    idle_messages_per_s: float = 0.0  # beside signs of life
+    resumed_s: float = 0.0  # from the start of another driver until it leads all agents
+    resumed_cpu_s: float = 0.0
+    peak_mb: float = 0.0  # of any of the two drivers
+
+
+def measure(workers: int, slots: int, losses: int, idle_s: float) -> Figures:
+    """``idle_s`` 0: neither the load nor a second driver is looked at."""
+    with (
+        tempfile.TemporaryDirectory(prefix="control-plane-") as folder,
+        LightJob(workers, slots, Path(folder)) as job,
+    ):
+        figures = Figures(workers, len(job.hosts))
+        together = job.wait(Together, lambda it: it.size == workers)
+        figures.formed_s = together.last_at - job.began_at
+        figures.formed_cpu_s = job.cpu_s()
+        hosts = [*job.hosts]
+        for _ in range(losses):
+            figures.losses.append(lose(job, hosts.pop()))
+        if idle_s:
+            figures.idle, figures.idle_messages_per_s = idle(job, idle_s)
+            figures.peak_mb = job.peak_mb()
+            job.kill_driver()
+            job.start_driver()
+            adopted = job.wait(Adopted, lambda it: it.term == 2)
+            figures.resumed_s = adopted.at - job.began_at
+            figures.resumed_cpu_s = job.cpu_s()
+            # It leads in deed: it notices a loss, and forms a world.
+            figures.losses.append(lose(job, hosts.pop()))
+        figures.peak_mb = max(figures.peak_mb, job.peak_mb())
+        return figures
+
+
+def lose(job: LightJob, host: str) -> Loss:
+    time.sleep(1.0)  # what came before is over
+    spent, waited = job.cpu_s(), job.waited_s()
+    job.order(Lose(host))
+    together = job.wait(Together)
+    waited = job.waited_s() - waited
+    time.sleep(1.0)  # for all to have said that they train
+    spent = job.cpu_s() - spent
+    at = job.lost_at(host)
+    return Loss(
+        survivors=together.size,
+        broken_s=together.broken_at - at,
+        told_s=together.last_at - at,
+        driver_cpu_s=spent,
+        driver_waited_s=waited,
+        bytes_per_worker=together.bytes_told / together.size,
+    )
+
+
+def idle(job: LightJob, idle_s: float) -> tuple[float, float]:
+    """The driver's share of a core, and messages that it is sent in a second."""
+    time.sleep(2.0)
+    job.order(Count())
+    before, spent, began = job.wait(Counted), job.cpu_s(), time.monotonic()
+    time.sleep(idle_s)
+    job.order(Count())
+    after, spent, over = job.wait(Counted), job.cpu_s() - spent, time.monotonic() - began
+    return spent / over, (after.said - before.said) / over
+
+
+def missed(figures: Figures) -> list[str]:
+    """The marks that were not met, as sentences."""
+    found = []
+    slowest = max((loss.told_s for loss in figures.losses), default=0.0)
+    if slowest > TOLD_S:
+        found.append(f"a lost host took {slowest:.2f} s, wanted: {TOLD_S:g} s at most")
+    if figures.peak_mb > MEMORY_MB:
+        found.append(f"the driver took {figures.peak_mb:.0f} MB, wanted: {MEMORY_MB:g} at most")
+    if figures.idle > IDLE:
+        found.append(f"it needs {figures.idle:.1%} of a core while all train, wanted: {IDLE:.0%}")
+    return found
+
+
+ROWS: dict[str, Callable[[Figures], str]] = {
+    "hosts": lambda it: str(it.hosts),
+    "first world, s": lambda it: f"{it.formed_s:.2f}",
+    "host lost: all know, s": lambda it: f"{_median(it, 'broken_s'):.3f}",
+    "... all have a new place, s": lambda it: f"{_median(it, 'told_s'):.3f}",
+    "... the slowest time, s": lambda it: f"{max(loss.told_s for loss in it.losses):.3f}",
+    "... driver's processor time, s": lambda it: f"{_median(it, 'driver_cpu_s'):.2f}",
+    "... it waited for a core, s": lambda it: f"{_median(it, 'driver_waited_s'):.2f}",
+    "... bytes told, for each worker": lambda it: f"{_median(it, 'bytes_per_worker'):.0f}",
+    "while all train, of a core": lambda it: f"{it.idle:.1%}" if it.idle else "",
+    "killed and resumed, s": lambda it: f"{it.resumed_s:.2f}" if it.resumed_s else "",
+    "driver's memory, MB": lambda it: f"{it.peak_mb:.0f}",
+}
+
+
+def _median(figures: Figures, name: str) -> float:
+    return float(statistics.median(getattr(loss, name) for loss in figures.losses))
+
+
+def table(found: list[Figures]) -> Table:
+    shown = Table(title="one driver; its agents and workers on loopback")
+    shown.add_column("workers")
+    for each in found:
+        shown.add_column(f"{each.workers:,}", justify="right")
+    for name, cell in ROWS.items():
+        shown.add_row(name, *(cell(each) for each in found))
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workers", type=int, default=8000)
+    parser.add_argument("--slots", type=int, default=8, help="workers of a host")
+    parser.add_argument("--losses", type=int, default=3, help="hosts that are lost")
+    parser.add_argument("--idle-s", type=float, default=40.0, help="how long the load is looked at")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    sizes = [size for size in SMALL if size < options.workers]
+    found = [measure(size, options.slots, 1, 0.0) for size in sizes]
+    found.append(measure(options.workers, options.slots, options.losses, options.idle_s))
+    console = Console()
+    console.print(table(found))
+    for sentence in missed(found[-1]) or ["all marks are met"]:
+        console.print(sentence)
+    if options.json is not None:
+        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
+        result = {"sizes": [asdict(each) for each in found], "machine": machine}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
