@@ -53,7 +53,7 @@ fix: $(STAMP)
 	$(BIN)/ruff check --fix
 
 bench: $(STAMP)
-	@for name in recovery frozen join step commit reinit negotiation timeline; do \
+	@for name in recovery frozen join step commit reinit negotiation timeline control_plane; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 MINUTES ?= 20
