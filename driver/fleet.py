@@ -15,15 +15,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 from elastic.driver.agent_protocol import (
     AgentAnswer,
     AgentMessage,
     Beat,
     Dismissed,
-    Drop,
     Dump,
     Heard,
     Here,
@@ -37,7 +35,6 @@ from elastic.driver.agent_protocol import (
     Registered,
     Seen,
     Start,
-    Tell,
     from_agent,
 )
 from elastic.driver.agreement import Agreement
@@ -48,12 +45,13 @@ from elastic.driver.events import (
     WorkerDisconnected,
     WorkerExited,
 )
+from elastic.driver.fleet_workers import Workers
 from elastic.driver.launch.interface import Log, Sink
 from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
 from elastic.driver.leases import Leases
 from elastic.driver.reach import Reach
 from elastic.driver.server import Callers, Server
-from elastic.protocol import Address, Message, Worker
+from elastic.protocol import Address, Worker
 
 AGENTS: Callers[HostAgent] = Callers(
     "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
@@ -481,50 +479,3 @@ class Fleet:
 
     def _host(self, name: str) -> _Host:
         return self._hosts.setdefault(name, _Host())
-
-
-class Workers:
-    """The connections of all workers, as `loop.Driver` sees a `Server`: each goes through the agent of its host."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    async def open(
-        self,
-        interface: str,
-        port: int = 0,
-        *,
-        heard: Callable[[Worker, Any], None],
-        gone: Callable[[Worker, bool], None],
-        expected: Callable[[Worker], bool],
-    ) -> Address:
-        """See `Server.open`. Which workers may connect is known to their agents, who started them."""
-        return await self._fleet.listen(interface, port, heard, gone)
-
-    def send(self, who: Worker, message: Message) -> bool:
-        return self._fleet.order(who.host, Tell([who], cast(Any, message)))
-
-    def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
-        """Those of one host that stand together leave in one piece; the first need not wait for the last."""
-        for host, there in groupby(messages, key=lambda each: each[0].host):
-            self._fleet.order(host, *(Tell([who], cast(Any, said)) for who, said in there))
-
-    def broadcast(self, them: Iterable[Worker], message: Message) -> None:
-        by_host: dict[str, list[Worker]] = {}
-        for worker in them:
-            by_host.setdefault(worker.host, []).append(worker)
-        for host, there in by_host.items():
-            self._fleet.order(host, Tell(there, cast(Any, message)))
-
-    def connected(self, who: Worker) -> bool:
-        """No exit needs to wait for last words: their agent has seen to that."""
-        return False
-
-    def drain(self, who: Worker) -> None:
-        """See `connected`."""
-
-    def disconnect(self, who: Worker) -> None:
-        self._fleet.order(who.host, Drop(who))
-
-    async def close(self) -> None:
-        await self._fleet.hang_up()

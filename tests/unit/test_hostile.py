@@ -21,7 +21,7 @@ from elastic.chaos import fuzz
 from elastic.chaos.fuzz_decoders import Decoders, Streams
 from elastic.chaos.fuzz_input import Inputs
 from elastic.chaos.fuzz_server import OnLoopback
-from elastic.driver import agent_protocol, metrics
+from elastic.driver import agent_protocol, connection, metrics
 from elastic.driver import server as server_module
 from elastic.driver.console import Console
 from elastic.driver.metrics import Metrics
@@ -142,7 +142,7 @@ def test_strangers_leave_descriptors_for_those_that_belong_here(monkeypatch):
 
 
 def test_who_drips_is_closed_in_time(monkeypatch):
-    monkeypatch.setattr(server_module, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
 
     @conversation
     async def talk(driver):
@@ -414,7 +414,7 @@ def test_a_handshake_that_somebody_changes_fails_and_nothing_else(tmp_path):
 @needs_openssl
 def test_a_handshake_that_stalls_is_closed_in_time_and_costs_no_entry(tmp_path, monkeypatch):
     files = new_authority(tmp_path).sign("host")
-    monkeypatch.setattr(server_module, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
     ours = context(*files, server=True)
 
     async def talk() -> None:

@@ -16,7 +16,7 @@ import pytest
 from certificates import OPENSSL, new_authority, openssl
 from elastic import link as link_module
 from elastic import protocol
-from elastic.driver import server as server_module
+from elastic.driver import connection
 from elastic.driver.server import WORKERS, Server
 from elastic.errors import DriverLost, Invalid
 from elastic.link import Link
@@ -292,7 +292,7 @@ def test_a_driver_that_drips_is_given_up_in_time(monkeypatch):
 
 @needs_openssl
 def test_a_worker_without_tls_is_told_what_is_missing(files, monkeypatch):
-    monkeypatch.setattr(server_module, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.1)
     with driving(files) as driver:
         with pytest.raises(DriverLost, match="does it expect TLS"):
             Link(driver.address, SECRET, A)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from elastic import protocol
-from elastic.driver import server as server_module
+from elastic.driver import connection
 from elastic.driver.server import WORKERS, Server
 from elastic.protocol import Address, Commit, Worker
 from elastic.wire import Wire, proof
@@ -210,7 +210,7 @@ async def test_nothing_may_follow_the_answer_before_it_is_accepted(driver):
 
 
 def test_who_stays_silent_is_closed(monkeypatch):
-    monkeypatch.setattr(server_module, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
 
     @conversation
     async def talk(driver):
@@ -321,7 +321,7 @@ async def test_the_kernel_is_asked_for_signs_of_life(driver):
 
 
 def test_who_does_not_read_is_cut_off(monkeypatch):
-    monkeypatch.setattr(server_module, "BACKLOG_LIMIT", 1 << 20)
+    monkeypatch.setattr(connection, "BACKLOG_LIMIT", 1 << 20)
 
     @conversation
     async def talk(driver):
