@@ -42,13 +42,13 @@ def join(device: int = -1) -> int:
     while True:
         # A turn in which something happened leaves the guard, so that the driver sees this rank get on.
         with rt.guard("join"):
-            if companies is None:
-                companies = [_Company(rt, members) for members in _companies(rt)]
             while not noted and not rt.broken:
                 # Whom this rank helps to its end joins later, and must not be heard of earlier.
                 noted = submission.join_noted(handle)
                 if not noted:
                     time.sleep(SOON_S)
+            if companies is None:  # from here on it helps
+                companies = [_Company(rt, members) for members in _companies(rt)]
             while True:
                 if last is None and submission.poll(handle):
                     last = submission.synchronize(handle)

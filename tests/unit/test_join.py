@@ -63,6 +63,33 @@ def world(monkeypatch):
     return run
 
 
+def test_it_helps_nobody_to_their_end_before_its_join_is_known(world):
+    """Who was helped joins next, and would be taken for the earlier of the two."""
+    story: list[str] = []
+
+    def run(rank, attendance):
+        model = net(3, 2)
+        optimizer = sgd(model, lr=0.0)
+        train(model, optimizer, 1)
+        looks = iter([False] * 50)
+
+        def noted(turn: int) -> bool:
+            known = next(looks, True)
+            if known and rank == 0:
+                story.append("known")
+            return known
+
+        attendance.join_noted = noted if rank == 0 else lambda turn: True
+        if rank == 1:
+            attendance.await_joined(1)
+            train(model, optimizer, 1)
+            story.append("stepped")
+        return joining.join()
+
+    assert world(2, run) == [1, 1]
+    assert story == ["known", "stepped"]
+
+
 def meeting() -> Any:
     world: Any = runtime.current()
     return world.gradients
