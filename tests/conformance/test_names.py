@@ -85,10 +85,14 @@ def test_a_name_in_flight_can_not_be_submitted_again(rank, size):
         "group": lambda: hvd.grouped_allreduce_async([torch.ones(2)] * 2, name="group twice"),
     }
     for told, call in calls.items():
-        for _ in range(2):
-            first = call()
-            with raises(ValueError, "twice"):
-                call()
+        for who in range(2):
+            if rank == who:
+                first = call()
+                with raises(ValueError, "twice"):
+                    call()  # the others have not come yet, so that it is in flight for certain
+            hvd.barrier()
+            if rank != who:
+                first = call()
             assert hvd.synchronize(first) is not None, told
     works(size)
 

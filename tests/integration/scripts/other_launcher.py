@@ -95,7 +95,9 @@ def main(what: str) -> None:
             said |= under_torchrun()
         case "loss":
             said |= loses_a_peer()
-    print("\nsaid", json.dumps(said), flush=True)
+    # In one piece: several processes write into one pipe.
+    sys.stdout.write(f"\nsaid {json.dumps(said)}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
