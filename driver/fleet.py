@@ -99,7 +99,8 @@ class Fleet:
 
     ``starter`` None: nobody starts agents, they come by themselves. ``reach`` tells an agent that is to be started how
     to find this driver. ``folder``: where workers start. ``adopted``: the workers that a driver before this one has
-    left behind.
+    left behind. ``deposed``: whether another driver has the job: from then on nobody is told anything, and nothing is
+    ended.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Fleet:
         reach: ReachUs | None = None,
         folder: str = "",
         adopted: Iterable[Worker] = (),
+        deposed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.hire = hire
         self._server = server
@@ -123,7 +125,8 @@ class Fleet:
         self._folder = folder
         self._hosts: dict[str, _Host] = {}
         self._networks = Agreement()
-        self._closing = self._abandoned = False
+        self._deposed = deposed
+        self._closing = False
         self._heard: Callable[[Worker, Any], None] = lambda worker, message: None
         self._gone: Callable[[Worker, bool], None] = lambda worker, silent: None
         self._exited: Callable[[WorkerExited], None] = lambda event: None
@@ -208,10 +211,6 @@ class Fleet:
     def alive(self) -> frozenset[Worker]:
         return frozenset(worker for host in self._hosts.values() for worker in host.running)
 
-    def abandon(self) -> None:
-        """Another driver has the job: from here on nobody is told anything, and nothing is ended."""
-        self._abandoned = True
-
     def _beat(self) -> None:
         """Says something to everybody, so that silence can be told: a host that hears nothing of us, but whose own
         packets arrive, acknowledges nothing, and that shows only while something waits to be acknowledged.
@@ -236,8 +235,6 @@ class Fleet:
             self._beating.cancel()
         if self._cut_off is not None:
             self._cut_off.cancel()
-        if self._abandoned:
-            return
         loop = asyncio.get_running_loop()
         for name, host in self._hosts.items():
             for timer in (host.alarm, host.again):
@@ -248,6 +245,8 @@ class Fleet:
             self.order(name, Dismissed("the job has ended"))
         deadline = loop.time() + CLOSE_S
         while any(h.here and h.running for h in self._hosts.values()) and loop.time() < deadline:
+            if self._deposed():
+                break
             await asyncio.sleep(0.005)
         if self._starter is not None:
             await self._starter.close()
@@ -473,7 +472,7 @@ class Fleet:
     def order(self, name: str, *messages: AgentMessage) -> bool:
         """To the agent of a host. False where there is none now: then all is dropped."""
         host = self._hosts.get(name)
-        if self._abandoned or host is None or not host.here or host.agent is None:
+        if self._deposed() or host is None or not host.here or host.agent is None:
             return False
         return self._server.send(host.agent, *messages)
 

@@ -167,6 +167,7 @@ class _Run:
             reach=lambda host: self._bootstrap(host, address),
             folder=past.folder if past is not None else os.getcwd(),
             adopted=[*past.membership.roster] if past is not None else (),
+            deposed=lambda: self.lead is not None and self.lead.leadership.lost.is_set(),
         )
         driver = loop.Driver(
             loop.Job(
@@ -196,12 +197,12 @@ class _Run:
                 f"goes on with the job at generation {self.membership.generation}, term {self.term}:"
                 f" {count} workers to find again",
             )
-        code = await self._unless_deposed(driver, fleet)
+        code = await self._unless_deposed(driver)
         if code is None:
             return DEPOSED_CODE, driver.outcome, []
         return code, driver.outcome, driver.ordered_results()
 
-    async def _unless_deposed(self, driver: loop.Driver, fleet: Fleet) -> int | None:
+    async def _unless_deposed(self, driver: loop.Driver) -> int | None:
         if self.lead is None:
             return await driver.run()
         running = asyncio.ensure_future(driver.run())
@@ -209,12 +210,9 @@ class _Run:
         try:
             await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
             if lost.done() and not running.done():
-                fleet.abandon()
                 running.cancel()
                 await asyncio.wait({running})
-            elif not running.cancelled() and isinstance(running.exception(), Deposed):
-                fleet.abandon()
-            else:
+            elif running.cancelled() or not isinstance(running.exception(), Deposed):
                 return running.result()
         finally:
             lost.cancel()

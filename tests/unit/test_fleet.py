@@ -102,7 +102,7 @@ class Agent:
 class Driver:
     """What the loop would see of the fleet."""
 
-    def __init__(self, starter=None, adopted=()) -> None:
+    def __init__(self, starter=None, adopted=(), deposed=lambda: False) -> None:
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.log: list[str] = []
         self.printed: asyncio.Queue[Any] = asyncio.Queue()
@@ -118,6 +118,7 @@ class Driver:
             reach=lambda host: Bootstrap("j", host, SECRET.hex(), ["127.0.0.1:1"]),
             folder="/",
             adopted=adopted,
+            deposed=deposed,
         )
 
     async def open(self) -> Driver:
@@ -318,12 +319,16 @@ async def test_at_the_end_every_agent_is_dismissed(driver, patch):
     assert await agent.next() == Dismissed("the job has ended")
 
 
-@conversation()
+replaced: list[bool] = []
+
+
+@conversation(deposed=lambda: bool(replaced))
 async def test_a_driver_that_was_replaced_tells_nobody_anything(driver, patch):
+    patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)  # it does not wait for anybody either
     driver.start(A)
     agent = await Agent(driver, "here").register()
     await agent.next()
-    driver.fleet.abandon()
+    replaced.append(True)
     driver.fleet.kill(A)
     await driver.fleet.close()
     await driver.fleet.workers.close()
