@@ -56,7 +56,7 @@ from elastic.protocol import Address, Worker
 AGENTS: Callers[HostAgent] = Callers(
     "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
 )
-ARRIVE_S = 30.0  # from the start of an agent to its call
+ARRIVE_S = 30.0  # from an agent that was started to its call
 CALL_S = 3.0  # for an agent that runs already to call; it tries once a second
 RETURN_S = 1.0  # from a connection that was closed to the next; an agent tries at once
 BEATS = 4  # in a lease
@@ -183,11 +183,14 @@ class Fleet:
             self.order(worker.host, order)
             return
         host.orders.append(order)
-        if host.alarm is None:  # else one that runs there is expected
-            if host.starting is None and self._starter is not None:
-                host.starting = asyncio.create_task(self._start_agent(worker.host, host))
-            within_s = CALL_S if self._starter is None else ARRIVE_S
-            self._expect(worker.host, host, within_s, "its agent has not called this driver")
+        if host.alarm is not None:
+            return  # one that runs there is expected
+        if self._starter is None:
+            self._expect(worker.host, host, CALL_S, "its agent has not called this driver")
+        elif (
+            host.starting is None
+        ):  # which has a bound of its own, and gives the reason if it fails
+            host.starting = asyncio.create_task(self._start_agent(worker.host, host))
 
     def kill(self, worker: Worker) -> None:
         host = self._host(worker.host)

@@ -333,3 +333,36 @@ async def test_a_driver_that_was_replaced_tells_nobody_anything(driver, patch):
     await driver.fleet.close()
     await driver.fleet.workers.close()
     assert (await agent.next())[0] == "closed"
+
+
+class Slow:
+    """Takes its time to start an agent, as a login may."""
+
+    def __init__(self) -> None:
+        self.starts: list[str] = []
+        self.go = asyncio.Event()
+
+    async def start(self, bootstrap) -> None:
+        self.starts.append(bootstrap.host)
+        await self.go.wait()
+
+    async def close(self) -> None: ...
+
+
+def test_a_start_that_takes_long_is_given_up_by_the_starter_and_nobody_else(monkeypatch):
+    async def talk() -> None:
+        monkeypatch.setattr(fleet_module, "ARRIVE_S", 0.01)
+        slow = Slow()
+        driver = await Driver(starter=slow).open()
+        driver.start(A)
+        driver.start(Worker("here", 1))
+        await asyncio.sleep(0)
+        assert slow.starts == ["here"], "one for the whole host"
+        assert driver.fleet._hosts["here"].alarm is None
+        slow.go.set()
+        exited = await driver.next()
+        assert "its agent was started, but has not called within 0.01 s" in exited.reason
+        await driver.fleet.close()
+        await driver.fleet.workers.close()
+
+    asyncio.run(talk())
