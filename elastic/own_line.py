@@ -90,13 +90,18 @@ class OwnLine:
             print(f"elastic: stalled: {sentence}", file=sys.stderr, flush=True)
 
     def receive(self) -> list[Decision]:
-        """Blocks until there is one, or a nudge."""
-        decisions = [self._hub.own.get()]
+        """Blocks until there is one, or a nudge. Raises CollectiveFailed on `abort`, but first gives what was decided
+        before: the others have been told of it too, and may be why this world is over.
+        """
+        heard = [self._hub.own.get()]
         while not self._hub.own.empty():
-            decisions.append(self._hub.own.get())
-        if None in decisions:
-            raise CollectiveFailed("aborted")
-        return [decision for decision in decisions if isinstance(decision, Decision)]
+            heard.append(self._hub.own.get())
+        if None in heard:
+            self._hub.own.put(None)  # for whoever asks next
+            del heard[heard.index(None) :]
+            if not heard:
+                raise CollectiveFailed("aborted")
+        return [decision for decision in heard if isinstance(decision, Decision)]
 
     def nudge(self) -> None:
         self._hub.nudge()

@@ -14,6 +14,7 @@ import torch
 
 from elastic import adasum, reductions, runtime
 from elastic.collectives.interface import Op
+from elastic.errors import TensorMismatch
 from elastic.handles import Handles
 from elastic.pending import Pending, run_alone
 from elastic.requests import (
@@ -260,6 +261,8 @@ def synchronize(handle: int) -> Any:
     if found is None:
         return None
     try:
+        if isinstance(found.pending.error, TensorMismatch):
+            raise found.pending.error  # all are told of it: it may be why this world is over already
         with rt.guard(found.shown):
             found.pending.wait()
             result = found.pending.result()

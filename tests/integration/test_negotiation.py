@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import own_line, runtime, star
+from elastic import environment, own_line, runtime, star
 from elastic.collectives.store import listen
 from elastic.errors import CollectiveFailed
 from elastic.fusion import Limits
 from elastic.ops import Sum, allreduce, allreduce_async, barrier, poll, synchronize
-from elastic.requests import ALL, Decision, Offer
+from elastic.own_line import OwnLine
+from elastic.requests import ALL, Decision, Offer, Request
 from elastic.star import Hub, Peer, rules_of
 from integration.ranks import Died, Ranks
 
@@ -241,6 +242,21 @@ def test_who_is_connected_to_and_never_says_anything_is_given_up():
         peer.receive()
     peer.close()
     listener.close()
+
+
+def test_rank_0_hears_what_was_decided_before_the_end(monkeypatch):
+    """The others were told, and may have ended the world because of it: a mismatch is an error of all."""
+    listener = listen("127.0.0.1")
+    env = environment.read({"HOROVOD_STALL_CHECK_DISABLE": "1"})
+    line = OwnLine(rules_of(listener, Limits()), listener, 1, 7, env, died=pytest.fail)
+    line.send(Offer(ALL, 0, requests=(Request("barrier", "barrier.b"),)))
+    line.abort()
+    (decision,) = line.receive()
+    assert [settled.request.name for settled in decision.settled] == ["barrier.b"]
+    for _ in range(2):
+        with pytest.raises(CollectiveFailed, match="aborted"):
+            line.receive()
+    line.close()
 
 
 STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}

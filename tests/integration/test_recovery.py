@@ -138,9 +138,10 @@ def test_the_same_exception_after_a_regroup_at_the_same_commit_ends_the_job(job)
     assert sizes(training)[-1] == 2
 
 
-def test_a_mismatch_of_shapes_is_an_error_of_the_script(job):
+@pytest.mark.parametrize("when", ["shape", "late"], ids=["at once", "after the world broke of it"])
+def test_a_mismatch_of_shapes_is_an_error_of_the_script(job, when):
     """Defect M: it looks like a failed collective, but trying again would only repeat it."""
-    training = started(job, 2, RAISE="step=4,place=stepped,error=shape")
+    training = started(job, 2, RAISE=f"step=4,place=stepped,error={when}")
     assert training.wait() == 1
     training.wait_for("mismatched tensors, the ranks differ in the shape")
     training.wait_for("raised the same exception")

@@ -6,7 +6,7 @@ from the environment, as rules like ``slot=0,step=7,place=forward;...``. A rule 
 world.
 
 DIE      SIGKILL at the place.
-RAISE    an exception at the place: ``error=`` value, horovod, shape; or exit: ``sys.exit(3)``, and the end of the
+RAISE    an exception at the place: ``error=`` value, horovod, shape, late; or exit: ``sys.exit(3)``, and the end of the
          interpreter takes until a file ``exit`` exists.
 WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards.
 HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
@@ -72,6 +72,12 @@ def at(place: str, step: int) -> None:
                     sys.exit(3)
                 case "shape":
                     elastic.allgather(torch.ones(1, 1 + elastic.rank()), name="unequal")
+                case "late":
+                    ragged = torch.ones(1, 1 + elastic.rank())
+                    handle = elastic.allgather_async(ragged, name="unequal")
+                    while elastic.rank() == 0 and not runtime.current().broken:
+                        time.sleep(0.001)  # until the other has failed, and the world with it
+                    elastic.synchronize(handle)
 
 
 def meant(rule: dict[str, str], place: str, step: int) -> bool:
