@@ -93,15 +93,24 @@ class OwnLine:
         """Blocks until there is one, or a nudge. Raises CollectiveFailed on `abort`, but first gives what was decided
         before: the others have been told of it too, and may be why this world is over.
         """
-        heard = [self._hub.own.get()]
-        while not self._hub.own.empty():
-            heard.append(self._hub.own.get())
+        heard = [self._hub.own.get(), *self._waiting()]
+        decisions = [each for each in heard if isinstance(each, Decision)]
         if None in heard:
+            with (
+                self._deciding
+            ):  # what the others are being told at this moment is meant for this rank too
+                rest = self._waiting()
             self._hub.own.put(None)  # for whoever asks next
-            del heard[heard.index(None) :]
-            if not heard:
+            decisions += [each for each in rest if isinstance(each, Decision)]
+            if not decisions:
                 raise CollectiveFailed("aborted")
-        return [decision for decision in heard if isinstance(decision, Decision)]
+        return decisions
+
+    def _waiting(self) -> list[Decision | str | None]:
+        found = []
+        while not self._hub.own.empty():
+            found.append(self._hub.own.get())
+        return found
 
     def nudge(self) -> None:
         self._hub.nudge()

@@ -244,11 +244,16 @@ def test_who_is_connected_to_and_never_says_anything_is_given_up():
     listener.close()
 
 
-def test_rank_0_hears_what_was_decided_before_the_end(monkeypatch):
-    """The others were told, and may have ended the world because of it: a mismatch is an error of all."""
+def alone() -> OwnLine:
+    """Rank 0's line to itself, in a world of one."""
     listener = listen("127.0.0.1")
     env = environment.read({"HOROVOD_STALL_CHECK_DISABLE": "1"})
-    line = OwnLine(rules_of(listener, Limits()), listener, 1, 7, env, died=pytest.fail)
+    return OwnLine(rules_of(listener, Limits()), listener, 1, 7, env, died=pytest.fail)
+
+
+def test_rank_0_hears_what_was_decided_before_the_end():
+    """The others were told, and may have ended the world because of it: a mismatch is an error of all."""
+    line = alone()
     line.send(Offer(ALL, 0, requests=(Request("barrier", "barrier.b"),)))
     line.abort()
     (decision,) = line.receive()
@@ -256,6 +261,19 @@ def test_rank_0_hears_what_was_decided_before_the_end(monkeypatch):
     for _ in range(2):
         with pytest.raises(CollectiveFailed, match="aborted"):
             line.receive()
+    line.close()
+
+
+def test_rank_0_hears_what_the_others_are_being_told_while_the_world_ends():
+    line = alone()
+    with line._deciding:  # as when the others have been told, and rank 0 has not yet
+        line.abort()
+        heard: queue.SimpleQueue[list[Decision]] = queue.SimpleQueue()
+        rank_0 = threading.Thread(target=lambda: heard.put(line.receive()))
+        rank_0.start()
+        line._hub.own.put(Decision(ALL, 0, b"told"))
+    assert [decision.known for decision in heard.get(timeout=5)] == [b"told"]
+    rank_0.join()
     line.close()
 
 

@@ -22,7 +22,8 @@ from elastic import runtime
 WORKER = os.environ["ELASTIC_WORKER"]
 SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
 STEPS = int(os.environ["STEPS"])
-DIE = os.environ["DIE"].split() if START == 1 else []
+DIE = dict(tuple(map(int, pair.split(","))) for pair in os.environ["DIE"].split())
+DIES_AT = DIE.get(SLOT, STEPS) if START == 1 else STEPS
 HOLD = {int(step): int(size) for step, size in map(str.split, os.environ["HOLD"].split(";"))}
 
 first = hvd.ProcessSet([0, 1])
@@ -45,7 +46,8 @@ def train(state: hvd.elastic.ObjectState) -> None:
         for name, each in sets.items():
             if not each.included():
                 continue
-            if name == "late" and f"{SLOT},{state.step}" in DIE:
+            # Not only at that step: who is not in the set may have committed it, and all go on from there.
+            if name == "late" and state.step >= DIES_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
             rank = torch.tensor([hvd.rank()])
             seen[name] = hvd.allgather(rank, name=name, process_set=each).tolist()
