@@ -19,7 +19,7 @@ from elastic.chaos.faults import Cell
 from elastic.chaos.matrix_cells import HOLD_S, MOMENT_S
 from elastic.chaos.matrix_job import END_S, LOOK_S, MatrixJob
 from elastic.chaos.matrix_story import Json
-from elastic.chaos.network import PacketFilter, sockets_of
+from elastic.chaos.network import PacketFilter, Socket, sockets_of
 
 Turn = Callable[[], None]
 _numbers = itertools.count(os.getpid() * 1000)  # of tables: unique on this machine
@@ -42,13 +42,17 @@ def _drop(job: MatrixJob, struck: Sequence[Json], go: Path, stack: contextlib.Ex
     filtered = PacketFilter(next(_numbers))
     stack.callback(filtered.close)
 
-    def drop() -> None:
+    def drop() -> list[Socket]:
+        found = []
         for each in struck:
             with contextlib.suppress(OSError):  # it is gone
-                filtered.drop(sockets_of(each["pid"]))
+                sockets = sockets_of(each["pid"])
+                filtered.drop(sockets)
+                found += sockets
+        return found
 
-    drop()
-    ports = [f" {s.own[1]} " for each in struck for s in sockets_of(each["pid"])]
+    # Of this moment: whoever is cut off may have been killed for it before it is looked at again.
+    ports = [f" {socket.own[1]} " for socket in drop()]
 
     def dropped() -> bool:  # nft does what it is told a moment later
         words = ["nft", "list", "table", *filtered.table.split()]
@@ -56,8 +60,12 @@ def _drop(job: MatrixJob, struck: Sequence[Json], go: Path, stack: contextlib.Ex
         return all(port in listed.replace(",", " , ") for port in ports)
 
     job.until(dropped, "nft to drop the packets", END_S)
+
+    def again() -> None:
+        drop()
+
     go.touch()
-    return drop
+    return again
 
 
 def _continue(job: MatrixJob, struck: Sequence[Json], after_s: float) -> Turn:
