@@ -22,7 +22,8 @@ from elastic import runtime
 WORKER = os.environ["ELASTIC_WORKER"]
 SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
 STEPS = int(os.environ["STEPS"])
-DIE = dict(tuple(map(int, pair.split(","))) for pair in os.environ["DIE"].split())
+PAIRS = [pair.split(",") for pair in os.environ["DIE"].split()]
+DIE = {int(slot): int(step) for slot, step in PAIRS}
 DIES_AT = DIE.get(SLOT, STEPS) if START == 1 else STEPS
 HOLD = {int(step): int(size) for step, size in map(str.split, os.environ["HOLD"].split(";"))}
 
