@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from elastic.driver.console import Write
 from elastic.driver.discovery.interface import Discovery, Log
 from elastic.driver.discovery.local import LocalDiscovery
 from elastic.driver.discovery.script import ScriptDiscovery
 from elastic.driver.fleet_plan import FleetPlan
 from elastic.driver.hosts import ThisHost
 from elastic.driver.settings import Settings
+from elastic.report_values import Report
+
+
+class Stoppable(Protocol):
+    """A driver, for whoever may want its job to end."""
+
+    def stop(self, reason: str, code: int = 1) -> None:
+        """From any thread: end the job with this exit code; a second time at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +37,11 @@ class Job:
     fleet: FleetPlan | None = None  # what is needed beyond this machine; None: nothing ever is
     slots_per_host: int = 1  # of a host that the script prints without a number
     environ: dict[str, str] = field(default_factory=dict, repr=False)
+    streams: tuple[Write, Write] | None = None  # in place of the driver's stdout and stderr
+    reported: Callable[[Report], object] | None = (
+        None  # each report of a worker, in the loop's thread
+    )
+    begun: Callable[[Stoppable], object] | None = None  # is given the driver, once there is one
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
     collective_timeout_s: float = 660.0  # when a collective gives up by itself
     output_dir: str | None = None  # exists, and can be written to

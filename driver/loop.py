@@ -63,10 +63,12 @@ from elastic.driver.launch.environment import (
 )
 from elastic.driver.launch.interface import Launcher, Log
 from elastic.driver.parting import Partings
+from elastic.driver.reports import Reports
 from elastic.driver.settings import Settings
 from elastic.driver.tracing import Tracing
 from elastic.driver.wording import event_of, recovery_line
 from elastic.protocol import Address, Place, Worker
+from elastic.report_values import Report as WorkerReport
 
 AT_ONCE = 1000  # events that are decided and written together
 WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
@@ -145,7 +147,8 @@ class Driver:
 
     ``log`` takes a level and a text, ``noted`` every event with its actions, as the journal does. ``past``: what the
     driver before this one has left, if membership was rebuilt from its journal. ``listening`` is awaited with the
-    address at which this driver is found, before anything else happens.
+    address at which this driver is found, before anything else happens. ``reported`` is called with each report of a
+    worker, in the event loop's thread.
     After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
     """
 
@@ -163,6 +166,7 @@ class Driver:
         tracing: Tracing | None = None,
         past: Adopted | None = None,
         listening: Callable[[Address], Awaitable[None]] | None = None,
+        reported: Callable[[WorkerReport], object] | None = None,
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
@@ -181,6 +185,7 @@ class Driver:
         self._log = log
         self._noted = noted
         self._tracing = tracing or Tracing(log)
+        self._reports = Reports(reported, log)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None
@@ -204,6 +209,10 @@ class Driver:
         places = self.places or self._promised
         by_rank = sorted(places, key=lambda worker: places[worker].rank)
         return [self.results[worker] for worker in by_rank if worker in self.results]
+
+    def last_reports(self) -> dict[int, WorkerReport]:
+        """The last report of each member of the last world that has made any, by rank."""
+        return self._reports.by_rank(self.places)
 
     def stop(self, reason: str, code: int = 1) -> None:
         """End the job with this exit code; asked a second time, kill everything at once. From any thread."""
@@ -232,6 +241,7 @@ class Driver:
             )
             self._address = Address(self.job.advertised or bound.host, bound.port)
             self._tracing.serve(self._server.send)
+            self._reports.serve(self._server.send_each)
             self._log("debug", f"listening on {bound}")
             if self._adopts:
                 self._post(DriverRestarted())
@@ -249,6 +259,7 @@ class Driver:
             if self._alarm is not None:
                 self._alarm.cancel()
             await self._launcher.close()
+            self._reports.close()
             await self._server.close()
             await self._tracing.close()
             self._journal.close()
@@ -270,7 +281,7 @@ class Driver:
             self._post(StopRequested(f"host discovery ended before there was any host: {trouble}"))
 
     def _heard(self, worker: Worker, message: Any) -> None:
-        if self._tracing.heard(worker, message):
+        if self._tracing.heard(worker, message) or self._reports.heard(worker, message):
             return
         match message:
             case protocol.Layout(digest, text):
@@ -549,6 +560,7 @@ class Driver:
         )
         self.generation = world.generation
         self.places = {member.worker: member.place for member in world.members}
+        self._reports.keep({*self.places, *self._running, *self._partings.workers})
         self._promised.clear()
         noun = "worker" if len(world.members) == 1 else "workers"
         text = f"generation {world.generation} has {len(world.members)} {noun}: {world.reason}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic import tls
@@ -21,15 +21,19 @@ from elastic.driver.membership import Membership
 from elastic.driver.resume import to_go_on_with, writer_here
 from elastic.driver.server import WORKERS, Server
 from elastic.driver.surroundings import Surroundings, surroundings
+from elastic.report_values import Report
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. ``results`` are the values of launched functions by rank, still pickled."""
+    """How a job ended. ``results`` are the values of launched functions by rank, still pickled; ``reports`` the last
+    of each rank of the last world that has made any.
+    """
 
     code: int
     reason: str
     results: list[bytes]
+    reports: dict[int, Report] = field(default_factory=dict)
 
 
 async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
@@ -105,6 +109,9 @@ async def _alone(
         log=console,
         noted=around.noted,
         tracing=around.tracing,
+        reported=job.reported,
     )
+    if job.begun is not None:
+        job.begun(driver)
     code = await driver.run()
-    return Outcome(code, driver.outcome, driver.ordered_results())
+    return Outcome(code, driver.outcome, driver.ordered_results(), driver.last_reports())

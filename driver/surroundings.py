@@ -51,10 +51,11 @@ class Surroundings:
 def surroundings(job: Job) -> Iterator[Surroundings]:
     """Says the job's notes. Raises Invalid or OSError where a file or a port can't be had."""
     found: list[Surroundings] = []
+    stdout, stderr = job.streams or (write_to(sys.stdout), write_to(sys.stderr))
     output = Output(
         place_of=lambda worker: found[0].place_of(worker) if found else None,
-        stdout=write_to(sys.stdout),
-        stderr=write_to(sys.stderr),
+        stdout=stdout,
+        stderr=stderr,
         timestamps=job.prefix_timestamps,
         folder=Path(job.output_dir) if job.output_dir else None,
     )
@@ -62,7 +63,7 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
     console = Console(
         output.say,
         level=level,
-        colour=sys.stderr.isatty(),
+        colour=job.streams is None and sys.stderr.isatty(),
         timestamps=job.log_timestamps,
     )
     metrics: Metrics | None = None

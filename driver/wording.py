@@ -27,7 +27,7 @@ from elastic.protocol import Worker
 
 
 def event_of(worker: Worker, message: Any) -> Event:
-    """What a worker said, word for word as an event. Layout and Result are none."""
+    """What a worker said, word for word as an event. Layout, Result and Reported are none."""
     match message:
         case protocol.Hello(_, pid):
             return WorkerConnected(worker, pid)

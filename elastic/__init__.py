@@ -35,6 +35,7 @@ _MODULES = {
     "elastic.joining": "join",
     "elastic.tracing": "start_timeline stop_timeline",
     "elastic.launching": "launch",
+    "elastic.reporting": "report Report",
     "elastic.errors": (
         "ElasticError Interrupted JobFailed NotInitialized PeerLost RetriesExhausted StateMismatch"
         " TensorMismatch TooFewWorkers WorldChanging"
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from elastic.process_sets import ProcessSet as ProcessSet
     from elastic.process_sets import add_process_set as add_process_set
     from elastic.process_sets import remove_process_set as remove_process_set
+    from elastic.reporting import Report as Report
+    from elastic.reporting import report as report
     from elastic.run_loop import run as run
     from elastic.state import ElasticSampler as ElasticSampler
     from elastic.state import ObjectState as ObjectState

@@ -8,12 +8,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from elastic.errors import Invalid, JobFailed
+from elastic.report_values import Report
 
 
 def launch(
@@ -40,12 +42,15 @@ def launch(
     verbose: bool = False,
     env: Mapping[str, str] | None = None,
     executable: str | None = None,
+    on_report: Callable[[Report], object] | None = None,
 ) -> list[Any]:
     """Calls ``func(*args, **kwargs)`` on every worker; returns the values by rank of the last world.
 
     The arguments are those of ``elasticrun``, seconds where they are times; giving ``min_np``,
     ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with
     cloudpickle. ``env`` replaces the environment that workers inherit (default: this process's).
+    ``on_report`` is called here with a `Report` for each `elastic.report` of a worker, one after the other; it holds up
+    the driver for as long as it takes. If it raises, that is said once in the log, and the job goes on.
 
     Raises Invalid (a ValueError) for bad arguments, before anything is started, and JobFailed when
     the job does not succeed; the workers' output has been forwarded by then.
@@ -54,6 +59,8 @@ def launch(
         raise Invalid(f"launch() calls a function, not a {type(func).__name__}")
     if not isinstance(args, list | tuple):
         raise Invalid(f"args is a {type(args).__name__}; give a list or tuple of arguments")
+    if on_report is not None and not callable(on_report):
+        raise Invalid(f"on_report is a {type(on_report).__name__}; give a function of one argument")
     from elastic.driver import cli
     from elastic.driver.start import Outcome, start
 
@@ -91,13 +98,14 @@ def launch(
         call.write_bytes(cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
         command = [executable or sys.executable, "-m", "elastic.run_function", str(call)]
         job = cli.make_job(cli.read_options([*flags, *command], environ), environ)
-        outcome: Outcome = _run_apart(lambda: asyncio.run(start(job)))
+        job = replace(job, reported=on_report)
+        outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))
     if outcome.code != 0:
         raise JobFailed(f"the job ended with exit code {outcome.code}: {outcome.reason}")
     return [cloudpickle.loads(blob) for blob in outcome.results]
 
 
-def _run_apart(work: Callable[[], Any]) -> Any:
+def run_apart(work: Callable[[], Any]) -> Any:
     """In this thread; in one of its own where an event loop runs here already (a notebook)."""
     try:
         asyncio.get_running_loop()

@@ -23,6 +23,7 @@ HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
 PHASES_LIMIT = 1000
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
+REPORT_LIMIT = 64 * 1024  # bytes of what a script reports at once
 COPY = "copy of the state"  # by this name a worker waits in one
 STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal at which a worker writes its stacks
 
@@ -260,6 +261,21 @@ class Result(Message):
     blob: bytes
 
 
+class Reported(Message):
+    """What the script says of its training, for whoever has started the job. Taken in the order of the numbers, each
+    once; see `report_queue`.
+    """
+
+    number: int  # of this process's reports, from 1
+    oldest: int  # the first that may not be taken yet: all before it have been, by this driver or one before it
+    generation: int  # it was made in, as were rank and size
+    rank: int
+    size: int
+    at: Finite  # seconds since 1970
+    metrics: Annotated[bytes, Meta(max_length=REPORT_LIMIT)]  # agents do not look into it
+    dropped: int = 0  # that were made since the one before, and found no room
+
+
 Trace = tuple[str, str, str, int, int]  # kind, row, name, nanoseconds, duration: see trace_buffer
 
 
@@ -396,6 +412,12 @@ class ClockTold(Message):
     told_ns: int
 
 
+class ReportsTaken(Message):
+    """All reports up to this one: they need not be kept for another driver."""
+
+    number: int
+
+
 class Tracing(Message):
     """Write down what you do from now on, for this timeline; or, ``on`` False, no longer: send what is left."""
 
@@ -437,6 +459,7 @@ FromWorker = (
     | Quit
     | Returned
     | Result
+    | Reported
     | ClockAsked
     | Traced
     | TracedAll
@@ -458,6 +481,7 @@ FromDriver = (
     | Finish
     | End
     | ClockTold
+    | ReportsTaken
     | Tracing
     | TracesTaken
     | TimelineAnswer

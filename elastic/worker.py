@@ -51,6 +51,7 @@ from elastic.phases import Phases
 from elastic.progress import Progress
 from elastic.protocol import Address, Message, Place
 from elastic.recovery import Cut, Phase, Recovery, Send, Verdict
+from elastic.reporting import Reporting
 from elastic.state import pinned
 from elastic.tracing import Tracing, TracingThroughDriver, TracingToFile
 
@@ -77,6 +78,7 @@ class Runtime:
         self.tracing: Tracing = (
             TracingToFile(env) if link is None else TracingThroughDriver(env, self._send, link.poke)
         )
+        self.reporting = None if link is None else Reporting(self._send)
         self._progress = Progress()
         self._phases = Phases()
         self._layout: protocol.Layout | None = None  # the last one sent
@@ -228,6 +230,8 @@ class Runtime:
     def _receive(self, message: Message) -> None:
         if self.tracing.receive(message):
             return
+        if self.reporting is not None and self.reporting.receive(message):
+            return
         if isinstance(message, protocol.Broken):
             self._phases.mark("broken", time.monotonic())
         with self._changed:
@@ -235,9 +239,12 @@ class Runtime:
             if isinstance(message, protocol.World):
                 self._phases.mark("world", time.monotonic())
             self._changed.notify_all()
-        if isinstance(message, protocol.Restate) and self._layout is not None:
+        restate = isinstance(message, protocol.Restate)
+        if restate and self._layout is not None:
             self._send(self._layout)
         self._perform(actions)
+        if restate and self.reporting is not None:
+            self.reporting.say_again()
         if isinstance(message, protocol.Prepare) and message.generation == self.generation:
             self._tell_of_change(message)
 
@@ -258,6 +265,8 @@ class Runtime:
             self.lost_driver = self.lost_driver or bool(actions)
             self._changed.notify_all()
         self._perform(actions)
+        if self.reporting is not None:
+            self.reporting.driver_lost()
 
     def _perform(self, actions: list[recovery.Action]) -> None:
         for action in actions:
@@ -686,6 +695,8 @@ class Runtime:
         code of this worker, nobody can know yet; and a worker whose link is gone is taken for lost.
         """
         self.tracing.close()
+        if self.reporting is not None:
+            self.reporting.close()
         if not self.elastic and not self.broken:
             self._groups.leave()
         self._groups.close()

@@ -84,7 +84,9 @@ class FakeServer:
 class Story:
     """One job under way, with everything around it a fake."""
 
-    def __init__(self, np=2, path=None, membership=None, noted=None, **changes) -> None:
+    def __init__(
+        self, np=2, path=None, membership=None, noted=None, reported=None, **changes
+    ) -> None:
         self.settings = Settings(
             np=np, workers_min=1, workers_max=np, elastic=True, env={"X": "extra"}, **changes
         )
@@ -106,6 +108,7 @@ class Story:
             journal=FileJournal.begin(path, self.settings) if path else Journal(),
             log=lambda level, text: self.log.append(f"{level}: {text}"),
             noted=noted,
+            reported=reported,
         )
 
     async def __aenter__(self) -> Story:

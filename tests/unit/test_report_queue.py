@@ -1,0 +1,236 @@
+"""Reports from a worker's queue to a driver's ledger: none twice, none out of order, and what is missing is counted."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.driver.report_ledger import PRESSING_BYTES, ReportLedger
+from elastic.protocol import Place, Reported, ReportsTaken, Worker
+from elastic.report_queue import KEPT, OVERHEAD_BYTES, WINDOW_BYTES, ReportQueue
+
+A, B = Worker("h", 0), Worker("h", 1)
+PLACE = Place(2, 4, 0, 1, 0, 1)
+
+
+def queue(*made: bytes, **limits: int) -> ReportQueue:
+    new = ReportQueue(**limits)
+    for metrics in made:
+        new.add(3, PLACE, 1.5, metrics)
+    return new
+
+
+def sent(queue: ReportQueue) -> list[Reported]:
+    """All that may be."""
+    found = []
+    while (report := queue.next()) is not None:
+        found.append(report)
+    return found
+
+
+def brief(reports: list[Reported]) -> list[tuple[int, int, bytes]]:
+    return [(report.number, report.oldest, report.metrics) for report in reports]
+
+
+def test_what_is_made_is_sent_with_what_it_was_made_in():
+    reports = queue(b"a")
+    assert sent(reports) == [Reported(1, 1, 3, 2, 4, 1.5, b"a")]
+    assert len(reports) == 1
+    reports.taken(1)
+    assert len(reports) == 0
+    reports.add(4, PLACE, 2.5, b"b")
+    assert reports.due
+    assert sent(reports) == [Reported(2, 2, 4, 2, 4, 2.5, b"b")]
+
+
+def test_on_another_connection_all_is_said_again_that_nobody_has_taken():
+    reports = queue(b"a", b"b", b"c")
+    assert brief(sent(reports)) == [(1, 1, b"a"), (2, 1, b"b"), (3, 1, b"c")]
+    reports.taken(1)
+    reports.say_again()
+    reports.add(3, PLACE, 1.5, b"d")
+    assert brief(sent(reports)) == [(2, 2, b"b"), (3, 2, b"c"), (4, 2, b"d")]
+
+
+def test_no_more_is_under_way_than_buffers_hold():
+    large = b"x" * (WINDOW_BYTES // 2 - OVERHEAD_BYTES)
+    reports = queue(*[large] * 5)
+    assert [report.number for report in sent(reports)] == [1, 2]
+    assert not reports.due
+    reports.taken(1)
+    assert [report.number for report in sent(reports)] == [3]
+    reports.taken(3)
+    assert [report.number for report in sent(reports)] == [4, 5]
+    alone = queue(b"x" * 2 * WINDOW_BYTES)
+    assert len(sent(alone)) == 1, "what is larger goes alone"
+
+
+def test_the_oldest_make_room_and_are_counted_where_they_are_missing():
+    reports = queue(b"x" * (WINDOW_BYTES - OVERHEAD_BYTES))
+    assert len(sent(reports)) == 1, "and no other fits beside it"
+    for n in range(KEPT + 5):
+        reports.add(3, PLACE, 1.5, b"%d" % n)
+        assert not reports.due
+    assert len(reports) == 1 + KEPT
+    reports.taken(1)
+    following = sent(reports)
+    assert (following[0].number, following[0].metrics, following[0].dropped) == (2, b"5", 5)
+    assert not any(report.dropped for report in following[1:])
+
+
+def test_bytes_are_bounded_too():
+    reports = queue(*[b"x" * 900] * 10, kept_bytes=5000)
+    assert len(reports) == 5
+    assert [(r.number, r.dropped) for r in sent(reports)][:2] == [(1, 5), (2, 0)]
+
+
+# ---- the driver's side -------------------------------------------------------------------------------------------
+
+
+def said(number: int, oldest: int = 1, *, dropped: int = 0, size: int = 1) -> Reported:
+    return Reported(number, oldest, 3, 0, 1, 1.5, b"x" * size, dropped)
+
+
+def test_each_is_taken_once_and_answered_again():
+    ledger = ReportLedger()
+    assert ledger.heard(A, said(1)) and ledger.heard(A, said(2)) and ledger.heard(B, said(1))
+    assert ledger.answers() == [(A, ReportsTaken(2)), (B, ReportsTaken(1))]
+    assert ledger.answers() == []
+    assert not ledger.heard(A, said(1)) and not ledger.heard(A, said(2))
+    assert ledger.answers() == [(A, ReportsTaken(2))], "the answer was lost"
+    assert ledger.heard(A, said(3))
+
+
+def test_one_that_comes_before_those_that_were_lost_has_to_come_again():
+    ledger = ReportLedger()
+    assert ledger.heard(A, said(1))
+    assert not ledger.heard(A, said(4))
+    assert ledger.answers() == [(A, ReportsTaken(1))]
+    assert [ledger.heard(A, said(n)) for n in (2, 3, 4)] == [True] * 3
+
+
+def test_another_driver_goes_on_where_one_before_it_has_taken_all():
+    ledger = ReportLedger()
+    assert not ledger.heard(A, said(9, oldest=7)), "7 and 8 were lost with the driver before"
+    assert ledger.answers() == []
+    assert [ledger.heard(A, said(n, oldest=7)) for n in (7, 8, 9)] == [True] * 3
+    assert not ledger.heard(B, said(3, oldest=9))  # nonsense
+    assert ledger.answers() == [(A, ReportsTaken(9)), (B, ReportsTaken(0))]
+
+
+def test_a_worker_that_has_much_under_way_is_answered_at_once():
+    ledger = ReportLedger()
+    ledger.heard(A, said(1, size=PRESSING_BYTES // 2))
+    assert not ledger.pressing(A)
+    ledger.heard(A, said(2, size=PRESSING_BYTES // 2))
+    assert ledger.pressing(A) and not ledger.pressing(B)
+    assert ledger.answer(A) == ReportsTaken(2)
+    assert not ledger.pressing(A) and ledger.answers() == []
+
+
+def test_who_is_gone_is_forgotten():
+    ledger = ReportLedger()
+    ledger.heard(A, said(1, dropped=2))
+    ledger.heard(B, said(1))
+    ledger.keep({B})
+    assert ledger.answers() == [(B, ReportsTaken(1))]
+    assert ledger.dropped == {A: 2}, "what was lost has to be said all the same"
+    assert ledger.heard(B, said(2))
+
+
+# ---- both, over connections that break ---------------------------------------------------------------------------
+
+
+class Road:
+    """A worker, an agent and drivers that follow each other. Messages come in order, or not at all."""
+
+    def __init__(self) -> None:
+        self.queue = ReportQueue(kept=4, kept_bytes=10**9)
+        self.up: deque[Reported] = deque()
+        self.down: deque[ReportsTaken] = deque()
+        self.ledger = ReportLedger()
+        self.ledgers = [self.ledger]
+        self.driver: list[int] = []
+        self.drivers = [self.driver]
+        self.made = 0
+
+    def make(self) -> None:
+        self.made += 1
+        self.queue.add(1, PLACE, 1.0, b"%05d" % self.made + bytes(1000))
+        self.up.extend(sent(self.queue))
+
+    def hear(self) -> None:
+        if self.up:
+            report = self.up.popleft()
+            if self.ledger.heard(A, report):
+                self.driver.append(int(report.metrics[:5]))
+
+    def answer(self) -> None:
+        self.down.extend(answer for _, answer in self.ledger.answers())
+        if self.down:
+            self.queue.taken(self.down.popleft().number)
+            self.up.extend(sent(self.queue))
+
+    def lose_and_go_on(self) -> None:
+        """What is under way is lost; one report slips through before the worker is asked to say all again."""
+        self.up.clear()
+        self.down.clear()
+        self.make()
+        self.hear()
+        self.queue.say_again()
+        self.up.extend(sent(self.queue))
+
+    def another_driver(self) -> None:
+        self.ledger, self.driver = ReportLedger(), []
+        self.ledgers.append(self.ledger)
+        self.drivers.append(self.driver)
+        self.lose_and_go_on()
+
+    def overflow(self) -> None:
+        for _ in range(200):
+            self.make()
+
+    def finish(self) -> None:
+        while len(self.queue):
+            self.hear()
+            self.answer()
+
+    def check(self) -> None:
+        self.finish()
+        for driver in self.drivers:
+            assert driver == sorted(set(driver)), "in order, and none twice"
+        everything = set().union(*self.drivers)
+        dropped = sum(ledger.dropped.get(A, 0) for ledger in self.ledgers)
+        # A driver that was killed may have counted what the next one counts again.
+        assert self.made - len(everything) <= dropped
+        if len(self.drivers) == 1:
+            assert self.made - len(everything) == dropped
+        # Nothing lies between two drivers: the second begins where the first ended, or before.
+        for before, after in zip(self.drivers, self.drivers[1:], strict=False):
+            if before and after and not dropped:
+                assert after[0] <= before[-1] + 1
+
+
+STEPS = ["make", "hear", "answer", "lose_and_go_on", "another_driver"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(STEPS), max_size=60))
+def test_whatever_is_lost_on_the_way_nothing_is_missing_in_the_end(steps):
+    road = Road()
+    for step in steps:
+        getattr(road, step)()
+    road.check()
+    assert len(set().union(*road.drivers)) == road.made, "the window had room for all"
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([*STEPS, "overflow"]), max_size=12))
+def test_what_found_no_room_is_counted(steps):
+    road = Road()
+    for step in ["overflow", *steps]:
+        getattr(road, step)()
+    road.check()
+    assert any(ledger.dropped for ledger in road.ledgers)

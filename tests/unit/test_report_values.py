@@ -1,0 +1,166 @@
+"""What may be reported: plain values come out as they went in, numbers of any kind as numbers, the rest is named."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic import protocol
+from elastic.errors import Invalid
+from elastic.protocol import REPORT_LIMIT, Worker, encoded
+from elastic.report_values import DEPTH, Report, packed, unpacked
+
+A = Worker("h", 1, 2)
+
+
+def come_out(metrics):
+    """Over the wire."""
+    said = protocol.Reported(1, 1, 3, 1, 4, 1.8e9, packed(metrics))
+    report = unpacked(A, protocol.from_worker.decode(encoded(said)))
+    assert report == Report(1, 4, 3, "h:1#2", report.metrics, 1.8e9)
+    return report.metrics
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(), PLAIN, max_size=5))
+def test_plain_values_come_out_as_they_went_in(metrics):
+    assert come_out(metrics) == metrics
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+class Kind(str, enum.Enum):
+    TRAIN = "train"
+
+
+class Text(str):
+    """Of somebody's own."""
+
+
+@pytest.mark.parametrize(
+    ("given_", "comes_out"),
+    [
+        (np.float64(0.5), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.int8(-3), -3),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.bool_(True), True),
+        (np.array([[2.5]]), 2.5),
+        (np.array(7), 7),
+        (np.str_("a"), "a"),
+        (torch.tensor(1.5), 1.5),
+        (torch.tensor([[3]]), 3),
+        (torch.tensor(True), True),
+        (torch.tensor(0.25, dtype=torch.bfloat16), 0.25),
+        (torch.nn.Parameter(torch.ones(1)), 1.0),
+        (Colour.RED, 3),
+        (Kind.TRAIN, "train"),
+        (Text("é"), "é"),
+        ((1, (2,)), [1, [2]]),
+        (collections.OrderedDict(b=1), {"b": 1}),
+        (MappingProxyType({"c": np.float16(1)}), {"c": 1.0}),
+        ([torch.tensor(1), {"x": np.float64(2)}], [1, {"x": 2.0}]),
+        ("\ud800 is no text", "? is no text"),
+    ],
+    ids=lambda value: f"{type(value).__name__} {value!r}"[:30],
+)
+def test_what_is_like_a_plain_value_becomes_one(given_, comes_out):
+    [value] = come_out({"x": given_}).values()
+    assert value == comes_out and type(value) is type(comes_out)
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, 1e300, torch.tensor(math.inf)])
+def test_infinities_are_numbers_here(number):
+    assert come_out({"x": number}) == {"x": float(number)}
+
+
+def test_nan_is_a_number_here():
+    for nan in (math.nan, np.float32("nan"), torch.tensor(math.nan)):
+        assert math.isnan(come_out({"x": nan})["x"])
+
+
+def looped() -> list:
+    loop: list = []
+    loop.append(loop)
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("metrics", "kind", "said"),
+    [
+        (0.5, TypeError, "was given a float; give a dict"),
+        ([("loss", 1)], TypeError, "was given a list; give a dict"),
+        ({1: 2}, TypeError, "metrics has the key 1, a int; keys are strings"),
+        ({"a": {None: 2}}, TypeError, r"metrics\['a'\] has the key None"),
+        ({"a": b"x"}, TypeError, r"metrics\['a'\] is a bytes; give None, numbers"),
+        ({"a": [1, {"b": {1, 2}}]}, TypeError, r"metrics\['a'\]\[1\]\['b'\] is a set"),
+        ({"a": Path("x")}, TypeError, r"metrics\['a'\] is a PosixPath"),
+        ({"a": 1j}, TypeError, r"metrics\['a'\] is a complex"),
+        ({"a": torch.Tensor}, TypeError, r"metrics\['a'\] is a _TensorMeta"),
+        ({"a": torch.ones(3)}, TypeError, r"metrics\['a'\] is a Tensor of 3 elements; give one"),
+        ({"a": np.zeros((2, 2))}, TypeError, r"metrics\['a'\] is a ndarray of 4 elements"),
+        ({"a": np.zeros(0)}, TypeError, r"metrics\['a'\] is a ndarray of 0 elements"),
+        ({"a": np.datetime64("2026-01-01")}, TypeError, r"is a datetime64 of a date; give numbers"),
+        ({"a": torch.tensor(1j)}, TypeError, r"is a Tensor of a complex; give numbers"),
+        ({"a": 2**64}, Invalid, r"metrics\['a'\] is an integer that does not fit 64 bits"),
+        ({"a": [-(2**63) - 1]}, Invalid, r"metrics\['a'\]\[0\] is an integer"),
+        ({"a": looped()}, Invalid, f"nested more than {DEPTH} deep"),
+        ({"a": "x" * REPORT_LIMIT}, Invalid, f"given 655.. bytes; the limit is {REPORT_LIMIT}"),
+    ],
+)
+def test_what_cannot_be_reported_is_named(metrics, kind, said):
+    with pytest.raises(kind, match=said):
+        packed(metrics)
+
+
+def test_the_limit_is_one_of_bytes_and_what_is_just_within_fits_the_message():
+    body = packed({"a": "x" * (REPORT_LIMIT - 8)})
+    assert REPORT_LIMIT - 8 < len(body) <= REPORT_LIMIT
+    come_out({"a": "x" * (REPORT_LIMIT - 8)})
+    with pytest.raises(ValueError, match="the limit is"):
+        packed({"a": "é" * (REPORT_LIMIT // 2)})
+    long = encoded(protocol.Reported(1, 1, 1, 0, 1, 0.0, bytes(REPORT_LIMIT + 1)))
+    with pytest.raises(msgspec.ValidationError, match="length <= 65536"):
+        protocol.from_worker.decode(long)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\x91\x01",  # a list
+        b"\x81\x01\x01",  # a key that is a number
+        b"\x81\xa1a\xa1\xff",  # no UTF-8
+        b"\x81\xa1a\xc4\x01x",  # bytes
+        b"\x81\xa1a\xd4\x05x",  # an extension
+        b"\x81\xa1a" + b"\x91" * 5000 + b"\x01",
+        msgspec.msgpack.encode({"a": [[[{"b": b"x"}]]]}),
+    ],
+)
+def test_what_no_worker_of_ours_says_is_no_report(body):
+    with pytest.raises(ValueError):
+        unpacked(A, protocol.Reported(1, 1, 3, 1, 4, 1.8e9, body))
