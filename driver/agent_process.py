@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 
@@ -50,9 +51,8 @@ def main() -> int:
 async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> int:
     """One agent until its end; returns its exit code. Raises Invalid where etcd can't be used."""
     if bootstrap.etcd is None:
-        process = AgentProcess(
-            bootstrap, _at_addresses(bootstrap.drivers), slots=slots, bound=bound, log=log
-        )
+        find = _at_addresses(bootstrap.drivers, bootstrap.drivers_file)
+        process = AgentProcess(bootstrap, find, slots=slots, bound=bound, log=log)
         if bound and not bootstrap.outlives:
             _end_with_stdin(process)
         return await process.run()
@@ -73,7 +73,8 @@ def read_bootstrap(line: bytes) -> Bootstrap:
             "standard input holds no bootstrap of this release; agents are started by elasticrun,"
             " or by hand with: elasticrun agent --job NAME --etcd HOST:PORT"
         )
-    if not bootstrap.drivers and bootstrap.etcd is None:
+    known = bootstrap.drivers or bootstrap.drivers_file
+    if not known and bootstrap.etcd is None:
         raise Invalid("the bootstrap says nothing of where the driver is")
     return bootstrap
 
@@ -109,11 +110,11 @@ def own_slots() -> int:
 # ---- where the driver is -------------------------------------------------------------------------------------------
 
 
-def _at_addresses(drivers: list[str]) -> Find:
+def _at_addresses(drivers: list[str], file: str = "") -> Find:
     async def find() -> list[tuple[str, int]]:
         found: list[tuple[str, int]] = []
         troubles = []
-        for text in drivers:
+        for text in _listed(file) or drivers:
             try:
                 found += await numeric(text)
             except OSError as error:
@@ -123,6 +124,13 @@ def _at_addresses(drivers: list[str]) -> Find:
         return found
 
     return find
+
+
+def _listed(file: str) -> list[str]:
+    """The addresses in a file that whoever started this agent may write anew; none if there is no such file."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return Path(file).read_text().split() if file else []
+    return []
 
 
 async def numeric(text: str) -> list[tuple[str, int]]:

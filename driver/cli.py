@@ -19,7 +19,7 @@ from elastic.driver.command import check_command
 from elastic.driver.config_file import read_config
 from elastic.driver.discovery.script import find_script
 from elastic.driver.flags import Options
-from elastic.driver.fleet_plan import fleet_plan
+from elastic.driver.fleet_plan import fleet_plan, provided
 from elastic.driver.hosts import (
     SLOTS_LIMIT,
     ThisHost,
@@ -30,6 +30,7 @@ from elastic.driver.hosts import (
 from elastic.driver.interfaces import alone_address, worker_network
 from elastic.driver.job import Job
 from elastic.driver.launch.environment import threads_per_worker
+from elastic.driver.provider import Provider
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 
@@ -179,10 +180,12 @@ def make_job(
     *,
     this_host: ThisHost | None = None,
     cores: int | None = None,
+    provider: Provider | None = None,
 ) -> Job:
     """Checks everything and fills in the defaults. Creates the output directory. Raises Invalid.
 
-    ``cores`` are those that the workers may share, by default those of this process.
+    ``cores`` are those that the workers may share, by default those of this process. ``provider``: an engine that
+    supplies the hosts.
     """
     if options.controller != "gloo":
         raise Invalid(
@@ -191,7 +194,7 @@ def make_job(
         )
     np, workers_min, workers_max, elastic = _workers(options)
     this_host = this_host or ThisHost()
-    hosts = _hosts(options, workers_max)
+    hosts = _hosts(options, workers_max) if provider is None else None
     elsewhere = {host for host in hosts or () if this_host.elsewhere(host) is not None}
     by_ssh = options.ssh_port is not None or options.ssh_identity_file is not None
     if by_ssh and hosts is not None and not elsewhere:
@@ -199,6 +202,8 @@ def make_job(
             "-p and -i are for other hosts, and all hosts are this machine; leave them out"
         )
     fleet = fleet_plan(options, environ, elsewhere=bool(elsewhere))
+    if provider is not None:
+        fleet = provided(fleet, provider)
     if not fleet.needed:
         check_command(options.command, path=environ.get("PATH"))
     elif not options.command:

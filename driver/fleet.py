@@ -98,9 +98,9 @@ class Fleet:
     """All agents of one job.
 
     ``starter`` None: nobody starts agents, they come by themselves. ``reach`` tells an agent that is to be started how
-    to find this driver. ``folder``: where workers start. ``adopted``: the workers that a driver before this one has
-    left behind. ``deposed``: whether another driver has the job: from then on nobody is told anything, and nothing is
-    ended.
+    to find this driver. ``folder``: where workers start; ``environ_of(host)`` is added to the environment of those on that
+    host. ``adopted``: the workers that a driver before this one has left behind. ``deposed``: whether another
+    driver has the job: from then on nobody is told anything, and nothing is ended.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Fleet:
         reach: ReachUs | None = None,
         folder: str = "",
         adopted: Iterable[Worker] = (),
+        environ_of: Callable[[str], Mapping[str, str]] | None = None,
         deposed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.hire = hire
@@ -125,6 +126,7 @@ class Fleet:
         self._folder = folder
         self._hosts: dict[str, _Host] = {}
         self._networks = Agreement()
+        self._environ_of = environ_of or (lambda host: {})
         self._deposed = deposed
         self._closing = False
         self._heard: Callable[[Worker, Any], None] = lambda worker, message: None
@@ -178,7 +180,8 @@ class Fleet:
         """See `Launcher.start`. ``env`` goes before what the agent's host has."""
         host = self._host(worker.host)
         host.running.add(worker)
-        order = Start(worker, list(command), dict(env), self._folder)
+        env = {**env, **self._environ_of(worker.host)}
+        order = Start(worker, list(command), env, self._folder)
         if host.here:
             self.order(worker.host, order)
             return

@@ -11,7 +11,7 @@ import re
 import secrets
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.driver import networks
 from elastic.driver.access import EtcdAccess, TlsFiles
@@ -19,6 +19,7 @@ from elastic.driver.etcd_keys import job_root
 from elastic.driver.flags import Options
 from elastic.driver.hosts import parse_address
 from elastic.driver.launch.ssh import SshOptions
+from elastic.driver.provider import Provider
 from elastic.driver.secret import read_secret
 from elastic.errors import Invalid
 
@@ -54,6 +55,7 @@ class FleetPlan:
     by_etcd: bool  # hosts are the agents that register there
     kubernetes: str | None  # a headless service whose addresses are the hosts
     needed: bool  # known already to be such a job
+    provider: Provider | None = None  # of hosts and agents, in place of lists and ssh
 
     @property
     def outlived(self) -> bool:
@@ -112,6 +114,20 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
         by_etcd=by_etcd,
         kubernetes=options.kubernetes_service,
         needed=elsewhere or etcd is not None or outlived or options.kubernetes_service is not None,
+    )
+
+
+def provided(plan: FleetPlan, provider: Provider) -> FleetPlan:
+    """The same, with hosts from an engine."""
+    return replace(
+        plan,
+        provider=provider,
+        needed=True,
+        secret=provider.secret,
+        given_secret=True,
+        resume=provider.outlived,
+        fresh=provider.fresh,
+        away_s=AWAY_S if provider.outlived else plan.away_s,
     )
 
 

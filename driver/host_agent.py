@@ -347,7 +347,7 @@ class AgentProcess:
                 self._address, self._workers_secret.hex(), self._bind, self.bootstrap.tls
             ),
         }
-        folder: str | None = start.folder
+        folder: str | None = self.bootstrap.folder or start.folder
         if folder and not os.path.isdir(folder):
             home = os.path.expanduser("~")
             self._log("warning", f"there is no folder {folder} here; workers start in {home}")

@@ -35,7 +35,7 @@ from elastic.driver.journal_file import FileArchive
 from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.child import ChildStarter
 from elastic.driver.launch.ssh import SshStarter
-from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.launch.starter import Bootstrap, Starter
 from elastic.driver.leadership import Deposed
 from elastic.driver.leading import Lead, lead
 from elastic.driver.membership import Membership
@@ -47,11 +47,12 @@ from elastic.driver.surroundings import Surroundings
 from elastic.driver.worlds import Phase
 from elastic.errors import Invalid
 from elastic.protocol import Address
+from elastic.report_values import Report
 
 ASKED = 16  # hosts whose names are looked up to find out where to listen
 DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver goes on with the job
 
-Outcome = tuple[int, str, list[bytes]]
+Outcome = tuple[int, str, list[bytes], dict[int, Report]]
 
 
 async def start_fleet(
@@ -61,11 +62,13 @@ async def start_fleet(
     known: dict[str, int] | None,
     this_host: ThisHost,
 ) -> Outcome:
-    """The job's exit code, why it ended, and results by rank. Raises Invalid and OSError before anything is started."""
+    """The job's exit code, why it ended, results and last reports by rank. Raises Invalid and OSError before anything
+    is started.
+    """
     async with contextlib.AsyncExitStack() as stack:
         leading = await lead(plan, around.console, stack)
         if isinstance(leading, str):
-            return DEPOSED_CODE, leading, []
+            return DEPOSED_CODE, leading, [], {}
         archive = _archive(job, plan, leading)
         if archive is not None:
             stack.callback(archive.close)
@@ -74,7 +77,7 @@ async def start_fleet(
             code, reason = past.ended.code, past.ended.reason
             again = "give --fresh to begin it anew"
             around.console("info", f"this job has ended with exit code {code}: {reason}; {again}")
-            return code, reason, []
+            return code, reason, [], {}
         run = _Run(job, plan, around, past, leading, this_host)
         return await run.to_its_end(archive, known)
 
@@ -110,6 +113,8 @@ async def _past(
 
 def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
     """Where the journal of jobs that outlive a driver is kept. Raises Invalid where another driver writes it."""
+    if plan.provider is not None:
+        return plan.provider.archive()
     if lead is not None:
         return EtcdArchive(lead.etcd, lead.leadership, job_root(plan.name))
     return None if job.journal is None else FileArchive(Path(job.journal))
@@ -138,6 +143,11 @@ class _Run:
         around.place_of = self.membership.place_of
         self.term = lead.leadership.term if lead is not None else (past.term if past else 0) + 1
         self.id = past.job if past is not None else uuid.uuid4().hex
+        self.lost: asyncio.Event | None = None  # another driver leads
+        if lead is not None:
+            self.lost = lead.leadership.lost
+        elif plan.provider is not None:
+            self.lost = plan.provider.lost
         self._told: set[asyncio.Task[None]] = set()
 
     async def to_its_end(self, archive: Archive | None, known: dict[str, int] | None) -> Outcome:
@@ -167,7 +177,8 @@ class _Run:
             reach=lambda host: self._bootstrap(host, address),
             folder=past.folder if past is not None else os.getcwd(),
             adopted=[*past.membership.roster] if past is not None else (),
-            deposed=lambda: self.lead is not None and self.lead.leadership.lost.is_set(),
+            environ_of=None if plan.provider is None else plan.provider.environ_of,
+            deposed=lambda: self.lost is not None and self.lost.is_set(),
         )
         driver = loop.Driver(
             loop.Job(
@@ -189,6 +200,7 @@ class _Run:
             tracing=self.around.tracing,
             past=self._adopted(writer.offset_s),
             listening=self._announce,
+            reported=job.reported,
         )
         if past is not None:
             count = len(past.membership.roster)
@@ -197,16 +209,18 @@ class _Run:
                 f"goes on with the job at generation {self.membership.generation}, term {self.term}:"
                 f" {count} workers to find again",
             )
+        if job.begun is not None:
+            job.begun(driver)
         code = await self._unless_deposed(driver)
         if code is None:
-            return DEPOSED_CODE, driver.outcome, []
-        return code, driver.outcome, driver.ordered_results()
+            return DEPOSED_CODE, driver.outcome, [], {}
+        return code, driver.outcome, driver.ordered_results(), driver.last_reports()
 
     async def _unless_deposed(self, driver: loop.Driver) -> int | None:
-        if self.lead is None:
+        if self.lost is None:
             return await driver.run()
         running = asyncio.ensure_future(driver.run())
-        lost = asyncio.ensure_future(self.lead.leadership.lost.wait())
+        lost = asyncio.ensure_future(self.lost.wait())
         try:
             await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
             if lost.done() and not running.done():
@@ -227,7 +241,8 @@ class _Run:
 
     async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
         """The address and port to listen on. Agents without etcd know only those of the driver before this one."""
-        if self.past is not None and self.plan.etcd is None and self.past.address:
+        movable = self.plan.etcd is not None or self.plan.provider is not None
+        if self.past is not None and not movable and self.past.address:
             return parse_address(self.past.address)
         hosts = known if known is not None else (self.job.hosts or {})
         elsewhere = await asyncio.gather(
@@ -238,6 +253,8 @@ class _Run:
             towards = [parse_address(endpoint)[0] for endpoint in self.plan.etcd.endpoints]
         if not towards and self.plan.kubernetes is not None:
             towards = [self.plan.kubernetes]
+        if self.plan.provider is not None:
+            towards = [*self.plan.provider.towards]
         return await listen_address(self.plan.interfaces, towards), self.plan.port
 
     def _bootstrap(self, host: str, address: Address) -> Bootstrap:
@@ -250,11 +267,13 @@ class _Run:
             etcd=plan.etcd,
             tls=plan.tls,
             interfaces=plan.interfaces,
-            outlives=plan.outlived,
+            outlives=plan.outlived and plan.provider is None,
             log_level=self.around.level,
         )
 
-    def _starter(self) -> StarterFor | None:
+    def _starter(self) -> Starter | None:
+        if self.plan.provider is not None:
+            return self.plan.provider.starter(self.log)
         if self.plan.by_etcd or self.plan.kubernetes is not None:
             return None  # agents come by themselves
         return StarterFor(
@@ -264,6 +283,8 @@ class _Run:
         )
 
     def _discovery(self, known: dict[str, int] | None) -> Discovery:
+        if self.plan.provider is not None:
+            return self.plan.provider.discovery(self.log)
         if known is not None:
             return script_discovery(self.job, known, self.log)
         if self.plan.kubernetes is not None:
@@ -279,6 +300,8 @@ class _Run:
         return StaticDiscovery(self.job.hosts)
 
     async def _announce(self, address: Address) -> None:
+        if self.plan.provider is not None:
+            await self.plan.provider.listening(str(address))
         if self.lead is not None:
             await self.lead.leadership.announce(str(address))
 

@@ -1,20 +1,31 @@
 """What a worker of ``elastic.launch`` runs: ``python -m elastic.run_function FILE``.
 
-The file holds the pickled call. It was written by the process that launches this one, for its eyes
+The file holds the pickled call; without one, the variable ELASTIC_CALL names it, since on other machines it
+may be anywhere. It was written by the process that launches this one, for its eyes
 only, and never travels over the control plane; the value goes back as bytes that the driver does
 not open.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import cloudpickle
 
+from elastic.errors import Invalid
 
-def main(path: str) -> None:
+
+def main(path: str = "") -> None:
+    """Raises Invalid where nothing says which file it is."""
     from elastic import runtime
+
+    path = path or os.environ.get("ELASTIC_CALL", "")
+    if not path:
+        raise Invalid(
+            "no call to run: give its file, or start this by elastic.launch or elastic.ray"
+        )
 
     function, args, kwargs = cloudpickle.loads(Path(path).read_bytes())
     value = function(*args, **kwargs)
@@ -22,4 +33,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:2])

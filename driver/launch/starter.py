@@ -24,6 +24,9 @@ class Bootstrap(msgspec.Struct, frozen=True):
     host: str  # by this name it is listed
     secret: str  # of the job, hexadecimal
     drivers: list[str] = []  # host:port, names are looked up anew at each try
+    drivers_file: str = (
+        ""  # holds the same, one a line, and is read anew at each try; before ``drivers``
+    )
     etcd: EtcdAccess | None = None
     tls: TlsFiles | None = None
     slots: int = 0  # 0: as many as there are GPUs, else cores
@@ -31,6 +34,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
         str
     ] = []  # names or networks, the first that this host has is for the workers' data; empty: any
     outlives: bool = False  # it goes on without the process that started it
+    folder: str = ""  # workers start there; empty: where the driver says
     log_level: str = "info"
 
     def __repr__(self) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,17 +18,20 @@ import pytest
 
 from elastic.driver.entries import Entry, Header, Resumed, Snapshot, Writer, encoded
 from elastic.driver.etcd import Item, Listing
-from elastic.driver.events import Event, WorkerRaised
+from elastic.driver.events import Event, TimePassed, WorkerRaised
 from elastic.driver.journal import Archive, Journal, Upkeep
 from elastic.driver.journal_etcd import EtcdArchive
 from elastic.driver.journal_file import FileArchive
+from elastic.driver.journal_ray import RayArchive
 from elastic.driver.leadership import Deposed
+from elastic.driver.ray_kv import Insistent
 from elastic.driver.resume import Past, past_of
 from elastic.errors import Invalid
 from elastic.protocol import Worker
 
 ROOT = "/hvd-elastic/night/"
 OPERATIONS, REQUEST = 128, 1_500_000  # what etcd takes in one transaction
+VALUE, VALUES = 1_100_000, 64  # what we put into one value of Ray's store, and ask for at once
 
 
 class Place(Protocol):
@@ -138,6 +142,96 @@ class InEtcd:
         return b"".join(self.etcd.kept.values())
 
 
+class Killed(Exception):
+    """The process of a driver, in the middle of a call: it says nothing any more."""
+
+
+class FakeKeyValues:
+    """Ray's store, as one driver sees it. What is kept is shared by all.
+
+    ``troubles`` are those of the next calls: each is called with what would be done, and raises or does it.
+    """
+
+    def __init__(self, kept: dict[str, bytes]) -> None:
+        self.kept = kept
+        self.calls = 0
+        self.lives_for: int | None = None  # calls
+        self.troubles: list[Callable[[Callable[[], Any]], Any]] = []
+        self._alone = threading.Lock()
+
+    def put(self, key: str, value: bytes) -> None:
+        assert len(value) < VALUE
+        self._do(lambda: self.kept.__setitem__(key, value))
+
+    def create(self, key: str, value: bytes) -> bool:
+        def change() -> bool:
+            new = key not in self.kept
+            self.kept.setdefault(key, value)
+            return new
+
+        return bool(self._do(change))
+
+    def get(self, keys: Sequence[str]) -> dict[str, bytes]:
+        assert len(keys) <= VALUES
+        found: dict[str, bytes] = self._do(
+            lambda: {k: self.kept[k] for k in keys if k in self.kept}
+        )
+        return found
+
+    def keys(self, prefix: str) -> list[str]:
+        found: list[str] = self._do(lambda: [key for key in self.kept if key.startswith(prefix)])
+        return found
+
+    def remove(self, prefix: str) -> None:
+        self._do(lambda: [self.kept.pop(k) for k in list(self.kept) if k.startswith(prefix)])
+
+    def _do(self, change: Callable[[], Any]) -> Any:
+        if self.lives_for is not None:
+            self.lives_for -= 1
+            if self.lives_for < 0:
+                raise Killed
+        self.calls += 1
+        assert self._alone.acquire(blocking=False), "calls are made one at a time"
+        try:
+            return self.troubles.pop(0)(change) if self.troubles else change()
+        finally:
+            self._alone.release()
+
+
+class InRay:
+    def __init__(self, folder: Path) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.latest = FakeKeyValues(self.kept)
+
+    def archive(self) -> RayArchive:
+        self.latest = FakeKeyValues(self.kept)
+        return RayArchive("night", kv=Insistent(self.latest, lambda level, text: None))
+
+    def kill(self, journal: Journal) -> None:
+        journal.close()
+
+    async def tear(self, journal: Journal) -> None:
+        journal.record(1e6, large_event())
+        self.latest.lives_for = 1
+        with pytest.raises(Killed):
+            await journal.settle()
+
+    async def refuses_a_second(self, journal: Journal) -> None:
+        await self.archive().past()
+        journal.record(0.0, TimePassed())  # to which nobody does anything
+        with pytest.raises(
+            Deposed
+        ):  # after it was written: `test_journal_ray` tells what becomes of it
+            await journal.settle()
+        before = dict(self.kept)
+        with pytest.raises(Deposed):
+            await journal.settle()
+        assert self.kept == before
+
+    def contents(self) -> bytes:
+        return b"".join(self.kept.values())
+
+
 class MemoryJournal(Journal):
     """The fake: the lines of a file, in a list."""
 
@@ -203,4 +297,4 @@ class InMemory:
         return b"".join([encoded(self.header) if self.header else b"", *self.lines])
 
 
-PLACES: Iterable[Any] = (InFile, InEtcd, InMemory)
+PLACES: Iterable[Any] = (InFile, InEtcd, InRay, InMemory)

@@ -30,7 +30,12 @@ Log = list[tuple[str, str]]
 
 STAND_IN = """#!{python} -IS
 import json, os, signal, sys
-assert sys.argv[1:] == ["-m", "elastic.driver.agent_process"], sys.argv
+if sys.argv[1] == "-c":  # asked where it looks for modules
+    print(json.dumps(sys.path))
+    sys.exit()
+plain = sys.argv[1:] == ["-m", "elastic.driver.agent_process"]
+apart = sys.argv[1:3] == ["-I", "-c"] and "'elastic.driver.agent_process'" in sys.argv[3]
+assert plain or apart, sys.argv
 signal.alarm(100)  # whatever the test forgets
 told = json.loads(sys.stdin.readline())
 job = told["job"]

@@ -19,15 +19,18 @@ from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
 from elastic.driver.discovery.local import LocalDiscovery
+from elastic.driver.discovery.ray import RayDiscovery, Wanted
 from elastic.driver.discovery.script import ScriptDiscovery, find_script
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.etcd import Item
 from elastic.driver.job import Job, first_hosts, script_discovery
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
+from unit.fake_ray import FakeRay
 
 A = {"a": 2}
 AB = {"a": 2, "b": 1}
+NODES = {"10.0.0.1-aaaa": 2, "10.0.0.2-bbbb": 1}
 SERVICE = {"10.0.0.6": 2, "10.0.0.7": 2}  # its hosts are addresses, and all alike
 
 
@@ -198,11 +201,20 @@ def test_a_host_that_does_not_come_again_is_gone_then():
 # ---- the contract
 
 
+def on_ray(log: Log) -> RayDiscovery:
+    """The claims of an earlier driver are placed, and one waits."""
+    ray = FakeRay(aaaa=2, bbbb=1)
+    for number in range(4):
+        ray.make(f"hvd-elastic:job:{number}", {"CPU": 1}, detached=True)
+    ray.tick()
+    return RayDiscovery(Wanted(4, {"CPU": 1}), log, job="job", cluster=ray)
+
+
 async def service(name: str, port: int, timeout_s: float) -> list[tuple[int, str]]:
     return [(int(socket.AF_INET), address) for address in reversed(SERVICE)]
 
 
-@pytest.fixture(params=["static", "script", "fake", "local", "kubernetes", "etcd"])
+@pytest.fixture(params=["static", "script", "fake", "local", "kubernetes", "etcd", "ray"])
 def discovery(request, tmp_path) -> Discovery:
     log = Log()
     match request.param:
@@ -216,6 +228,8 @@ def discovery(request, tmp_path) -> Discovery:
             return EtcdDiscovery(Registered(registered("a:2", "b:1")), "job", log)
         case "kubernetes":
             return HeadlessServiceDiscovery("workers", 2, log, resolve=service)
+        case "ray":
+            return on_ray(log)
     return ScriptDiscovery(script(tmp_path, "echo a:2; echo b"), log)
 
 
@@ -223,7 +237,7 @@ def test_the_present_list_comes_first_and_is_the_callers_own(discovery):
     async def conversation() -> None:
         lists: AsyncIterator[dict[str, int]] = discovery.watch()
         first = await asyncio.wait_for(anext(lists), 10)
-        expected = SERVICE if isinstance(discovery, HeadlessServiceDiscovery) else AB
+        expected = {HeadlessServiceDiscovery: SERVICE, RayDiscovery: NODES}.get(type(discovery), AB)
         assert list(first.items()) == list(expected.items())
         first.clear()
         # Nothing has changed: either it is over, or it waits.

@@ -1,0 +1,116 @@
+"""Decides what the workers on a Ray node find in their environment, and what their agent imports. Pure.
+
+A worker is to run as the user's runtime_env says, and as if Ray's own process did not stand above it: what Ray has set
+for that process alone would slow a worker down (one thread), take its GPUs, or confuse the Ray that it joins itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+# Set by Ray for each of its worker processes: by its raylet, and when the process connects.
+OF_RAYS_PROCESS = frozenset(
+    {
+        "RAY_JOB_ID",
+        "RAY_RAYLET_PID",
+        "RAY_LD_PRELOAD_ON_WORKERS",
+        "RAY_CLIENT_MODE",
+        "RAY_JOB_CONFIG_JSON_ENV_VAR",
+        "RAY_RUNTIME_ENV",
+        "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR",
+        "SPT_NOENV",
+    }
+)
+# Set by Ray where nobody else has: an actor without a CPU gets one thread, one without a GPU sees none.
+UNLESS_GIVEN = frozenset({"OMP_NUM_THREADS", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
+GPUS = "CUDA_VISIBLE_DEVICES"
+BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger, which waits for somebody at the actor's process
+
+
+def without_rays_own(
+    environ: Mapping[str, str], given: Mapping[str, str], above: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a Ray worker process, without what Ray has set for that process alone.
+
+    ``given``: the ``env_vars`` of the user's runtime_env. ``above``: the environment of the raylet.
+    """
+
+    def stays(name: str, value: str) -> bool:
+        if name in given and name != BREAKPOINT:
+            return True
+        if name in UNLESS_GIVEN:
+            return above.get(name) == value
+        if name == BREAKPOINT:
+            return not value.startswith("ray.")
+        return name not in OF_RAYS_PROCESS and name != GPUS
+
+    clean = {name: value for name, value in environ.items() if stays(name, value)}
+    if BREAKPOINT in given:  # Ray has put its own over it
+        clean[BREAKPOINT] = given[BREAKPOINT]
+    return clean
+
+
+def workers_environ(
+    environ: Mapping[str, str],
+    given: Mapping[str, str],
+    above: Mapping[str, str],
+    *,
+    programs: str,
+    modules: Sequence[str],
+    address: str,
+    namespace: str,
+    call: str,
+    folder: str,
+) -> dict[str, str]:
+    """What the workers of a node inherit; see `without_rays_own`.
+
+    ``programs``: the folder of the python to run; ``modules``: where it looks for modules beside its own places.
+    By ``address`` ``ray.init()`` in a worker joins the same cluster; Ray lets nobody but the program itself choose a
+    namespace, so that is ``ray.init(namespace=os.environ["RAY_NAMESPACE"])``. Which GPUs a worker may
+    use is said for each of them by the driver; unless it says so, or the user has, none.
+    """
+    clean = without_rays_own(environ, given, above)
+    path = [each for each in clean.get("PATH", "").split(":") if each and each != programs]
+    result = {
+        GPUS: "",
+        **clean,
+        "PATH": ":".join([programs, *path]),
+        "PYTHONPATH": ":".join(modules),
+        "PWD": folder,
+        "RAY_ADDRESS": address,
+        "RAY_NAMESPACE": namespace,
+        "ELASTIC_CALL": call,
+    }
+    if not modules:
+        del result["PYTHONPATH"]
+    return result
+
+
+def users_modules(path: Sequence[str], own: Sequence[str], rays: str) -> list[str]:
+    """Which entries of ``sys.path`` a worker does not have by itself; ``own`` it has. ``rays``: Ray's own folder."""
+    known = {*own, ""}
+    return list(
+        dict.fromkeys(
+            entry
+            for entry in path
+            if entry not in known and entry != rays and not entry.startswith(f"{rays}/")
+        )
+    )
+
+
+def agents_path(own: Sequence[str], package: str, users: Sequence[str]) -> list[str]:
+    """The ``sys.path`` of an agent, where no file of the user's can stand before what it imports.
+
+    ``own`` is the interpreter's, ``package`` the folder in which hvd-elastic was found, which may be the user's: then
+    only Python's own modules go before it.
+    """
+    library = [entry for entry in own if entry.endswith((".zip", "/lib-dynload"))]
+    first = max((own.index(entry) + 1 for entry in library), default=0)
+    middle = [] if package in own else [package]
+    return list(dict.fromkeys([*own[:first], *middle, *own[first:], *users]))
+
+
+def environ_of_bytes(block: bytes) -> dict[str, str]:
+    """What ``/proc/PID/environ`` holds."""
+    pairs = (entry.partition("=") for entry in block.decode("utf-8", "replace").split("\0"))
+    return {name: value for name, sign, value in pairs if sign}

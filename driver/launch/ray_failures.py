@@ -1,0 +1,64 @@
+"""Says in one sentence why Ray could not put an agent on a node, and what to do, from the error that Ray gave. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_SHOWN = 300  # characters of somebody else's words
+_COLOUR = re.compile(r"\x1b?\[\d+m")
+_INSTALL = (
+    "install it in the nodes' image, or give ray.init(runtime_env={'pip': ['hvd-elastic']}), or its"
+    " folder in py_modules"
+)
+
+
+def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) -> str:
+    """``kind`` is the name of Ray's exception and ``text`` what it says; TimeoutError if nothing came in time."""
+    said = _COLOUR.sub("", text)
+    node = node[:8]
+    if found := re.search(r"No module named '?([\w.]+)'?", said):
+        return (
+            f"hvd-elastic can't be imported on {host}: there is no module {found[1]} for Ray's python"
+            f" there; {_INSTALL}"
+        )
+    if "failed to import on the worker" in said:
+        return f"hvd-elastic can't be imported on {host}; {_INSTALL}"
+    if kind == "RuntimeEnvSetupError":
+        return f"the job's runtime_env can't be set up on {host}: {_last_line(said)}; correct it"
+    if kind == "ActorUnschedulableError":
+        return f"Ray has no node {node} any more, which was {host}; another has to take its place"
+    if "its node has died" in said or "node was terminated" in said:
+        return f"the node {node} of {host} has died; another has to take its place"
+    if kind in ("GetTimeoutError", "TimeoutError"):
+        return (
+            f"Ray has started no actor on {host} within {limit_s:g} s: its node {node} is dead and not"
+            " yet known to be, or too busy, or still sets up the job's runtime_env; look at `ray list"
+            " nodes` and the load there"
+        )
+    return f"Ray can't run an actor on {host}, node {node}: {kind}: {_cause(said)}; look at `ray list actors`"
+
+
+def why_gone(host: str, text: str) -> str:
+    """The actor of an agent that was ready has ended without a word."""
+    return f"the agent on {host} is gone with its actor: {_cause(_COLOUR.sub('', text))}"
+
+
+def another_release(host: str, theirs: str, ours: str) -> str:
+    return (
+        f"{host} has release {theirs} of hvd-elastic, and here it is {ours}; install the same in the"
+        " image of every node, or give it in ray.init(runtime_env={'pip': [...]})"
+    )
+
+
+def _cause(said: str) -> str:
+    """What Ray says of the cause, without the actor's particulars."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    for line in lines:
+        if line.startswith(("The actor is dead because ", "The actor died because ")):
+            return line.split(" because ", 1)[1].rstrip(".")[:_SHOWN]
+    return lines[0].rstrip(".")[:_SHOWN] if lines else "it did not say why"
+
+
+def _last_line(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1].rstrip(".")[:_SHOWN] if lines else "it did not say why"

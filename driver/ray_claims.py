@@ -1,0 +1,262 @@
+"""Decides which nodes of a Ray cluster have slots of this job, and which claims to make and remove. Pure.
+
+A claim is one placement group with one bundle: room for one worker. As many are kept as the job can use at most; those
+that wait for room are what an autoscaler brings nodes for.
+
+    what Ray says of a claim            it is a slot   and then
+    waiting for room, or for its GPUs   no             waited for
+    placed, on a node that lives        yes
+    placed, on a node that drains       no             removed, and made anew at once: it will be placed elsewhere
+    placed, on a node that is dead      no             kept: Ray places it elsewhere by itself
+    gone, though nobody here removed it no             made anew
+    asking for something else           no             removed: an earlier job of this name has left it
+    one more than are wanted            no             removed, the youngest that waits first
+
+A node that drained once never has slots again. A claim that is to go is removed again and again until Ray says that it
+is gone, wherever Ray may have placed it meanwhile. It may go before its workers have left: they are no part of it, and
+nobody else is placed on a node that drains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elastic.errors import Invalid
+
+_LEAST = 1e-4  # Ray counts resources in ten-thousandths
+
+
+class Stage(Enum):
+    """Where a claim stands."""
+
+    WAITING = "waiting"
+    PLACED = "placed"
+    GONE = "gone"
+
+
+class Condition(Enum):
+    """Of a node."""
+
+    ALIVE = "alive"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What Ray says of one. A number is used once, and the greater one is the younger."""
+
+    number: int
+    stage: Stage
+    node: str = ""  # of one that is placed
+    ready: bool = True  # all is known that a worker needs to start there
+    fits: bool = True  # it asks for what this job asks for
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``seats``: the claims of each node, in the order of its slots; nodes in order of preference."""
+
+    seats: dict[str, list[int]] = field(default_factory=dict)
+    make: list[int] = field(default_factory=list)
+    remove: list[int] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)  # nodes that had seats until now
+
+    @property
+    def placed(self) -> int:
+        return sum(len(numbers) for numbers in self.seats.values())
+
+
+class Seats:
+    """Which slot each claim is: those that stay keep theirs, those that come stand behind, the oldest first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._seats: dict[str, list[int]] = {}
+
+    def settle(self, placed: Mapping[int, str]) -> dict[str, list[int]]:
+        """``placed``: the node of each claim that may be a slot. Where there are too many, those seated go before."""
+        kept = {
+            node: [number for number in numbers if placed.get(number) == node]
+            for node, numbers in self._seats.items()
+        }
+        seated = {number for numbers in kept.values() for number in numbers}
+        room = self._most - len(seated)
+        for number in sorted(placed.keys() - seated)[:room]:
+            kept.setdefault(placed[number], []).append(number)
+        self._seats = {node: numbers for node, numbers in kept.items() if numbers}
+        return {node: [*numbers] for node, numbers in self._seats.items()}
+
+
+class Claims:
+    """The claims of one job. ``ours`` False: they are bundles of somebody's group, never made or removed by us."""
+
+    def __init__(self, most: int, *, ours: bool = True) -> None:
+        self._most = most
+        self._ours = ours
+        self._seats = Seats(most)
+        self._given_up: set[int] = set()
+        self._drained: set[str] = set()
+        self._next = 0
+        self._some = False  # at the last look there was a claim
+        self._last = Decision()
+
+    def decide(self, found: Sequence[Claim], nodes: Mapping[str, Condition]) -> Decision:
+        """``found``: every claim that Ray knows, those that are gone included. ``nodes``: every node it knows.
+
+        An answer without any node, or without any of the claims that there were, is none: it changes nothing.
+        """
+        if not nodes or (self._some and not found):
+            self._last = Decision(seats=self._last.seats)
+            return self._last
+        self._some = bool(found)
+        self._next = max([self._next, *(claim.number + 1 for claim in found)])
+        self._drained |= {node for node, is_ in nodes.items() if is_ is Condition.DRAINING}
+        present = [claim for claim in found if claim.stage is not Stage.GONE]
+        self._given_up &= {claim.number for claim in present}
+        kept = self._keep(present, nodes) if self._ours else present
+        seats = self._seats.settle(
+            {claim.number: claim.node for claim in kept if self._usable(claim, nodes)}
+        )
+        missing = self._most - len(kept) if self._ours else 0
+        make = [*range(self._next, self._next + missing)]
+        self._next += missing
+        self._last = Decision(
+            seats=seats,
+            make=make,
+            remove=sorted(self._given_up),
+            drained=[each for each in self._last.seats if each in self._drained],
+        )
+        return self._last
+
+    def _keep(self, present: Iterable[Claim], nodes: Mapping[str, Condition]) -> list[Claim]:
+        """All but those that are to go."""
+        kept = []
+        for claim in present:
+            drains = claim.stage is Stage.PLACED and claim.node in self._drained
+            if drains or not claim.fits:
+                self._given_up.add(claim.number)
+            if claim.number not in self._given_up:
+                kept.append(claim)
+        kept.sort(key=lambda claim: (not self._lives(claim, nodes), claim.number))
+        self._given_up |= {claim.number for claim in kept[self._most :]}
+        return kept[: self._most]
+
+    def _lives(self, claim: Claim, nodes: Mapping[str, Condition]) -> bool:
+        return (
+            claim.stage is Stage.PLACED
+            and claim.node not in self._drained
+            and nodes.get(claim.node) is Condition.ALIVE
+        )
+
+    def _usable(self, claim: Claim, nodes: Mapping[str, Condition]) -> bool:
+        return claim.ready and claim.fits and self._lives(claim, nodes)
+
+    def unready(self, found: Iterable[Claim], nodes: Mapping[str, Condition]) -> bool:
+        """Whether a slot is missing only because something about it is still being asked."""
+        return any(
+            not claim.ready
+            and claim.fits
+            and claim.number not in self._given_up
+            and self._lives(claim, nodes)
+            for claim in found
+        )
+
+
+# ---- resources -------------------------------------------------------------------------------------------------------
+
+
+def same(these: Mapping[str, float], those: Mapping[str, float]) -> bool:
+    """Whether two bundles ask for the same."""
+    names = these.keys() | those.keys()
+    return all(
+        math.isclose(these.get(name, 0.0), those.get(name, 0.0), rel_tol=1e-6, abs_tol=_LEAST / 2)
+        for name in names
+    )
+
+
+def suitable(
+    bundles: Mapping[int, Mapping[str, float]],
+    resources: Mapping[str, float],
+    skip: int | Mapping[str, float] = 0,
+) -> list[int]:
+    """The bundles of a given group that each have room for one worker. Raises Invalid where there is none.
+
+    ``skip``: how many of the first ones belong to somebody else, or what of the first one does.
+    """
+    left = {index: dict(bundle) for index, bundle in sorted(bundles.items())}
+    if isinstance(skip, int):
+        left = {index: bundle for index, bundle in left.items() if index >= skip}
+        taken = f" and the first {skip} are not for workers" if skip else ""
+    else:
+        for name, amount in skip.items():
+            if 0 in left:
+                left[0][name] = left[0].get(name, 0.0) - amount
+        taken = f" and {show(skip)} of the first is in use already" if show(skip) else ""
+    found = [index for index, bundle in left.items() if has_room(bundle, resources)]
+    if found:
+        return found
+    listed = ", ".join(f"{{{show(bundle)}}}" for _, bundle in sorted(bundles.items())[:8])
+    more = ", ..." if len(bundles) > 8 else ""
+    raise Invalid(
+        f"no bundle of the placement group has room for a worker, which needs {show(resources)}: its"
+        f" {len(bundles)} bundles are {listed}{more}{taken}; give it a bundle for each worker, or"
+        " set resources_per_worker to what one of its bundles has"
+    )
+
+
+def part(ids: Sequence[str], slot: int, slots: int) -> Sequence[str]:
+    """Which of a bundle's GPUs one of its slots has; several may share one."""
+    if len(ids) >= slots:
+        each = len(ids) // slots
+        return ids[slot * each : (slot + 1) * each]
+    return ids[slot * len(ids) // slots :][:1]
+
+
+def has_room(bundle: Mapping[str, float], resources: Mapping[str, float]) -> bool:
+    return all(
+        bundle.get(name, 0.0) >= amount - _LEAST / 2 for name, amount in resources.items() if amount
+    )
+
+
+def show(resources: Mapping[str, float]) -> str:
+    """``CPU 1, GPU 0.5``: memory in GB."""
+    return ", ".join(
+        f"{name} {amount / 1e9:.3g} GB" if "memory" in name else f"{name} {amount:g}"
+        for name, amount in sorted(resources.items())
+        if amount
+    )
+
+
+def shortage(
+    *,
+    at_least: int,
+    placed: int,
+    within_s: float,
+    resources: Mapping[str, float],
+    free: Mapping[str, float],
+    nodes: int,
+    too_large: bool,
+    given: bool,
+) -> str:
+    """Why a job can't begin, and what to do. ``free`` is what the nodes together have left beside what was placed."""
+    one = at_least == 1
+    each = show(resources)
+    asked = f"1 worker of {each} was" if one else f"{at_least} workers of {each} each were"
+    could = f"{asked} asked for, and {placed} could be placed within {within_s:g} s"
+    if given:
+        return (
+            f"{could}: the placement group has no more suitable bundles that are placed; wait until"
+            " it is ready, or give it more bundles"
+        )
+    names: Collection[str] = {*resources, "CPU", "GPU"}
+    left = show({name: free.get(name, 0.0) for name in names}) or "nothing"
+    noun = "node" if nodes == 1 else "nodes"
+    large = "; no node is large enough for one" if too_large else ""
+    return (
+        f"{could}; beside them {left} is free on {nodes} {noun}{large}: add nodes, end what holds"
+        " them, or ask for fewer workers (min_workers) or less for each (resources_per_worker)"
+    )

@@ -1,0 +1,161 @@
+"""What workers on a Ray node find in their environment, what their agent imports, and why an actor did not start."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.launch.ray_environment import (
+    agents_path,
+    environ_of_bytes,
+    users_modules,
+    without_rays_own,
+    workers_environ,
+)
+from elastic.driver.launch.ray_failures import why_gone, why_no_actor
+
+OF_RAY = {
+    "RAY_JOB_ID": "01000000",
+    "RAY_RAYLET_PID": "77",
+    "RAY_LD_PRELOAD_ON_WORKERS": "0",
+    "SPT_NOENV": "1",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace",
+}
+
+
+def test_what_ray_has_set_for_its_process_goes_and_the_rest_stays():
+    environ = {**OF_RAY, "HOME": "/h", "RAY_USE_TLS": "1", "RAY_TMPDIR": "/t"}
+    kept = {"HOME": "/h", "RAY_USE_TLS": "1", "RAY_TMPDIR": "/t"}
+    assert without_rays_own(environ, {}, {}) == kept
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"])
+def test_what_the_user_has_given_stays(name):
+    environ = {**OF_RAY, name: "3"}
+    assert without_rays_own(environ, {name: "3"}, {}) == {name: "3"}
+
+
+def test_the_users_breakpoint_comes_back():
+    assert without_rays_own(OF_RAY, {"PYTHONBREAKPOINT": "0"}, {}) == {"PYTHONBREAKPOINT": "0"}
+    assert without_rays_own({"PYTHONBREAKPOINT": "my.debugger"}, {}, {}) != {}
+
+
+def test_threads_that_the_nodes_owner_has_set_stay_and_those_of_ray_do_not():
+    environ = {"OMP_NUM_THREADS": "1"}
+    assert without_rays_own(environ, {}, {"OMP_NUM_THREADS": "1"}) == environ
+    assert without_rays_own(environ, {}, {"OMP_NUM_THREADS": "8"}) == {}
+
+
+def made(environ: dict[str, str], modules: list[str]) -> dict[str, str]:
+    return workers_environ(
+        environ,
+        {},
+        {},
+        programs="/venv/bin",
+        modules=modules,
+        address="head:6379",
+        namespace="mine",
+        call="/tmp/x/call",
+        folder="/work",
+    )
+
+
+def test_the_first_programs_are_the_actors_pythons():
+    assert made({"PATH": "/a:/venv/bin:/b"}, [])["PATH"] == "/venv/bin:/a:/b"
+    assert made({}, [])["PATH"] == "/venv/bin"
+
+
+def test_workers_import_what_the_actor_does_and_nothing_of_rays_insides():
+    own = ["/lib.zip", "/lib", "/lib/lib-dynload", "/venv/site", "/src"]
+    path = ["/venv/site/ray/thirdparty_files", "/pkg", "", *own, "/pkg", "/late"]
+    modules = users_modules(path, own, "/venv/site/ray")
+    assert modules == ["/pkg", "/late"]
+    assert made({"PYTHONPATH": "/elsewhere"}, modules)["PYTHONPATH"] == "/pkg:/late"
+    assert "PYTHONPATH" not in made({"PYTHONPATH": "/elsewhere"}, [])
+
+
+def test_workers_join_the_same_cluster_and_get_no_gpus_unless_the_driver_says_so():
+    found = made({**OF_RAY, "PWD": "/"}, [])
+    assert found == {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PATH": "/venv/bin",
+        "PWD": "/work",
+        "RAY_ADDRESS": "head:6379",
+        "RAY_NAMESPACE": "mine",
+        "ELASTIC_CALL": "/tmp/x/call",
+    }
+
+
+def test_nothing_of_the_users_goes_before_what_an_agent_imports():
+    own = ["/lib.zip", "/lib", "/lib/lib-dynload", "/venv/site"]
+    assert agents_path(own, "/venv/site", ["/pkg"]) == [*own, "/pkg"]
+    # It came with the user's files: Python's own modules still go first.
+    assert agents_path(own, "/pkg", ["/other", "/pkg"]) == [
+        *own[:3],
+        "/pkg",
+        "/venv/site",
+        "/other",
+    ]
+
+
+def test_an_environment_is_read_as_the_kernel_writes_it():
+    block = b"A=1\0B=x=y\0broken\0C=\0raw=\xff\0"
+    assert environ_of_bytes(block) == {"A": "1", "B": "x=y", "C": "", "raw": "\ufffd"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        (
+            "ActorUnschedulableError",
+            "The actor is not schedulable: The node specified via NodeAffinitySchedulingStrategy doesn't exist",
+            "Ray has no node ab12cd34 any more, which was alpha; another has to take its place",
+        ),
+        (
+            "ActorDiedError",
+            "The actor died unexpectedly.\n\tclass_name: A\nThe actor died because its node has died. Node Id: x",
+            "the node ab12cd34 of alpha has died; another has to take its place",
+        ),
+        (
+            "ActorDiedError",
+            "The actor died because of an error raised in its creation task, \x1b[36mray::A()\x1b[39m\n"
+            "RuntimeError: The actor with name AgentActor failed to import on the worker. This may be ...\n"
+            "ModuleNotFoundError: No module named 'elastic'",
+            "hvd-elastic can't be imported on alpha: there is no module elastic for Ray's python there;"
+            " install it in the nodes' image, or give ray.init(runtime_env={'pip': ['hvd-elastic']}), or"
+            " its folder in py_modules",
+        ),
+        (
+            "RuntimeEnvSetupError",
+            "Failed to set up runtime environment.\n[Node 1.2.3.4] Traceback\nValueError: no such conda.",
+            "the job's runtime_env can't be set up on alpha: ValueError: no such conda; correct it",
+        ),
+        (
+            "TimeoutError",
+            "",
+            "Ray has started no actor on alpha within 30 s: its node ab12cd34 is dead and not yet known"
+            " to be, or too busy, or still sets up the job's runtime_env; look at `ray list nodes` and"
+            " the load there",
+        ),
+        (
+            "RpcError",
+            "failed to connect\nmore",
+            "Ray can't run an actor on alpha, node ab12cd34: RpcError: failed to connect; look at `ray"
+            " list actors`",
+        ),
+    ],
+)
+def test_why_there_is_no_actor(kind, text, expected):
+    assert why_no_actor("alpha", "ab12cd34ef", kind, text, limit_s=30.0) == expected
+
+
+def test_why_an_actor_is_gone():
+    text = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: AgentActor\n"
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR."
+    )
+    assert why_gone("alpha", text) == (
+        "the agent on alpha is gone with its actor: its worker process has died. Worker exit type:"
+        " SYSTEM_ERROR"
+    )
