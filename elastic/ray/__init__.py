@@ -1,0 +1,10 @@
+"""Elastic training on a Ray cluster: ``elastic.ray.run(train_fn, config, num_workers=4, min_workers=2)``.
+
+Ray supplies hosts, placement and supervision; our driver decides the world; gradients travel between the workers.
+Importing this does not import Ray.
+"""
+
+from elastic.ray.executor import Executor, Result, attach, run, stop
+from elastic.report_values import Report
+
+__all__ = ["Executor", "Report", "Result", "attach", "run", "stop"]

@@ -1,0 +1,177 @@
+"""What a job on a Ray cluster is given, checked before anything is started. Pure: Ray is not imported here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.errors import Invalid
+
+CURRENT = "current"  # the placement group that the caller runs in, if it runs in one
+PLACEMENT_S = 100.0
+LEAST_S = 1.0  # of any limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """How many workers, with what each, and where.
+
+    ``resources`` as Ray counts them: CPU, GPU, memory in bytes, and those that the cluster's owner has made up.
+    """
+
+    np: int  # to begin with
+    least: int
+    most: int
+    elastic: bool
+    resources: Mapping[str, float]
+    placement_group: Any = CURRENT  # CURRENT, None, or a placement group of Ray's
+    skip_bundles: int = 0  # of the placement group, at its beginning: the caller's own
+    per_bundle: int = 1  # workers in each of its other bundles
+    hosts: int | None = None  # exactly so many nodes, with np / hosts workers on each
+
+    @property
+    def gpus(self) -> float:
+        return self.resources.get("GPU", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds and counts, as the flags of ``elasticrun`` with the same names. None: its default."""
+
+    elastic_timeout: float | None = None
+    start_timeout: float | None = None
+    placement_timeout: float = (
+        PLACEMENT_S  # until there are resources for the workers to begin with
+    )
+    reset_limit: int | None = None
+    cooldown_range: tuple[float, float] | None = None
+    gloo_timeout: float | None = None
+    network_interface: str | None = None
+    verbose: bool = False
+    flags: tuple[str, ...] = field(default=())  # further ones of elasticrun
+
+    def as_flags(self) -> list[str]:
+        given: dict[str, float | str | None] = {
+            "--elastic-timeout": self.elastic_timeout,
+            "--start-timeout": self.start_timeout,
+            "--reset-limit": self.reset_limit,
+            "--gloo-timeout-seconds": self.gloo_timeout,
+            "--network-interface": self.network_interface,
+        }
+        flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
+        if self.cooldown_range is not None:
+            flags += ["--blacklist-cooldown-range", *map(str, self.cooldown_range)]
+        if self.verbose:
+            flags.append("--verbose")
+        return [*flags, *self.flags]
+
+
+def wanted(
+    num_workers: int | None,
+    min_workers: int | None,
+    max_workers: int | None,
+    resources_per_worker: Mapping[str, float] | None,
+    use_gpu: bool,
+    placement_group: Any = CURRENT,
+    num_hosts: int | None = None,
+) -> Wanted:
+    """Raises Invalid."""
+    counts = {"num_workers": num_workers, "min_workers": min_workers, "max_workers": max_workers}
+    for name, count in counts.items():
+        if count is not None and (
+            not isinstance(count, int) or isinstance(count, bool) or count < 1
+        ):
+            raise Invalid(f"{name} is {count!r}; give a whole number of at least 1")
+    elastic = min_workers is not None or max_workers is not None
+    np = num_workers if num_workers is not None else min_workers
+    if np is None:
+        raise Invalid(
+            "num_workers and min_workers are missing; say how many workers to start, as in"
+            " num_workers=4"
+        )
+    least = min_workers if min_workers is not None else np
+    most = max_workers if max_workers is not None else np
+    if least > most:
+        raise Invalid(f"min_workers {least} is greater than max_workers {most}; give min <= max")
+    if not least <= np <= most:
+        raise Invalid(
+            f"num_workers {np} is not between min_workers {least} and max_workers {most};"
+            " give min <= num <= max"
+        )
+    if num_hosts is not None and (num_hosts < 1 or np % num_hosts):
+        raise Invalid(f"{np} workers can't be spread evenly over {num_hosts} hosts")
+    if num_hosts is not None and elastic:
+        raise Invalid("an elastic job takes the hosts that come; leave num_hosts out")
+    return Wanted(
+        np=np,
+        least=least,
+        most=most,
+        elastic=elastic,
+        resources=resources(resources_per_worker, use_gpu),
+        placement_group=placement_group,
+        hosts=num_hosts,
+    )
+
+
+def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, float]:
+    """One CPU by default, and with ``use_gpu`` one GPU. Raises Invalid."""
+    if given is not None and not isinstance(given, Mapping):
+        raise Invalid(
+            f"resources_per_worker is a {type(given).__name__}; give a dict such as"
+            " {'CPU': 2, 'GPU': 1}"
+        )
+    found: dict[str, float] = {"CPU": 1.0}
+    for name, amount in (given or {}).items():
+        if not isinstance(name, str) or not name:
+            raise Invalid(f"resources_per_worker names {name!r}; names of resources are strings")
+        if isinstance(amount, bool) or not isinstance(amount, int | float):
+            raise Invalid(f"resources_per_worker[{name!r}] is {amount!r}; give a number")
+        if not math.isfinite(amount) or amount < 0:
+            raise Invalid(f"resources_per_worker[{name!r}] is {amount!r}; give 0 or more")
+        found[name] = float(amount)
+    if use_gpu:
+        found.setdefault("GPU", 1.0)
+        if not found["GPU"]:
+            raise Invalid(
+                "use_gpu=True needs GPUs, but resources_per_worker['GPU'] is 0; leave out one"
+            )
+    elif found.get("GPU"):
+        raise Invalid("resources_per_worker has GPUs; give use_gpu=True too")
+    if found.get("GPU", 0.0) > 1 and found["GPU"] != int(found["GPU"]):
+        raise Invalid(
+            f"resources_per_worker['GPU'] is {found['GPU']:g}; give a whole number, or less than 1"
+        )
+    found = {name: amount for name, amount in found.items() if amount}
+    if not found:
+        raise Invalid("resources_per_worker asks for nothing at all; give at least {'CPU': 1}")
+    return found
+
+
+def check_limits(limits: Limits) -> None:
+    """Raises Invalid."""
+    seconds = {
+        "elastic_timeout": limits.elastic_timeout,
+        "start_timeout": limits.start_timeout,
+        "placement_timeout": limits.placement_timeout,
+        "gloo_timeout": limits.gloo_timeout,
+    }
+    for name, value in seconds.items():
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value < LEAST_S:
+            raise Invalid(f"{name} is {value!r}; give seconds, at least {LEAST_S:g}")
+
+
+def check_callables(**given: Callable[..., Any] | None) -> None:
+    """Raises Invalid."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise Invalid(f"{name} is a {type(value).__name__}; give a function")
+
+
+def call_arguments(config: Any) -> tuple[Any, ...]:
+    """What the training function is called with."""
+    return () if config is None else (config,)

@@ -1,0 +1,378 @@
+"""The driver of one job, or of one executor's jobs, as a Ray actor. Acts; the driver decides, as anywhere else.
+
+The driver has an event loop in a thread of its own, and Ray's calls come to it from outside, so that what Ray does with
+its loop is no concern of a job. Values of the user's functions are bytes here and stay closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import select
+import threading
+import warnings
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import ray
+
+from elastic.driver import cli
+from elastic.driver.console import Console
+from elastic.driver.discovery import ray as places
+from elastic.driver.discovery.interface import Log
+from elastic.driver.discovery.ray import RayDiscovery
+from elastic.driver.job import Job, Stoppable
+from elastic.driver.journal import Archive
+from elastic.driver.journal_ray import RayArchive
+from elastic.driver.launch.calls import CallFailed
+from elastic.driver.launch.ray import RayStarter
+from elastic.driver.start import start
+from elastic.driver.start_fleet import DEPOSED_CODE
+from elastic.errors import ElasticError, Invalid
+from elastic.ray import calls
+from elastic.ray.arguments import Limits, Wanted
+from elastic.ray.news import Item, News, Told
+from elastic.report_values import Report
+
+RUN_FUNCTION = ("python", "-m", "elastic.run_function")
+SERVE_CALLS = ("python", "-m", "elastic.ray.serve_calls")
+KEPT_S = 600.0  # the outcome of a detached job, for somebody who asks
+STOP_CODE = 130
+ENDS_S = 20.0  # for a job to end that has lost a persistent worker
+CLOSE_S = 30.0  # for a job to end after it was asked to
+REPORT_BYTES = 256  # about
+
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What a driver is made of. ``name``: of the job, alone in its cluster. ``secret``: shared with its agents."""
+
+    name: str
+    wanted: Wanted
+    limits: Limits
+    environ: Mapping[str, str] = dataclasses.field(repr=False)  # added to that of the workers
+    secret: bytes = dataclasses.field(repr=False)
+    detached: bool = False
+    call: bytes | None = dataclasses.field(default=None, repr=False)  # of a detached job
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """``invalid``: it was not started, and the reason says what to do."""
+
+    code: int
+    reason: str
+    results: list[bytes] = dataclasses.field(default_factory=list, repr=False)
+    reports: dict[int, Report] = dataclasses.field(default_factory=dict)
+    invalid: bool = False
+
+
+class DriverActor:
+    """An async actor. A detached one begins its job at once, and goes on with it after Ray has restarted it."""
+
+    def __init__(self, spec: Spec) -> None:
+        _end_with_raylet()
+        self._spec = spec
+        self._runs = 0
+        self._driver: Stoppable | None = None
+        self._starter: RayStarter | None = None
+        self._stopped: tuple[str, int] | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="elastic-driver", daemon=True).start()
+        self._news: News = self._apart(self._make_news()).result()
+        self._job: asyncio.Future[Ended] | None = None
+        self._placed = False
+        self._again = spec.detached and _restarted()
+        if spec.detached:
+            assert spec.call is not None
+            self._apart(self._begin(spec.call, RUN_FUNCTION)).result()
+            threading.Thread(target=self._leave_later, name="elastic-leave", daemon=True).start()
+
+    # ---- what the caller asks ----------------------------------------------------------------------------------------
+
+    async def place(self) -> str:
+        """Reserves what the workers to begin with need; returns why that can't be done, or nothing."""
+        return await self._in_loop(self._place())
+
+    async def begin(self, call: bytes, *, persistent: bool = False) -> None:
+        """A new job, after the one before has ended. ``persistent``: its workers serve calls."""
+        await self._in_loop(self._begin(call, SERVE_CALLS if persistent else RUN_FUNCTION))
+
+    async def outcome(self) -> Ended:
+        """Waits for the end of the job."""
+        return await self._in_loop(self._outcome())
+
+    async def ready(self, count: int, within_s: float) -> str:
+        """Waits until so many persistent workers serve; returns why they don't, or nothing."""
+        return await self._in_loop(self._ready(count, within_s))
+
+    async def call(self, rank: int, blob: bytes) -> bytes:
+        """Has a persistent worker make a call; its answer, or why it is lost. See `elastic.ray.calls`."""
+        assert self._starter is not None, "persistent workers have been started"
+        return await self._in_loop(self._call(rank, blob))
+
+    async def news(self, source: str, number: int, wait_s: float) -> Told:
+        return await self._in_loop(self._news.after(source, number, wait_s))
+
+    async def stop(self, reason: str) -> None:
+        """End the job, with exit code 130; a second time at once."""
+        await self._in_loop(self._stop(reason))
+
+    async def close(self) -> None:
+        """Stop what runs and give back what was reserved."""
+        await self._in_loop(self._close())
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    # ---- in the driver's loop ----------------------------------------------------------------------------------------
+
+    def _apart(self, work: Coroutine[Any, Any, Value]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _in_loop(self, work: Coroutine[Any, Any, Value]) -> Awaitable[Value]:
+        return asyncio.wrap_future(self._apart(work))
+
+    async def _make_news(self) -> News:
+        news = News()
+        spec = self._spec
+        level = "debug" if spec.limits.verbose else "info"
+        self._log: Log = Console(news.err, level=level, colour=False, timestamps=True)
+        self._discovery = self._discover()
+        self._archive = RayArchive(spec.name, log=self._log) if spec.detached else None
+        return news
+
+    def _discover(self) -> RayDiscovery:
+        wanted = self._spec.wanted
+        return RayDiscovery(
+            places.Wanted(
+                wanted.most,
+                wanted.resources,
+                wanted.placement_group,
+                wanted.skip_bundles,
+                wanted.per_bundle,
+            ),
+            self._log,
+            job=self._spec.name,
+            detached=self._spec.detached,
+        )
+
+    async def _place(self) -> str:
+        if self._placed:
+            return ""
+        spec = self._spec
+        count = spec.wanted.least if spec.wanted.elastic else spec.wanted.np
+        if self._again:
+            count = 0  # the workers of the driver before hold their places, as many as are left
+        try:
+            await self._discovery.place(count, spec.limits.placement_timeout)
+        except Invalid as error:
+            return str(error)
+        self._placed = True
+        return ""
+
+    async def _begin(self, call: bytes, program: Sequence[str]) -> None:
+        if self._job is not None and not self._job.done():
+            raise Invalid("this executor runs a function already; wait for its end")
+        self._stopped = None
+        self._job = asyncio.ensure_future(self._run(call, program))
+
+    async def _run(self, call: bytes, program: Sequence[str]) -> Ended:
+        self._runs += 1
+        try:
+            refused = await self._place()
+            if refused:
+                return Ended(2, refused, invalid=True)
+            outcome = await start(self._make_job(call, program))
+        except Invalid as error:
+            return Ended(2, str(error), invalid=True)
+        except OSError as error:
+            return Ended(1, f"the driver can't start: {error}")
+        except ElasticError as error:  # another driver has the job
+            return Ended(DEPOSED_CODE, str(error))
+        finally:
+            self._driver = None
+            if self._archive is not None and not self._archive.lost.is_set():
+                with contextlib.suppress(ElasticError, OSError):
+                    await self._discovery.close()
+                self._placed = False
+        return Ended(outcome.code, outcome.reason, outcome.results, outcome.reports)
+
+    def _make_job(self, call: bytes, program: Sequence[str]) -> Job:
+        spec, wanted = self._spec, self._spec.wanted
+        name = spec.name if spec.detached else f"{spec.name}-{self._runs}"
+        flags = ["-np", str(wanted.np), "--job", name, *spec.limits.as_flags()]
+        if wanted.elastic:
+            flags += ["--min-np", str(wanted.least), "--max-np", str(wanted.most)]
+        environ = {**os.environ, **spec.environ}
+        if self._runs > 1:
+            self._discovery = self._discover()  # a list of hosts is watched once
+        self._starter = RayStarter(
+            self._discovery.node_of, call, self._log, job=name, detached=spec.detached
+        )
+        provider = RayProvider(spec, self._discovery, self._starter, self._archive, self._again)
+        options = cli.read_options([*flags, *program], environ)
+        job = cli.make_job(options, environ, provider=provider)
+        assert job.fleet is not None
+        return dataclasses.replace(
+            job,
+            # Nothing of this process's own environment, which is Ray's.
+            fleet=dataclasses.replace(job.fleet, forwarded=dict(spec.environ)),
+            streams=(self._news.out, self._news.err),
+            reported=self._reported,
+            begun=self._begun,
+        )
+
+    def _reported(self, report: Report) -> None:
+        self._news.put(Item("report", report), REPORT_BYTES + len(repr(report.metrics)))
+
+    def _begun(self, driver: Stoppable) -> None:
+        self._driver = driver
+        if self._stopped is not None:
+            driver.stop(*self._stopped)
+
+    async def _outcome(self) -> Ended:
+        assert self._job is not None, "a job has begun"
+        return await asyncio.shield(self._job)
+
+    async def _ready(self, count: int, within_s: float) -> str:
+        assert self._job is not None, "a job has begun"
+        waiting = asyncio.ensure_future(self._all_present(count, within_s))
+        both: set[asyncio.Future[Any]] = {waiting, self._job}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            ended = self._job.result()
+            return f"the workers ended with exit code {ended.code}: {ended.reason}"
+        return waiting.result()
+
+    async def _all_present(self, count: int, within_s: float) -> str:
+        deadline = self._loop.time() + within_s
+        while self._starter is None or (present := await self._starter.present()) < count:
+            if self._loop.time() >= deadline:
+                there = 0 if self._starter is None else present
+                return f"{there} of {count} workers have started within {within_s:g} s"
+            await asyncio.sleep(0.05)
+        return ""
+
+    async def _call(self, rank: int, blob: bytes) -> bytes:
+        assert self._starter is not None and self._job is not None
+        why = "the workers have ended"
+        if not self._job.done():
+            try:
+                answer: bytes = await self._starter.call(rank, blob)
+                return answer
+            except CallFailed as error:
+                why = str(error)
+            await asyncio.wait({self._job}, timeout=ENDS_S)
+        if self._job.done():
+            ended = self._job.result()
+            why = f"the job ended with exit code {ended.code}: {ended.reason}"
+        return calls.lost(why)
+
+    async def _stop(self, reason: str) -> None:
+        self._stopped = (reason, STOP_CODE)
+        if self._driver is not None:
+            self._driver.stop(reason, STOP_CODE)
+
+    async def _close(self) -> None:
+        if self._job is not None and not self._job.done():
+            await self._stop("the executor is shut down")
+            with contextlib.suppress(Exception):
+                await asyncio.wait({self._job}, timeout=CLOSE_S)
+        with contextlib.suppress(ElasticError, OSError):
+            await self._discovery.close()
+        self._placed = False
+        if self._archive is not None:
+            with contextlib.suppress(ElasticError, OSError):
+                await self._archive.forget()
+        self._news.close()
+
+    def _leave_later(self) -> None:
+        """A detached driver whose outcome nobody has asked for does not stay for ever."""
+        with contextlib.suppress(Exception):
+            self._apart(self._outcome()).result()
+        threading.Event().wait(KEPT_S)
+        with contextlib.suppress(Exception):
+            self._apart(self._close()).result(CLOSE_S)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _restarted() -> bool:
+    """Whether Ray has started this actor again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray warns of what it does itself to answer
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def _end_with_raylet() -> None:
+    """A node whose raylet is gone is gone for Ray, which starts a detached driver elsewhere; the raylet's death alone
+    ends no process.
+    """
+    raylet = int(os.environ.get("RAY_RAYLET_PID", "0"))
+    if not raylet:
+        return
+    with contextlib.suppress(OSError):
+        watched = os.pidfd_open(raylet)
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+
+        def watch() -> None:
+            poll.poll()
+            os._exit(1)
+
+        threading.Thread(target=watch, name="elastic-raylet", daemon=True).start()
+
+
+class RayProvider:
+    """A `Provider`: nodes, placement groups, actors."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        discovery: RayDiscovery,
+        starter: RayStarter,
+        archive: RayArchive | None,
+        again: bool,
+    ) -> None:
+        self._spec = spec
+        self._discovery = discovery
+        self._starter = starter
+        self._archive = archive
+        self.outlived = spec.detached
+        self.fresh = not again
+        self.lost = None if archive is None else archive.lost
+        self.secret = spec.secret
+
+    @property
+    def towards(self) -> list[str]:
+        return self._discovery.addresses()
+
+    def discovery(self, log: Log) -> RayDiscovery:
+        return self._discovery
+
+    def starter(self, log: Log) -> RayStarter:
+        return self._starter
+
+    def archive(self) -> Archive | None:
+        return self._archive
+
+    def environ_of(self, host: str) -> Mapping[str, str]:
+        if not self._spec.wanted.gpus:
+            return {}
+        # Two slots that share a GPU name it both.
+        ids = [id for slot in self._discovery.gpus_of(host) for id in slot.split(",")]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(ids))}
+
+    async def listening(self, address: str) -> None:
+        if self._spec.detached:
+            await self._starter.redirect([address])
+
+
+def make_secret() -> bytes:
+    return secrets.token_bytes(32)

@@ -1,0 +1,354 @@
+"""`run` and `Executor`: elastic training on a Ray cluster, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+from elastic.errors import Invalid, JobFailed
+from elastic.ray import arguments, calls
+from elastic.ray.arguments import CURRENT, PLACEMENT_S, Limits
+from elastic.report_values import Report
+
+NEEDS_RAY = "elastic.ray needs Ray: pip install 'hvd-elastic[ray]'"
+
+
+@dataclass(frozen=True)
+class Result:
+    """``values`` are what the function returned, by rank of the last world; ``reports`` the last of each of its ranks
+    that has reported anything, in the order of ranks.
+    """
+
+    values: list[Any]
+    reports: dict[int, Report] = field(default_factory=dict)
+
+
+def run(
+    train_fn: Callable[..., Any],
+    config: Any = None,
+    *,
+    num_workers: int | None = None,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+    resources_per_worker: Mapping[str, float] | None = None,
+    use_gpu: bool = False,
+    placement_group: Any = CURRENT,
+    env: Mapping[str, str] | None = None,
+    on_report: Callable[[Report], None] | None = None,
+    on_output: Callable[[str, bytes], None] | None = None,
+    detached: str | None = None,
+    elastic_timeout: float | None = None,
+    start_timeout: float | None = None,
+    placement_timeout: float = PLACEMENT_S,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
+    network_interface: str | None = None,
+    verbose: bool = False,
+) -> Result:
+    """Calls ``train_fn(config)``, or ``train_fn()`` without one, on workers of a Ray cluster, and waits for the end.
+
+    ``min_workers`` or ``max_workers`` make the job elastic: it begins as soon as there is room for ``num_workers``,
+    grows to ``max_workers`` while nodes come, and survives nodes that go. ``resources_per_worker`` counts as Ray does;
+    one CPU by default, and one GPU with ``use_gpu``. ``placement_group``: workers stay in its bundles; by default in
+    those of the group that the caller runs in (as a trial of Ray Tune does), all but the first, otherwise in
+    placement groups that the job makes for itself. ``env`` is added to the workers' environment.
+
+    ``on_report`` gets what workers say by `elastic.report`, ``on_output`` whole lines of theirs and of the log
+    ("stdout" or "stderr", bytes); both are called in this thread. ``detached`` names a job that lives on when the
+    caller goes, with a driver that Ray restarts; `attach` follows it. Times are seconds.
+
+    Raises Invalid (a ValueError) for bad arguments, before anything is started, and where the cluster has no room for
+    the workers within ``placement_timeout``; JobFailed if the job does not succeed.
+    """
+    with Executor(
+        num_workers,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        resources_per_worker=resources_per_worker,
+        use_gpu=use_gpu,
+        placement_group=placement_group,
+        env=env,
+        on_report=on_report,
+        on_output=on_output,
+        elastic_timeout=elastic_timeout,
+        start_timeout=start_timeout,
+        placement_timeout=placement_timeout,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
+        network_interface=network_interface,
+        verbose=verbose,
+    ) as executor:
+        if not callable(train_fn):
+            raise Invalid(f"run() calls a function, not a {type(train_fn).__name__}")
+        call = _pickled(train_fn, arguments.call_arguments(config), {})
+        if detached is None:
+            return executor.run_once(call)
+        return executor.run_detached(call, detached)
+
+
+def attach(
+    job: str,
+    *,
+    on_report: Callable[[Report], None] | None = None,
+    on_output: Callable[[str, bytes], None] | None = None,
+) -> Result:
+    """Follows a job that was started with ``detached=job`` and waits for its end; Ctrl-C ends the following only.
+
+    The outcome is told once: afterwards the name is free. Raises Invalid if there is no such job, and JobFailed.
+    """
+    following = _following()
+    following.connect()
+    actor = following.find_actor(job)
+    if actor is None:
+        raise Invalid(f"this cluster has no detached job {job!r}; see `ray list actors`")
+    follower = following.Follower(actor, on_report=on_report, on_output=on_output)
+    ended = follower.ended(stops_job=False)
+    follower.close()
+    return _result(ended)
+
+
+def stop(job: str) -> bool:
+    """Ends a detached job, whatever state it is in, and gives back what it has reserved. Whether there was anything."""
+    following = _following()
+    following.connect()
+    return bool(following.stop(job))
+
+
+class Executor:
+    """Workers on a Ray cluster that call one function after another. The arguments are those of `run`.
+
+    Without ``min_workers`` and ``max_workers`` `start` starts the workers once, and they stay until `shutdown`: they
+    keep an instance of ``executable_cls``, and `run` and `execute` call functions in them. An elastic executor keeps
+    its place in the cluster, and each `run` has workers of its own.
+    """
+
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        *,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        num_hosts: int | None = None,
+        resources_per_worker: Mapping[str, float] | None = None,
+        use_gpu: bool = False,
+        placement_group: Any = CURRENT,
+        env: Mapping[str, str] | None = None,
+        on_report: Callable[[Report], None] | None = None,
+        on_output: Callable[[str, bytes], None] | None = None,
+        elastic_timeout: float | None = None,
+        start_timeout: float | None = None,
+        placement_timeout: float = PLACEMENT_S,
+        reset_limit: int | None = None,
+        cooldown_range: tuple[float, float] | None = None,
+        network_interface: str | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """Checks the arguments; nothing is started. ``num_hosts``: exactly so many nodes, evenly. Raises Invalid."""
+        self._wanted = arguments.wanted(
+            num_workers,
+            min_workers,
+            max_workers,
+            resources_per_worker,
+            use_gpu,
+            placement_group,
+            num_hosts,
+        )
+        self._limits = Limits(
+            elastic_timeout=elastic_timeout,
+            start_timeout=start_timeout,
+            placement_timeout=placement_timeout,
+            reset_limit=reset_limit,
+            cooldown_range=cooldown_range,
+            network_interface=network_interface,
+            verbose=verbose,
+        )
+        arguments.check_limits(self._limits)
+        arguments.check_callables(on_report=on_report, on_output=on_output)
+        self._env = dict(env or {})
+        self._on_report = on_report
+        self._on_output = on_output
+        self._follower: Any = None
+        self._spread: arguments.Wanted | None = None  # with the placement group over several hosts
+        self._calling: Any = None  # how persistent workers are called
+
+    # ---- begin and end -----------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        executable_cls: type | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        """Reserves the resources, and starts the workers if they persist. Raises Invalid, JobFailed."""
+        if self._follower is not None:
+            raise Invalid("this executor was started already; shut it down first")
+        if executable_cls is not None and self._wanted.elastic:
+            raise Invalid(
+                "an elastic executor has new workers for each run; make the object in the function"
+            )
+        self._env |= dict(extra_env_vars or {})
+        following = _following()
+        environ = following.environ_of(self._env)
+        following.connect()
+        if self._wanted.hosts is not None:
+            from elastic.ray.spread import spread
+
+            self._spread = spread(self._wanted)
+        try:
+            self._follower = self._made(following, environ)
+            (refused,) = self._follower.wait([self._follower.actor.place.remote()])
+            if refused:
+                raise Invalid(refused)
+            if not self._wanted.elastic:
+                self._begin_serving(executable_cls, executable_args, executable_kwargs)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _made(self, following: Any, environ: Mapping[str, str], **more: Any) -> Any:
+        return following.Follower.made(
+            self._spread or self._wanted,
+            self._limits,
+            environ,
+            on_output=self._on_output,
+            on_report=self._on_report,
+            **more,
+        )
+
+    def _begin_serving(
+        self,
+        executable_cls: type | None,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        follower, wanted = self._follower, self._wanted
+        follower.ask(follower.actor.begin.remote(b"", persistent=True))
+        within_s = self._limits.start_timeout or self._limits.placement_timeout
+        (trouble,) = follower.wait([follower.actor.ready.remote(wanted.np, within_s)])
+        if trouble:
+            raise JobFailed(trouble)
+        from elastic.ray.calling import Calling
+
+        self._calling = Calling(follower, wanted.np)
+        if executable_cls is not None:
+            self._call(calls.MAKE, executable_cls, tuple(args or ()), dict(kwargs or {}))
+
+    def shutdown(self) -> None:
+        """Ends the workers and gives back what was reserved. A second time, or before `start`: of no effect."""
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.close()
+        if self._spread is not None:
+            from elastic.ray.spread import give_back
+
+            spread, self._spread = self._spread, None
+            give_back(spread)
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls ``fn(*args, **kwargs)`` on every worker; the values by rank. Raises what a worker raised, JobFailed."""
+        self._need_start("run", fn)
+        if not self._wanted.elastic:
+            return self._call(calls.RUN, fn, args, kwargs)
+        return self.run_once(_pickled(fn, args, kwargs)).values
+
+    def run_remote(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """As `run`, but returns references of Ray's at once. Persistent workers only."""
+        self._need_start("run_remote", fn)
+        self._need_static("run_remote")
+        return list(self._calling.references(calls.call(calls.RUN, fn, args, kwargs)))
+
+    def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Calls ``fn(instance)`` on every worker, with its instance of ``executable_cls``; the values by rank."""
+        self._need_start("execute", fn)
+        self._need_static("execute")
+        return self._call(calls.EXECUTE, fn)
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Calls ``fn(instance)`` on the worker of rank 0."""
+        self._need_start("execute_single", fn)
+        self._need_static("execute_single")
+        return self._call(calls.EXECUTE, fn, ranks=(0,))[0]
+
+    def _call(self, kind: str, *parts: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        values: list[Any] = self._calling.values(calls.call(kind, *parts), ranks)
+        return values
+
+    def run_once(self, call: bytes) -> Result:
+        """A job of its own, of a pickled call. Starts the executor if that was not done."""
+        if self._follower is None:
+            following = _following()
+            environ = following.environ_of(self._env)
+            following.connect()
+            self._follower = self._made(following, environ)
+        follower = self._follower
+        follower.ask(follower.actor.begin.remote(call))
+        return _result(follower.ended())
+
+    def run_detached(self, call: bytes, name: str) -> Result:
+        following = _following()
+        following.connect()
+        environ = following.environ_of(self._env)
+        follower = self._made(following, environ, detached=name, call=call)
+        try:
+            ended = follower.ended()
+        except KeyboardInterrupt:  # by which the job has ended
+            follower.close()
+            raise
+        follower.close()
+        return _result(ended)
+
+    def _need_start(self, what: str, fn: object) -> None:
+        if not callable(fn):
+            raise Invalid(f"{what}() calls a function, not a {type(fn).__name__}")
+        if self._follower is None:
+            raise Invalid(f"{what}() comes after start(): this executor has no workers")
+
+    def _need_static(self, what: str) -> None:
+        if self._wanted.elastic:
+            raise NotImplementedError(
+                f"{what}() needs workers that persist; an elastic executor has new ones for each"
+                " run(), which does the same"
+            )
+
+
+def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Raises Invalid."""
+    try:
+        call: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    except Exception as error:  # whatever the user's objects raise
+        what = "".join(str(error).splitlines()[:1]) or type(error).__name__
+        raise Invalid(
+            f"the function can't be pickled for the workers: {what}; make what can't be pickled"
+            " inside the function, and give it numbers, strings and paths"
+        ) from error
+    return call
+
+
+def _result(ended: Any) -> Result:
+    from elastic.ray.following import results_of
+
+    values = [cloudpickle.loads(blob) for blob in results_of(ended)]
+    return Result(values, dict(sorted(ended.reports.items())))
+
+
+def _following() -> Any:
+    """What needs Ray is imported here, when it is needed."""
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise Invalid(NEEDS_RAY) from None
+    from elastic.ray import following
+
+    return following

@@ -1,0 +1,292 @@
+"""The caller's side of a driver actor: makes it, hears what it says, waits for it. Ray is imported here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic.errors import Invalid, JobFailed
+from elastic.launching import run_apart
+from elastic.ray.arguments import CURRENT, Limits, Wanted
+from elastic.ray.driver_actor import DriverActor, Ended, Spec, make_secret
+from elastic.ray.news import Told
+from elastic.report_values import Report
+
+NAMESPACE = "hvd-elastic"
+POLL_S = 1.0
+START_S = 120.0  # for the actor's process; a runtime environment may have to be installed for it
+CLOSE_S = 45.0
+HEAD = "node:__internal_head__"
+
+OnOutput = Callable[[str, bytes], None]  # "stdout" or "stderr", whole lines
+OnReport = Callable[[Report], None]
+
+
+def connect() -> None:
+    """To the cluster of RAY_ADDRESS, or one of this machine's own, unless this process has joined one already."""
+    if not ray.is_initialized():
+        ray.init()
+
+
+def actor_name(job: str) -> str:
+    return f"hvd-elastic-driver:{job}"
+
+
+def with_group(wanted: Wanted) -> Wanted:
+    """With the placement group that the caller runs in, where that is meant and it runs in one."""
+    if isinstance(wanted.placement_group, str):
+        if wanted.placement_group != CURRENT:
+            raise Invalid(
+                f"placement_group is {wanted.placement_group!r}; give 'current', None or a"
+                " PlacementGroup"
+            )
+        group = ray.util.get_current_placement_group()
+        # The bundle in which the caller itself runs is the first one, as Ray Tune lays them out.
+        return replace(wanted, placement_group=group, skip_bundles=int(group is not None))
+    if wanted.placement_group is not None and not hasattr(wanted.placement_group, "bundle_specs"):
+        kind = type(wanted.placement_group).__name__
+        raise Invalid(f"placement_group is a {kind}; give 'current', None or a PlacementGroup")
+    return wanted
+
+
+class Follower:
+    """One driver actor, as its caller sees it. Not thread-safe."""
+
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        on_output: OnOutput | None = None,
+        on_report: OnReport | None = None,
+    ) -> None:
+        self.actor = actor
+        self._on_output = on_output or to_streams
+        self._on_report = on_report
+        self._source, self._next = "", 0
+        self._telling: Any = None  # the question for news that is under way
+
+    @classmethod
+    def made(
+        cls,
+        wanted: Wanted,
+        limits: Limits,
+        environ: Mapping[str, str],
+        *,
+        detached: str | None = None,
+        call: bytes | None = None,
+        on_output: OnOutput | None = None,
+        on_report: OnReport | None = None,
+    ) -> Follower:
+        """Makes the actor. Raises Invalid."""
+        name = detached or uuid.uuid4().hex[:12]
+        if detached is not None and find_actor(detached) is not None:
+            raise Invalid(
+                f"a job {detached!r} is there already; elastic.ray.attach({detached!r}) follows it,"
+                " another name begins another one"
+            )
+        spec = Spec(
+            name=name,
+            wanted=with_group(wanted),
+            limits=limits,
+            environ=dict(environ),
+            secret=make_secret(),
+            detached=detached is not None,
+            call=call,
+        )
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
+        if detached is not None:
+            options |= {
+                "name": actor_name(name),
+                "namespace": NAMESPACE,
+                "lifetime": "detached",
+                "max_restarts": -1,
+                "max_task_retries": -1,
+            }
+        by_client: bool = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
+        if detached is not None or by_client:
+            options["resources"] = {HEAD: 0.001}
+            # Not in the placement group that the caller may run in: none of its bundles is the head.
+            options["scheduling_strategy"] = "DEFAULT"
+        else:
+            here = ray.get_runtime_context().get_node_id()
+            # Not soft: Ray would take any node, and the job would end with that one.
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
+        made: Any = ray.remote(DriverActor)
+        actor = made.options(**options).remote(spec)
+        follower = cls(actor, on_output=on_output, on_report=on_report)
+        try:
+            ray.get(actor.pid.remote(), timeout=START_S)
+        except GetTimeoutError:
+            ray.kill(actor)
+            raise JobFailed(
+                f"Ray has not started the driver's actor within {START_S:g} s; see"
+                f" `ray list actors`: is there a node that may run an actor without a CPU?"
+            ) from None
+        except RayError as error:
+            raise JobFailed(f"the driver's actor can't be started: {brief(error)}") from error
+        return follower
+
+    # ---- what it says ------------------------------------------------------------------------------------------------
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Passes on what is new, waiting up to so long for the first of it. Whether there was anything."""
+        self._telling = None  # what it would bring is asked for again
+        told = self._ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
+        return self._pass_on(told)
+
+    def _pass_on(self, told: Told) -> bool:
+        self._source, self._next = told.source, told.next
+        if told.lost:
+            self._on_output("stderr", f"elastic | {told.lost} bytes were lost\n".encode())
+        for kind, value in told.items:
+            if kind in ("stdout", "stderr"):
+                self._on_output(kind, value)
+            elif kind == "report" and self._on_report is not None:
+                self._on_report(value)
+        return bool(told.items)
+
+    def wait(self, refs: Sequence[Any], within_s: float | None = None) -> list[Any]:
+        """The values of these calls of the actor, passing on meanwhile what it says."""
+        left = list(refs)
+        while left:
+            _, left = self.some(left)
+        return [self._ask(ref, CLOSE_S) for ref in refs]
+
+    def some(
+        self, refs: Sequence[Any], within_s: float | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Those of these calls that are over, at least one unless the time is over before, and the others."""
+        by = None if within_s is None else time.monotonic() + within_s
+        while True:
+            if self._telling is None:
+                self._telling = self.actor.news.remote(self._source, self._next, POLL_S)
+            left_s = CLOSE_S if by is None else min(CLOSE_S, max(0.0, by - time.monotonic()))
+            ray.wait([self._telling, *refs], num_returns=1, timeout=left_s)
+            if ray.wait([self._telling], timeout=0)[0]:
+                telling, self._telling = self._telling, None
+                self._pass_on(self._ask(telling, CLOSE_S))
+            done, left = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+            if done or (by is not None and time.monotonic() >= by):
+                return done, left
+
+    def ended(self, ref: Any | None = None, *, stops_job: bool = True) -> Ended:
+        """Waits for the end of the job. Ctrl-C stops it, a second time at once; or nothing but the waiting."""
+        ref = ref if ref is not None else self.actor.outcome.remote()
+        stops = 0
+        while True:
+            try:
+                (found,) = self.wait([ref])
+                self.drain()
+            except KeyboardInterrupt:
+                stops += 1
+                if stops > 2 or not stops_job:
+                    raise
+                self.actor.stop.remote("Ctrl-C at the caller")
+                continue
+            if stops:
+                raise KeyboardInterrupt
+            ended: Ended = found
+            return ended
+
+    def drain(self) -> None:
+        while self.poll():
+            pass
+
+    def _ask(self, ref: Any, within_s: float) -> Any:
+        try:
+            return ray.get(ref, timeout=within_s)
+        except GetTimeoutError:
+            raise JobFailed(f"the driver's actor does not answer within {within_s:g} s") from None
+        except RayActorError as error:
+            raise JobFailed(f"the driver's actor is gone: {brief(error)}") from error
+        except RayTaskError as error:
+            cause: Exception = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
+            raise cause from None
+
+    def ask(self, ref: Any, within_s: float = CLOSE_S) -> Any:
+        return self._ask(ref, within_s)
+
+    def close(self) -> None:
+        """Ends its job and gives back what it has reserved."""
+        try:
+            ray.get(self.actor.close.remote(), timeout=CLOSE_S)
+            self.drain()
+        except (RayError, JobFailed, GetTimeoutError):
+            pass
+        finally:
+            ray.kill(self.actor, no_restart=True)
+
+
+def find_actor(job: str) -> Any | None:
+    try:
+        return ray.get_actor(actor_name(job), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def stop(job: str) -> bool:
+    """Ends a detached job, and what is left of one whose driver is gone for good."""
+    from elastic.driver.discovery.ray_calls import remove_claims
+    from elastic.driver.journal_ray import RayArchive
+    from elastic.driver.leadership import Deposed
+
+    actor = find_actor(job)
+    if actor is not None:
+        follower = Follower(actor, on_output=lambda stream, data: None)
+        follower.close()
+    removed = remove_claims(job)
+    with contextlib.suppress(Deposed):  # somebody has begun a job of this name
+        run_apart(lambda: asyncio.run(RayArchive(job).forget()))
+    return bool(removed) or actor is not None
+
+
+def to_streams(stream: str, data: bytes) -> None:
+    """To this process's own, in whatever they are replaced by."""
+    text = sys.stdout if stream == "stdout" else sys.stderr
+    text.write(data.decode("utf-8", "replace"))
+    text.flush()
+
+
+def brief(error: BaseException) -> str:
+    """The last line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
+    """What workers on all nodes are given: what of the caller's environment concerns training, and what was given.
+
+    Raises Invalid.
+    """
+    from elastic.driver.fleet_plan import FORWARDED
+
+    for name, value in (given or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise Invalid(f"env[{name!r}] is {value!r}; names and values are strings")
+    own = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
+    own.pop("PYTHONPATH", None)  # each node's own
+    if (
+        "RAY_RAYLET_PID" in os.environ
+    ):  # the caller is a task or an actor, and Ray has set this for it
+        own.pop("OMP_NUM_THREADS", None)
+    return {**own, **(given or {})}
+
+
+def results_of(ended: Ended) -> Iterator[bytes]:
+    """Raises Invalid or JobFailed if it did not succeed."""
+    if ended.invalid:
+        raise Invalid(ended.reason)
+    if ended.code != 0:
+        raise JobFailed(f"the job ended with exit code {ended.code}: {ended.reason}")
+    return iter(ended.results)

@@ -1,0 +1,99 @@
+"""A persistent worker's world: it stands before the first call, and outlives a call that fails on some ranks. Acts.
+
+In any other static job a broken collective ends the job, because half a program can't be undone. Here the program is a
+sequence of calls, and a failed one is told to its caller. So a broken world is given up without a word to the driver,
+and the ranks meet anew before the next call: see `calls.REGROUP`.
+"""
+
+from __future__ import annotations
+
+from elastic import environment, runtime
+from elastic.environment import Environment
+from elastic.errors import CollectiveFailed, Invalid
+from elastic.link import Link
+from elastic.recovery import Phase
+from elastic.worker import Runtime
+
+
+class ServedRuntime(Runtime):
+    """Of its fields, ``given_up`` is why collectives can't be called until the next world; empty where they can."""
+
+    def __init__(self, env: Environment, link: Link) -> None:
+        self.given_up = ""
+        self._called_off = ""  # the present call, whose end `regroup` follows
+        self._met = False  # ... which a function has done by itself, with init()
+        super().__init__(env, link)
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    def settle(self) -> None:
+        """Waits until the driver has what a call has reported, within a bound: its value comes after that."""
+        if self.reporting is not None:
+            self.reporting.settle()
+
+    # ---- giving up a world, from any thread ------------------------------------------------------
+
+    def call_off(self, reason: str) -> None:
+        """The present call has no future: what blocks in a collective raises. `regroup` comes next, on every rank."""
+        self._called_off = reason
+        self._give_up(reason)
+
+    def mark_broken(self, generation: int, reason: str) -> None:
+        if generation == self.generation:
+            self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        with self._changed:
+            if self._recovery.phase is not Phase.TRAINING:
+                return
+            self.given_up = reason
+            self._recovery.pause()
+        self._cut(self.generation)
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.given_up) or super().broken
+
+    def _raise_if_broken(self) -> None:
+        if self.given_up:
+            raise CollectiveFailed(self.given_up)
+        super()._raise_if_broken()
+
+    def _why(self, error: CollectiveFailed) -> str:
+        return self.given_up or super()._why(error)
+
+    # ---- the next one, in the thread that makes the calls ----------------------------------------
+
+    def regroup(self) -> None:
+        """Meets the other ranks in a new world; all of them have to come. Raises DriverLost, JobOver."""
+        self._called_off = ""
+        if not self._met:
+            runtime.shutdown()
+        runtime.init()
+        self._met = False
+
+    def first_world(self) -> None:
+        """In ``init()``. A function that calls it in a call that is called off meets those that regroup already."""
+        if self._met:
+            return
+        self.given_up = ""
+        super().first_world()
+        if self._called_off:
+            self._met = True
+            raise CollectiveFailed(self._called_off)
+
+
+def join() -> ServedRuntime:
+    """Joins the job that this process was started for, and its first world. Raises what ``init()`` raises."""
+    env = environment.read()
+    if env.driver is None:
+        raise Invalid(
+            "no driver has started this worker; it is for workers of elastic.ray.Executor"
+        )
+    served = ServedRuntime(env, Link(env.driver, env.secret, env.worker, tls=env.tls))
+    served.connect()
+    runtime._adopt(served)
+    runtime.init()
+    return served

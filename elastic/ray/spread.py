@@ -1,0 +1,30 @@
+"""A placement group for workers on exactly so many nodes: one bundle on each, with room for all of its workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ray.util
+
+from elastic.errors import Invalid
+from elastic.ray.arguments import Wanted
+
+
+def spread(wanted: Wanted) -> Wanted:
+    """Reserves the group, for which others may have to make room first; `give_back` ends it. Raises Invalid."""
+    assert wanted.hosts is not None
+    each = wanted.np // wanted.hosts
+    bundle = {name: amount * each for name, amount in wanted.resources.items()}
+    if bundle.get("GPU", 1.0) % 1 and each > 1:
+        raise Invalid(
+            f"{each} workers on each host with {wanted.gpus:g} GPU each need {bundle['GPU']:g}, of which Ray"
+            " grants only whole ones; give a share that adds up"
+        )
+    group: Any = ray.util.placement_group([bundle] * wanted.hosts, strategy="STRICT_SPREAD")
+    return replace(wanted, placement_group=group, per_bundle=each)
+
+
+def give_back(wanted: Wanted) -> None:
+    remove: Any = ray.util.remove_placement_group  # without types
+    remove(wanted.placement_group)

@@ -1,0 +1,116 @@
+"""``ElasticRayExecutor``: Horovod's first elastic executor on Ray, which it has deprecated in favour of RayExecutor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from elastic.errors import Invalid
+from horovod.ray import elastic_v2
+from horovod.ray.elastic_v2 import TestDiscovery
+from horovod.ray.runner import RayExecutor
+from horovod.ray.settings import ElasticSettings, limits, renamed, verbosity
+
+
+class ElasticRayExecutor:
+    """Deprecated: ``RayExecutor(settings, min_workers=...)`` does the same."""
+
+    @staticmethod
+    def create_settings(
+        min_num_proc: int = 1,
+        max_num_proc: int | None = None,
+        reset_limit: int | None = None,
+        elastic_timeout: float = 600,
+        timeout_s: float = 30,
+        ssh_identity_file: str | None = None,
+        nics: Collection[str] | None = None,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        **kwargs: Any,
+    ) -> ElasticSettings:
+        """``min_np`` and ``max_np`` are old names. ``cooldown_range`` and the fields of MiniSettings are taken too."""
+        what = "create_settings"
+        least = renamed(what, "min_num_proc", min_num_proc, "min_np", min_np, 1)
+        most = renamed(what, "max_num_proc", max_num_proc, "max_np", max_np, None)
+        if "verbose" in kwargs:
+            kwargs["verbose"] = verbosity(kwargs["verbose"])
+        try:
+            settings = ElasticSettings(
+                nics=nics,
+                timeout_s=timeout_s,
+                ssh_identity_file=ssh_identity_file,
+                min_num_proc=least,
+                max_num_proc=most,
+                reset_limit=reset_limit,
+                elastic_timeout=elastic_timeout,
+                **kwargs,
+            )
+        except TypeError:
+            known = ElasticSettings.__dataclass_fields__
+            strange = ", ".join(name for name in kwargs if name not in known)
+            raise Invalid(f"create_settings() knows no {strange}; leave it out") from None
+        limits(settings)  # warns of what has no meaning
+        return settings
+
+    def __init__(
+        self,
+        settings: Any,
+        use_gpu: bool = False,
+        cpus_per_slot: float = 1,
+        gpus_per_slot: float | None = None,
+        env_vars: Mapping[str, Any] | None = None,
+        override_discovery: bool = True,
+    ) -> None:
+        """Raises ValueError."""
+        warnings.warn(
+            "ElasticRayExecutor is deprecated; use RayExecutor(settings, min_workers=...)",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        if gpus_per_slot and not use_gpu:
+            raise Invalid(
+                "gpus_per_slot is set, but use_gpu is False. Give use_gpu=True too, or leave it out"
+            )
+        self.settings = settings
+        self._env_vars = env_vars
+        self._executor = RayExecutor(
+            settings,
+            cpus_per_worker=cpus_per_slot,
+            use_gpu=use_gpu,
+            gpus_per_worker=gpus_per_slot,
+            min_workers=settings.min_num_proc,
+            max_workers=settings.max_num_proc,
+            reset_limit=settings.reset_limit,
+            cooldown_range=getattr(settings, "cooldown_range", None),
+            elastic_timeout=settings.elastic_timeout,
+            override_discovery=override_discovery,
+        )
+
+    def start(self) -> None:
+        """Reserves resources. Raises PlacementTimeout."""
+        self._executor.start(extra_env_vars=self._env_vars)
+
+    def run(
+        self,
+        worker_fn: Callable[[], Any],
+        callbacks: Sequence[Callable[[Any], None]] | None = None,
+    ) -> list[Any]:
+        """See `RayExecutor.run`."""
+        return self._executor.run(worker_fn, callbacks=callbacks)
+
+    def shutdown(self) -> None:
+        """Not in Horovod, whose executor gives back what it has when it is collected."""
+        self._executor.shutdown()
+
+
+class RayHostDiscovery(elastic_v2.RayHostDiscovery):
+    """With the older names of its arguments."""
+
+    def __init__(
+        self, use_gpu: bool = False, cpus_per_slot: float = 1, gpus_per_slot: float | None = 1
+    ) -> None:
+        super().__init__(use_gpu, cpus_per_slot, gpus_per_slot)
+
+
+__all__ = ["ElasticRayExecutor", "RayHostDiscovery", "TestDiscovery"]

@@ -1,0 +1,131 @@
+"""Which hosts a Ray cluster has room on now. Executors look by themselves; this is for scripts that want to know."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from elastic.errors import Invalid
+
+
+class RayHostDiscovery:
+    """Counts what is free, or what the placement group has that this process runs in; never what others use."""
+
+    def __init__(
+        self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1
+    ) -> None:
+        """Raises Invalid (a ValueError)."""
+        self.use_gpu = use_gpu
+        self.cpus_per_worker = cpus_per_worker
+        self.gpus_per_worker = gpus_per_worker or 1
+        needed = {"CPU": cpus_per_worker} | ({"GPU": self.gpus_per_worker} if use_gpu else {})
+        self._needed = {name: amount for name, amount in needed.items() if amount}
+        if not self._needed or min(self._needed.values()) < 0:
+            raise Invalid(f"a worker needs {needed}; give at least a part of a CPU or a GPU")
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Slots by address. Joins the cluster of RAY_ADDRESS, unless this process has joined one."""
+        import ray
+
+        if not ray.is_initialized():
+            ray.init()
+        found: dict[str, int] = {}
+        for address, resources in rooms():
+            slots = self.slots(resources)
+            if slots:
+                found[address] = found.get(address, 0) + slots
+        return found
+
+    def slots(self, resources: Mapping[str, float]) -> int:
+        """How many workers have room in this."""
+        # Ray counts in ten-thousandths; the sum of many may be a little less than it should.
+        return min(int(resources.get(name, 0) / each + 1e-6) for name, each in self._needed.items())
+
+
+def rooms() -> list[tuple[str, dict[str, float]]]:
+    """Addresses and what is free there: of each living node, or of each bundle of the caller's placement group."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    nodes: Any = ray.nodes  # without types
+    alive: dict[str, str] = {
+        node["NodeID"]: node["NodeManagerAddress"] for node in nodes() if node["Alive"]
+    }
+    group = ray.util.get_current_placement_group()
+    free: dict[str, dict[str, float]]
+    if group is None:
+        free = ray.get(ray.remote(num_cpus=0)(_free_by_node).remote())
+        return [(alive[node], free[node]) for node in alive if node in free]
+    table: Any = placement_group_table(group)
+    # In the first bundle runs the caller, as Ray Tune lays them out; executors leave it alone too.
+    placed = [(i, node) for i, node in table["bundles_to_node_id"].items() if int(i) > 0]
+    bundles = table["bundles"]
+    return [(alive[node], bundles[i]) for i, node in placed if node in alive]
+
+
+def _free_by_node() -> dict[str, dict[str, float]]:
+    """In a task, because a Ray client can't ask for it."""
+    from ray._private import state
+
+    free_by_node: Any = state.available_resources_per_node  # without types
+    return {str(node): dict(free) for node, free in free_by_node().items()}
+
+
+class TestDiscovery(RayHostDiscovery):
+    """For trials: takes hosts out of the list and puts them back, one each ``change_frequency_s``, at random."""
+
+    __test__ = False  # not one of pytest's
+
+    def __init__(
+        self,
+        min_hosts: int,
+        max_hosts: int,
+        change_frequency_s: float,
+        use_gpu: bool = False,
+        cpus_per_worker: float = 1,
+        gpus_per_worker: float | None = 1,
+        verbose: bool = True,
+        _graceful: bool = True,
+    ) -> None:
+        """``_graceful`` has no meaning: no host is harmed."""
+        super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
+        if not 0 <= min_hosts <= max_hosts:
+            raise Invalid(f"min_hosts {min_hosts}, max_hosts {max_hosts}; give 0 <= min <= max")
+        self._min_hosts = min_hosts
+        self._max_hosts = max_hosts
+        self._change_frequency_s = change_frequency_s
+        self._verbose = verbose
+        self._hidden: set[str] = set()
+        self._changed_at: float | None = None
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        hosts = super().find_available_hosts_and_slots()
+        now = time.monotonic()
+        if self._changed_at is None:
+            self._changed_at = now
+        if now - self._changed_at >= self._change_frequency_s:
+            self._changed_at = now
+            self.change(hosts, random.Random())
+        left = {host: slots for host, slots in hosts.items() if host not in self._hidden}
+        if self._verbose:
+            print(
+                f"hosts: {', '.join(left) or 'none'}; hidden: {', '.join(sorted(self._hidden)) or 'none'}"
+            )
+        return left
+
+    def change(self, hosts: Mapping[str, int], chance: random.Random) -> None:
+        """Hides one, or shows one that was hidden; between ``min_hosts`` and ``max_hosts`` by chance."""
+        self._hidden &= hosts.keys()
+        shown = sorted(hosts.keys() - self._hidden)
+        hide = len(shown) > self._min_hosts and (
+            len(shown) >= self._max_hosts or not self._hidden or chance.random() < 0.5
+        )
+        if hide:
+            self._hidden.add(chance.choice(shown))
+        elif self._hidden:
+            self._hidden.remove(chance.choice(sorted(self._hidden)))
+
+
+__all__ = ["RayHostDiscovery", "TestDiscovery"]

@@ -1,0 +1,200 @@
+"""The two kinds of job behind Horovod's executors, with one face. They differ in who keeps the workers' objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import elastic.ray
+from elastic.errors import Invalid
+from horovod.ray.settings import checked_environment
+
+Callbacks = Sequence[Callable[[Any], None]]
+
+
+class PlacementTimeout(Invalid, TimeoutError):
+    """The cluster had no room for the workers in time; the message says what was free."""
+
+
+class _Job:
+    """What both have: an executor of ours, checked when this is made, and the callbacks of the present call."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Raises Invalid."""
+        self._arguments = arguments
+        self._callbacks: Callbacks = ()
+        self._executor = self._made(arguments)
+        self._begun = False
+        self._makes: tuple[type, tuple[Any, ...], dict[str, Any]] | None = None
+
+    def _made(self, arguments: dict[str, Any]) -> elastic.ray.Executor:
+        return elastic.ray.Executor(**arguments, on_report=self._reported)
+
+    def start(
+        self,
+        cls: type | None,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        environ: Mapping[str, Any] | None,
+    ) -> None:
+        variables = checked_environment(environ)
+        if self._begun:
+            raise Invalid("this executor was started already; call shutdown() first")
+        if cls is not None and not callable(cls):
+            raise Invalid(f"executable_cls is a {type(cls).__name__}; give a class")
+        self._makes = None if cls is None else (cls, tuple(args or ()), dict(kwargs or {}))
+        self._start(variables)
+        self._begun = True
+
+    def _start(self, variables: Mapping[str, str]) -> None:
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        self._begun = False
+        self._executor.shutdown()
+
+    def _called(
+        self, callbacks: Callbacks | None, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """The values of a function, while the callbacks get what its workers log."""
+        self._need(fn, callbacks)
+        self._callbacks = list(callbacks or ())
+        try:
+            return self._executor.run(fn, *args, **kwargs)
+        finally:
+            self._callbacks = ()
+
+    def _need(self, fn: object, callbacks: Callbacks | None = None) -> None:
+        if not callable(fn):
+            raise Invalid(f"workers call a function, not a {type(fn).__name__}")
+        for each in callbacks or ():
+            if not callable(each):
+                raise Invalid(f"one of the callbacks is a {type(each).__name__}; give functions")
+        if not self._begun:
+            raise Invalid("this executor has no workers; call start() first")
+
+    def _reported(self, report: elastic.ray.Report) -> None:
+        for callback in self._callbacks:
+            callback(dict(report.metrics))
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        callbacks: Callbacks | None,
+    ) -> list[Any]:
+        return self._called(callbacks, fn, *(args or ()), **(kwargs or {}))
+
+
+class StaticJob(_Job):
+    """Its workers keep their objects."""
+
+    def _start(self, variables: Mapping[str, str]) -> None:
+        cls, args, kwargs = self._makes or (None, (), {})
+        try:
+            self._executor.start(_Kept, (cls, args, kwargs), None, variables)
+        except Invalid as error:
+            raise PlacementTimeout(str(error)) from None
+
+    def run_remote(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> list[Any]:
+        self._need(fn)
+        return self._executor.run_remote(fn, *(args or ()), **(kwargs or {}))
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: Callbacks | None = None) -> list[Any]:
+        self._need(fn, callbacks)
+        self._callbacks = list(callbacks or ())
+        try:
+            return self._executor.execute(_OnObject(fn))
+        finally:
+            self._callbacks = ()
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        self._need(fn)
+        return self._executor.execute_single(_OnObject(fn))
+
+
+class ElasticJob(_Job):
+    """Each call has workers of its own, which make their objects themselves."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._most = arguments["max_workers"]
+        super().__init__(arguments)
+
+    def _start(self, variables: Mapping[str, str]) -> None:
+        if self._most is None:
+            room = self._room()
+            most = max(room, self._arguments["min_workers"])
+            self._executor = self._made(self._arguments | {"max_workers": most})
+        try:
+            self._executor.start(extra_env_vars=variables)
+        except Invalid as error:
+            raise PlacementTimeout(str(error)) from None
+
+    def _room(self) -> int:
+        """For how many workers the cluster has room now."""
+        from horovod.ray.elastic_v2 import RayHostDiscovery
+
+        needed = self._arguments["resources_per_worker"]
+        gpus = needed.get("GPU")
+        discovery = RayHostDiscovery(gpus is not None, needed["CPU"], gpus)
+        return sum(discovery.find_available_hosts_and_slots().values())
+
+    def run_remote(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> list[Any]:
+        raise NotImplementedError(
+            "run_remote() returns a reference for each rank, and an elastic job does not know yet how many"
+            " ranks it will have; call run()"
+        )
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: Callbacks | None = None) -> list[Any]:
+        return self._called(callbacks, _with_object, self._makes, fn)
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        return self._called(None, _on_rank_0, self._makes, fn)[0]
+
+
+class _Kept:
+    """The object of a static worker, or None where there is no class of it."""
+
+    def __init__(
+        self, cls: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.object = None if cls is None else cls(*args, **kwargs)
+
+
+class _OnObject:
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        self._fn = fn
+
+    def __call__(self, kept: _Kept) -> Any:
+        return self._fn(kept.object)
+
+
+def _with_object(
+    makes: tuple[type, tuple[Any, ...], dict[str, Any]] | None, fn: Callable[[Any], Any]
+) -> Any:
+    """In an elastic worker."""
+    if makes is None:
+        return fn(None)
+    cls, args, kwargs = makes
+    return fn(cls(*args, **kwargs))
+
+
+def _on_rank_0(
+    makes: tuple[type, tuple[Any, ...], dict[str, Any]] | None, fn: Callable[[Any], Any]
+) -> Any:
+    """In an elastic worker. Which one that is, it knows only once there is a world."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    return _with_object(makes, fn) if hvd.rank() == 0 else None

@@ -1,0 +1,213 @@
+"""``RayExecutor``: Horovod's executor, static or elastic, on `elastic.ray.Executor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from elastic.errors import Invalid
+from horovod.ray.jobs import ElasticJob, PlacementTimeout, StaticJob
+from horovod.ray.settings import MiniSettings, limits, renamed, verbosity
+from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
+
+
+class RayExecutor:
+    """Starts workers on a Ray cluster and has them call functions.
+
+    Static: ``num_workers``, or ``num_hosts`` with ``num_workers_per_host`` on each of exactly so many hosts. They are
+    started once and keep an object of ``executable_cls``. Elastic: ``min_workers`` up to ``max_workers``, by default as
+    many as the cluster has room for when the executor is started; each call is a job of its own, which goes on when
+    workers come and go.
+    """
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: float = 30,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100,
+        nics: Collection[str] | None = None,
+        verbose: bool | int | None = None,
+    ) -> MiniSettings:
+        """Times are seconds: for workers to call ``hvd.init()`` once the first has, and to be placed."""
+        settings = MiniSettings(
+            nics=nics,
+            verbose=verbosity(verbose),
+            ssh_identity_file=ssh_identity_file,
+            timeout_s=timeout_s,
+            placement_group_timeout_s=placement_group_timeout_s,
+        )
+        if ssh_str is not None:
+            settings.ssh_identity_file = ssh_identity_file or "ssh_str"
+        limits(settings)  # warns of what has no meaning
+        return settings
+
+    def __init__(
+        self,
+        settings: Any,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: float = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: float | None = None,
+        use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: Sequence[float] | None = None,
+        elastic_timeout: float = 600,
+        override_discovery: bool = True,
+        cpus_per_slot: float | None = None,
+        gpus_per_slot: float | None = None,
+    ) -> None:
+        """Checks the arguments; `start` starts. Raises ValueError.
+
+        ``use_current_placement_group``: workers stay in the placement group that the caller runs in, if it does, as in
+        a trial of Ray Tune. The last two are old names of ``cpus_per_worker`` and ``gpus_per_worker``.
+        """
+        cpus_per_worker = renamed(
+            "RayExecutor", "cpus_per_worker", cpus_per_worker, "cpus_per_slot", cpus_per_slot, 1
+        )
+        gpus_per_worker = renamed(
+            "RayExecutor", "gpus_per_worker", gpus_per_worker, "gpus_per_slot", gpus_per_slot, None
+        )
+        _check_kind(num_workers, num_hosts, min_workers, max_workers)
+        resources: dict[str, Any] = {
+            "settings": settings,
+            "use_gpu": use_gpu,
+            "cpus_per_worker": cpus_per_worker,
+            "gpus_per_worker": gpus_per_worker,
+        }
+        self.settings = settings
+        self._job: StaticJob | ElasticJob
+        if min_workers is None:
+            strategy: BaseStrategy
+            if num_hosts is not None:
+                strategy = ColocatedStrategy(
+                    num_hosts=num_hosts, num_workers_per_host=num_workers_per_host, **resources
+                )
+            else:
+                assert num_workers is not None, "checked"
+                strategy = PGStrategy(
+                    num_workers=num_workers,
+                    force_create_placement_group=not use_current_placement_group,
+                    **resources,
+                )
+            self._job = StaticJob(strategy.arguments | limits(settings))
+            return
+        if not override_discovery:
+            raise Invalid(
+                "override_discovery=False: hosts come from Ray here, as far as it grants them to this job;"
+                " leave it out"
+            )
+        placing = PGStrategy(
+            num_workers=min_workers,
+            force_create_placement_group=not use_current_placement_group,
+            **resources,
+        ).arguments
+        del placing["num_workers"]
+        self._job = ElasticJob(
+            placing
+            | limits(settings)
+            | {
+                "min_workers": min_workers,
+                "max_workers": max_workers,
+                "reset_limit": reset_limit,
+                "cooldown_range": None if cooldown_range is None else tuple(cooldown_range),
+                "elastic_timeout": elastic_timeout,
+            }
+        )
+
+    def start(
+        self,
+        executable_cls: type | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Reserves resources, and starts a static job's workers, each with an object of ``executable_cls``.
+
+        An elastic job's workers make theirs at the beginning of each `execute`. Raises PlacementTimeout (a ValueError
+        and a TimeoutError) where the cluster has no room, and what making the object raises.
+        """
+        self._job.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callable[[Any], None]] | None = None,
+    ) -> list[Any]:
+        """Calls ``fn(*args, **kwargs)`` on every worker; the values by rank.
+
+        ``callbacks`` are called here, in this thread, with what workers log by ``ray_logger.log``. Raises what ``fn``
+        has raised on a worker of a static job, and JobFailed (a RuntimeError).
+        """
+        return self._job.run(fn, args, kwargs, callbacks)
+
+    def run_remote(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `run`, but returns references of Ray's to the values, by rank. Static jobs only: elsewhere nobody knows
+        yet how many there will be.
+        """
+        return self._job.run_remote(fn, args, kwargs)
+
+    def execute(
+        self,
+        fn: Callable[[Any], Any],
+        callbacks: Sequence[Callable[[Any], None]] | None = None,
+    ) -> list[Any]:
+        """Calls ``fn(object)`` on every worker, with None where there is no ``executable_cls``; the values by rank."""
+        return self._job.execute(fn, callbacks)
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Calls ``fn(object)`` on the worker of rank 0, and returns its value."""
+        return self._job.execute_single(fn)
+
+    def shutdown(self) -> None:
+        """Ends the workers and gives back what was reserved. Of no effect a second time, or before `start`."""
+        self._job.shutdown()
+
+
+def _check_kind(
+    num_workers: int | None,
+    num_hosts: int | None,
+    min_workers: int | None,
+    max_workers: int | None,
+) -> None:
+    """Static or elastic, and said once. Raises Invalid."""
+    if max_workers is not None and (min_workers is None or min_workers <= 0):
+        raise Invalid(
+            "`max_workers` provided without any positive `min_workers`: give min_workers too, with how few"
+            " workers training may go on"
+        )
+    if min_workers is not None and num_workers is not None:
+        raise Invalid(
+            "Both `min_workers` and `num_workers` provided. Give min_workers and max_workers for an elastic"
+            " job, or num_workers for one of a fixed size"
+        )
+    if min_workers is not None and num_hosts is not None:
+        raise Invalid(
+            "Both `min_workers` and `num_hosts` provided. An elastic job takes the hosts that come; leave"
+            " num_hosts out"
+        )
+    if num_workers is not None and num_hosts is not None:
+        raise Invalid(
+            "Both `num_workers` and `num_hosts` provided. Give num_workers, or num_hosts with"
+            " num_workers_per_host"
+        )
+    if min_workers is None and num_workers is None and num_hosts is None:
+        raise Invalid(
+            "Either `num_workers`, `num_hosts` or `min_workers` must be provided; say how many workers to"
+            " start, as in num_workers=4"
+        )
+
+
+__all__ = ["MiniSettings", "PlacementTimeout", "RayExecutor"]

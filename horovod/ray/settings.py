@@ -1,0 +1,118 @@
+"""What Horovod's executors are told beside the number of workers, and what of it has a meaning here."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+HOROVODS_TIMEOUT_S = 30  # its default, which is too short for workers that import torch all at once
+VERBOSE = 2  # from here on the log has everything
+
+
+@dataclass
+class MiniSettings:
+    """Times are seconds. ``nics``: names of interfaces, on each host the first that it has is used. ``key`` and the
+    fields about ssh change nothing: each job has a secret of its own, and Ray reaches the hosts.
+    """
+
+    nics: Collection[str] | None = None
+    verbose: int = 1
+    key: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    timeout_s: float = 300
+    placement_group_timeout_s: float = 100
+    elastic: bool = False
+
+
+@dataclass
+class ElasticSettings(MiniSettings):
+    """Of `ElasticRayExecutor`."""
+
+    timeout_s: float = HOROVODS_TIMEOUT_S
+    elastic: bool = True
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    reset_limit: int | None = None
+    cooldown_range: tuple[float, float] | None = None
+    elastic_timeout: float = 600
+
+
+def limits(settings: Any) -> dict[str, Any]:
+    """What `elastic.ray.Executor` is given of settings: of ours, of Horovod's own, or of whatever has such fields.
+
+    A ``timeout_s`` of 30 is taken for Horovod's default and not for a wish: then workers have ours, of 120 s.
+    """
+    warn_of_ssh(settings)
+    found: dict[str, Any] = {"verbose": int(getattr(settings, "verbose", 1) or 0) >= VERBOSE}
+    timeout_s = getattr(settings, "timeout_s", None)
+    if timeout_s is not None and timeout_s != HOROVODS_TIMEOUT_S:
+        found["start_timeout"] = timeout_s
+    placement_s = getattr(settings, "placement_group_timeout_s", None)
+    if placement_s is not None:
+        found["placement_timeout"] = placement_s
+    nics = getattr(settings, "nics", None)
+    if nics:
+        found["network_interface"] = interfaces(nics)
+    return found
+
+
+def interfaces(nics: Collection[str]) -> str:
+    """As a flag has them. A set has no order: its names are sorted."""
+    if isinstance(nics, str):
+        return nics
+    return ",".join(sorted(nics) if isinstance(nics, set | frozenset) else nics)
+
+
+def warn_of_ssh(settings: Any) -> None:
+    given = [
+        name
+        for name in ("ssh_identity_file", "ssh_str", "ssh_port")
+        if getattr(settings, name, None) is not None
+    ]
+    if given and not getattr(settings, "_warned_of_ssh", False):
+        warnings.warn(
+            f"{' and '.join(given)} change nothing: Ray reaches the hosts, not ssh; leave them out",
+            UserWarning,
+            stacklevel=4,
+        )
+        settings._warned_of_ssh = True
+
+
+def verbosity(verbose: bool | int | None) -> int:
+    """``verbose`` of ``create_settings``, which only Horovod's documentation gives it."""
+    if verbose is None:
+        return 1
+    warnings.warn(
+        "create_settings(verbose=...) is deprecated; set the field: settings.verbose = 2",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return VERBOSE if verbose is True else int(verbose)
+
+
+def renamed(what: str, new: str, value: Any, old: str, old_value: Any, default: Any) -> Any:
+    """The value of an argument that had another name. Raises ValueError where both are given."""
+    if old_value is None:
+        return value
+    if value != default:
+        raise ValueError(f"{old} is the old name of {new}; give {new} only")
+    warnings.warn(f"{what}({old}=...) is deprecated; use {new}", DeprecationWarning, stacklevel=3)
+    return old_value
+
+
+def checked_environment(given: Any) -> dict[str, str]:
+    """Names and values as strings, which Horovod makes of them too; what is None is left out. Raises ValueError."""
+    try:
+        items = dict(given or {}).items()
+    except (TypeError, ValueError):
+        kind = type(given).__name__
+        raise ValueError(f"extra_env_vars is a {kind}; give a dict of names and values") from None
+    return {
+        str(name): os.fspath(v) if isinstance(v, os.PathLike) else str(v)
+        for name, v in items
+        if v is not None
+    }
