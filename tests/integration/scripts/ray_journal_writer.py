@@ -1,0 +1,68 @@
+"""A driver that does nothing but keep its journal in Ray's store: JOB [forget]. It goes on with what is there.
+
+It tells what may be acted upon, as ``settled NUMBER DIGEST``. With ``forget`` it tells what is there, and removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import zlib
+
+import ray
+
+from elastic.driver.entries import Writer, header_of
+from elastic.driver.events import DriverRestarted, HostsChanged
+from elastic.driver.journal import Upkeep
+from elastic.driver.journal_ray import RayArchive
+from elastic.driver.leadership import Deposed
+from elastic.driver.membership import Membership
+from elastic.driver.settings import Settings
+from elastic.driver.snapshot import taken
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def digest(membership: Membership) -> int:
+    return zlib.crc32(taken(membership))
+
+
+async def main(job: str, *task: str) -> None:
+    settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
+    archive = RayArchive(job, log=lambda level, text: say("log", level, text))
+    past = await archive.past()
+    found = 0 if past is None else round(past.last_at)
+    term = 0 if past is None else past.term
+    say("found", found, "term", term, "digest", 0 if past is None else digest(past.membership))
+    if task == ("forget",):
+        await archive.forget()
+        past = await RayArchive(job).past()
+        say("left", None if past is None else past.last_at)
+        return
+    membership = Membership(settings) if past is None else past.membership
+    upkeep = Upkeep(take=lambda: taken(membership), snapshot_every=40)
+    writer = Writer(term + 1, pid=os.getpid(), at=float(found))
+    if past is None:
+        journal = await archive.begin(header_of(settings, job=job, writer=writer), upkeep)
+    else:
+        journal = await archive.go_on(past, writer, upkeep)
+        journal.record(found, DriverRestarted(), membership.handle(DriverRestarted(), found))
+        await journal.settle()
+    for number in range(found + 1, 10**9):
+        event = HostsChanged({f"host-{n:04d}": 2 for n in range(number % 400)})
+        journal.record(float(number), event, membership.handle(event, float(number)))
+        try:
+            await journal.settle()
+        except Deposed:
+            say("deposed", number)
+            return
+        say("settled", number, digest(membership))
+        await journal.rest()
+
+
+ray.init(logging_level=logging.ERROR, log_to_driver=False)
+asyncio.run(main(*sys.argv[1:]))
