@@ -98,9 +98,9 @@ class Fleet:
     """All agents of one job.
 
     ``starter`` None: nobody starts agents, they come by themselves. ``reach`` tells an agent that is to be started how
-    to find this driver. ``folder``: where workers start; ``environ_of(host)`` is added to the environment of those on that
-    host. ``adopted``: the workers that a driver before this one has left behind. ``deposed``: whether another
-    driver has the job: from then on nobody is told anything, and nothing is ended.
+    to find this driver. ``folder``: where workers start; ``environ_of(host)``: what those on a host are given besides.
+    ``adopted``: the workers that a driver before this one has left behind. ``deposed``: whether another driver has the
+    job: from then on nobody is told anything, and nothing is ended.
     """
 
     def __init__(

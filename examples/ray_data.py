@@ -10,10 +10,11 @@ comes next, and nothing else is.
 
 What is guaranteed: in the history of commits each row of an epoch is trained on exactly once, whatever happens to
 workers and to nodes with workers. What is undone with a failed step is repeated, and was never committed. If the feed
-itself is lost, Ray starts it again and it runs the epoch's stream from its beginning, up to where the workers are:
-this needs what any recovery of Ray Data needs, that the same rows come in the same order. Reading files does, and so
-do maps that depend on nothing but their rows, `preserve_order` (set below) and shuffles with a seed. The feed ends
-with its caller. Ray Data needs a CPU beside those that the workers hold.
+itself is lost, Ray starts it again and it runs the epoch's stream from its beginning, up to where the workers are.
+Then the same holds if the stream gives the same blocks again: `preserve_order` (set below), a fixed number of blocks to
+read (by default Ray counts CPUs for that), seeds for shuffles, functions of nothing but their rows.
+Blocks that are lost with a node are made anew by Ray. The feed ends with its caller. Ray Data needs a CPU beside those
+that the workers hold.
 """
 
 from __future__ import annotations
