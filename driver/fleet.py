@@ -58,7 +58,7 @@ AGENTS: Callers[HostAgent] = Callers(
 )
 ARRIVE_S = 30.0  # from an agent that was started to its call
 CALL_S = 3.0  # for an agent that runs already to call; it tries once a second
-RETURN_S = 1.0  # from a connection that was closed to the next; an agent tries at once
+RETURN_S = 0.5  # from a connection that was closed to the next; an agent tries at once
 BEATS = 4  # in a lease
 REPEATED_S = 0.2  # the kernel repeats what is not acknowledged after this time at the earliest
 STOPPED_S = 10.0  # for an agent to say anything; its host's kernel acknowledges what we say even if it is stopped

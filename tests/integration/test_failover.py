@@ -113,7 +113,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along_and_is_replaced(drivers
     parent = Path(f"/proc/{pid_of(driver, 0, '127.0.0.2')}/stat").read_text()
     agent = int(parent.rpartition(")")[2].split()[1])
     os.kill(agent, signal.SIGKILL)
-    driver.wait_for("lost host 127.0.0.2: its agent has not come back within 1 s")
+    driver.wait_for("lost host 127.0.0.2: its agent has not come back within 0.5 s")
     (tmp_path / "go").touch()
     driver.wait_for("127.0.0.2 has a new agent: whatever ran under the old one is gone")
     driver.succeed()
