@@ -22,7 +22,7 @@ from typing import Any
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 
 from elastic.driver import agent_protocol
-from elastic.driver.agent_protocol import AgentAnswer, AgentMessage, HostAgent
+from elastic.driver.agent_protocol import AgentAnswer, AgentMessage, Heard, HostAgent
 from elastic.driver.keepalive import expect_signs_of_life
 from elastic.protocol import (
     RELAY_LIMIT,
@@ -31,6 +31,7 @@ from elastic.protocol import (
     Challenge,
     Message,
     ProtocolError,
+    Result,
     encoded,
 )
 from elastic.tls import explained
@@ -75,6 +76,7 @@ class Uplink:
         self._wire = Wire(agent_protocol.to_agent)
         self._writer: asyncio.StreamWriter | None = None
         self._drop_reason = ""
+        self._results = 0  # bytes of functions' values that may still wait
         self.bound = ""  # the numeric address of this host by which the driver was reached last
 
     @property
@@ -109,8 +111,15 @@ class Uplink:
         """Without blocking. False when there is no connection: then the message is dropped."""
         if self._writer is None:
             return False
-        self._writer.write(self._wire.frame_of(encoded(message, RELAY_LIMIT)))
-        if self.backlog > BACKLOG_LIMIT:
+        frame = self._wire.frame_of(encoded(message, RELAY_LIMIT))
+        if not self.backlog:
+            self._results = 0
+        if isinstance(message, Heard) and isinstance(message.message, Result):
+            self._results += len(
+                frame
+            )  # each worker has one, and it may be large: that is no sign of a driver's end
+        self._writer.write(frame)
+        if self.backlog > BACKLOG_LIMIT + self._results:
             self.drop(f"it has not read for {BACKLOG_LIMIT >> 20} MiB")
             return False
         return True

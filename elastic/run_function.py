@@ -1,9 +1,8 @@
 """What a worker of ``elastic.launch`` runs: ``python -m elastic.run_function FILE``.
 
-The file holds the pickled call; without one, the variable ELASTIC_CALL names it, since on other machines it
-may be anywhere. It was written by the process that launches this one, for its eyes
-only, and never travels over the control plane; the value goes back as bytes that the driver does
-not open.
+The file holds the pickled call; without one, the variable ELASTIC_CALL names it, since on other machines it may be
+anywhere. It was written by the process that launches this one, for its eyes only, and never travels over the control
+plane; the value goes back as bytes that the driver does not open.
 """
 
 from __future__ import annotations
@@ -29,7 +28,13 @@ def main(path: str = "") -> None:
 
     function, args, kwargs = cloudpickle.loads(Path(path).read_bytes())
     value = function(*args, **kwargs)
-    runtime.send_result(cloudpickle.dumps(value))
+    try:
+        blob = cloudpickle.dumps(value)
+    except Exception as error:
+        name = getattr(function, "__name__", "the function")
+        what = f"what {name} returned, a {type(value).__name__}, can't be pickled and sent back"
+        raise TypeError(f"{what}: {error}") from error
+    runtime.send_result(blob)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +119,8 @@ def wanted(
 
 def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, float]:
     """One CPU by default, and with ``use_gpu`` one GPU. Raises Invalid."""
+    if not isinstance(use_gpu, bool):
+        raise Invalid(f"use_gpu is {use_gpu!r}; give True or False")
     if given is not None and not isinstance(given, Mapping):
         raise Invalid(
             f"resources_per_worker is a {type(given).__name__}; give a dict such as"
@@ -163,6 +167,59 @@ def check_limits(limits: Limits) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or value < LEAST_S:
             raise Invalid(f"{name} is {value!r}; give seconds, at least {LEAST_S:g}")
+
+    count = limits.reset_limit
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+        raise Invalid(f"reset_limit is {count!r}; give a whole number, 0 or more")
+    if limits.cooldown_range is not None:
+        _check_cooldown(limits.cooldown_range)
+
+
+def _check_cooldown(given: object) -> None:
+    pair = list(given) if isinstance(given, tuple | list) else []
+    numbers = [x for x in pair if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(pair) != 2 or len(numbers) != 2 or not 0 < numbers[0] <= numbers[1]:
+        raise Invalid(
+            f"cooldown_range is {given!r}; give the shortest and the longest in seconds, as in (1, 60)"
+        )
+
+
+def check_environ(given: object) -> None:
+    """Raises Invalid."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise Invalid(f"env is a {type(given).__name__}; give a dict of strings")
+    for name, value in given.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise Invalid(f"env[{name!r}] is {value!r}; names and values are strings")
+        if not name or "=" in name or "\0" in name + value:
+            raise Invalid(f"env has {name!r}, which can't be the name of a variable, or its value")
+
+
+def check_job_name(name: object) -> None:
+    """Of a detached job. Raises Invalid."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise Invalid(
+            f"detached is {name!r}; name the job with up to 100 letters, digits, dots, dashes and"
+            " underscores, a letter or digit first"
+        )
+
+
+def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Whether the function can be called like that, as far as it can be told. Raises Invalid."""
+    if not callable(function):
+        raise Invalid(f"a {type(function).__name__} can't be called; give a function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", "the function")
+        with_what = "the config" if args or kwargs else "nothing; give a config"
+        raise Invalid(f"{name}{signature} would be called with {with_what}: {error}") from None
 
 
 def check_callables(**given: Callable[..., Any] | None) -> None:

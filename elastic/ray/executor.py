@@ -83,7 +83,11 @@ def run(
     ) as executor:
         if not callable(train_fn):
             raise Invalid(f"run() calls a function, not a {type(train_fn).__name__}")
-        call = _pickled(train_fn, arguments.call_arguments(config), {})
+        given = arguments.call_arguments(config)
+        arguments.check_call(train_fn, given, {})
+        if detached is not None:
+            arguments.check_job_name(detached)
+        call = _pickled(train_fn, given, {})
         if detached is None:
             return executor.run_once(call)
         return executor.run_detached(call, detached)
@@ -167,6 +171,7 @@ class Executor:
         )
         arguments.check_limits(self._limits)
         arguments.check_callables(on_report=on_report, on_output=on_output)
+        arguments.check_environ(env)
         self._env = dict(env or {})
         self._on_report = on_report
         self._on_output = on_output

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.errors import Invalid, JobFailed
 from elastic.launching import run_apart
-from elastic.ray.arguments import CURRENT, Limits, Wanted
+from elastic.ray.arguments import CURRENT, Limits, Wanted, check_environ
 from elastic.ray.driver_actor import DriverActor, Ended, Spec, make_secret
 from elastic.ray.news import Told
 from elastic.report_values import Report
@@ -73,6 +74,7 @@ class Follower:
         self.actor = actor
         self._on_output = on_output or to_streams
         self._on_report = on_report
+        self._complained = False
         self._source, self._next = "", 0
         self._telling: Any = None  # the question for news that is under way
 
@@ -153,8 +155,20 @@ class Follower:
             if kind in ("stdout", "stderr"):
                 self._on_output(kind, value)
             elif kind == "report" and self._on_report is not None:
-                self._on_report(value)
+                self._pass_report(value)
         return bool(told.items)
+
+    def _pass_report(self, report: Report) -> None:
+        """As everywhere: a callback that raises is told of once, and ends nothing."""
+        assert self._on_report is not None
+        try:
+            self._on_report(report)
+        except Exception:
+            if not self._complained:
+                self._complained = True
+                said = traceback.format_exc()
+                text = f"elastic | error: on_report has raised; the job goes on\n{said}"
+                self._on_output("stderr", text.encode())
 
     def wait(self, refs: Sequence[Any], within_s: float | None = None) -> list[Any]:
         """The values of these calls of the actor, passing on meanwhile what it says."""
@@ -271,9 +285,7 @@ def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
     """
     from elastic.driver.fleet_plan import FORWARDED
 
-    for name, value in (given or {}).items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise Invalid(f"env[{name!r}] is {value!r}; names and values are strings")
+    check_environ(given)
     own = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
     own.pop("PYTHONPATH", None)  # each node's own
     if (
