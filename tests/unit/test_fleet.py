@@ -366,3 +366,18 @@ def test_a_start_that_takes_long_is_given_up_by_the_starter_and_nobody_else(monk
         await driver.fleet.workers.close()
 
     asyncio.run(talk())
+
+
+@conversation()
+async def test_values_of_functions_may_be_large_on_all_workers_at_once(driver, patch):
+    """More than may otherwise wait for a driver that does not read, before that has had its turn."""
+    patch.setattr(uplink_module, "BACKLOG_LIMIT", 1 << 20)
+    workers = [Worker("here", slot) for slot in range(3)]
+    for worker in workers:
+        driver.start(worker)
+    agent = await Agent(driver, "here").register(*workers)
+    await driver.next()
+    results = [Heard(worker, protocol.Result(b"x" * (8 << 20))) for worker in workers]
+    agent.say(*results, Seen(WorkerExited(workers[0], 0)))
+    assert [await driver.next() for _ in results] == [(r.worker, r.message) for r in results]
+    assert await driver.next() == WorkerExited(workers[0], 0)
