@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install train test check fix bench soak matrix hosts clean
+.PHONY: help install train test check fix bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make check     format, lint, types, unit and simulation tests: under a minute"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make bench     every benchmark: a table each"
+	@echo "make bench-ray a node of a Ray cluster dies, beside Ray Train; 50 kills: a quarter of an hour"
 	@echo "make soak      train under random faults for MINUTES=20, and look for what grows: docs/soak.md"
 	@echo "make matrix    every fault in every phase on real processes: goes on where it stopped; docs/faults.md"
 	@echo "make hosts     faults of whole hosts and networks, in network namespaces, as root: docs/hosts.md"
@@ -55,6 +56,9 @@ fix: $(STAMP)
 bench: $(STAMP)
 	@for name in recovery frozen join step commit reinit negotiation timeline control_plane; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+bench-ray: $(STAMP)
+	$(BIN)/python benchmarks/ray_train.py --rounds 3 --kills 50
 
 MINUTES ?= 20
 

@@ -1,14 +1,13 @@
-"""What does a node of a Ray cluster cost that dies with its workers? Beside Ray Train's TorchTrainer, in one run.
+"""A node dies under a job on a Ray cluster: hvd-elastic beside Ray Train, on the same cluster, at the same step.
 
-    python benchmarks/ray_train.py [--rounds 3] [--kills 10] [--json FILE]
+Both train the same small model with three workers on three nodes. One node is killed: its raylet and all that runs on
+it. Ray Train starts its workers again from the last checkpoint, one every 10 steps; hvd-elastic goes on with the other
+two.
 
-A cluster of three nodes with a worker each and one to spare, on this machine. In each round both train the same model
-with steps of the same length, one after the other, until the raylet and all processes of one node get a SIGKILL. Then
-counted: the longest time in which no new step was done by anybody, and how many steps were done again. Ray Train has a
-checkpoint every ten steps and as many attempts as it likes; hvd-elastic commits every step.
+    python benchmarks/ray_train.py --rounds 3 --kills 50
+    python benchmarks/ray_train.py --rounds 3 --kills 0       # the comparison alone, some three minutes
 
-``--kills``: after that, one elastic job loses so many nodes, one after the other, each replaced by a new one: the time
-to the slowest survivor's next step, the longest pause while a node comes, lost commits, and what is left behind.
+Then, of hvd-elastic alone: what a node more and a drained node cost, N kills, and what all of that has left behind.
 """
 
 from __future__ import annotations
@@ -16,236 +15,287 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from integration.ray_cluster import RayCluster, RayJob, ray_nodes
-from integration.ray_stepping import Step, Stepping, committed_lost
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-NODES = 3
-STEP_S = 0.05
-EVERY = 10  # steps between two checkpoints of Ray Train's
-BEFORE = 47  # steps before the fault: seven after a checkpoint
-AFTER = 20  # new steps after it, at least
-START_S = 180.0
-TORCH_TRAINER = Path(__file__).with_name("ray_torch_trainer.py")
-console = Console()
+from integration.ray_cluster import RayCluster, ray_nodes
+from integration.ray_stepping import Step, Stepping, committed_lost, repeated
 
+HERE = Path(__file__).parent
+WORKERS = 3
+AT_STEP = 57  # seven after a checkpoint of the other
+STEP_S = 0.02
+SPARE = 5  # places that wait, so that a new node is used before Ray has noticed the end of another
+OURS, THEIRS = "hvd-elastic", "Ray Train"
+CONSOLE = Console()
 
-class TrainerStepping(Stepping):
-    """A job of Ray Train's that writes the same lines."""
-
-    def __init__(self, cluster: RayCluster, folder: Path, workers: int) -> None:
-        self.cluster = cluster
-        self.folder = folder
-        arguments = [str(folder), str(workers), str(STEP_S), str(EVERY)]
-        self.job = RayJob(cluster, TORCH_TRAINER, *arguments, folder=folder)
+Start = Callable[[RayCluster, Path], Stepping]
 
 
-def elastic_job(cluster: RayCluster, folder: Path) -> Stepping:
-    return Stepping(cluster, folder, NODES, NODES, STEP_S)
+def elastic_job(cluster: RayCluster, folder: Path, most: int = WORKERS) -> Stepping:
+    return Stepping.elastic(cluster, folder, WORKERS, most, STEP_S)
 
 
 def trainer_job(cluster: RayCluster, folder: Path) -> Stepping:
-    return TrainerStepping(cluster, folder, NODES)
+    return Stepping(cluster, folder, HERE / "ray_trainer.py", str(WORKERS), str(STEP_S))
 
 
-def one_fault(
-    cluster: RayCluster, make: Callable[[RayCluster, Path], Stepping], folder: Path
-) -> dict[str, float]:
-    """Longest time without a new step, in seconds, and steps done again."""
-    replenish(cluster, NODES + 1)
-    folder.mkdir()
-    job = make(cluster, folder)
-    try:
-        at_step(job, BEFORE)
-        members = {step.rank: step for step in job.steps()}
-        node = job.node_of(members[NODES - 1].pid)
-        before = job.steps()
-        killed = time.monotonic()
-        cluster.kill(node)
-        at_step(job, max(step.step for step in before) + AFTER)
-        finish(job)
-        return measured(job.steps(), killed)
-    finally:
-        job.job.end()
+@contextmanager
+def running(start: Start, cluster: RayCluster) -> Iterator[Stepping]:
+    """A job in a full world; ended properly, if all goes well."""
+    with tempfile.TemporaryDirectory(prefix="bench-ray-") as folder:
+        job = start(cluster, Path(folder))
+        try:
+            job.world(WORKERS)
+            yield job
+            job.finish()
+        finally:
+            job.job.end()
 
 
-def at_step(job: Stepping, number: int) -> None:
-    job.wait(
-        lambda: max((step.step for step in job.steps()), default=0) >= number,
-        f"step {number}",
-        START_S,
-    )
+# ---- side by side --------------------------------------------------------------------------------
 
 
-def finish(job: Stepping) -> None:
-    (job.folder / "stop").touch()
-    job.job.wait(120)
-
-
-def measured(steps: list[Step], killed: float) -> dict[str, float]:
-    reached, at, gap = 0, 0.0, 0.0
+def completed(steps: list[Step]) -> dict[tuple[int, int], float]:
+    """When each step of each world was completed: by all of its members."""
+    lines: dict[tuple[int, int], list[Step]] = defaultdict(list)
     for step in steps:
-        if step.step > reached:
-            if step.at > killed:
-                gap = max(gap, step.at - max(at, killed - STEP_S))
-            reached, at = step.step, step.at
-    before = [step for step in steps if step.at <= killed + 0.001]
-    generation = max(step.generation for step in before)
-    last = max(step.step for step in steps if step.generation == generation)
-    following = min(step.step for step in steps if step.generation > generation)
-    return {"gap_s": gap, "repeated": float(max(0, last - following + 1))}
+        lines[step.generation, step.step].append(step)
+    return {key: max(s.at for s in of) for key, of in lines.items() if len(of) == of[0].size}
 
 
-def replenish(cluster: RayCluster, count: int) -> None:
-    """So many nodes that run and that Ray takes for alive; the dead ones it has heard of."""
-    cluster.until(
-        lambda: all(node["runs"] or not node["alive"] for node in cluster.nodes()),
-        "Ray to notice who is dead",
-        90,
-    )
-    while len(workers_nodes(cluster)) < count:
-        cluster.add(num_cpus=1)
+def one_fault(cluster: RayCluster, start: Start) -> dict[str, float]:
+    """Seconds without progress, steps done twice, seconds until all three workers train again."""
+    with running(start, cluster) as job:
+        job.wait(lambda: job.steps()[-1].step >= AT_STEP, f"step {AT_STEP}")
+        world = job.world(WORKERS)
+        places = defaultdict(list)
+        for member in world:
+            places[job.node_of(member.pid)].append(member)
+        node = min(places, key=lambda name: len(places[name]))
+        killed_at, generation = time.monotonic(), world[0].generation
+        cluster.kill(node)
 
+        def again() -> float | None:
+            after = [s.at for s in job.steps() if s.generation > generation and s.size == WORKERS]
+            return after[0] if after else None
 
-def workers_nodes(cluster: RayCluster) -> list[str]:
-    return [node["node"] for node in cluster.nodes() if node["runs"] and not node["head"]]
-
-
-# ---- many losses of one job ------------------------------------------------------------------------------------------
-
-
-def many_kills(cluster: RayCluster, folder: Path, kills: int) -> dict[str, Any]:
-    replenish(cluster, NODES)
-    actors, groups = len(cluster.actors()), len(cluster.placement_groups())
-    folder.mkdir()
-    # Always one place that waits: a node that comes gets a worker at once.
-    job = Stepping(cluster, folder, NODES, NODES + kills + 1, STEP_S / 5)
-    recoveries, joins = [], []
-    try:
-        job.world(NODES)
-        for number in range(kills):
-            world = {step.pid: job.node_of(step.pid) for step in job.world(NODES)}
-            victim = sorted(world)[number % NODES]
-            survivors = world.keys() - {victim}
-            killed = time.monotonic()
-            cluster.kill(world[victim])
-            job.later(killed, set(survivors))
-            generation = {s.pid: s.generation for s in job.steps() if s.at <= killed}
-            next_steps = [
-                min(s.at for s in job.steps() if s.pid == pid and s.generation > generation[pid])
-                for pid in survivors
-            ]
-            recoveries.append(max(next_steps) - killed)
-            added = time.monotonic()
-            cluster.add(num_cpus=1)
-            job.world(NODES)
-            joins.append(longest_gap(job.steps(), survivors, added))
-            console.print(
-                f"kill {number + 1}: {recoveries[-1] * 1e3:.0f} ms, join: {joins[-1] * 1e3:.0f} ms"
-            )
+        full_at = job.wait(again, "three workers again", 180.0)
+        job.wait(lambda: job.steps()[-1].step >= 2 * AT_STEP, f"step {2 * AT_STEP}", 180.0)
         steps = job.steps()
-        finish(job)
-    finally:
-        outlived = job.job.end()
-    cluster.until(lambda: len(cluster.actors()) <= actors, "no actors to be left")
-    cluster.until(lambda: len(cluster.placement_groups()) <= groups, "no placement groups")
+    cluster.add(num_cpus=2)
+    cluster.until(lambda: len(cluster.alive()) == WORKERS, "Ray to notice the dead node", 60.0)
+    done = completed(steps)
+    best = itertools.accumulate(sorted((at, number) for (_, number), at in done.items()), further)
+    moments = [first for first, _ in dict.fromkeys(best)]
+    gaps = [b - a for a, b in itertools.pairwise(moments) if b > killed_at]
+    numbers = [number for _, number in done]
     return {
-        "recovery_s": recoveries,
-        "join_gap_s": joins,
-        "lost_commits": committed_lost(steps),
-        "actors_left": len(cluster.actors()) - actors,
-        "groups_left": len(cluster.placement_groups()) - groups,
-        "processes_left": len(outlived),
+        "without_progress_s": max(gaps),
+        "steps_repeated": len(numbers) - len(set(numbers)),
+        "all_again_s": full_at - killed_at,
     }
 
 
-def longest_gap(steps: list[Step], pids: set[int], since: float) -> float:
-    """Between two steps of one of these processes."""
-    gap = 0.0
+def further(best: tuple[float, int], new: tuple[float, int]) -> tuple[float, int]:
+    return new if new[1] > best[1] else best
+
+
+def compare(rounds: int) -> dict[str, list[dict[str, float]]]:
+    found: dict[str, list[dict[str, float]]] = {OURS: [], THEIRS: []}
+    jobs: dict[str, Start] = {OURS: elastic_job, THEIRS: trainer_job}
+    # Two places on a node: what is left has room for all three workers, so that Ray Train need not wait for a node.
+    with a_cluster(cpus=2) as cluster:
+        for round_ in range(rounds):
+            for name in (OURS, THEIRS) if round_ % 2 == 0 else (THEIRS, OURS):
+                found[name].append(one_fault(cluster, jobs[name]))
+                CONSOLE.print(f"round {round_ + 1}, {name}: {shown(found[name][-1])}")
+    return found
+
+
+# ---- hvd-elastic alone ---------------------------------------------------------------------------
+
+
+def changes(cluster: RayCluster, job: Stepping, count: int) -> dict[str, list[float]]:
+    """A node comes and is drained again: the longest gap between steps of an old worker, and steps done twice."""
+    found: dict[str, list[float]] = {"join_gap_ms": [], "drain_gap_ms": [], "drain_repeated": []}
+    for _ in range(count):
+        old = {member.pid for member in job.world(WORKERS)}
+        began = time.monotonic()
+        node = cluster.add(num_cpus=1)
+        (new,) = {member.pid for member in job.world(WORKERS + 1)} - old
+        job.later(time.monotonic(), old | {new})
+        found["join_gap_ms"].append(longest_gap_ms(job.steps(), old, began))
+        began, before = time.monotonic(), repeated(job.steps())
+        cluster.drain(node, 60.0)
+        job.gone(new)
+        job.later(time.monotonic(), old)
+        found["drain_gap_ms"].append(longest_gap_ms(job.steps(), old, began))
+        found["drain_repeated"].append(repeated(job.steps()) - before)
+    return found
+
+
+def longest_gap_ms(steps: list[Step], pids: set[int], since: float) -> float:
+    gaps = []
     for pid in pids:
-        times = [step.at for step in steps if step.pid == pid and step.at >= since]
-        gap = max([gap, *(after - before for before, after in itertools.pairwise(times))])
-    return gap
+        moments = [step.at for step in steps if step.pid == pid]
+        gaps += [b - a for a, b in itertools.pairwise(moments) if b > since]
+    return max(gaps) * 1e3
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+def kills(cluster: RayCluster, job: Stepping, count: int) -> dict[str, list[float]]:
+    """Milliseconds from the kill to the slowest survivor's next step in a new world. Every other time the raylet dies
+    alone, and its workers with it.
+    """
+    found: dict[str, list[float]] = {"machine_ms": [], "raylet_ms": []}
+    for number in range(count):
+        world = job.world(WORKERS)
+        victim = world[number % WORKERS]
+        survivors = {member.pid for member in world} - {victim.pid}
+        node = job.node_of(victim.pid)
+        at = time.monotonic()
+        cluster.do("kill" if number % 2 == 0 else "kill_raylet", node=node)
+
+        def next_steps(
+            of: set[int] = survivors, after: int = victim.generation
+        ) -> list[float] | None:
+            first: dict[int, float] = {}
+            for step in job.steps():
+                if step.generation > after and step.pid in of:
+                    first.setdefault(step.pid, step.at)
+            return list(first.values()) if first.keys() == of else None
+
+        resumed = max(job.wait(next_steps, "the survivors' next step"))
+        found["machine_ms" if number % 2 == 0 else "raylet_ms"].append((resumed - at) * 1e3)
+        cluster.add(num_cpus=1)
+        if number % 10 == 9:
+            CONSOLE.print(f"{number + 1} kills")
+    job.world(WORKERS)
+    return found
 
 
-def shown(rounds: dict[str, list[dict[str, float]]]) -> Table:
-    table = Table(title=f"one of {NODES} nodes gets a SIGKILL with all its processes")
-    for column in ("", "without a new step, median (s)", "largest (s)", "steps done again"):
+def inventory(cluster: RayCluster) -> dict[str, int]:
+    """What there is of ours in the cluster."""
+    ours = (
+        "elastic.driver.agent_process",
+        "elastic.run_function",
+        "ray::AgentActor",
+        "ray::DriverActo",
+    )
+    lines = [process.command for process in cluster.running()]
+    return {
+        "actors": len(cluster.actors()),
+        "placement groups": len(cluster.placement_groups()),
+        "processes": sum(any(name in line for name in ours) for line in lines),
+    }
+
+
+def alone(count: int) -> dict[str, Any]:
+    with a_cluster(cpus=1) as cluster:
+        before = inventory(cluster)
+        start = lambda cluster, folder: elastic_job(cluster, folder, WORKERS + SPARE)  # noqa: E731
+        with running(start, cluster) as job:
+            during = inventory(cluster)
+            found: dict[str, Any] = changes(cluster, job, 3) | kills(cluster, job, count)
+            steps = job.steps()
+        cluster.until(lambda: not cluster.actors(), "no actors")
+        cluster.until(lambda: not cluster.placement_groups(), "no placement groups")
+        after = inventory(cluster)
+    return found | {
+        "commits_lost": committed_lost(steps),
+        "before": before,
+        "during": during,
+        "after": after,
+    }
+
+
+# ---- told ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def a_cluster(cpus: int) -> Iterator[RayCluster]:
+    with tempfile.TemporaryDirectory(prefix="bench-ray-") as folder:
+        nodes = [{"num_cpus": cpus}] * WORKERS
+        with ray_nodes(Path(folder), nodes) as cluster:
+            yield cluster
+
+
+def shown(numbers: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in numbers.items())
+
+
+def side_by_side(found: dict[str, list[dict[str, float]]]) -> Table:
+    rounds = len(found[OURS])
+    table = Table(title=f"one of {WORKERS} nodes dies: medians of {rounds} rounds (worst)")
+    for column in ("", "s without progress", "steps repeated", "s until all train again"):
         table.add_column(column, justify="right" if column else "left")
-    for name, found in rounds.items():
-        gaps = [each["gap_s"] for each in found]
-        again = [each["repeated"] for each in found]
-        row = [
-            f"{statistics.median(gaps):.2f}",
-            f"{max(gaps):.2f}",
-            f"{statistics.median(again):g}",
-        ]
-        table.add_row(name, *row)
+    for name, each in found.items():
+        cells = []
+        for key, digits in (("without_progress_s", 2), ("steps_repeated", 0), ("all_again_s", 1)):
+            values = [numbers[key] for numbers in each]
+            cells.append(f"{statistics.median(values):.{digits}f} ({max(values):.{digits}f})")
+        table.add_row(name, *cells)
     return table
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=10, help="0: leave this part out")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+def of_its_own(found: dict[str, Any]) -> Table:
+    table = Table(title=f"{OURS} alone")
+    for column in ("", "count", "p50", "max"):
+        table.add_column(column, justify="right" if column else "left")
+    rows = {
+        "machine killed -> slowest survivor's next step, ms": "machine_ms",
+        "raylet killed -> slowest survivor's next step, ms": "raylet_ms",
+        "node added: longest gap of an old worker, ms": "join_gap_ms",
+        "node drained: longest gap of the others, ms": "drain_gap_ms",
+        "node drained: steps repeated": "drain_repeated",
+    }
+    for name, key in rows.items():
+        values = found[key]
+        if values:
+            numbers = statistics.median(values), max(values)
+            table.add_row(name, str(len(values)), *(f"{number:.0f}" for number in numbers))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3, help="of the comparison")
+    parser.add_argument("--kills", type=int, default=50, help="0: the comparison alone")
+    parser.add_argument("--json", default="out/ray_train.json", help="where the figures go")
     options = parser.parse_args()
-    try:
-        import ray.train.torch  # noqa: F401
-    except ImportError as error:
-        print(
-            f"this benchmark needs Ray Train: pip install 'ray[train]' ({error})", file=sys.stderr
+    check = [sys.executable, "-c", "import ray.train.torch"]
+    if subprocess.run(check, capture_output=True).returncode:
+        raise SystemExit(
+            "this measures beside Ray Train, which is missing: pip install 'ray[train]'"
         )
-        return 2
-    rounds: dict[str, list[dict[str, float]]] = {"hvd-elastic": [], "Ray Train": []}
-    arms = {"hvd-elastic": elastic_job, "Ray Train": trainer_job}
-    result: dict[str, Any] = {"rounds": rounds}
-    with tempfile.TemporaryDirectory(prefix="ray-train-") as name:
-        folder = Path(name)
-        (folder / "cluster").mkdir()
-        with ray_nodes(folder / "cluster", [{"num_cpus": 1}] * (NODES + 1)) as cluster:
-            for number in range(options.rounds):
-                for arm in sorted(arms, reverse=bool(number % 2)):
-                    place = folder / f"{number}-{arm.replace(' ', '-')}"
-                    rounds[arm].append(one_fault(cluster, arms[arm], place))
-                    console.print(f"round {number + 1}, {arm}: {rounds[arm][-1]}")
-        if options.rounds:
-            console.print(shown(rounds))
-        if options.kills:
-            (folder / "cluster2").mkdir()
-            with ray_nodes(folder / "cluster2", [{"num_cpus": 1}] * NODES) as cluster:
-                result["kills"] = kills = many_kills(cluster, folder / "kills", options.kills)
-            console.print(
-                f"{options.kills} nodes killed: next step p50"
-                f" {statistics.median(kills['recovery_s']) * 1e3:.0f} ms, max"
-                f" {max(kills['recovery_s']) * 1e3:.0f} ms; a node comes: longest pause p50"
-                f" {statistics.median(kills['join_gap_s']) * 1e3:.0f} ms, max"
-                f" {max(kills['join_gap_s']) * 1e3:.0f} ms; commits lost {kills['lost_commits']};"
-                f" left behind: {kills['actors_left']} actors, {kills['groups_left']} placement"
-                f" groups, {kills['processes_left']} processes"
-            )
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+
+    figures: dict[str, Any] = {}
+    if options.rounds:
+        figures["side_by_side"] = compare(options.rounds)
+        CONSOLE.print(side_by_side(figures["side_by_side"]))
+    if options.kills:
+        found = figures["alone"] = alone(options.kills)
+        CONSOLE.print(of_its_own(found))
+        CONSOLE.print(f"commits lost: {found['commits_lost']}")
+        for when in ("before", "during", "after"):
+            CONSOLE.print(f"{when} {options.kills} kills:", found[when])
+    path = Path(options.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    sys.exit(main())
+    main()

@@ -176,8 +176,8 @@ class RayCluster:
         assert "error" not in answer, f"{command}: {answer['error']}"
         return answer["result"]
 
-    def _processes(self) -> list[Process]:
-        """Those in its session, and those with its mark: Ray writes titles over environments."""
+    def running(self) -> list[Process]:
+        """Its processes: those in its session, and those with its mark; Ray writes titles over environments."""
         found = [*marked(f"{CLUSTER_MARK}={self._mark}"), *of_session(self._process.pid)]
         return list({process.pid: process for process in found}.values())
 
@@ -193,8 +193,8 @@ class RayCluster:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        left = self._processes()
-        kill_all(self._processes)
+        left = self.running()
+        kill_all(self.running)
         self._process.wait(GRACE_S)
         if self._process.stdout is not None:
             self._process.stdout.close()

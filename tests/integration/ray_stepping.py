@@ -32,25 +32,35 @@ class Step:
 
 
 class Stepping:
-    """A job that runs, elastic from one worker to ``most``, until `finish`."""
+    """A job that runs, until `finish`."""
 
-    def __init__(
-        self, cluster: RayCluster, folder: Path, workers: int, most: int, step_s: float = 0.01
-    ) -> None:
+    def __init__(self, cluster: RayCluster, folder: Path, script: Path, *arguments: str) -> None:
+        """Its script writes FOLDER/PID.steps as `scripts/ray_stepping.py` does."""
         self.cluster = cluster
         self.folder = folder
-        arguments = [str(folder), str(workers), "1", str(most), str(step_s)]
-        self.job = RayJob(cluster, SCRIPT, *arguments, folder=folder)
+        self._steps: list[Step] = []
+        self._read: dict[Path, int] = {}  # bytes of each file
+        self.job = RayJob(cluster, script, str(folder), *arguments, folder=folder)
+
+    @classmethod
+    def elastic(
+        cls, cluster: RayCluster, folder: Path, workers: int, most: int, step_s: float = 0.02
+    ) -> Stepping:
+        """An elastic job, of one to ``most`` workers."""
+        return cls(cluster, folder, SCRIPT, str(workers), "1", str(most), str(step_s))
 
     def steps(self) -> list[Step]:
         """All so far, by time."""
-        found = []
         for path in self.folder.glob("*.steps"):
-            whole, _, _ = path.read_text().rpartition("\n")
-            for line in whole.splitlines():
+            with open(path, "rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole, end, _ = file.read().rpartition(b"\n")
+            self._read[path] = self._read.get(path, 0) + len(whole) + len(end)
+            for line in whole.decode().splitlines():
                 at, *numbers = line.split()
-                found.append(Step(int(path.stem), float(at), *map(int, numbers)))
-        return sorted(found, key=lambda step: step.at)
+                self._steps.append(Step(int(path.stem), float(at), *map(int, numbers)))
+        self._steps.sort(key=lambda step: step.at)
+        return list(self._steps)
 
     def world(self, size: int) -> list[Step]:
         """The last step of each member of the newest world, once that has ``size`` and each has stepped in it."""
@@ -69,8 +79,10 @@ class Stepping:
 
         def done() -> bool:
             counts: defaultdict[int, int] = defaultdict(int)
-            for step in self.steps():
-                counts[step.pid] += step.at > than
+            for step in reversed(self.steps()):
+                if step.at <= than:
+                    break
+                counts[step.pid] += 1
             return all(counts[pid] >= count for pid in pids)
 
         self.wait(done, f"{count} steps more of {sorted(pids)}")
@@ -82,7 +94,7 @@ class Stepping:
     def wait(
         self, found: Callable[[], Found | None], awaited: str, timeout: float = START_S
     ) -> Found:
-        """Looks every 20 ms; fails at the deadline, or if the job ends first."""
+        """Looks every 50 ms; fails at the deadline, or if the job ends first."""
         deadline = time.monotonic() + timeout
         while True:
             over = self.job.process.poll() is not None
@@ -91,7 +103,7 @@ class Stepping:
             story = "\n  ".join(self.job.lines[-60:])
             assert not over, f"the job ended without {awaited}:\n  {story}"
             assert time.monotonic() < deadline, f"waited {timeout} s for {awaited}:\n  {story}"
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def node_of(self, pid: int) -> str:
         """Where this process runs."""

@@ -31,7 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 @pytest.fixture(scope="module")
 def training(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stepping]:
     """One job for all tests: each begins with a worker on each of at least three nodes."""
-    stepping = Stepping(cluster, tmp_path_factory.mktemp("job"), NODES, PLACES)
+    stepping = Stepping.elastic(cluster, tmp_path_factory.mktemp("job"), NODES, PLACES)
     try:
         yield stepping
         stepping.finish()
@@ -102,16 +102,21 @@ def test_the_worker_of_a_drained_node_leaves_at_a_commit(cluster: RayCluster, tr
 
 
 @pytest.mark.skipif(not shutil.which("redis-server"), reason="needs redis-server")
-def test_training_goes_on_without_the_gcs_and_grows_when_it_is_back(
+def test_without_its_gcs_a_cluster_trains_on_and_survives_a_node(
     cluster: RayCluster, training: Stepping
 ):
-    members = full(training).keys()
+    places = full(training)
     began = training.steps()
     cluster.kill_gcs()
-    training.later(time.monotonic(), set(members), count=200)
-    cluster.start_gcs()
-    training.later(time.monotonic(), set(members), count=50)
+    training.later(time.monotonic(), set(places), count=100)
     assert training.steps()[-1].generation == began[-1].generation
-    cluster.add(num_cpus=1)
-    assert members < {step.pid for step in training.world(len(members) + 1)}
     assert repeated(training.steps()) == repeated(began)
+    victim, before = max(places), time.monotonic()
+    cluster.kill(places[victim])
+    training.later(before, places.keys() - {victim})
+    cluster.start_gcs()
+    training.later(time.monotonic(), places.keys() - {victim})
+    cluster.add(num_cpus=1)
+    members = {step.pid for step in training.world(len(places))}
+    assert places.keys() - {victim} < members
+    assert committed_lost(training.steps()) == 0

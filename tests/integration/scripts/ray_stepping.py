@@ -15,15 +15,22 @@ import elastic.ray
 
 
 def train(config: dict[str, Any]) -> int:
+    import gc
     import os
     import time
 
+    gc.disable()  # while torch is imported: its objects are not searched for garbage
     import torch
+
+    gc.freeze()
+    gc.enable()
 
     import elastic
     from elastic import runtime
+    from elastic.chaos.uncompiled import without_compiler
 
     torch.set_num_threads(1)
+    without_compiler()
     elastic.init()
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 10)
