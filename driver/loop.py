@@ -201,14 +201,14 @@ class Driver:
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
         self._said_last = ""  # of what was done to the world
 
-    def ordered_results(self) -> list[bytes]:
-        """The results of the last world's members by rank. Those that sent none are left out.
+    def ordered_results(self) -> list[bytes | None]:
+        """The results of the last world's members by rank; None of those that sent none.
 
         Where no worker called ``init()`` there was no world, and the ranks are those they were started with.
         """
         places = self.places or self._promised
         by_rank = sorted(places, key=lambda worker: places[worker].rank)
-        return [self.results[worker] for worker in by_rank if worker in self.results]
+        return [self.results.get(worker) for worker in by_rank]
 
     def last_reports(self) -> dict[int, WorkerReport]:
         """The last report of each member of the last world that has made any, by rank."""

@@ -26,13 +26,13 @@ from elastic.report_values import Report
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. ``results`` are the values of launched functions by rank, still pickled; ``reports`` the last
-    of each rank of the last world that has made any.
+    """How a job ended. ``results`` are the values of launched functions by rank, still pickled, None where there is
+    none; ``reports`` the last of each rank of the last world that has made any.
     """
 
     code: int
     reason: str
-    results: list[bytes]
+    results: list[bytes | None]
     reports: dict[int, Report] = field(default_factory=dict)
 
 

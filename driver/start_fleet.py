@@ -52,7 +52,7 @@ from elastic.report_values import Report
 ASKED = 16  # hosts whose names are looked up to find out where to listen
 DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver goes on with the job
 
-Outcome = tuple[int, str, list[bytes], dict[int, Report]]
+Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 
 
 async def start_fleet(

@@ -102,7 +102,19 @@ def launch(
         outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))
     if outcome.code != 0:
         raise JobFailed(f"the job ended with exit code {outcome.code}: {outcome.reason}")
-    return [cloudpickle.loads(blob) for blob in outcome.results]
+    return values_of(outcome.results)
+
+
+def values_of(results: Sequence[bytes | None]) -> list[Any]:
+    """By rank. Raises JobFailed where one is missing: the others' must not move to its place."""
+    missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
+    if missing:
+        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"
+        raise JobFailed(
+            f"{who} of {len(results)} ended without a value: was it sys.exit? Return from the"
+            " function on every rank, None if there is nothing to say"
+        )
+    return [cloudpickle.loads(blob) for blob in results if blob is not None]
 
 
 def run_apart(work: Callable[[], Any]) -> Any:

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 VERSION = 2
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
+RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
 RELAY_LIMIT = FRAME_LIMIT + 4096  # bytes; the same, and who said it
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
 # Small things in a list take far more room than they have bytes: a frame may hold no more of them than anybody sends.

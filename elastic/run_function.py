@@ -14,6 +14,7 @@ from pathlib import Path
 import cloudpickle
 
 from elastic.errors import Invalid
+from elastic.protocol import RESULT_LIMIT
 
 
 def main(path: str = "") -> None:
@@ -34,6 +35,12 @@ def main(path: str = "") -> None:
         name = getattr(function, "__name__", "the function")
         what = f"what {name} returned, a {type(value).__name__}, can't be pickled and sent back"
         raise TypeError(f"{what}: {error}") from error
+    if len(blob) > RESULT_LIMIT:
+        name = getattr(function, "__name__", "the function")
+        raise ValueError(
+            f"what {name} returned has {len(blob):,} bytes, and {RESULT_LIMIT:,} can be sent back;"
+            " write it to a file or to storage, and return where it is"
+        )
     runtime.send_result(blob)
 
 

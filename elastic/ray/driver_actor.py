@@ -67,7 +67,7 @@ class Ended:
 
     code: int
     reason: str
-    results: list[bytes] = dataclasses.field(default_factory=list, repr=False)
+    results: list[bytes | None] = dataclasses.field(default_factory=list, repr=False)
     reports: dict[int, Report] = dataclasses.field(default_factory=dict)
     invalid: bool = False
 

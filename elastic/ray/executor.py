@@ -56,9 +56,9 @@ def run(
     those of the group that the caller runs in (as a trial of Ray Tune does), all but the first, otherwise in
     placement groups that the job makes for itself. ``env`` is added to the workers' environment.
 
-    ``on_report`` gets what workers say by `elastic.report`, ``on_output`` whole lines of theirs and of the log
-    ("stdout" or "stderr", bytes); both are called in this thread. ``detached`` names a job that lives on when the
-    caller goes, with a driver that Ray restarts; `attach` follows it. Times are seconds.
+    ``on_report`` gets what workers say by `elastic.report`, ``on_output`` their output and the log ("stdout" or
+    "stderr", bytes; whole lines, but for those over 64 KiB); both are called in this thread. ``detached`` names a job
+    that lives on when the caller goes, with a driver that Ray restarts; `attach` follows it. Times are seconds.
 
     Raises Invalid (a ValueError) for bad arguments, before anything is started, and where the cluster has no room for
     the workers within ``placement_timeout``; JobFailed if the job does not succeed.
@@ -344,8 +344,7 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 def _result(ended: Any) -> Result:
     from elastic.ray.following import results_of
 
-    values = [cloudpickle.loads(blob) for blob in results_of(ended)]
-    return Result(values, dict(sorted(ended.reports.items())))
+    return Result(results_of(ended), dict(sorted(ended.reports.items())))
 
 
 def _following() -> Any:

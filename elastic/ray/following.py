@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.errors import Invalid, JobFailed
-from elastic.launching import run_apart
+from elastic.launching import run_apart, values_of
 from elastic.ray.arguments import CURRENT, Limits, Wanted, check_environ
 from elastic.ray.driver_actor import DriverActor, Ended, Spec, make_secret
 from elastic.ray.news import Told
@@ -295,10 +295,10 @@ def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
     return {**own, **(given or {})}
 
 
-def results_of(ended: Ended) -> Iterator[bytes]:
-    """Raises Invalid or JobFailed if it did not succeed."""
+def results_of(ended: Ended) -> list[Any]:
+    """The values by rank. Raises Invalid or JobFailed if it did not succeed."""
     if ended.invalid:
         raise Invalid(ended.reason)
     if ended.code != 0:
         raise JobFailed(f"the job ended with exit code {ended.code}: {ended.reason}")
-    return iter(ended.results)
+    return values_of(ended.results)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import cloudpickle
 import pytest
 
-from elastic import run_function, runtime
+from elastic import launching, run_function, runtime
 from elastic.driver.agent_process import _at_addresses, read_bootstrap
-from elastic.errors import Invalid
+from elastic.errors import Invalid, JobFailed
+from elastic.protocol import RESULT_LIMIT
 
 
 @pytest.fixture
@@ -56,3 +58,29 @@ def test_a_bootstrap_may_name_the_file_alone():
     assert read_bootstrap(line.encode()).drivers_file == "/d"
     with pytest.raises(Invalid, match="nothing of where the driver is"):
         read_bootstrap(line.replace("/d", "").encode())
+
+
+def test_a_value_that_can_not_travel_is_named(monkeypatch, sent, tmp_path):
+    def locked() -> object:
+        return threading.Lock()
+
+    def large() -> bytes:
+        return bytes(RESULT_LIMIT)
+
+    call = tmp_path / "call"
+    call.write_bytes(cloudpickle.dumps((locked, (), {})))
+    with pytest.raises(TypeError, match=r"what locked returned, a lock, can't be pickled"):
+        run_function.main(str(call))
+    call.write_bytes(cloudpickle.dumps((large, (), {})))
+    with pytest.raises(ValueError, match=r"what large returned has 67,1.* write it to a file"):
+        run_function.main(str(call))
+    assert sent == []
+
+
+def test_values_keep_their_ranks():
+    one = cloudpickle.dumps("one")
+    assert launching.values_of([cloudpickle.dumps(None), one]) == [None, "one"]
+    with pytest.raises(JobFailed, match="rank 0 of 2 ended without a value"):
+        launching.values_of([None, one])
+    with pytest.raises(JobFailed, match="ranks 0, 2 of 3"):
+        launching.values_of([None, one, None])
