@@ -36,7 +36,7 @@ from integration.ray_stepping import Step, Stepping, committed_lost, repeated
 
 HERE = Path(__file__).parent
 WORKERS = 3
-AT_STEP = 57  # seven after a checkpoint of the other
+AT_STEP = 207  # seven after a checkpoint of the other
 STEP_S = 0.02
 SPARE = 5  # places that wait, so that a new node is used before Ray has noticed the end of another
 OURS, THEIRS = "hvd-elastic", "Ray Train"
@@ -80,12 +80,12 @@ def completed(steps: list[Step]) -> dict[tuple[int, int], float]:
 def one_fault(cluster: RayCluster, start: Start) -> dict[str, float]:
     """Seconds without progress, steps done twice, seconds until all three workers train again."""
     with running(start, cluster) as job:
-        job.wait(lambda: job.steps()[-1].step >= AT_STEP, f"step {AT_STEP}")
         world = job.world(WORKERS)
         places = defaultdict(list)
         for member in world:
             places[job.node_of(member.pid)].append(member)
         node = min(places, key=lambda name: len(places[name]))
+        job.wait(lambda: job.steps()[-1].step >= AT_STEP, f"step {AT_STEP}")
         killed_at, generation = time.monotonic(), world[0].generation
         cluster.kill(node)
 

@@ -95,8 +95,12 @@ def test_the_worker_of_a_drained_node_leaves_at_a_commit(cluster: RayCluster, tr
     began, before = training.steps(), time.monotonic()
     assert cluster.drain(places[victim], DEADLINE_S)
     training.gone(victim)
-    assert time.monotonic() - before < DEADLINE_S / 2
     training.later(time.monotonic(), places.keys() - {victim})
+    assert time.monotonic() - before < DEADLINE_S / 2
+    generation, killed_at = training.steps()[-1].generation, time.monotonic()
+    cluster.kill(places[victim])  # as announced; nobody is there any more
+    training.later(killed_at, places.keys() - {victim}, count=50)
+    assert training.steps()[-1].generation == generation
     assert repeated(training.steps()) == repeated(began)
     assert committed_lost(training.steps()) == 0
 

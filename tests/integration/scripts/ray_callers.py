@@ -147,7 +147,7 @@ def refused(_: str) -> None:
 
     for train, wanted in (
         (holds_a_lock, {"num_workers": 1}),
-        (meet(), {"num_workers": 100, "placement_timeout": 2}),
+        (meet(), {"config": {}, "num_workers": 100, "placement_timeout": 2}),
         (fails, {"num_workers": 1}),
     ):
         try:
