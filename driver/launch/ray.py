@@ -230,7 +230,7 @@ class RayStarter:
 
     async def _ask(self, actor: Any, method: str, *args: Any, within_s: float | None) -> Any:
         future = await in_thread(self._actors.ask, actor, method, *args, within_s=within_s)
-        return await asyncio.wait_for(asyncio.wrap_future(future), within_s)
+        return await _within(asyncio.wrap_future(future), within_s)
 
     async def _listen(self, held: _Held) -> None:
         """Passes on what the agent logs, until it ends."""
@@ -296,7 +296,20 @@ async def in_thread(function: Callable[..., Value], *args: Any, within_s: float 
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=run, name="ray call", daemon=True).start()
-    return await asyncio.wait_for(done, within_s)
+    return await _within(done, within_s)
+
+
+async def _within(future: asyncio.Future[Value], limit_s: float | None) -> Value:
+    """As `asyncio.wait_for`, which before Python 3.12 forgets that it was cancelled where the future is just done."""
+    try:
+        done, _ = await asyncio.wait({future}, timeout=limit_s)
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    if not done:
+        future.cancel()
+        raise asyncio.TimeoutError
+    return future.result()
 
 
 def _apart(function: Callable[[], None]) -> None:
