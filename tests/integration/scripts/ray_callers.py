@@ -151,7 +151,7 @@ def refused(_: str) -> None:
         (fails, {"num_workers": 1}),
     ):
         try:
-            elastic.ray.run(train, **wanted)  # type: ignore[arg-type]
+            elastic.ray.run(train, **wanted)
         except (Invalid, JobFailed) as error:
             say(type(error).__name__, str(error))
 
