@@ -34,6 +34,8 @@ class Driver(Protocol):
 
     def withdraw(self, pending: Pending) -> None: ...
 
+    def last_word(self, pending: Pending) -> None: ...
+
 
 class Batch:
     """What was started together: to be waited for by any of its members, finished by the first."""
@@ -251,6 +253,11 @@ class Pending:
         return results if self._part is None else results[self._part[0] : self._part[1]]
 
     # ---- for the engine --------------------------------------------------------------------------------------------
+
+    def last_word(self) -> None:
+        """The world is over: it may have been decided before."""
+        if self._engine is not None and not self.decided:
+            self._engine.last_word(self)
 
     def submitted_to(self, engine: Driver) -> None:
         self._engine = engine

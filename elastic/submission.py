@@ -261,6 +261,8 @@ def synchronize(handle: int) -> Any:
     if found is None:
         return None
     try:
+        if rt.broken:
+            found.pending.last_word()
         if isinstance(found.pending.error, TensorMismatch):
             raise found.pending.error  # all are told of it: it may be why this world is over already
         with rt.guard(found.shown):
