@@ -5,6 +5,7 @@
     here   --closed--> missing, for disconnect_s --Registered--> here
               |           +--------------------------------> lost: HostLost
               +--silent for a lease----------------------------> lost --Registered--> here
+    here   --off the list, its workers gone--> nobody: its agent is dismissed, if we have started it
 
 On each new connection the agent says who runs; that becomes HostReported, and its workers say again where they stand.
 What was ordered on a connection that was lost is not repeated: the report shows what became of it.
@@ -412,8 +413,24 @@ class Fleet:
             self._start_again(name, host)
 
     def listed(self, hosts: Mapping[str, int]) -> None:
-        """Discovery's list: on those that have left it no agent is started again."""
+        """Discovery's list: on those that have left it no agent is started again, nor kept for nothing."""
         self._listed = set(hosts)
+        for name, host in self._hosts.items():
+            self._part(name, host)
+
+    def _part(self, name: str, host: _Host) -> None:
+        """From the agent of a host that has left the list, once its workers have: the machine may be waited for, and
+        is not empty with an agent on it. Those that come by themselves stay.
+        """
+        if self._starter is None or self._closing or name in self._listed:
+            return
+        if not host.here or host.running or host.orders:
+            return
+        self.order(name, Dismissed("its host has left the list, and its workers have gone"))
+        host.agent, host.here = None, False
+        self._heard_of.drop(name)
+        self._reach_of.forget(name)
+        self._networks.forget(name)
 
     def _start_again(self, name: str, host: _Host) -> None:
         """What ran there is unknown until its agent, or a new one, tells; and nothing can be started before."""
@@ -462,6 +479,7 @@ class Fleet:
         match event:
             case WorkerExited():
                 self._end(event)
+                self._part(event.worker.host, host)
             case WorkerDisconnected(worker, silent):
                 self._gone(worker, silent)
             case _:

@@ -381,3 +381,32 @@ async def test_values_of_functions_may_be_large_on_all_workers_at_once(driver, p
     agent.say(*results, Seen(WorkerExited(workers[0], 0)))
     assert [await driver.next() for _ in results] == [(r.worker, r.message) for r in results]
     assert await driver.next() == WorkerExited(workers[0], 0)
+
+
+@conversation()
+async def test_an_agent_is_not_kept_on_a_host_that_has_left_the_list(driver, patch):
+    """Its machine is to go, and may be waited for. It is another matter while a worker is still on its way out."""
+    driver.fleet._starter = Slow()
+    driver.fleet.listed({"here": 2, "there": 1})
+    agent = await Agent(driver, "here").register(A)
+    await driver.next()
+    driver.fleet._host("here").running.add(A)
+    driver.fleet.listed({"there": 1})
+    assert driver.fleet._hosts["here"].here, "until its worker has gone"
+    agent.say(Seen(WorkerExited(A, 0)))
+    assert await driver.next() == WorkerExited(A, 0)
+    assert isinstance(await agent.next(), Dismissed)
+    await agent.die()
+    driver.fleet.listed({"here": 2, "there": 1})
+    driver.start(A)
+    await asyncio.sleep(0)
+    assert driver.fleet._starter.starts == ["here"], "another one, where the host has come back"
+
+
+@conversation()
+async def test_agents_that_come_by_themselves_stay_though_their_host_is_not_listed(driver, patch):
+    driver.fleet.listed({"here": 1})
+    agent = await Agent(driver, "here").register()
+    await driver.next()
+    driver.fleet.listed({})
+    assert driver.fleet._hosts["here"].here and agent.uplink.open
