@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-PIECE = 1 << 20  # bytes
+from elastic.driver.records import Record
 
 
 class Place(NamedTuple):
@@ -37,23 +37,17 @@ _heads = msgspec.json.Decoder(Head)
 
 
 @dataclass(eq=False)
-class Record:
-    """Not written yet, or not to its end."""
+class Piecewise(Record):
+    """A record whose pieces have heads. ``after``: of one that goes on, where the journal does."""
 
-    data: bytearray
-    begins: bool = False
     after: Place | None = None
-    begun: bool = False  # nothing can be added to it
-    written: int = 0  # pieces
 
     def piece(self) -> bytes | None:
         """The next one, with its head; None when all are written."""
-        count = -(-len(self.data) // PIECE)
-        if self.written == count:
+        if self.written == self.pieces:
             return None
-        start = self.written * PIECE
-        head = Head(self.written + 1, count, self.begins, self.after)
-        return _encode(head) + b"\n" + self.data[start : start + PIECE]
+        head = Head(self.written + 1, self.pieces, self.begins, self.after)
+        return _encode(head) + b"\n" + self.next_piece()
 
 
 def chapter_name(turn: int, number: int, writer: str) -> str:

@@ -14,33 +14,24 @@ then and with the following records, as etcd takes only so many operations at on
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from elastic.driver.entries import (
-    Entry,
-    Header,
-    Resumed,
-    Snapshot,
-    Writer,
-    digest_of,
-    encoded,
-)
-from elastic.driver.journal import Journal, Upkeep
+from elastic.driver.entries import Header, Resumed, Writer, encoded
+from elastic.driver.journal import Upkeep
+from elastic.driver.journal_records import RecordJournal
+from elastic.driver.records import Record
 from elastic.driver.resume import Past, past_of
 from elastic.errors import Invalid
 
 if TYPE_CHECKING:
     from elastic.driver.etcd import Listing
 
-PIECE = 768 * 1024  # bytes in one transaction; etcd takes 1.5 MiB
 DELETES = 100  # in one transaction; etcd takes 128 operations
 _NUMBER = re.compile(r"\d{12}")
 
@@ -126,18 +117,8 @@ class EtcdArchive:
         """Nothing is held here: the leadership is."""
 
 
-@dataclass(eq=False)
-class _Record:
-    """Not written yet, or not to its end."""
-
-    data: bytearray
-    begins: bool = False  # with it, nothing before it counts any more
-    begun: bool = False  # nothing can be added to it
-    written: int = 0  # pieces
-
-
-class EtcdJournal(Journal):
-    """An open journal. It can't fail: it waits for etcd, or another driver leads and writes its own."""
+class EtcdJournal(RecordJournal[Record]):
+    """An open journal."""
 
     def __init__(
         self,
@@ -149,16 +130,13 @@ class EtcdJournal(Journal):
         *,
         entries: int = 0,
     ) -> None:
-        super().__init__(upkeep, entries=entries)
+        super().__init__(Record, writer, upkeep, entries=entries)
         self._leader = leader
         self._folder = folder
         self._header = header
-        self._writer = writer
         self._next = 0  # number of the next piece
         self._counting: list[int] = []  # pieces that are there and count
         self._obsolete: deque[int] = deque()  # those that are still there and do not
-        self._waiting: deque[_Record] = deque()
-        self._settling = asyncio.Lock()
 
     async def replace(self, obsolete: Iterable[int], number: int) -> None:
         """A new job begins with the piece of this number."""
@@ -171,37 +149,15 @@ class EtcdJournal(Journal):
         self._next = number
         self._obsolete.extend(obsolete)
         self._counting = list(counting)
-        self._waiting.append(_Record(bytearray(encoded(Resumed(self._writer)))))
+        self._waiting.append(Record(bytearray(encoded(Resumed(self._writer)))))
         await self.settle()
 
-    async def settle(self) -> None:
-        """What was recorded is in etcd. Raises Deposed if another driver leads: then nothing may be done about it."""
-        async with self._settling:
-            while self._waiting:
-                await self._put(self._waiting[0])
-                self._waiting.popleft()
-
-    def _keep(self, entry: Entry) -> int:
-        digest = digest_of(entry.actions)
-        line = encoded(Entry(entry.at, entry.event, [], entry.error, digest))
-        last = self._waiting[-1] if self._waiting else None
-        if last is None or last.begins or last.begun or len(last.data) + len(line) > PIECE:
-            last = _Record(bytearray())
-            self._waiting.append(last)
-        last.data += line
-        return len(line)
-
-    def keep_snapshot(self, data: bytes, at: float) -> None:
-        line = encoded(Snapshot(msgspec.Raw(data), at, self._writer))
-        self._waiting.append(_Record(bytearray(line), begins=True))
-
-    async def _put(self, record: _Record) -> None:
+    async def _put(self, record: Record) -> None:
         """Piece by piece. One whose answer did not arrive is put again, in the same place."""
         record.begun = True
-        count = -(-len(record.data) // PIECE)
+        count = record.pieces
         while record.written < count:
-            start = record.written * PIECE
-            piece = b"%d/%d\n" % (record.written + 1, count) + record.data[start : start + PIECE]
+            piece = b"%d/%d\n" % (record.written + 1, count) + record.next_piece()
             puts = [(self._key(self._next), piece)]
             first = self._next - record.written
             if record.begins and record.written + 1 == count:

@@ -27,20 +27,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from elastic.driver.chapters import PIECE, Place, Record, chapter_name, counting, writer_of
+from elastic.driver.chapters import Piecewise, Place, chapter_name, counting, writer_of
 from elastic.driver.discovery.interface import Log
-from elastic.driver.entries import (
-    Entry,
-    Header,
-    Resumed,
-    Snapshot,
-    Writer,
-    decoded_header,
-    digest_of,
-    encoded,
-)
+from elastic.driver.entries import Header, Resumed, Writer, decoded_header, encoded
 from elastic.driver.etcd_keys import ROOT, job_root
-from elastic.driver.journal import Journal, Upkeep
+from elastic.driver.journal import Upkeep
+from elastic.driver.journal_records import RecordJournal
 from elastic.driver.leadership import Deposed
 from elastic.driver.ray_kv import Insistent, KeyValues
 from elastic.driver.resume import Past, past_of
@@ -212,8 +204,8 @@ class Turn:
         await self._kv.remove(f"{self._records}{chapter}/")
 
 
-class RayJournal(Journal):
-    """An open journal. It can't fail: it waits for Ray, or another driver leads and writes its own."""
+class RayJournal(RecordJournal[Piecewise]):
+    """An open journal."""
 
     def __init__(
         self,
@@ -225,48 +217,27 @@ class RayJournal(Journal):
         *,
         entries: int = 0,
     ) -> None:
-        super().__init__(upkeep, entries=entries)
+        super().__init__(Piecewise, writer, upkeep, entries=entries)
         self._turn = turn
         self._obsolete = deque(obsolete)  # chapters, once there is another beginning
         self._header = header
-        self._writer = writer
         self._chapter = 0
         self._place = Place(turn.chapter(0), 0)  # of the next piece
-        self._waiting: deque[Record] = deque()
-        self._settling = asyncio.Lock()
 
     async def begin(self) -> None:
         """A new job."""
-        self._waiting.append(Record(bytearray(encoded(self._header)), begins=True))
+        self._waiting.append(Piecewise(bytearray(encoded(self._header)), begins=True))
         await self.settle()
 
     async def go_on(self, after: Place) -> None:
         """The job goes on."""
-        self._waiting.append(Record(bytearray(encoded(Resumed(self._writer))), after=after))
+        self._waiting.append(Piecewise(bytearray(encoded(Resumed(self._writer))), after=after))
         await self.settle()
 
-    async def settle(self) -> None:
-        """What was recorded is in the store. Raises Deposed if another driver leads: nothing may be done about it."""
-        async with self._settling:
-            while self._waiting:
-                await self._put(self._waiting[0])
-                self._waiting.popleft()
+    def _before_snapshot(self) -> bytes:
+        return encoded(self._header)
 
-    def _keep(self, entry: Entry) -> int:
-        digest = digest_of(entry.actions)
-        line = encoded(Entry(entry.at, entry.event, [], entry.error, digest))
-        last = self._waiting[-1] if self._waiting else None
-        if last is None or last.begins or last.begun or len(last.data) + len(line) > PIECE:
-            last = Record(bytearray())
-            self._waiting.append(last)
-        last.data += line
-        return len(line)
-
-    def keep_snapshot(self, data: bytes, at: float) -> None:
-        line = encoded(Snapshot(msgspec.Raw(data), at, self._writer))
-        self._waiting.append(Record(bytearray(encoded(self._header) + line), begins=True))
-
-    async def _put(self, record: Record) -> None:
+    async def _put(self, record: Piecewise) -> None:
         """Piece by piece. One whose answer did not arrive is put again, in the same place."""
         if not record.begun and record.begins and self._place.end:
             self._obsolete.append(self._place.chapter)

@@ -266,7 +266,7 @@ def test_snapshots_keep_what_is_in_etcd_small(tmp_path, job):
 @pytest.mark.parametrize("lives_for", range(5))
 def test_a_snapshot_is_there_as_a_whole_or_not_at_all(tmp_path, job, lives_for, monkeypatch):
     """The driver is killed after each of the transactions that it takes."""
-    monkeypatch.setattr("elastic.driver.journal_etcd.PIECE", 2000)
+    monkeypatch.setattr("elastic.driver.records.PIECE", 2000)
 
     async def story() -> None:
         place = InEtcd(tmp_path)

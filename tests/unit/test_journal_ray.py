@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic.chaos.simulator import Simulation
-from elastic.driver.chapters import Place, Record, chapter_name, counting
+from elastic.driver.chapters import Piecewise, Place, chapter_name, counting
 from elastic.driver.discovery.ray_cluster import Unanswered
 from elastic.driver.entries import Entry, Header, Snapshot, Writer, decoded, header_of
 from elastic.driver.events import TimePassed
@@ -42,8 +42,7 @@ def job():
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr("elastic.driver.chapters.PIECE", 2000)
-    monkeypatch.setattr("elastic.driver.journal_ray.PIECE", 2000)
+    monkeypatch.setattr("elastic.driver.records.PIECE", 2000)
 
 
 # ---- killed at any call ----------------------------------------------------------------------------------------------
@@ -292,7 +291,7 @@ class Storm:
 )
 def test_whoever_may_act_knows_what_was_done(seeds, monkeypatch):
     monkeypatch.setattr("elastic.driver.journal_ray.past_of", told)
-    monkeypatch.setattr("elastic.driver.chapters.PIECE", 100)
+    monkeypatch.setattr("elastic.driver.records.PIECE", 100)
     deposed = acted = 0
     for seed in seeds:
         storm = Storm(seed)
@@ -462,7 +461,7 @@ def written(*records: tuple[bytes, dict[str, Any]]) -> dict[int, bytes]:
     """A chapter of records of up to 4 bytes a piece."""
     chapter: dict[int, bytes] = {}
     for data, more in records:
-        record = Record(bytearray(data), **more)
+        record = Piecewise(bytearray(data), **more)
         while (piece := record.piece()) is not None:
             chapter[len(chapter)] = piece
             record.written += 1
@@ -470,7 +469,7 @@ def written(*records: tuple[bytes, dict[str, Any]]) -> dict[int, bytes]:
 
 
 def test_what_counts_is_found_from_the_end(monkeypatch):
-    monkeypatch.setattr("elastic.driver.chapters.PIECE", 4)
+    monkeypatch.setattr("elastic.driver.records.PIECE", 4)
     a, b, c, d = (chapter_name(turn, 0, "0123456789ab") for turn in range(1, 5))
     old = written((b"old", {"begins": True}), (b"gone", {}))
     one = written((b"header", {"begins": True}), (b"x", {}), (b"too late", {}))

@@ -57,6 +57,7 @@ PURE = [
     "driver/etcd_contact.py",
     "driver/entries.py",
     "driver/chapters.py",
+    "driver/records.py",
     "driver/snapshot.py",
     "driver/timeline.py",
     "driver/launch/start_failures.py",
