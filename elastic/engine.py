@@ -76,7 +76,9 @@ class Engine:
         self._lock = threading.Lock()  # of the six above
         self._sending = threading.Lock()
         self._driving = threading.Lock()
+        self._carrying = threading.Lock()
         self._changed = threading.Condition()
+        self._resting = False
         self._line: Peer | OwnLine | None = None
         self._failure = ""
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -233,7 +235,7 @@ class Engine:
             self._let_grow()
             with self._driving:
                 try:
-                    while self._undecided and not self._failure:
+                    while self._undecided and not (self._failure or self._resting):
                         if not self._turn():
                             self._let_grow()
                     # The end of a standing order that was reported, say: nobody answers that.
@@ -271,8 +273,11 @@ class Engine:
         self._midway = False
         decisions = line.receive()
         self._midway = True
-        for decision in decisions:
-            self._carry_out(decision)
+        with self._carrying:
+            if self._resting:
+                return False
+            for decision in decisions:
+                self._carry_out(decision)
         self._midway = False
         if decisions:
             self._tell()
@@ -399,7 +404,8 @@ class Engine:
     def _give_up(self, reason: str) -> None:
         """In a thread of the engine's own: nobody else would say that the world is broken."""
         self.fail(reason)
-        self._broken(reason)
+        if not self._resting:
+            self._broken(reason)
 
     def fail(self, reason: str) -> None:
         """Whoever waits, now or later, raises CollectiveFailed. Not from the link thread."""
@@ -413,6 +419,14 @@ class Engine:
         self._wake.put(None)
         if self._line is not None:
             self._line.abort()
+
+    def rest(self) -> None:
+        """At the end of the process: no more decisions are carried out, and this world is not said to have broken."""
+        self._resting = True
+
+    def rested(self, timeout_s: float) -> bool:
+        """Whether nothing is being carried out, after that time at most."""
+        return self._carrying.acquire(timeout=timeout_s)
 
     def close(self) -> None:
         """After `abort`. Frees sockets and threads."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from elastic import protocol
-from elastic.collectives import construct
+from elastic.collectives import construct, threads
 from elastic.collectives.construct import Abortable, Connecting
 from elastic.collectives.interface import Collectives
 from elastic.collectives.store import Listener, Store, listen
@@ -26,6 +26,7 @@ from elastic.requests import Members
 from elastic.star import KEY
 
 CLOSE_S = 2.0  # at exit, for the groups to end
+_FORM_S = 0.5  # at exit, for those that are being formed; then they are cut
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
 
@@ -41,8 +42,7 @@ class Graveyard:
 
     def bury(self, close: Callable[[], None]) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="elastic-close", daemon=True)
-            self._thread.start()
+            self._thread = threads.begin("elastic-close", self._work)
         self._queue.put(close)
 
     def _work(self) -> None:
@@ -50,10 +50,8 @@ class Graveyard:
             close()
             del close  # the last reference may free sockets and threads
 
-    def finish(self, timeout_s: float) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join(timeout_s)
+    def finish(self) -> None:
+        self._queue.put(None)
 
 
 class Groups:
@@ -65,6 +63,7 @@ class Groups:
         self._forming = threading.RLock()
         self._forming_each: dict[GroupKey, threading.Lock] = {}
         self._made: dict[GroupKey, Collectives] = {}
+        self._connecting: set[Connecting] = set()
         self._store: Store | None = None
         self._listener: Listener | None = None
         self._engine: Engine | None = None
@@ -192,8 +191,12 @@ class Groups:
             timeout_s=self._env.timeout_s,
             collective_timeout_s=self._env.collective_timeout_s,
         )
-        self._cut_with(generation, connecting)
-        return connecting.connect()
+        self._connecting.add(connecting)
+        try:
+            self._cut_with(generation, connecting)
+            return connecting.connect()
+        finally:
+            self._connecting.discard(connecting)
 
     def _cut_with(self, generation: int, abortable: Abortable) -> None:
         self._cuttable.append((generation, abortable))
@@ -233,6 +236,15 @@ class Groups:
 
     def close(self) -> None:
         """At exit. Groups on the CPU keep their sockets until the process ends: see `Runtime.close`."""
+        self._graveyard.finish()
+        if self._engine is not None:
+            self._engine.rest()
+        if not threads.finish(_FORM_S):
+            for connecting in list(self._connecting):
+                connecting.abort()
+            threads.finish(CLOSE_S)
+        if self._engine is not None:
+            self._engine.rested(CLOSE_S)
         with self._forming:
             for (_, device_type, _), group in list(self._made.items()):
                 if device_type == "cpu":
@@ -243,7 +255,6 @@ class Groups:
                     group.close()
         if self._listener is not None:
             self._listener.close()
-        self._graveyard.finish(CLOSE_S)
 
     def forget(self) -> None:
         """In a forked child: hold none of the parent's sockets."""

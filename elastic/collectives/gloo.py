@@ -35,7 +35,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from elastic import environment
-from elastic.collectives import asleep, sockets
+from elastic.collectives import asleep, sockets, threads
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.sockets import Endpoint
 from elastic.collectives.store import Call, Store
@@ -105,10 +105,7 @@ class GlooCollectives:
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None:
         """Blocks until this rank is connected to every other. Raises CollectiveFailed, also on `abort`."""
-        builder = threading.Thread(
-            target=self._build, args=(store, purpose, bind_host), name="elastic-gloo", daemon=True
-        )
-        builder.start()
+        threads.begin("elastic-gloo", self._build, store, purpose, bind_host)
         # The exchange and the connections have a deadline each; this third one is for what has none.
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
         if not self._built.wait(longest_s):
@@ -117,27 +114,31 @@ class GlooCollectives:
 
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
         try:
-            gloo: Any = c10d.ProcessGroupGloo  # its stubs lack the options that it has
-            options = gloo._Options()
-            options._devices = [gloo.create_device(hostname=bind_host, lazy_init=False)]
-            options._threads = _THREADS
-            options._timeout = timedelta(seconds=self._timeout_s)
-
-            def swap(key: str, value: bytes) -> dict[str, bytes]:
-                return self._swap(store, purpose, key, value)
-
-            backend = gloo(_Addresses(swap), self.rank, self.size, options)
-            if self._collective_timeout_s != self._timeout_s:
-                backend._set_default_timeout(timedelta(seconds=self._collective_timeout_s))
-            sockets.keep_from_programs(self._own, self._peers)
-            self._sockets = sockets.identities(self._own, self._peers)
-            self._backend = backend
+            self._backend = self._make(store, purpose, bind_host)
         except Exception as error:  # whatever happens here must reach the thread that waits
             self._fail(_short(error))
         finally:
             self._built.set()
         if self._failed is not None:  # aborted meanwhile, perhaps before there was anything to cut
             sockets.cut(self._own, self._peers, self._sockets)
+
+    def _make(self, store: Store, purpose: str, bind_host: str) -> Any:
+        """Everything of torch's that is used on the way is freed when this returns."""
+        gloo: Any = c10d.ProcessGroupGloo  # its stubs lack the options that it has
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=bind_host, lazy_init=False)]
+        options._threads = _THREADS
+        options._timeout = timedelta(seconds=self._timeout_s)
+
+        def swap(key: str, value: bytes) -> dict[str, bytes]:
+            return self._swap(store, purpose, key, value)
+
+        backend = gloo(_Addresses(swap), self.rank, self.size, options)
+        if self._collective_timeout_s != self._timeout_s:
+            backend._set_default_timeout(timedelta(seconds=self._collective_timeout_s))
+        sockets.keep_from_programs(self._own, self._peers)
+        self._sockets = sockets.identities(self._own, self._peers)
+        return backend
 
     def _swap(self, store: Store, purpose: str, key: str, value: bytes) -> dict[str, bytes]:
         """What Gloo publishes under one key, for what every rank published; learns all listeners' addresses.

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from elastic.collectives import threads
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.store import Call, Store, listen
 from elastic.errors import CollectiveFailed
@@ -78,10 +79,7 @@ class NcclCollectives:
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None:
         """Blocks until the communicator's making has begun on all ranks. Raises CollectiveFailed, also on `abort`."""
-        builder = threading.Thread(
-            target=self._build, args=(store, purpose, bind_host), name="elastic-nccl", daemon=True
-        )
-        builder.start()
+        threads.begin("elastic-nccl", self._build, store, purpose, bind_host)
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
         if not self._built.wait(longest_s):
             self._fail(f"NCCL did not connect {self.size} ranks within {longest_s:g} s")
@@ -89,25 +87,29 @@ class NcclCollectives:
 
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
         try:
-            torch.cuda.set_device(self._device)
-            nccl: Any = c10d.ProcessGroupNCCL  # torch has it only where it was built with CUDA
-            options = nccl.Options()
-            options._timeout = timedelta(seconds=self._collective_timeout_s)
-            options.config.blocking = 0
-            ids = self._open_id_store(store, purpose, bind_host)
-            self._raise_if_failed()
-            with _settings(self._timeout_s):
-                backend = nccl(ids, self.rank, self.size, options)
-            with self._lock:
-                self._backend = backend
-            self._raise_if_failed()
-            backend.eager_connect_single_device(self._device)
+            self._make(store, purpose, bind_host)
         except Exception as error:  # whatever happens here must reach the thread that waits
             self._fail(f"{error}")
         finally:
             self._built.set()
         if self._failed is not None:
             self._abort_backend()
+
+    def _make(self, store: Store, purpose: str, bind_host: str) -> None:
+        """Everything of torch's that is used on the way is freed when this returns."""
+        torch.cuda.set_device(self._device)
+        nccl: Any = c10d.ProcessGroupNCCL  # torch has it only where it was built with CUDA
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=self._collective_timeout_s)
+        options.config.blocking = 0
+        ids = self._open_id_store(store, purpose, bind_host)
+        self._raise_if_failed()
+        with _settings(self._timeout_s):
+            backend = nccl(ids, self.rank, self.size, options)
+        with self._lock:
+            self._backend = backend
+        self._raise_if_failed()
+        backend.eager_connect_single_device(self._device)
 
     def _open_id_store(self, store: Store, purpose: str, bind_host: str) -> c10d.Store:
         """NCCL's own threads use the store that its unique id travels by, so it can't be written in Python."""
@@ -227,10 +229,7 @@ class NcclCollectives:
         with self._lock:
             if self._backend is None or self._aborting is not None:
                 return
-            self._aborting = threading.Thread(
-                target=_abort, args=(self._backend,), name="elastic-nccl-abort", daemon=True
-            )
-            self._aborting.start()
+            self._aborting = threads.begin("elastic-nccl-abort", _abort, self._backend)
 
     def _raise_if_failed(self) -> None:
         if self._failed is not None:

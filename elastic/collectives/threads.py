@@ -1,0 +1,36 @@
+"""Threads that are in torch's code. Acts.
+
+The interpreter, at its end, ends every thread that comes back to it from C++. Where that unwinds frames of C++, the
+whole process is aborted. So whoever ends the process waits for these first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_begun: set[threading.Thread] = set()
+_lock = threading.Lock()
+
+
+def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
+    """Starts one, which `finish` waits for."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    with _lock:
+        for ended in [each for each in _begun if not each.is_alive()]:
+            _begun.remove(ended)
+        thread.start()
+        _begun.add(thread)
+    return thread
+
+
+def finish(timeout_s: float) -> bool:
+    """Whether all ended within that time."""
+    until = time.monotonic() + timeout_s
+    with _lock:
+        begun = list(_begun)
+    for thread in begun:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in begun)
