@@ -20,7 +20,7 @@ from elastic.driver.flags import Options
 from elastic.driver.hosts import parse_address
 from elastic.driver.launch.ssh import SshOptions
 from elastic.driver.provider import Provider
-from elastic.driver.secret import read_secret
+from elastic.driver.secret import SECRET_BYTES, read_secret
 from elastic.errors import Invalid
 
 AWAY_S = 600.0  # workers train on for so long without a driver, where another may come
@@ -94,7 +94,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
     outlived = options.resume or options.standby
     return FleetPlan(
         name=name,
-        secret=secret or secrets.token_bytes(32),
+        secret=secret or secrets.token_bytes(SECRET_BYTES),
         given_secret=secret is not None,
         etcd=etcd,
         tls=tls_files(options.tls_cert, options.tls_key, options.tls_ca),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from elastic.driver.calls_in_turn import CallsInTurn
+from elastic.driver.beside import CallsInTurn
 from elastic.driver.discovery.interface import Log
 from elastic.driver.discovery.ray_cluster import Unanswered
 

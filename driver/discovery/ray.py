@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.driver import ray_claims
-from elastic.driver.calls_in_turn import CallsInTurn
+from elastic.driver.beside import CallsInTurn
 from elastic.driver.discovery.interface import Log
 from elastic.driver.discovery.ray_cluster import (
     Cluster,

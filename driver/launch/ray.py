@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 import elastic
+from elastic.driver.beside import begun, in_thread, within
 from elastic.driver.launch.calls import CallFailed
 from elastic.driver.launch.interface import Log
 from elastic.driver.launch.ray_actors import Actors, RayActors, Taken
@@ -30,8 +30,6 @@ ASK_S = 10.0  # for an answer that is given at once
 KILL_S = 3.0
 AGAIN_S = 0.05  # until a name that was taken is tried again
 UNAVAILABLE_S = 1.0  # until an actor that can't be reached is asked again
-
-Value = TypeVar("Value")
 
 
 def name_of(job: str, host: str) -> str:
@@ -212,7 +210,7 @@ class RayStarter:
         """Kill it, whether it has been made yet or not, without waiting."""
         held.unwanted = True
         if held.actor is not None:
-            _apart(lambda: self._actors.kill(held.actor))
+            begun(lambda: self._actors.kill(held.actor), "ray call")
 
     def _refuse_if_closed(self, host: str) -> None:
         if self._closed:
@@ -230,7 +228,7 @@ class RayStarter:
 
     async def _ask(self, actor: Any, method: str, *args: Any, within_s: float | None) -> Any:
         future = await in_thread(self._actors.ask, actor, method, *args, within_s=within_s)
-        return await _within(asyncio.wrap_future(future), within_s)
+        return await within(asyncio.wrap_future(future), within_s)
 
     async def _listen(self, held: _Held) -> None:
         """Passes on what the agent logs, until it ends."""
@@ -271,53 +269,6 @@ class RayStarter:
 
     def _with(self, rank: int) -> _Held | None:
         return next((held for held in self._held.values() if rank in held.ranks), None)
-
-
-async def in_thread(function: Callable[..., Value], *args: Any, within_s: float | None) -> Value:
-    """A call that may block for ever, in a thread that nothing waits for. Raises TimeoutError, and what it raises."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Value] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(value)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function(*args)
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, name="ray call", daemon=True).start()
-    return await _within(done, within_s)
-
-
-async def _within(future: asyncio.Future[Value], limit_s: float | None) -> Value:
-    """As `asyncio.wait_for`, which before Python 3.12 forgets that it was cancelled where the future is just done."""
-    try:
-        done, _ = await asyncio.wait({future}, timeout=limit_s)
-    except asyncio.CancelledError:
-        future.cancel()
-        raise
-    if not done:
-        future.cancel()
-        raise asyncio.TimeoutError
-    return future.result()
-
-
-def _apart(function: Callable[[], None]) -> None:
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            function()
-
-    threading.Thread(target=run, name="ray call", daemon=True).start()
 
 
 def _words(error: BaseException) -> str:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import secrets
 import select
 import threading
 import warnings
@@ -76,7 +75,7 @@ class DriverActor:
     """An async actor. A detached one begins its job at once, and goes on with it after Ray has restarted it."""
 
     def __init__(self, spec: Spec) -> None:
-        _end_with_raylet()
+        end_with_raylet()
         self._spec = spec
         self._runs = 0
         self._driver: Stoppable | None = None
@@ -116,8 +115,8 @@ class DriverActor:
         assert self._starter is not None, "persistent workers have been started"
         return await self._in_loop(self._call(rank, blob))
 
-    async def news(self, source: str, number: int, wait_s: float) -> Told:
-        return await self._in_loop(self._news.after(source, number, wait_s))
+    async def news(self, source: str, begin: int, wait_s: float) -> Told:
+        return await self._in_loop(self._news.after(source, begin, wait_s))
 
     async def stop(self, reason: str) -> None:
         """End the job, with exit code 130; a second time at once."""
@@ -310,7 +309,7 @@ def _restarted() -> bool:
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def _end_with_raylet() -> None:
+def end_with_raylet() -> None:
     """A node whose raylet is gone is gone for Ray, which starts a detached driver elsewhere; the raylet's death alone
     ends no process.
     """
@@ -372,7 +371,3 @@ class RayProvider:
     async def listening(self, address: str) -> None:
         if self._spec.detached:
             await self._starter.redirect([address])
-
-
-def make_secret() -> bytes:
-    return secrets.token_bytes(32)

@@ -196,9 +196,7 @@ class Executor:
                 "an elastic executor has new workers for each run; make the object in the function"
             )
         self._env |= dict(extra_env_vars or {})
-        following = _following()
-        environ = following.environ_of(self._env)
-        following.connect()
+        following, environ = self._prepared()
         if self._wanted.hosts is not None:
             from elastic.ray.spread import spread
 
@@ -213,6 +211,13 @@ class Executor:
         except BaseException:
             self.shutdown()
             raise
+
+    def _prepared(self) -> tuple[Any, dict[str, str]]:
+        """The module that uses Ray, connected, and what workers are given. Raises Invalid."""
+        following = _following()
+        environ = following.environ_of(self._env)
+        following.connect()
+        return following, environ
 
     def _made(self, following: Any, environ: Mapping[str, str], **more: Any) -> Any:
         return following.Follower.made(
@@ -293,19 +298,13 @@ class Executor:
     def run_once(self, call: bytes) -> Result:
         """A job of its own, of a pickled call. Starts the executor if that was not done."""
         if self._follower is None:
-            following = _following()
-            environ = following.environ_of(self._env)
-            following.connect()
-            self._follower = self._made(following, environ)
+            self._follower = self._made(*self._prepared())
         follower = self._follower
         follower.ask(follower.actor.begin.remote(call))
         return _result(follower.ended())
 
     def run_detached(self, call: bytes, name: str) -> Result:
-        following = _following()
-        following.connect()
-        environ = following.environ_of(self._env)
-        follower = self._made(following, environ, detached=name, call=call)
+        follower = self._made(*self._prepared(), detached=name, call=call)
         try:
             ended = follower.ended()
         except KeyboardInterrupt:  # by which the job has ended

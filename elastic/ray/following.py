@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import sys
 import time
 import traceback
@@ -17,10 +18,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastic.driver.discovery.ray_calls import remove_claims
+from elastic.driver.fleet_plan import FORWARDED
+from elastic.driver.journal_ray import RayArchive
+from elastic.driver.leadership import Deposed
+from elastic.driver.secret import SECRET_BYTES
 from elastic.errors import Invalid, JobFailed
 from elastic.launching import run_apart, values_of
 from elastic.ray.arguments import CURRENT, Limits, Wanted, check_environ
-from elastic.ray.driver_actor import DriverActor, Ended, Spec, make_secret
+from elastic.ray.driver_actor import DriverActor, Ended, Spec
 from elastic.ray.news import Told
 from elastic.report_values import Report
 
@@ -102,7 +108,7 @@ class Follower:
             wanted=with_group(wanted),
             limits=limits,
             environ=dict(environ),
-            secret=make_secret(),
+            secret=secrets.token_bytes(SECRET_BYTES),
             detached=detached is not None,
             call=call,
         )
@@ -144,7 +150,7 @@ class Follower:
     def poll(self, wait_s: float = 0.0) -> bool:
         """Passes on what is new, waiting up to so long for the first of it. Whether there was anything."""
         self._telling = None  # what it would bring is asked for again
-        told = self._ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
+        told = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
         return self._pass_on(told)
 
     def _pass_on(self, told: Told) -> bool:
@@ -170,12 +176,12 @@ class Follower:
                 text = f"elastic | error: on_report has raised; the job goes on\n{said}"
                 self._on_output("stderr", text.encode())
 
-    def wait(self, refs: Sequence[Any], within_s: float | None = None) -> list[Any]:
+    def wait(self, refs: Sequence[Any]) -> list[Any]:
         """The values of these calls of the actor, passing on meanwhile what it says."""
         left = list(refs)
         while left:
             _, left = self.some(left)
-        return [self._ask(ref, CLOSE_S) for ref in refs]
+        return [self.ask(ref) for ref in refs]
 
     def some(
         self, refs: Sequence[Any], within_s: float | None = None
@@ -189,7 +195,7 @@ class Follower:
             ray.wait([self._telling, *refs], num_returns=1, timeout=left_s)
             if ray.wait([self._telling], timeout=0)[0]:
                 telling, self._telling = self._telling, None
-                self._pass_on(self._ask(telling, CLOSE_S))
+                self._pass_on(self.ask(telling))
             done, left = ray.wait(list(refs), num_returns=len(refs), timeout=0)
             if done or (by is not None and time.monotonic() >= by):
                 return done, left
@@ -217,7 +223,8 @@ class Follower:
         while self.poll():
             pass
 
-    def _ask(self, ref: Any, within_s: float) -> Any:
+    def ask(self, ref: Any, within_s: float = CLOSE_S) -> Any:
+        """The value of a call of the actor. Raises what the call raised, and JobFailed."""
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError:
@@ -227,9 +234,6 @@ class Follower:
         except RayTaskError as error:
             cause: Exception = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
             raise cause from None
-
-    def ask(self, ref: Any, within_s: float = CLOSE_S) -> Any:
-        return self._ask(ref, within_s)
 
     def close(self) -> None:
         """Ends its job and gives back what it has reserved."""
@@ -251,10 +255,6 @@ def find_actor(job: str) -> Any | None:
 
 def stop(job: str) -> bool:
     """Ends a detached job, and what is left of one whose driver is gone for good."""
-    from elastic.driver.discovery.ray_calls import remove_claims
-    from elastic.driver.journal_ray import RayArchive
-    from elastic.driver.leadership import Deposed
-
     actor = find_actor(job)
     if actor is not None:
         follower = Follower(actor, on_output=lambda stream, data: None)
@@ -283,14 +283,10 @@ def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
 
     Raises Invalid.
     """
-    from elastic.driver.fleet_plan import FORWARDED
-
     check_environ(given)
     own = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
     own.pop("PYTHONPATH", None)  # each node's own
-    if (
-        "RAY_RAYLET_PID" in os.environ
-    ):  # the caller is a task or an actor, and Ray has set this for it
+    if "RAY_RAYLET_PID" in os.environ:  # the caller is a task or an actor: Ray has set this for it
         own.pop("OMP_NUM_THREADS", None)
     return {**own, **(given or {})}
 

@@ -26,8 +26,8 @@ class Item(NamedTuple):
 class Told(NamedTuple):
     """``next`` and ``source`` are what to ask with the next time. ``lost``: how many bytes had to be dropped."""
 
-    source: str  # another one after the driver was restarted, whose numbers begin anew
-    next: int
+    source: str  # another one after the driver was restarted, which begins anew
+    next: int  # in bytes since the beginning
     items: list[Item]
     lost: int
 
@@ -40,10 +40,11 @@ class News:
         self._loop = asyncio.get_running_loop()
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._items: deque[tuple[Item, int]] = deque()
-        self._bytes = 0
-        self._first = 0  # number of the oldest that is kept
-        self._lost_before: deque[tuple[int, int]] = deque()  # up to which number, bytes
+        self._items: deque[tuple[Item, int]] = (
+            deque()
+        )  # with where they end, in bytes since the beginning
+        self._first = 0  # where the oldest that is kept begins
+        self._end = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
 
@@ -54,17 +55,14 @@ class News:
         self.put(Item("stderr", data), len(data))
 
     def put(self, item: Item, size: int) -> None:
-        """From any thread."""
+        """From any thread. ``size``: in bytes; nothing is no news."""
+        if size == 0:
+            return
         with self._lock:
-            self._items.append((item, size))
-            self._bytes += size
-            while self._bytes > self._limit and len(self._items) > 1:
-                _, dropped = self._items.popleft()
-                self._bytes -= dropped
-                self._first += 1
-                self._lost_before.append((self._first, dropped))
-            if len(self._lost_before) > 1000:
-                self._lost_before.popleft()
+            self._end += size
+            self._items.append((item, self._end))
+            while self._end - self._first > self._limit and len(self._items) > 1:
+                _, self._first = self._items.popleft()
         self._wake()
 
     def close(self) -> None:
@@ -81,31 +79,30 @@ class News:
             if not future.done():
                 future.set_result(None)
 
-    async def after(self, source: str, number: int, wait_s: float) -> Told:
+    async def after(self, source: str, begin: int, wait_s: float) -> Told:
         """What came since; waits up to ``wait_s`` for the first of it."""
         if source != self.source:
-            number = 0
-        told = self._since(number)
+            begin = 0
+        told = self._since(begin)
         if told.items or self._closed:
             return told
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting.add(future)
         try:
-            if not self._since(number).items:
+            if not self._since(begin).items:
                 await asyncio.wait({future}, timeout=wait_s)
         finally:
             self._waiting.discard(future)
-        return self._since(number)
+        return self._since(begin)
 
-    def _since(self, number: int) -> Told:
+    def _since(self, begin: int) -> Told:
         with self._lock:
-            lost = sum(size for at, size in self._lost_before if at > number)
-            number = max(number, self._first)
-            items: list[Item] = []
-            size = 0
-            for item, bytes_ in list(self._items)[number - self._first :]:
-                if items and size + bytes_ > AT_ONCE_BYTES:
+            at = max(begin, self._first)
+            lost, start, items = at - begin, at, list[Item]()
+            for item, end in self._items:
+                if items and end - start > AT_ONCE_BYTES:
                     break
-                items.append(item)
-                size += bytes_
-            return Told(self.source, number + len(items), items, lost)
+                if end > start:
+                    items.append(item)
+                    at = end
+            return Told(self.source, at, items, lost)

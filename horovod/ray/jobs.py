@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import elastic.ray
@@ -58,9 +59,14 @@ class _Job:
     ) -> list[Any]:
         """The values of a function, while the callbacks get what its workers log."""
         self._need(fn, callbacks)
+        with self._calling_back(callbacks):
+            return self._executor.run(fn, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _calling_back(self, callbacks: Callbacks | None) -> Iterator[None]:
         self._callbacks = list(callbacks or ())
         try:
-            return self._executor.run(fn, *args, **kwargs)
+            yield
         finally:
             self._callbacks = ()
 
@@ -108,11 +114,8 @@ class StaticJob(_Job):
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Callbacks | None = None) -> list[Any]:
         self._need(fn, callbacks)
-        self._callbacks = list(callbacks or ())
-        try:
+        with self._calling_back(callbacks):
             return self._executor.execute(_OnObject(fn))
-        finally:
-            self._callbacks = ()
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         self._need(fn)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.calls_in_turn import CallsInTurn
+from elastic.driver.beside import CallsInTurn
 from elastic.driver.discovery.ray import RayDiscovery, Wanted, host_of
 from elastic.driver.discovery.ray_cluster import Unanswered
 from elastic.errors import Invalid
