@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from integration.job import Job, Process
+from integration.job import Job
+from integration.program import Process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

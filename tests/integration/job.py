@@ -1,48 +1,27 @@
-"""A real job under test: `elasticrun` in a session of its own, its output, its journal and its processes.
-
-Every process of the job inherits one environment variable with a unique value. By it they're all found again, orphans
-included: `end` leaves none alive and returns those that should have been gone.
-"""
+"""A real job under test: `elasticrun`, its output, its journal and its processes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import shlex
 import signal
-import subprocess
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from elastic.chaos.invariants import Summary, check_journal
 from elastic.driver.journal import read
+from integration.program import Program, clean_environment
 
 MARK = "ELASTIC_TEST_JOB"
-GRACE_S = 10.0  # for the driver to end its job after SIGTERM
-LINGER_S = 3.0  # for the last processes to go once the driver has
-SHOWN_LINES = 60
 
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Process:
-    """A live process of the job."""
-
-    pid: int
-    state: str  # as in /proc: R running, S sleeping, T stopped, ...
-    command: str
-
-
-class Job:
+class Job(Program):
     """Starts at once: ``flags`` go to elasticrun, ``command`` is what workers run; strings are split like a shell's.
 
     Every wait has a deadline and fails with an AssertionError that shows the end of the output.
@@ -59,64 +38,14 @@ class Job:
         self.folder = folder
         self.journal = folder / "journal.jsonl"
         self.unchecked = ""  # why its journal may break an invariant; empty: it must not
-        self._mark = uuid.uuid4().hex
-        self._lines: list[str] = []
-        self._news = threading.Condition()
-        self._output_ended = False
-        self.driver = subprocess.Popen(
+        super().__init__(
             [elasticrun(), *split(flags), "--journal", str(self.journal), *split(command)],
-            cwd=folder,
-            env=self._environment(env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
+            folder=folder,
+            env=clean_environment() | (env or {}),
+            mark=MARK,
+            called="elasticrun",
         )
-        self._reader = threading.Thread(target=self._read, name="job output", daemon=True)
-        self._reader.start()
-
-    # ---- what it prints
-
-    @property
-    def lines(self) -> list[str]:
-        """What driver and workers have printed so far, in order."""
-        with self._news:
-            return list(self._lines)
-
-    @property
-    def output(self) -> str:
-        return "\n".join(self.lines)
-
-    def wait_for(self, pattern: str, timeout: float = 30.0, *, count: int = 1) -> re.Match[str]:
-        """The ``count``-th line that the regular expression is found in; those already printed count too."""
-        expression = re.compile(pattern)
-        deadline = time.monotonic() + timeout
-        with self._news:
-            while True:
-                matches = [m for line in self._lines if (m := expression.search(line))]
-                if len(matches) >= count:
-                    return matches[count - 1]
-                left = deadline - time.monotonic()
-                awaited = f"line {count} with {pattern!r} ({len(matches)} seen)"
-                assert not self._output_ended, self._story(f"the job ended without {awaited}")
-                assert left > 0, self._story(f"waited {timeout} s for {awaited}")
-                self._news.wait(left)
-
-    def wait(self, timeout: float = 60.0) -> int:
-        """The driver's exit status, once all output has been read."""
-        try:
-            code = self.driver.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self._story(f"the job didn't end in {timeout} s")) from None
-        self._reader.join(LINGER_S)
-        return code
-
-    def succeed(self, timeout: float = 60.0) -> None:
-        """Waits for the end and asserts that it was success."""
-        code = self.wait(timeout)
-        assert code == 0, self._story(f"elasticrun exited with {code}")
+        self.driver = self.process
 
     # ---- what it decided
 
@@ -193,35 +122,6 @@ class Job:
         os.kill(pid, with_signal)
         return pid
 
-    def processes(self) -> list[Process]:
-        """Every process of the job that is alive, wherever it stands in the process tree."""
-        return list(marked(f"{MARK}={self._mark}"))
-
-    def end(self) -> list[Process]:
-        """Ends the job if it still runs. Returns the processes that outlived it, killed by now."""
-        if self.driver.poll() is None:
-            self.driver.send_signal(signal.SIGCONT)
-            self.driver.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # then it's among the leftovers
-                self.driver.wait(GRACE_S)
-        deadline = time.monotonic() + LINGER_S
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        # A process that forks while it's being looked for is met in the next round.
-        while alive := self.processes():
-            for process in alive:
-                try:
-                    os.kill(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            self.driver.poll()
-            time.sleep(0.02)
-        self.driver.wait(GRACE_S)
-        self._reader.join(LINGER_S)
-        if self.driver.stdout is not None and not self._reader.is_alive():
-            self.driver.stdout.close()
-        return left
-
     def check_invariants(self) -> Summary | None:
         """What must hold in every job; see `elastic.chaos.invariants`. None where there is no journal to check."""
         if self.unchecked or not self.journal.exists() or not read(self.journal)[1]:
@@ -229,32 +129,8 @@ class Job:
         # Only a driver that was killed itself has not said how its job ended.
         return check_journal(self.journal, ended=self.driver.returncode >= 0)
 
-    # ---- inside
-
-    def _environment(self, extra: dict[str, str]) -> dict[str, str]:
-        """Ours without traces of another job; the environment's programs, and one thread per process."""
-        clean = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("ELASTIC_", "HOROVOD_"))
-        }
-        path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
-        return clean | {"PATH": path, "OMP_NUM_THREADS": "1", MARK: self._mark} | extra
-
-    def _read(self) -> None:
-        assert self.driver.stdout is not None
-        for line in self.driver.stdout:
-            with self._news:
-                self._lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-        with self._news:
-            self._output_ended = True
-            self._news.notify_all()
-
-    def _story(self, trouble: str) -> str:
-        with self._news:
-            shown = self._lines[-SHOWN_LINES:]
-        return "\n  ".join([f"{trouble}; its last lines (journal: {self.journal}):", *shown])
+    def _shown(self) -> str:
+        return f"its last lines (journal: {self.journal})"
 
 
 def elasticrun() -> str:
@@ -266,22 +142,3 @@ def elasticrun() -> str:
 
 def split(words: str | Sequence[str | Path]) -> list[str]:
     return shlex.split(words) if isinstance(words, str) else [str(word) for word in words]
-
-
-def marked(entry: str) -> Iterator[Process]:
-    """The live processes whose environment has ``NAME=value``; zombies have none, and don't count."""
-    wanted = entry.encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            if wanted not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
-            command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue  # it has ended meanwhile, or isn't ours
-        if state not in "ZX":
-            yield Process(int(folder.name), state, command.strip())

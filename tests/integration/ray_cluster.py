@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from integration.job import GRACE_S, LINGER_S, SHOWN_LINES, Process, marked
+from integration.program import (
+    GRACE_S,
+    SHOWN_LINES,
+    Process,
+    Program,
+    clean_environment,
+    kill_all,
+    marked,
+)
 
 CLUSTER_MARK = "TEST_RAY_CLUSTER"
 JOB_MARK = "TEST_RAY_JOB"
@@ -70,7 +74,7 @@ class RayCluster:
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(NODES), str(folder), json.dumps(plan)],
-                env=clean_environment()
+                env=ray_environment()
                 | {"RAY_TMPDIR": str(self._temporary), CLUSTER_MARK: self._mark},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -202,11 +206,10 @@ class RayCluster:
         return left
 
 
-class RayJob:
-    """A Python program that is a driver of a cluster: what it prints, how it ends, what processes it leaves.
+class RayJob(Program):
+    """A Python program that is a driver of a cluster; RAY_ADDRESS says where.
 
-    Starts at once, in a session of its own; RAY_ADDRESS says where. Every wait has a deadline and fails with an
-    AssertionError that shows the end of the output.
+    Its processes are those on this side: the program and its children. What Ray starts for it is the cluster's.
     """
 
     def __init__(
@@ -217,99 +220,13 @@ class RayJob:
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> None:
-        self._mark = uuid.uuid4().hex
-        self._lines: list[str] = []
-        self._news = threading.Condition()
-        self._ended = False
-        own = {"RAY_ADDRESS": cluster.address, JOB_MARK: self._mark, "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
+        own = {"RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
+        super().__init__(
             [sys.executable, str(script), *arguments],
-            cwd=folder or cluster.folder,
-            env=clean_environment() | own | dict(env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
+            folder=folder or cluster.folder,
+            env=ray_environment() | own | dict(env or {}),
+            mark=JOB_MARK,
         )
-        self._reader = threading.Thread(target=self._read, name="ray job output", daemon=True)
-        self._reader.start()
-
-    @property
-    def lines(self) -> list[str]:
-        """What it has printed so far."""
-        with self._news:
-            return list(self._lines)
-
-    @property
-    def output(self) -> str:
-        return "\n".join(self.lines)
-
-    def wait_for(self, pattern: str, timeout: float = 30.0, *, count: int = 1) -> re.Match[str]:
-        """The ``count``-th line that the regular expression is found in; those already printed count too."""
-        expression = re.compile(pattern)
-        deadline = time.monotonic() + timeout
-        with self._news:
-            while True:
-                matches = [m for line in self._lines if (m := expression.search(line))]
-                if len(matches) >= count:
-                    return matches[count - 1]
-                left = deadline - time.monotonic()
-                awaited = f"line {count} with {pattern!r} ({len(matches)} seen)"
-                assert not self._ended, self._story(f"the program ended without {awaited}")
-                assert left > 0, self._story(f"waited {timeout} s for {awaited}")
-                self._news.wait(left)
-
-    def wait(self, timeout: float = 60.0) -> int:
-        """Its exit status, once all output has been read."""
-        try:
-            code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self._story(f"the program didn't end in {timeout} s")) from None
-        self._reader.join(LINGER_S)
-        return code
-
-    def succeed(self, timeout: float = 60.0) -> str:
-        """Waits for the end, asserts that it was success, returns the output."""
-        code = self.wait(timeout)
-        assert code == 0, self._story(f"the program exited with {code}")
-        return self.output
-
-    def processes(self) -> list[Process]:
-        """What runs of it on this side: the program and its children. What Ray starts for it is the cluster's."""
-        return list(marked(f"{JOB_MARK}={self._mark}"))
-
-    def end(self) -> list[Process]:
-        """Ends the program if it still runs. Returns the processes that outlived it, killed by now."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(GRACE_S)
-        deadline = time.monotonic() + LINGER_S
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        kill_all(self.processes)
-        self.process.wait(GRACE_S)
-        self._reader.join(LINGER_S)
-        if self.process.stdout is not None and not self._reader.is_alive():
-            self.process.stdout.close()
-        return left
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._news:
-                self._lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-        with self._news:
-            self._ended = True
-            self._news.notify_all()
-
-    def _story(self, trouble: str) -> str:
-        with self._news:
-            shown = self._lines[-SHOWN_LINES:]
-        return "\n  ".join([f"{trouble}; its last lines:", *shown])
 
 
 @contextlib.contextmanager
@@ -325,15 +242,6 @@ def ray_nodes(
     assert not left, f"these processes outlived their cluster: {left}"
 
 
-def kill_all(found: Callable[[], Iterator[Process] | list[Process]]) -> None:
-    """SIGKILL, until there are none: one that forks while it's being looked for is met in the next round."""
-    while alive := list(found()):
-        for process in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
 def of_session(leader: int) -> Iterator[Process]:
     """The live processes of this session."""
     for folder in Path("/proc").iterdir():
@@ -347,13 +255,7 @@ def of_session(leader: int) -> Iterator[Process]:
                     )
 
 
-def clean_environment() -> dict[str, str]:
-    """Ours without traces of a job or a cluster; the environment's programs, and one thread per process."""
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ELASTIC_", "HOROVOD_", "RAY_"))
-    }
-    path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
+def ray_environment() -> dict[str, str]:
+    """Ours without traces of a job or a cluster, and with a Ray that tells nobody of us."""
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}
-    return clean | quiet | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    return clean_environment("RAY_") | quiet

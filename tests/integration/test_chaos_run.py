@@ -23,7 +23,8 @@ from elastic.chaos.injection import Injector, NotOurs
 from elastic.chaos.plan import Fault
 from elastic.protocol import Worker
 from integration.history import RETURN, SCRIPTS, STAY_AWAY
-from integration.job import MARK, elasticrun, marked
+from integration.job import MARK, elasticrun
+from integration.program import marked
 
 KILL_AND_LEAVE = """
 [[fault]]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from integration.ray_cluster import RayCluster, RayJob, clean_environment, ray_nodes
+from integration.ray_cluster import RayCluster, RayJob, ray_environment, ray_nodes
 from integration.scripts.ray_nodes import free_port
 
 pytestmark = pytest.mark.ray
@@ -153,7 +153,7 @@ def test_a_submitted_job_imports_the_module_beside_its_script(cluster: RayCluste
     done = subprocess.run(
         [ray, "job", "submit", "--working-dir", ".", "--", "python", "ray_train.py"],
         cwd=tmp_path,
-        env=clean_environment() | {"RAY_ADDRESS": cluster.dashboard},
+        env=ray_environment() | {"RAY_ADDRESS": cluster.dashboard},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -287,3 +287,23 @@ def test_the_example_of_ray_data_trains_on_each_row_once_an_epoch(
     job.wait_for("^epoch", LONG_S, count=over + 2)
     ends = [line for line in job.lines if line.startswith("epoch ")]
     assert ends == [f"epoch {n}: {rows} rows, sum {sum(range(rows))}" for n in range(len(ends))]
+
+
+def test_a_process_on_a_node_ends_with_its_raylet():
+    raylet = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    waits = "from elastic.ray.driver_actor import end_with_raylet as ends; ends(); print(); input()"
+    actor = subprocess.Popen(
+        [sys.executable, "-c", waits],
+        env=ray_environment() | {"RAY_RAYLET_PID": str(raylet.pid)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert actor.stdout is not None and actor.stdout.readline()
+        assert actor.poll() is None
+        raylet.kill()
+        assert actor.wait(10.0) == 1
+    finally:
+        for process in (raylet, actor):
+            process.kill()
+            process.communicate()

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from integration.history import SCRIPTS
-from integration.job import MARK, marked
+from integration.job import MARK
+from integration.program import marked
 
 PROGRAM = [sys.executable, str(SCRIPTS / "reporting.py")]
 DEADLINE_S = 60.0

@@ -1,0 +1,196 @@
+"""A program under test, in a session of its own: what it prints, how it ends, what processes it leaves.
+
+Whatever it starts inherits one environment variable with a unique value. By it all its processes are found again,
+orphans included: `end` leaves none alive and returns those that should have been gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_S = 10.0  # to end after SIGTERM
+LINGER_S = 3.0  # for its last processes to go once it has ended
+SHOWN_LINES = 60
+
+
+@dataclass(frozen=True)
+class Process:
+    """A live one."""
+
+    pid: int
+    state: str  # as in /proc: R running, S sleeping, T stopped, ...
+    command: str
+
+
+class Program:
+    """Starts at once. Every wait has a deadline and fails with an AssertionError that shows the end of the output.
+
+    ``mark`` is the environment variable by which its processes are found; ``called`` what messages call it.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        folder: Path,
+        env: Mapping[str, str],
+        mark: str,
+        called: str = "the program",
+    ) -> None:
+        self._called = called
+        self._mark = f"{mark}={uuid.uuid4().hex}"
+        self._lines: list[str] = []
+        self._news = threading.Condition()
+        self._output_ended = False
+        name, _, value = self._mark.partition("=")
+        self.process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env={**env, name: value},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="program output", daemon=True)
+        self._reader.start()
+
+    # ---- what it prints
+
+    @property
+    def lines(self) -> list[str]:
+        """What it and its children have printed so far, in order."""
+        with self._news:
+            return list(self._lines)
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str, timeout: float = 30.0, *, count: int = 1) -> re.Match[str]:
+        """The ``count``-th line that the regular expression is found in; those already printed count too."""
+        expression = re.compile(pattern)
+        deadline = time.monotonic() + timeout
+        with self._news:
+            while True:
+                matches = [m for line in self._lines if (m := expression.search(line))]
+                if len(matches) >= count:
+                    return matches[count - 1]
+                left = deadline - time.monotonic()
+                awaited = f"line {count} with {pattern!r} ({len(matches)} seen)"
+                assert not self._output_ended, self._story(
+                    f"{self._called} ended without {awaited}"
+                )
+                assert left > 0, self._story(f"waited {timeout} s for {awaited}")
+                self._news.wait(left)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Its exit status, once all output has been read."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            trouble = f"{self._called} didn't end in {timeout} s"
+            raise AssertionError(self._story(trouble)) from None
+        self._reader.join(LINGER_S)
+        return code
+
+    def succeed(self, timeout: float = 60.0) -> str:
+        """Waits for the end, asserts that it was success, returns the output."""
+        code = self.wait(timeout)
+        assert code == 0, self._story(f"{self._called} exited with {code}")
+        return self.output
+
+    # ---- its processes
+
+    def processes(self) -> list[Process]:
+        """Every one that is alive, wherever it stands in the process tree."""
+        return list(marked(self._mark))
+
+    def end(self) -> list[Process]:
+        """Ends it if it still runs. Returns the processes that outlived it, killed by now."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it's among the leftovers
+                self.process.wait(GRACE_S)
+        deadline = time.monotonic() + LINGER_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        kill_all(self.processes)
+        self.process.wait(GRACE_S)
+        self._reader.join(LINGER_S)
+        if self.process.stdout is not None and not self._reader.is_alive():
+            self.process.stdout.close()
+        return left
+
+    # ---- inside
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self._lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._output_ended = True
+            self._news.notify_all()
+
+    def _story(self, trouble: str) -> str:
+        with self._news:
+            shown = self._lines[-SHOWN_LINES:]
+        return "\n  ".join([f"{trouble}; {self._shown()}:", *shown])
+
+    def _shown(self) -> str:
+        return "its last lines"
+
+
+def clean_environment(*others: str) -> dict[str, str]:
+    """Ours without traces of another job, and without variables that begin with ``others``.
+
+    With the environment's programs, and one thread per process.
+    """
+    unwanted = ("ELASTIC_", "HOROVOD_", *others)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
+    return clean | {"PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def kill_all(found: Callable[[], Iterator[Process] | list[Process]]) -> None:
+    """SIGKILL, until there are none: one that forks while it's being looked for is met in the next round."""
+    while alive := list(found()):
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def marked(entry: str) -> Iterator[Process]:
+    """The live processes whose environment has ``NAME=value``; zombies have none, and don't count."""
+    wanted = entry.encode()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            if wanted not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue  # it has ended meanwhile, or isn't ours
+        if state not in "ZX":
+            yield Process(int(folder.name), state, command.strip())
