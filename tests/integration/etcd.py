@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -68,6 +69,8 @@ class Member:
         """It runs not, and answers not, in the meantime."""
         self.signal(signal.SIGSTOP)
         try:
+            # Until its last thread has stopped, it may still answer. One that has ended stays to be waited for.
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             yield
         finally:
             self.signal(signal.SIGCONT)
