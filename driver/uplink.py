@@ -115,9 +115,8 @@ class Uplink:
         if not self.backlog:
             self._results = 0
         if isinstance(message, Heard) and isinstance(message.message, Result):
-            self._results += len(
-                frame
-            )  # each worker has one, and it may be large: that is no sign of a driver's end
+            # Each worker has one, and it may be large: that is no sign of a driver's end.
+            self._results += len(frame)
         self._writer.write(frame)
         if self.backlog > BACKLOG_LIMIT + self._results:
             self.drop(f"it has not read for {BACKLOG_LIMIT >> 20} MiB")

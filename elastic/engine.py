@@ -420,13 +420,16 @@ class Engine:
         if self._line is not None:
             self._line.abort()
 
-    def rest(self) -> None:
-        """At the end of the process: no more decisions are carried out, and this world is not said to have broken."""
-        self._resting = True
+    def rest(self, timeout_s: float) -> bool:
+        """At the end of the process: no more decisions are carried out, and this world is not said to have broken.
 
-    def rested(self, timeout_s: float) -> bool:
-        """Whether nothing is being carried out, after that time at most."""
-        return self._carrying.acquire(timeout=timeout_s)
+        Whether none is being carried out any more, after that time at most.
+        """
+        self._resting = True
+        if not self._carrying.acquire(timeout=timeout_s):
+            return False
+        self._carrying.release()
+        return True
 
     def close(self) -> None:
         """After `abort`. Frees sockets and threads."""

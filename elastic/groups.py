@@ -51,6 +51,7 @@ class Graveyard:
             del close  # the last reference may free sockets and threads
 
     def finish(self) -> None:
+        """Its thread ends once all are closed; see `threads.finish`."""
         self._queue.put(None)
 
 
@@ -237,14 +238,10 @@ class Groups:
     def close(self) -> None:
         """At exit. Groups on the CPU keep their sockets until the process ends: see `Runtime.close`."""
         self._graveyard.finish()
-        if self._engine is not None:
-            self._engine.rest()
-        if not threads.finish(_FORM_S):
+        if not self._out_of_torch(_FORM_S):
             for connecting in list(self._connecting):
                 connecting.abort()
-            threads.finish(CLOSE_S)
-        if self._engine is not None:
-            self._engine.rested(CLOSE_S)
+            self._out_of_torch(CLOSE_S)
         with self._forming:
             for (_, device_type, _), group in list(self._made.items()):
                 if device_type == "cpu":
@@ -255,6 +252,14 @@ class Groups:
                     group.close()
         if self._listener is not None:
             self._listener.close()
+
+    def _out_of_torch(self, timeout_s: float) -> bool:
+        """At exit: the engine begins nothing more. Whether no thread of ours is in torch's code, after twice that time
+        at most.
+        """
+        engine = self._engine
+        # In this order: what the engine carries out may begin a thread.
+        return (engine is None or engine.rest(timeout_s)) and threads.finish(timeout_s)
 
     def forget(self) -> None:
         """In a forked child: hold none of the parent's sockets."""

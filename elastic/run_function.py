@@ -29,14 +29,13 @@ def main(path: str = "") -> None:
 
     function, args, kwargs = cloudpickle.loads(Path(path).read_bytes())
     value = function(*args, **kwargs)
+    name = getattr(function, "__name__", "the function")
     try:
         blob = cloudpickle.dumps(value)
     except Exception as error:
-        name = getattr(function, "__name__", "the function")
         what = f"what {name} returned, a {type(value).__name__}, can't be pickled and sent back"
         raise TypeError(f"{what}: {error}") from error
     if len(blob) > RESULT_LIMIT:
-        name = getattr(function, "__name__", "the function")
         raise ValueError(
             f"what {name} returned has {len(blob):,} bytes, and {RESULT_LIMIT:,} can be sent back;"
             " write it to a file or to storage, and return where it is"

@@ -40,9 +40,8 @@ class News:
         self._loop = asyncio.get_running_loop()
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._items: deque[tuple[Item, int]] = (
-            deque()
-        )  # with where they end, in bytes since the beginning
+        # Each with where it ends, in bytes since the beginning.
+        self._items: deque[tuple[Item, int]] = deque()
         self._first = 0  # where the oldest that is kept begins
         self._end = 0
         self._waiting: set[asyncio.Future[None]] = set()
@@ -97,12 +96,12 @@ class News:
 
     def _since(self, begin: int) -> Told:
         with self._lock:
-            at = max(begin, self._first)
-            lost, start, items = at - begin, at, list[Item]()
+            start = at = max(begin, self._first)
+            items: list[Item] = []
             for item, end in self._items:
                 if items and end - start > AT_ONCE_BYTES:
                     break
                 if end > start:
                     items.append(item)
                     at = end
-            return Told(self.source, at, items, lost)
+            return Told(self.source, at, items, lost=start - begin)

@@ -17,6 +17,7 @@ from elastic.driver.etcd import Etcd
 from elastic.errors import Invalid
 
 START_S = 20.0
+STOP_S = 10.0
 
 
 class Member:
@@ -70,7 +71,11 @@ class Member:
         self.signal(signal.SIGSTOP)
         try:
             # Until its last thread has stopped, it may still answer. One that has ended stays to be waited for.
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            what = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+            deadline = time.monotonic() + STOP_S
+            while os.waitid(os.P_PID, self.process.pid, what) is None:
+                assert time.monotonic() < deadline, f"etcd {self.name} did not stop"
+                time.sleep(0.001)
             yield
         finally:
             self.signal(signal.SIGCONT)

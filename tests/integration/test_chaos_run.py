@@ -9,9 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from elastic.chaos.plan import Fault
 from elastic.protocol import Worker
 from integration.history import RETURN, SCRIPTS, STAY_AWAY
 from integration.job import MARK, elasticrun
-from integration.program import marked
+from integration.program import Program, clean_environment
 
 KILL_AND_LEAVE = """
 [[fault]]
@@ -44,79 +42,21 @@ nft = pytest.mark.skipif(
 )
 
 
-class Chaos:
-    """The command under test, with a job of `scripts/training.py`; everything it prints is kept."""
+class Chaos(Program):
+    """The command under test, with a job of `scripts/training.py`."""
 
     def __init__(self, folder: Path, plan: str, flags: str, *words: str, **env: str) -> None:
         self.folder = folder
         self.json = folder / "report.json"
         (folder / "plan.toml").write_text(plan)
-        self._mark = uuid.uuid4().hex
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "HOROVOD_"))}
         command = [sys.executable, "-m", "elastic.chaos", "run", "--plan", "plan.toml"]
         command += ["--json", str(self.json), *words, "--", elasticrun(), *flags.split()]
         command += ["--journal", "journal.jsonl", sys.executable, str(SCRIPTS / "training.py")]
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=clean | {"OMP_NUM_THREADS": "1", MARK: self._mark} | env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._lines: list[str] = []
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._news:
-                self._lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-
-    @property
-    def output(self) -> str:
-        with self._news:
-            return "\n".join(self._lines)
-
-    def wait_for(self, pattern: str, timeout: float = 40.0) -> re.Match[str]:
-        deadline = time.monotonic() + timeout
-        with self._news:
-            while True:
-                for line in self._lines:
-                    if match := re.search(pattern, line):
-                        return match
-                left = deadline - time.monotonic()
-                assert left > 0, f"waited {timeout} s for {pattern!r}:\n" + "\n".join(self._lines)
-                self._news.wait(left)
-
-    def wait(self, timeout: float = 60.0) -> int:
-        code = self.process.wait(timeout)
-        self._reader.join(5.0)
-        return code
+        super().__init__(command, folder=folder, env=clean_environment() | env, mark=MARK)
 
     def report(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.json.read_text())
         return found
-
-    def end(self) -> list[Any]:
-        """Ends what still runs; returns what should have been gone."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        deadline = time.monotonic() + 5.0
-        while (left := list(marked(f"{MARK}={self._mark}"))) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for process in left:
-            os.kill(process.pid, signal.SIGKILL)
-        self._reader.join(5.0)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        return left
 
 
 @pytest.fixture
@@ -267,7 +207,7 @@ def test_a_partition_ends_with_the_tool_however_that_ends(chaos):
     run = chaos(PARTITION, f"-np 2 --min-np 1 {STAY_AWAY}", HOLD="5:file=never")
     pid = run.wait_for(r"partition for 60 s: .*\(process (\d+)\)")[1]
     assert f"elastic_chaos_{pid}" in tables()
-    driver = [p.pid for p in marked(f"{MARK}={run._mark}") if "elasticrun" in p.command]
+    driver = [p.pid for p in run.processes() if "elasticrun" in p.command]
     run.process.kill()
     deadline = time.monotonic() + 5.0
     while f"elastic_chaos_{pid}" in tables():

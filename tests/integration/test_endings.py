@@ -140,15 +140,15 @@ def test_a_job_that_succeeds_leaves_no_grandchild(job):
     within(5, lambda: not loading.processes(), "the end of the grandchildren")
 
 
-# ---- output --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("late_s", [0.2, 1.0])
 def test_a_script_that_ends_while_a_group_is_being_formed_has_ended_well(job, late_s):
     running = job("-np 2", ["python", SCRIPTS / "leaving_early.py", str(late_s)])
     running.succeed()
     for rank in range(2):
         running.wait_for(rf"^\[{rank}\] leaves")
+
+
+# ---- output --------------------------------------------------------------------------------------
 
 
 def test_output_has_the_rank_before_each_line_and_goes_to_files_too(job):

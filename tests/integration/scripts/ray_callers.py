@@ -87,7 +87,7 @@ def by_client(url: str) -> None:
             break
     say("values", job(3))
     try:
-        elastic.ray.run(meet(), {}, num_workers=100, placement_timeout=1)
+        elastic.ray.run(meet(), {}, num_workers=100, placement_timeout=5)
     except Invalid as error:
         say("refused", str(error))
 
@@ -147,7 +147,7 @@ def refused(_: str) -> None:
 
     for train, wanted in (
         (holds_a_lock, {"num_workers": 1}),
-        (meet(), {"config": {}, "num_workers": 100, "placement_timeout": 2}),
+        (meet(), {"config": {}, "num_workers": 100, "placement_timeout": 5}),
         (fails, {"num_workers": 1}),
     ):
         try:
