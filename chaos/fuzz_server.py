@@ -18,6 +18,7 @@ import msgspec
 from elastic import protocol
 from elastic.chaos.fuzz_input import Inputs
 from elastic.chaos.fuzz_tally import Tally
+from elastic.driver.beside import within
 from elastic.driver.console import Console
 from elastic.driver.server import WORKERS, Server
 from elastic.protocol import Address, ProtocolError, Worker
@@ -45,7 +46,7 @@ class Peer:
         """The next message, or None at the end of the connection."""
         while (message := self.wire.next()) is None:
             try:
-                data = await asyncio.wait_for(self.reader.read(65536), ANSWER_S)
+                data = await within(self.reader.read(65536), ANSWER_S)
             except ConnectionError:
                 return None
             if not data:
@@ -60,7 +61,7 @@ class Peer:
             await self.writer.drain()
             with contextlib.suppress(OSError):  # it is closed already
                 self.writer.write_eof()
-            while part := await asyncio.wait_for(self.reader.read(65536), ANSWER_S):
+            while part := await within(self.reader.read(65536), ANSWER_S):
                 data += part
         except ConnectionError:
             pass

@@ -9,6 +9,7 @@ import msgspec
 
 from elastic.driver.access import EtcdAccess
 from elastic.driver.agent_process import numeric
+from elastic.driver.beside import within
 from elastic.driver.etcd import Etcd
 from elastic.driver.etcd_connection import Unavailable
 from elastic.driver.etcd_keys import DriverSeat, job_root
@@ -74,7 +75,7 @@ class _Seat:
         while self._seat is None:
             self._changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), 30.0)
+                await within(self._changed.wait(), 30.0)
             if self._seat is None:
                 raise NoDriver("no driver leads this job")
         try:

@@ -1,6 +1,6 @@
-"""Calls that may block for ever, made beside the event loop, each with a deadline. Decides nothing.
+"""Waits with a deadline, and calls that may block for ever, made beside the event loop. Decides nothing.
 
-Their threads are daemons: a call that hangs must not hold up the end of the process, as the loop's own threads would.
+Threads of calls are daemons: a call that hangs must not hold up the end of the process, as the loop's own would.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,21 +18,41 @@ T = TypeVar("T")
 async def in_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
     """What it returns or raises. Raises asyncio.TimeoutError; then it goes on, and nobody waits for it."""
     future = begun(lambda: function(*args), "beside the loop")
-    await within(asyncio.ensure_future(_over(future)), within_s)
+    await within(_over(future), within_s)
     return future.result()
 
 
-async def within(future: asyncio.Future[T], limit_s: float | None) -> T:
-    """As `asyncio.wait_for`, which before Python 3.12 forgets that it was cancelled where the future is just done."""
+async def within(awaited: Awaitable[T], limit_s: float | None) -> T:
+    """What it returns or raises. Raises asyncio.TimeoutError; it has been cancelled then, and has ended.
+
+    `asyncio.wait_for` forgets, before Python 3.12, that it was cancelled where the result comes in the same turn of
+    the loop: whoever cancelled it waits for ever. A result that comes with the deadline is returned all the same. One
+    that comes with a cancellation is dropped: what has to be closed must be in other hands by then.
+    """
+    future = asyncio.ensure_future(awaited)
     try:
-        done, _ = await asyncio.wait({future}, timeout=limit_s)
+        in_time, _ = await asyncio.wait({future}, timeout=limit_s)
+        if not in_time:
+            await _stopped(future)
     except asyncio.CancelledError:
-        future.cancel()
+        future.add_done_callback(_noticed)
+        await _stopped(future)
         raise
-    if not done:
-        future.cancel()
+    if not in_time and future.cancelled():
         raise asyncio.TimeoutError
     return future.result()
+
+
+async def _stopped(future: asyncio.Future[Any]) -> None:
+    """What it holds is released before whoever waited for it goes on."""
+    future.cancel()
+    await asyncio.wait({future})
+
+
+def _noticed(future: asyncio.Future[Any]) -> None:
+    """Its error, if there is one, has nobody left whom it concerns."""
+    if not future.cancelled():
+        future.exception()
 
 
 class CallsInTurn:
@@ -44,7 +64,7 @@ class CallsInTurn:
 
     async def __call__(self, call: Callable[[], T], within_s: float) -> T:
         """What the call returns or raises. Raises asyncio.TimeoutError."""
-        return await within(asyncio.ensure_future(self._in_turn(call)), within_s)
+        return await within(self._in_turn(call), within_s)
 
     async def _in_turn(self, call: Callable[[], T]) -> T:
         while self._last is not None and not self._last.done():

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from elastic.driver.beside import within
 from elastic.driver.chapters import Piecewise, Place, chapter_name, counting, writer_of
 from elastic.driver.discovery.interface import Log
 from elastic.driver.entries import Header, Resumed, Writer, decoded_header, encoded
@@ -102,7 +103,7 @@ class RayArchive:
         Raises Deposed if it is another driver that does. What can't be removed within the time stays.
         """
         try:
-            await asyncio.wait_for(self._forget(), within_s)
+            await within(self._forget(), within_s)
         except asyncio.TimeoutError:
             self._log(
                 "warning",

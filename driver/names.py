@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from elastic.driver.beside import within
 from elastic.driver.networks import is_link_local
 
 Found = list[tuple[int, str]]  # address family, numeric address; in the order in which to try them
@@ -52,7 +53,7 @@ async def resolved(
 
     under_way.add_done_callback(tell)
     try:
-        await asyncio.wait_for(answered, timeout_s)
+        await within(answered, timeout_s)
     except asyncio.TimeoutError:
         raise OSError(f"{name} could not be resolved within {timeout_s:g} s") from None
     return list(under_way.result())

@@ -23,6 +23,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 
 from elastic.driver import agent_protocol
 from elastic.driver.agent_protocol import AgentAnswer, AgentMessage, Heard, HostAgent
+from elastic.driver.beside import within
 from elastic.driver.keepalive import expect_signs_of_life
 from elastic.protocol import (
     RELAY_LIMIT,
@@ -154,7 +155,7 @@ class Uplink:
         failures = []
         for host, port in await self._find():
             try:
-                return await asyncio.wait_for(self._prove(host, port), CONNECT_S)
+                return await within(self._prove(host, port), CONNECT_S)
             except asyncio.TimeoutError:
                 failures.append(f"{host}:{port} does not answer within {CONNECT_S:g} s")
             except (OSError, ProtocolError) as error:

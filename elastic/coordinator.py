@@ -81,7 +81,8 @@ class Coordinator:
             requests = (*(each.asked(n, rank) for n in bits(by_name)), *requests)
         each.offered[rank] |= known
         for number, run in offer.ended:
-            each.orders.withdraw(number, rank, run)
+            if each.orders.withdraw(number, rank, run):
+                self._waits_no_more(each, each.name_of(number))
         catch_up = []
         for number, run in offer.late:
             if number not in each.orders:
@@ -130,6 +131,8 @@ class Coordinator:
         ready = self._ready(each)
         for rank in each.offered if ready else ():
             each.offered[rank] &= ~ready
+        for number in bits(ready & each.watched):
+            self._waits_no_more(each, each.name_of(number))
         if self._joined and ready & ~each.reducible:
             active = self._active(each)
             for number in bits(ready & ~each.reducible):
@@ -195,7 +198,7 @@ class Coordinator:
             return None
         if self._lacks(each):
             gone = [rank for rank in each.members if rank in self._gone]
-            each.take(name)
+            self._take(each, name)
             why = self._gone[gone[0]]
             each.end_order(name, failed=True)
             return Settled(
@@ -205,7 +208,7 @@ class Coordinator:
             )
         if any(rank not in asked for rank in self._active(each)):
             return None
-        each.take(name)
+        self._take(each, name)
         found = each.numbered(settle(asked, each.members), 0 if self._joined else self._capacity)
         each.end_order(name, failed=bool(found.error))
         return found
@@ -284,6 +287,10 @@ class Coordinator:
         for key in self._since.keys() - waiting.keys():
             del self._since[key]
             self._said.discard(key)
+        for each in self._sets.values():
+            each.watched = 0
+        for members, name in waiting:
+            self._sets[members].watch(name)
         late: dict[tuple[Members, tuple[int, ...]], list[str]] = {}
         over: dict[Members, list[str]] = {}
         for key, ranks in waiting.items():
@@ -310,6 +317,15 @@ class Coordinator:
             )
         return sentences, decisions
 
+    def _take(self, each: OneSet, name: str) -> None:
+        each.take(name)
+        self._waits_no_more(each, name)
+
+    def _waits_no_more(self, each: OneSet, name: str) -> None:
+        """It came on. Whoever is seen to wait for this name at the next look waits for another time."""
+        self._since.pop((each.named_as, name), None)
+        self._said.discard((each.named_as, name))
+
     def _end(self, each: OneSet, name: str, after_s: float) -> Settled:
         number = each.numbers.get(name)
         for order, runs in [*each.orders.late()]:
@@ -321,7 +337,7 @@ class Coordinator:
                     each.ask(rank, each.asked(number, rank))
         asked = each.waiting[name]
         missing = [rank for rank in self._active(each) if rank not in asked]
-        each.take(name)
+        self._take(each, name)
         each.end_order(name, failed=True)
         return Settled(
             next(iter(asked.values())),

@@ -27,6 +27,7 @@ class OneSet:
     seen: set[str] = field(default_factory=set)  # names that have come once
     reducible: int = 0  # bits of the entries that joined ranks can add zeros to
     by_request: int = 0  # bits of the names that somebody waits for by a whole request
+    watched: int = 0  # bits of the names that were waited for at the last look
     epoch: int = 0
     before: list[Settled] = field(default_factory=list)  # the entries of the epoch before
     unaware: set[int] = field(default_factory=set)  # ranks that have not taken notice of this epoch
@@ -113,10 +114,15 @@ class OneSet:
                 self.waiting.setdefault(request.name, {})[rank] = request
             self.offered[rank] = 0
         self.before, self.entries, self.numbers = self.entries, [], {}
-        self.reducible = self.by_request = 0
+        self.reducible = self.by_request = self.watched = 0
         self.orders.forget_numbers()
         self.epoch += 1
         self.unaware = set(self.members)
+
+    def watch(self, name: str) -> None:
+        """Until the next look: that it has a number and runs by it is to be noticed."""
+        if name in self.numbers:
+            self.watched |= 1 << self.numbers[name]
 
     def names(self) -> Iterator[tuple[str, set[int]]]:
         """Everything that some have offered and some have not, with those that have."""

@@ -77,10 +77,12 @@ class StandingOrders:
         """This rank has waited in this run for a while."""
         self._late.setdefault(number, {})[rank] = run
 
-    def withdraw(self, number: int, rank: int, run: int) -> None:
-        """The run that it reported has ended."""
-        if self._late.get(number, {}).get(rank) == run:
+    def withdraw(self, number: int, rank: int, run: int) -> bool:
+        """The run that it reported has ended. Whether it still counted as waiting in it."""
+        waited = self._late.get(number, {}).get(rank) == run
+        if waited:
             del self._late[number][rank]
+        return waited
 
     def late(self) -> Iterator[tuple[int, dict[int, int]]]:
         """The orders in which somebody waits, with the run of each rank that does."""

@@ -5,7 +5,6 @@ Every wait has a deadline, and fails with `Late`, which shows the end of what th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -73,10 +72,10 @@ class Program:
             raise Late(f"{self.name} did not end in {timeout:g} s\n{self.tail()}") from None
 
     def signal(self, number: int) -> float:
-        """Returns the time, by the monotonic clock."""
+        """To it, if it has not ended. Returns the time, by the monotonic clock."""
         at = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)
+        # Not os.kill: once it was waited for, its number may be another process's, or a thread's of one.
+        self.process.send_signal(number)
         return at
 
     def kill(self) -> float:

@@ -17,6 +17,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from elastic.driver.beside import within
 from elastic.driver.discovery.interface import Log
 from elastic.driver.hosts import parse_lines, show
 from elastic.errors import Invalid
@@ -175,14 +176,14 @@ async def _execute(command: list[str], timeout_s: float) -> tuple[int, bytes, by
             start_new_session=True,
         )
         try:
-            code = await asyncio.wait_for(process.wait(), timeout_s)
+            code = await within(process.wait(), timeout_s)
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 # Reaps it; one that hangs in the kernel is left to the event loop.
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(process.wait(), 1.0)
+                    await within(process.wait(), 1.0)
         return code, output.bytes(), errors.bytes()
 
 

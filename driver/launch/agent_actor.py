@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 import elastic
+from elastic.driver.beside import within
 from elastic.driver.launch.agent_folder import (
     make_folder,
     own_path,
@@ -247,7 +248,7 @@ class AgentActor:
         )
         process.heard = self._hear
         try:
-            release = await asyncio.wait_for(process.ready, ready_s)
+            release = await within(process.ready, ready_s)
         except asyncio.TimeoutError:
             release = None
         if release != elastic.__version__:
@@ -327,7 +328,7 @@ class AgentActor:
             process.hang_up()
             for limit_s in (END_S if self._dying is None else DYING_S, REAP_S):
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(process.ended.wait(), limit_s)
+                    await within(process.ended.wait(), limit_s)
                     break
                 process.kill()
             process.release()

@@ -20,6 +20,7 @@ from functools import partial
 import msgspec
 
 import elastic
+from elastic.driver.beside import within
 from elastic.driver.launch.interface import Log
 from elastic.driver.launch.starter import READY, Bootstrap, StartFailed
 
@@ -263,7 +264,7 @@ class Attendance:
     ) -> None:
         host = bootstrap.host
         try:
-            release = await asyncio.wait_for(process.ready, self._ready_s)
+            release = await within(process.ready, self._ready_s)
         except asyncio.TimeoutError:
             release = None
         if self._closed:

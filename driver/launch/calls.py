@@ -13,6 +13,7 @@ import os
 from collections import deque
 from typing import Any
 
+from elastic.driver.beside import within
 from elastic.errors import ElasticError
 
 FRAME_LIMIT = 1 << 30  # bytes
@@ -61,7 +62,7 @@ class Calls:
     async def present(self, count: int, within_s: float) -> list[int]:
         """Waits until so many workers are connected, or the time is over; returns their ranks."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._await_count(count), within_s)
+            await within(self._await_count(count), within_s)
         return sorted(self._workers)
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
@@ -81,7 +82,7 @@ class Calls:
         caller.waiting.append(answer)
         caller.writer.write(len(blob).to_bytes(LENGTH_BYTES, "big") + blob)
         try:
-            return await asyncio.wait_for(answer, timeout_s)
+            return await within(answer, timeout_s)
         except asyncio.TimeoutError:
             raise CallFailed(f"rank {rank} has not answered within {timeout_s:g} s") from None
 
@@ -101,7 +102,7 @@ class Calls:
         caller: _Caller | None = None
         why = "it hung up"
         try:
-            rank = _rank_of(await asyncio.wait_for(reader.readline(), HELLO_S))
+            rank = _rank_of(await within(reader.readline(), HELLO_S))
             caller = _Caller(rank, writer)
             await self._seat(caller)
             while True:

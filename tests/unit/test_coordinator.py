@@ -469,6 +469,70 @@ def test_what_waits_too_long_is_named_once_with_the_missing_ranks():
     ]
 
 
+def test_what_comes_on_between_two_looks_has_not_waited_since_the_first():
+    def always(ranks: Ranks, request: Request) -> None:
+        """Whenever somebody looks, rank 0 has submitted it and waits; it ran many times meanwhile."""
+        ranks.submit(0, request)
+        for now in range(200):
+            assert ranks.coordinator.stalled(float(now), 60.0, 100.0) == ([], [])
+            for _ in range(2):
+                ranks.submit(1, request)
+                ranks.submit(0, request)
+        assert ranks.names().count("a") == 400
+        assert ranks.coordinator.stalled(200.0, 60.0, 100.0) == ([], [])
+        [sentence], _ = ranks.coordinator.stalled(260.0, 60.0, 100.0)  # and now it does wait
+        assert sentence.startswith(f"{request.name} waits since 60 s for rank 1")
+
+    always(Ranks(2, capacity=0), reduce("a"))  # by its name every time
+    always(Ranks(2), gather("a", 1))  # by its number
+
+
+def test_a_standing_order_that_comes_on_between_two_looks_has_not_waited_since_the_first():
+    ranks = Orders(2)
+    call = ranks.start(0)
+    ranks.report(0, call)
+    for now in range(200):
+        assert ranks.coordinator.stalled(float(now), 60.0, 100.0) == ([], [])
+        ranks.start(1)
+        assert ranks.side(0, ALL).withdraw(call)
+        call = ranks.start(0)
+        ranks.report(0, call)
+    assert ranks.coordinator.stalled(200.0, 60.0, 100.0) == ([], [])
+    [sentence], _ = ranks.coordinator.stalled(260.0, 60.0, 100.0)
+    assert sentence.startswith("allreduce.a waits since 60 s for rank 1")
+
+
+def test_what_is_submitted_again_after_it_was_given_up_has_all_its_time():
+    ranks = Ranks(2)
+    look = ranks.coordinator.stalled
+    ranks.submit(0, reduce("a"))
+    look(0.0, 60.0, 100.0)
+    _, [given_up] = look(100.0, 60.0, 100.0)
+    ranks.deliver(given_up)
+    ranks.submit(0, reduce("a"))
+    assert look(101.0, 60.0, 100.0) == ([], [])
+    [sentence], _ = look(161.0, 60.0, 100.0)
+    assert sentence.startswith("allreduce.a waits since 60 s for rank 1")
+    ranks.submit(1, reduce("a"))
+    assert ranks.ran[1][-1].error == ""
+
+
+def test_a_wait_goes_on_while_others_run_and_where_it_is_asked_for_by_name():
+    ranks = Ranks(3)
+    for _ in range(2):
+        for rank in range(3):
+            ranks.submit(rank, reduce("a"), reduce("b"))
+    look = ranks.coordinator.stalled
+    ranks.submit(0, reduce("a"), reduce("b"))
+    look(0.0, 60.0, 0.0)
+    for rank in (1, 2):
+        ranks.submit(rank, reduce("b"))
+    look(30.0, 60.0, 0.0)
+    ranks.submit(1, reduce("a", 7))
+    [sentence], _ = look(60.0, 60.0, 0.0)
+    assert sentence.startswith("allreduce.a waits since 60 s for rank 2")
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [

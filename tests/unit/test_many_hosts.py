@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import tempfile
 
 import msgspec
@@ -22,7 +24,7 @@ from elastic.chaos.hosts.drawn import (
 )
 from elastic.chaos.hosts.joined import join, term_of
 from elastic.chaos.hosts.links import Link
-from elastic.chaos.hosts.programs import Late
+from elastic.chaos.hosts.programs import Late, Program
 from elastic.chaos.hosts.report import Mark, Measured, Outcome, page, rows
 from elastic.chaos.hosts.scenarios import SCENARIOS
 from elastic.chaos.hosts.steps import Aftermath, Note, Worker, aftermath, notes_of
@@ -88,6 +90,11 @@ def test_a_slow_link_and_its_end():
     assert " ".join(links.shaping("eth0", "")) == "qdisc del dev eth0 root"
 
 
+def test_a_fast_link_passes_more_at_once_because_timers_are_coarse():
+    assert "rate 100kbit burst 4000b" in " ".join(links.shaping("eth0", "100kbit"))
+    assert "rate 1gbit burst 500000b" in " ".join(links.shaping("eth0", "1gbit"))
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -116,6 +123,25 @@ def test_frames_leave_in_order_when_their_time_has_come():
     assert held.due(1.09) == []
     assert held.due(1.16) == [b"a", b"b"]
     assert held.due(9.0) == [b"c"]
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+class Here:
+    """In the place of a host: this machine."""
+
+    popen = staticmethod(subprocess.Popen)
+
+
+def test_a_program_that_was_waited_for_is_sent_nothing_any_more(tmp_path, monkeypatch):
+    program = Program(Here(), "true", ["true"], tmp_path)  # type: ignore[arg-type]
+    assert program.wait() == 0
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
+    program.end()
+    program.kill()
+    assert sent == []  # another process may have its number by now
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

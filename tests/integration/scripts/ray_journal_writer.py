@@ -57,11 +57,11 @@ async def main(job: str, *task: str) -> None:
         journal.record(float(number), event, membership.handle(event, float(number)))
         try:
             await journal.settle()
+            say("settled", number, digest(membership))
+            await journal.rest()  # a snapshot is a record too: another driver may be there by now
         except Deposed:
             say("deposed", number)
             return
-        say("settled", number, digest(membership))
-        await journal.rest()
 
 
 ray.init(logging_level=logging.ERROR, log_to_driver=False)
