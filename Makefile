@@ -4,13 +4,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BUILT  := $(VENV)/.built
+READY  := $(STAMP) $(BUILT)
+LIBRARY := elastic/collectives/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install train test check fix bench bench-ray soak matrix hosts clean
+.PHONY: help install native sanitize train test check fix bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make install   create .venv with everything that tests, examples and benchmarks need"
+	@echo "make native    build the C++ library of native/ again, with warnings as errors; make install builds it too"
+	@echo "make sanitize  test the C++ under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make train     two minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make test      install, then every test"
 	@echo "make check     format, lint, types, unit and simulation tests: under a minute"
@@ -22,7 +27,7 @@ help:
 	@echo "make hosts     faults of whole hosts and networks, in network namespaces, as root: docs/hosts.md"
 	@echo "make clean     remove .venv and everything that was generated"
 
-install: $(STAMP)
+install: $(READY)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -33,17 +38,40 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-train: $(STAMP)
+# Without the library all works, slower. So nothing stops here, but a line says what is missing.
+$(BUILT): $(STAMP) $(wildcard native/*)
+	@$(MAKE) --no-print-directory native STRICT=OFF || { rm -f $(LIBRARY); \
+	  echo "the C++ library was not built: tensors travel over Gloo, also within a host; install g++ and run: make native"; }
+	@touch $@
+
+STRICT ?= ON
+
+# Moved into place in one go: a running job has the old file mapped. What CMake found out is forgotten where it failed:
+# it would not look for a compiler again.
+native: $(STAMP)
+	@$(BIN)/cmake -S native -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" \
+	  -DELASTIC_STRICT=$(STRICT) > /dev/null || { rm -rf build/native; exit 1; }
+	@$(BIN)/cmake --build build/native
+	@cp build/native/libelastic_native.so $(LIBRARY).new && mv $(LIBRARY).new $(LIBRARY)
+
+sanitize: $(STAMP)
+	@for kind in address,undefined thread; do \
+	  $(BIN)/cmake -S native -B build/sanitize-$$kind -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" \
+	    -DELASTIC_SANITIZE=$$kind -DELASTIC_STRICT=ON > /dev/null && \
+	  $(BIN)/cmake --build build/sanitize-$$kind && \
+	  $(BIN)/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; done
+
+train: $(READY)
 	$(BIN)/python examples/train.py
 
 # Each starts two to four processes; most of the time they wait.
 TESTS_AT_ONCE ?= 2
 
-test: $(STAMP)
+test: $(READY)
 	@tests/needs.sh
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
 
-check: $(STAMP)
+check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy $(TYPED)
@@ -53,24 +81,25 @@ fix: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: $(STAMP)
-	@for name in recovery frozen join step commit reinit negotiation timeline control_plane; do \
+bench: $(READY)
+	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery frozen join reinit negotiation timeline \
+	    control_plane; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-bench-ray: $(STAMP)
+bench-ray: $(READY)
 	$(BIN)/python benchmarks/ray_train.py --rounds 3 --kills 50
 
 MINUTES ?= 20
 
-soak: $(STAMP)
+soak: $(READY)
 	$(BIN)/python -m elastic.chaos soak --minutes $(MINUTES) --write-doc docs/soak.md
 
-matrix: $(STAMP)
+matrix: $(READY)
 	$(BIN)/python -m elastic.chaos matrix --jobs 2 --report docs/faults.md
 
-hosts: $(STAMP)
+hosts: $(READY)
 	$(BIN)/python -m elastic.chaos hosts --report docs/hosts.md
 
 clean:
-	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(LIBRARY) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

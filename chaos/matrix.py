@@ -221,7 +221,8 @@ def one_job(cells: Sequence[Cell], root: Path, done: Progress) -> tuple[list[Res
     """Results of the first cells, as far as the job came, and its folder if something was wrong."""
     small = any(c.victim == faults.DRIVER and c.fault == faults.DISK for c in cells)
     folder = Path(tempfile.mkdtemp(prefix="elastic-matrix-"))
-    job = MatrixJob(folder, root, small_disk=small)
+    shared = not any(map(matrix_cells.shuts_connections, cells))
+    job = MatrixJob(folder, root, small_disk=small, shared_memory=shared)
     results: list[Result] = []
     try:
         if not matrix_cells.is_first(cells[0]):

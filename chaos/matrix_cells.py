@@ -208,6 +208,11 @@ def is_disturbed(cell: Cell) -> bool:
     return needs_joiner(cell) or cell.phase in (faults.RENDEZVOUS, faults.RESET)
 
 
+def shuts_connections(cell: Cell) -> bool:
+    """Whether connections between workers are shut, so that its workers must reduce by these: not in shared memory."""
+    return cell.fault == faults.SHUT or (is_disturbed(cell) and not needs_joiner(cell))
+
+
 def action_of(cell: Cell, go: str) -> str:
     """What the worker does at the place."""
     if cell.victim == faults.DRIVER or cell.fault == faults.DROP:
@@ -243,7 +248,7 @@ def is_last(cell: Cell) -> bool:
 
 @dataclass
 class Batch:
-    """Cells that one job goes through, in order."""
+    """Cells that one job goes through, in order: all shut connections between workers, or none does."""
 
     cells: list[Cell] = field(default_factory=list)
 
@@ -255,6 +260,11 @@ class Batch:
 def batches(cells: Iterable[Cell], longest: int = 10) -> list[Batch]:
     """Few jobs, because starting one takes longer than most cells."""
     chosen = list(cells)
+    kinds = [[c for c in chosen if shuts_connections(c) is kind] for kind in (False, True)]
+    return [batch for kind in kinds for batch in _batches(kind, longest)]
+
+
+def _batches(chosen: Sequence[Cell], longest: int) -> list[Batch]:
     alone = [Batch([c]) for c in chosen if is_first(c) and is_last(c)]
     first = [c for c in chosen if is_first(c) and not is_last(c)]
     last = [c for c in chosen if is_last(c) and not is_first(c)]

@@ -41,11 +41,14 @@ class Unexpected(Exception):
 class MatrixJob:
     """A job in a folder of its own, not started yet: its first workers may be told what to do before they start."""
 
-    def __init__(self, folder: Path, root: Path, *, small_disk: bool = False) -> None:
+    def __init__(
+        self, folder: Path, root: Path, *, small_disk: bool = False, shared_memory: bool = True
+    ) -> None:
         self.folder = folder
         self.story = Story()
         self.over = folder / "over"  # its existence ends the training
         self._root = root
+        self._shared_memory = shared_memory
         self._rules = folder / "rules"
         self._mark = uuid.uuid4().hex
         self._offset = 0
@@ -62,6 +65,8 @@ class MatrixJob:
         """The driver, which starts the workers."""
         clean = {n: v for n, v in os.environ.items() if not n.startswith(("ELASTIC_", "HOROVOD_"))}
         told = {"ELASTIC_FAILPOINTS": f"@{self._rules}", "ELASTIC_DIGESTS": "1", MARK: self._mark}
+        if not self._shared_memory:
+            told["ELASTIC_NATIVE"] = "0"
         with (self.folder / "output.txt").open("wb") as output:
             self._driver = subprocess.Popen(
                 [

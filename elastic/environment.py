@@ -20,7 +20,8 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: none yet, start_timeline() will say where
 
 _TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
-_ON_OR_OFF = {"": False, "0": False, "false": False, "1": True, "true": True}
+_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
+_ON_OR_OFF = {"0": False, "false": False, "1": True, "true": True}
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Environment:
     tls: tuple[str, str, str] | None = None
     started: Started | None = None  # by whom, if not by elasticrun
     start_timeout_s: float = START_TIMEOUT_S  # without a driver: for every rank to call init()
+    native: bool = True  # ranks of one host reduce in shared memory where they can
 
     def core(self, local_rank: int) -> int | None:
         """The core on which this rank's background thread is to run; None: any."""
@@ -111,7 +113,13 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         tls=(tls[0], tls[1], tls[2]) if any(tls) else None,
         started=launched,
         start_timeout_s=_seconds(env, "HOROVOD_START_TIMEOUT", START_TIMEOUT_S),
+        native=native(env),
     )
+
+
+def native(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ranks of one host may share memory."""
+    return _switch(os.environ if environ is None else environ, "ELASTIC_NATIVE", default=True)
 
 
 def digests(environ: Mapping[str, str] | None = None) -> bool:
@@ -130,6 +138,16 @@ def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
     env = os.environ if environ is None else environ
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # its older name
         env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+
+
+def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether somebody has chosen how this process's memory is allocated and given back."""
+    env = os.environ if environ is None else environ
+    return (
+        any(env.get(name) for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
+        or "glibc.malloc." in env.get("GLIBC_TUNABLES", "")
+        or any(name in env.get("LD_PRELOAD", "") for name in _ALLOCATORS)
+    )
 
 
 def failpoints(environ: Mapping[str, str] | None = None) -> str:
@@ -177,8 +195,9 @@ def _whole(env: Mapping[str, str], name: str, default: Default) -> int | Default
     return int(text)
 
 
-def _switch(env: Mapping[str, str], name: str) -> bool:
-    value = _ON_OR_OFF.get(env.get(name, "").strip().lower())
+def _switch(env: Mapping[str, str], name: str, default: bool = False) -> bool:
+    text = env.get(name, "").strip().lower()
+    value = _ON_OR_OFF.get(text) if text else default
     if value is None:
         raise Invalid(f"{name} is {env[name]!r}; set it to 1 or 0")
     return value

@@ -191,6 +191,7 @@ class Groups:
             bind_host=self._env.bind_host,
             timeout_s=self._env.timeout_s,
             collective_timeout_s=self._env.collective_timeout_s,
+            native=self._env.native,
         )
         self._connecting.add(connecting)
         try:

@@ -1,10 +1,12 @@
-"""Makes groups: the only place that knows which backend serves which device.
+"""Makes groups: the only place that knows which backend serves which device. How the ranks of a group on
+the CPU reach each other is chosen in `cpu`.
 
 `Connecting` exists before anything blocks, so that another thread can abort the making of a group, and later the group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from elastic.collectives.interface import Collectives
@@ -31,7 +33,7 @@ class Connecting:
     ``purpose`` tells groups of one generation apart: equal on all its ranks, different from any other group's.
     ``rank`` and ``size`` count within the group. ``bind_host`` is the numeric address that peers connect to.
     ``timeout_s`` bounds the connecting, ``collective_timeout_s`` every single collective (by default the same).
-    Raises ValueError for a device without a backend.
+    ``native``: on the CPU, ranks of one host may share memory. Raises ValueError for a device without a backend.
     """
 
     def __init__(
@@ -45,18 +47,20 @@ class Connecting:
         bind_host: str,
         timeout_s: float,
         collective_timeout_s: float | None = None,
+        native: bool = True,
     ) -> None:
         self._store = store
         self._purpose = purpose
         self._bind_host = bind_host
-        self._group = _group(rank, size, device_type, timeout_s, collective_timeout_s)
+        if collective_timeout_s is None:
+            collective_timeout_s = timeout_s
+        self._group, self._connect = _making(
+            rank, size, device_type, timeout_s, collective_timeout_s, native
+        )
 
     def connect(self) -> Collectives:
         """Blocks until all ranks are connected. Raises CollectiveFailed if a rank is late or gone, or on `abort`."""
-        connect = getattr(self._group, "connect", None)
-        if connect is not None:
-            connect(self._store, self._purpose, self._bind_host)
-        return self._group
+        return self._connect(self._store, self._purpose, self._bind_host)
 
     def abort(self) -> None:
         """Ends the connecting, or the group if it is connected. Any thread, any number of times, never blocks."""
@@ -67,24 +71,37 @@ class Connecting:
         self._group.forget()
 
 
-class _Group(Collectives, Abortable, Protocol):
-    """What every backend gives: the seam, and the two calls that it shares with `Connecting`."""
+_Connect = Callable[[Store, str, str], Collectives]
 
 
-def _group(
-    rank: int, size: int, device_type: str, timeout_s: float, collective_timeout_s: float | None
-) -> _Group:
+def _making(
+    rank: int,
+    size: int,
+    device_type: str,
+    timeout_s: float,
+    collective_timeout_s: float,
+    native: bool,
+) -> tuple[Abortable, _Connect]:
+    """What can be aborted from now on, and what connects it."""
     if size == 1:
-        return LocalCollectives()
+        alone = LocalCollectives()
+        return alone, lambda store, purpose, bind_host: alone
     # Imported here, because each needs its backend in torch's build.
     if device_type == "cpu":
-        from elastic.collectives.gloo import GlooCollectives
+        from elastic.collectives.cpu import CpuGroup
 
-        return GlooCollectives(rank, size, timeout_s, collective_timeout_s)
+        chosen = CpuGroup(rank, size, timeout_s, collective_timeout_s, native)
+        return chosen, chosen.connect
     if device_type == "cuda":
         from elastic.collectives.nccl import NcclCollectives
 
-        return NcclCollectives(rank, size, timeout_s, collective_timeout_s)
+        nccl = NcclCollectives(rank, size, timeout_s, collective_timeout_s)
+
+        def connect(store: Store, purpose: str, bind_host: str) -> Collectives:
+            nccl.connect(store, purpose, bind_host)
+            return nccl
+
+        return nccl, connect
     raise ValueError(
         f"there are no collectives for tensors on {device_type!r}; move them to cpu or cuda first"
     )

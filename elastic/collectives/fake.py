@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from elastic.collectives import reducing
 from elastic.collectives.interface import Op, Work
 from elastic.errors import CollectiveFailed
 
@@ -54,18 +55,18 @@ class _Shared:
 class FakeCollectives:
     """One rank of a fake group."""
 
+    scales_inside = False
+
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank = rank
         self.size = shared.size
         self._shared = shared
         self._calls = 0
 
-    def allreduce(self, tensor: torch.Tensor, op: Op) -> Work:
-        if op not in _FOLD:
-            raise ValueError(f"{op.name} can't be reduced here; use SUM, MIN, MAX or PRODUCT")
-        if tensor.dtype == torch.bool:
-            raise TypeError("torch.bool can't be reduced; convert it first")
-        return self._join(f"allreduce {op.name} {tensor.numel()} {tensor.dtype}", tensor, op)
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+        reducing.check(tensor, op)
+        kind = f"allreduce {op.name} {tensor.numel()} {tensor.dtype} times {scale}"
+        return self._join(kind, tensor, op, scale)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         return self._join(f"broadcast {root} {tensor.numel()} {tensor.dtype}", tensor, root)
@@ -140,9 +141,12 @@ def _compute(joined: _Round) -> None:
     match joined.kind.split()[0]:
         case "allreduce":
             total = calls[0][0].clone()
-            for tensor, op in calls[1:]:
+            for tensor, op, _ in calls[1:]:
                 total = _FOLD[op](total, tensor.view_as(total))
-            for tensor, _ in calls:
+            scale = calls[0][2]
+            if scale != 1.0 and total.is_floating_point():
+                total.mul_(scale)
+            for tensor, _, _ in calls:
                 tensor.copy_(total.view_as(tensor))
         case "broadcast":
             source = calls[calls[0][1]][0].clone()

@@ -47,9 +47,15 @@ class Collectives(Protocol):
 
     rank: int
     size: int
+    # Whether `allreduce` scales while it reduces, at no cost, and sums of float16 and bfloat16 in
+    # float32, so that they can't overflow before they are scaled. The same on every rank.
+    scales_inside: bool
 
-    def allreduce(self, tensor: torch.Tensor, op: Op) -> Work:
-        """In place; every rank's tensor has the same number of elements and dtype."""
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+        """In place; every rank's tensor has the same number of elements and dtype.
+
+        The result is multiplied by ``scale``, which is the same on every rank; integers ignore it.
+        """
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """In place, from rank ``root``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from elastic.collectives import reducing
 from elastic.collectives.interface import Op, Work
 from elastic.errors import CollectiveFailed
 
@@ -13,16 +14,17 @@ class LocalCollectives:
 
     rank = 0
     size = 1
+    scales_inside = False
 
     def __init__(self) -> None:
         self._aborted = False
 
-    def allreduce(self, tensor: torch.Tensor, op: Op) -> Work:
-        if op not in (Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT):
-            raise ValueError(f"{op.name} can't be reduced here; use SUM, MIN, MAX or PRODUCT")
-        if tensor.dtype == torch.bool:
-            raise TypeError("torch.bool can't be reduced; convert it first")
-        return self._done()
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+        reducing.check(tensor, op)
+        done = self._done()
+        if scale != 1.0 and tensor.is_floating_point():
+            tensor.detach().mul_(scale)
+        return done
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         return self._done()

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic.collectives import threads
+from elastic.collectives import reducing, threads
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.store import Call, Store, listen
 from elastic.errors import CollectiveFailed
@@ -39,16 +39,6 @@ _REDUCE = {
     Op.MAX: c10d.ReduceOp.MAX,
     Op.PRODUCT: c10d.ReduceOp.PRODUCT,
 }
-_REDUCIBLE = {
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
 # NCCL has no 16-bit integers. The wider type gives the same ones, as both wrap around modulo 2**16.
 _WIDENED = {torch.int16: torch.int32}
 _environment_lock = threading.Lock()
@@ -56,6 +46,8 @@ _environment_lock = threading.Lock()
 
 class NcclCollectives:
     """One group of one generation, on the tensors of one CUDA device. `connect` first; `abort` works at any time."""
+
+    scales_inside = False
 
     def __init__(
         self, rank: int, size: int, timeout_s: float, collective_timeout_s: float | None = None
@@ -139,16 +131,16 @@ class NcclCollectives:
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensor: torch.Tensor, op: Op) -> Work:
-        if op not in _REDUCE:
-            raise ValueError(f"{op.name} can't be reduced here; use SUM, MIN, MAX or PRODUCT")
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+        reducing.check(tensor, op)
         options = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE[op]  # type: ignore[assignment]
         if tensor.dtype in _WIDENED:
             wide = tensor.to(_WIDENED[tensor.dtype])
             return self._submit("allreduce", [wide], options, then=lambda: tensor.copy_(wide))
-        if tensor.dtype not in _REDUCIBLE:
-            raise TypeError(f"NCCL can't reduce tensors of {tensor.dtype}; convert it first")
+        if scale != 1.0 and tensor.is_floating_point():
+            result = tensor.detach()  # scaled in place even if it is a parameter
+            return self._submit("allreduce", [tensor], options, then=lambda: result.mul_(scale))
         return self._submit("allreduce", [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:

@@ -11,8 +11,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+_LEAVE_S = 0.2  # of the time that `finish` has, for threads to leave what they wait for
+
 _begun: set[threading.Thread] = set()
 _lock = threading.Lock()
+_leave_at: float | None = None
+
+
+class Ending(BaseException):
+    """The process ends, and whoever ends it has waited long enough for this thread."""
 
 
 def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
@@ -28,9 +35,18 @@ def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thr
 
 def finish(timeout_s: float) -> bool:
     """Whether all ended within that time."""
+    global _leave_at
     until = time.monotonic() + timeout_s
+    _leave_at = until - _LEAVE_S
     with _lock:
         begun = list(_begun)
     for thread in begun:
         thread.join(max(0.0, until - time.monotonic()))
+    _leave_at = None
     return not any(thread.is_alive() for thread in begun)
+
+
+def leave_if_ending() -> None:
+    """For a thread that waits in slices: raises `Ending` once `finish` has waited for long."""
+    if _leave_at is not None and time.monotonic() >= _leave_at:
+        raise Ending

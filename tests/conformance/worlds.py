@@ -6,10 +6,7 @@ seconds to start; what a test leaves broken is replaced before the next one.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,9 +59,7 @@ class World:
         ranks, self._ranks = self._ranks, None
         if ranks is None:
             return
-        for rank in range(self.size):
-            with contextlib.suppress(ProcessLookupError):  # it died in the test
-                os.kill(ranks.pid(rank), signal.SIGKILL)
+        ranks.kill()
         ranks.close()
 
     def _started(self) -> Ranks:

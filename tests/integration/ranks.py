@@ -79,6 +79,11 @@ class Ranks:
         except EOFError:
             return Died(f"exit code {self._processes[rank].exitcode}")
 
+    def kill(self) -> None:
+        """All of them. The number of one that died in the test may be somebody else's by now, so not by number."""
+        for process in self._processes:
+            process.kill()
+
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()

@@ -65,10 +65,11 @@ class CollectivesContract:
 
         for results in self.on_all(world, reduced):
             for result in results:
-                inputs = [small(r, len(result), torch.float64) for r in range(len(world))]
+                wide = torch.float64 if dtype.is_floating_point else torch.int64
+                inputs = [small(r, len(result), wide) for r in range(len(world))]
                 expected = functools.reduce(REFERENCE[op], inputs)
                 assert result.dtype == dtype
-                assert torch.equal(result.double(), expected)
+                assert torch.equal(result, expected.to(dtype))  # of 8 ranks, int8 wraps around
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_sums_stay_close_to_those_in_double_precision(self, world, dtype):
@@ -88,6 +89,46 @@ class CollectivesContract:
         for result in results:
             assert torch.equal(result, results[0])  # bit-identical on every rank
             assert torch.allclose(result.double(), expected, rtol=0, atol=error)
+
+    @pytest.mark.parametrize("op", list(REFERENCE))
+    @pytest.mark.parametrize("dtype", [torch.int16, torch.int64, *FLOATS], ids=str)
+    def test_the_result_can_be_scaled_and_integers_never_are(self, world, dtype, op):
+        def reduced(group):
+            tensors = [small(group.rank, length, dtype) for length in (0, 1, 1000)]
+            for tensor in tensors:
+                group.allreduce(tensor, op, 0.25).wait()
+            return tensors
+
+        scale = 0.25 if dtype.is_floating_point else 1.0
+        for results in self.on_all(world, reduced):
+            for result in results:
+                inputs = [small(r, len(result), torch.float64) for r in range(len(world))]
+                expected = functools.reduce(REFERENCE[op], inputs) * scale
+                assert result.dtype == dtype
+                assert torch.equal(result.double(), expected)
+
+    def test_a_scaled_result_is_scaled_once_however_often_it_is_waited_for(self, world):
+        def reduced(group):
+            tensor = torch.ones(5)
+            work = group.allreduce(tensor, Op.SUM, scale=0.5)
+            while not work.within(WAKE_S):
+                pass
+            work.wait()
+            work.wait()
+            return tensor.tolist()
+
+        assert self.on_all(world, reduced) == [[len(world) / 2] * 5] * len(world)
+
+    def test_a_group_that_scales_inside_overflows_no_halves(self, world):
+        if not world[0].scales_inside:
+            pytest.skip("callers scale halves before they are added up")
+
+        def reduced(group):
+            tensor = torch.full((100,), 60_000.0, dtype=torch.float16)
+            group.allreduce(tensor, Op.SUM, 1 / len(world)).wait()
+            return tensor.tolist()
+
+        assert self.on_all(world, reduced) == [[60_000.0] * 100] * len(world)
 
     def test_integer_sums_wrap_around(self, world):
         def summed(group):

@@ -123,3 +123,16 @@ def test_the_files_of_tls_come_together():
     assert read(given).tls == ("/c", "/k", "/a")
     with pytest.raises(Invalid, match="ELASTIC_TLS_KEY is not set"):
         read({**given, "ELASTIC_TLS_KEY": ""})
+
+
+@pytest.mark.parametrize(
+    ("value", "native"), [(None, True), ("", True), ("1", True), ("0", False), ("false", False)]
+)
+def test_memory_is_shared_unless_it_is_turned_off(value, native):
+    variables = {} if value is None else {"ELASTIC_NATIVE": value}
+    assert environment.read(variables).native is native
+
+
+def test_sharing_is_on_or_off():
+    with pytest.raises(Invalid, match="ELASTIC_NATIVE is 'yes'; set it to 1 or 0"):
+        environment.read({"ELASTIC_NATIVE": "yes"})

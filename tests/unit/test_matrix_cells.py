@@ -17,6 +17,7 @@ from elastic.chaos.matrix_cells import (
     is_last,
     orders,
     pairwise,
+    shuts_connections,
 )
 from elastic.chaos.matrix_story import Story
 from elastic.errors import Invalid
@@ -151,6 +152,15 @@ def test_jobs_hold_every_cell_once_and_in_an_order_that_can_be():
     for job in jobs:
         assert not any(is_first(cell) for cell in job.cells[1:])
         assert not any(is_last(cell) for cell in job.cells[:-1])
+        assert len({shuts_connections(cell) for cell in job.cells}) == 1
+
+
+def test_who_shares_memory_is_spared_what_would_not_reach_it():
+    for cell in POSSIBLE:
+        by_rule = any(
+            " shut " in f"{rule} " for rule in orders(cell, MEMBERS, "h:3#1", "x", "/go").rules
+        )
+        assert shuts_connections(cell) is by_rule, cell
 
 
 # ---- what is asked for ---------------------------------------------------------------------------

@@ -66,6 +66,17 @@ def test_a_completed_collective_orders_the_stream_behind_it(nccl):
     assert nccl.kernel.waited
 
 
+def test_a_result_is_scaled_in_the_order_of_the_stream_and_once(nccl):
+    tensor = torch.ones(3, requires_grad=True)
+    work = nccl.group.allreduce(tensor, Op.SUM, scale=0.5)
+    nccl.kernel.completed = True
+    assert tensor.tolist() == [1, 1, 1]
+    work.wait()
+    work.wait()
+    assert nccl.kernel.waited
+    assert tensor.tolist() == [0.5, 0.5, 0.5]
+
+
 def test_an_abort_wakes_who_waits_and_runs_in_a_thread_of_its_own(nccl):
     work = nccl.group.allreduce(torch.ones(3), Op.SUM)
     aborter = threading.Thread(target=nccl.group.abort)

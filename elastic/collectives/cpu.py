@@ -1,0 +1,187 @@
+"""A group on the CPU, from before its ranks know of each other: connects them in the way that suits all.
+
+First every rank says where it is and what it can share; `topology` decides. If memory is to be shared, each maps that
+of its neighbours and says whether it could; it is used only if all could. What remains goes over Gloo.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from elastic.collectives import library, neighbours, topology
+from elastic.collectives.gloo import GlooCollectives
+from elastic.collectives.hierarchy import HierarchicalCollectives
+from elastic.collectives.hierarchy_plan import Seats
+from elastic.collectives.interface import Collectives
+from elastic.collectives.local import LocalCollectives
+from elastic.collectives.neighbours import Unreachable
+from elastic.collectives.shared import SharedCollectives
+from elastic.collectives.sharing import Offer
+from elastic.collectives.store import Call, Store
+from elastic.collectives.topology import Plan, Row, Way
+from elastic.errors import CollectiveFailed
+
+log = logging.getLogger("elastic.collectives")
+_said: set[str] = set()  # each once per process: every group of every generation comes to the same
+
+
+class CpuGroup:
+    """`connect` once; `abort` works at any time, from any thread.
+
+    ``timeout_s`` is to connect; ``collective_timeout_s`` is for a rank that is late, to its first collective as to any.
+    """
+
+    def __init__(
+        self, rank: int, size: int, timeout_s: float, collective_timeout_s: float, native: bool
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._collective_timeout_s = collective_timeout_s
+        self._native = native
+        self._swapping = Call()
+        self._parts: list[_Part] = []
+        self._aborted = False
+
+    def connect(self, store: Store, purpose: str, bind_host: str) -> Collectives:
+        """Blocks until this rank is connected to every other. Raises CollectiveFailed, also on `abort`."""
+        # What was mapped of processes that have gone is given back at every change of the world.
+        neighbours.sweep()
+        plan, host = self._meet(store, purpose)
+        self._say(plan)
+        if host is None:
+            gloo = self._gloo(self._rank, self._size)
+            self._adopt(gloo)
+            gloo.connect(store, f"{purpose}/gloo", bind_host)
+            return gloo
+        if plan.way is Way.SHARED:
+            return host
+        seats = Seats(plan.hosts, self._rank)
+        across = seats.across
+        lane = self._gloo(across.index(self._rank), len(across)) if across else None
+        # A rank that is alone on its host has no shares to reduce: where hosts differ, leaders carry whole tensors.
+        group = HierarchicalCollectives(seats, host, lane)
+        self._adopt(group)
+        try:
+            group.connect(store, purpose, bind_host)
+        except BaseException:
+            self._drop(group)
+            raise
+        return group
+
+    def _meet(
+        self, store: Store, purpose: str
+    ) -> tuple[Plan, SharedCollectives | LocalCollectives | None]:
+        """What all ranks have decided, and the group of this host, if it is to be one."""
+        found = library.load() if self._native else None
+        missing = library.missing() if self._native else ""
+        offer = Offer(self._size, self._native, found, missing)
+        try:
+            # One that is late comes late to this, and the others wait for it here: see `construct.meeting`.
+            said = self._swap(
+                store,
+                f"{purpose}/{self._size}",
+                msgspec.msgpack.encode(offer.row),
+                self._collective_timeout_s,
+            )
+            rows = [msgspec.msgpack.decode(each, type=Row) for each in said]
+            plan = topology.plan(rows)
+            if plan.way is Way.GLOO:
+                return plan, None
+            host, why = self._join(offer, rows, plan.beside(self._rank))
+            try:
+                said = self._swap(
+                    store, f"{purpose}/shared/{self._size}", why.encode(), self._timeout_s
+                )
+            except BaseException:
+                self._drop(host)
+                host = None  # or the exception would keep its memory
+                raise
+        finally:
+            offer.withdraw()
+        why = next((each.decode() for each in said if each), "")
+        if why:
+            self._drop(host)
+            return Plan(Way.GLOO, plan.hosts, why), None
+        return plan, host
+
+    def _join(
+        self, offer: Offer, rows: Sequence[Row], ranks: Sequence[int]
+    ) -> tuple[SharedCollectives | LocalCollectives | None, str]:
+        """The group of this host, or why it can't be."""
+        if len(ranks) == 1:
+            alone = LocalCollectives()
+            self._adopt(alone)
+            return alone, ""
+        found = library.load()
+        assert found is not None  # or this rank would have offered nothing
+        try:
+            shared = SharedCollectives(
+                found,
+                ranks.index(self._rank),
+                len(ranks),
+                offer.map(rows, ranks, self._rank),
+                self._collective_timeout_s,
+                oversubscribed=topology.cores(rows, ranks) < len(ranks),
+            )
+        except (Unreachable, CollectiveFailed) as error:
+            return None, f"rank {self._rank}: {error}"
+        self._adopt(shared)
+        return shared, ""
+
+    def _gloo(self, rank: int, size: int) -> GlooCollectives:
+        return GlooCollectives(rank, size, self._timeout_s, self._collective_timeout_s)
+
+    def _swap(self, store: Store, key: str, blob: bytes, timeout_s: float) -> list[bytes]:
+        if self._aborted:
+            raise CollectiveFailed("aborted")
+        return store.exchange(key, self._rank, self._size, blob, timeout_s, self._swapping)
+
+    def _say(self, plan: Plan) -> None:
+        alone = len(plan.beside(self._rank)) == 1 and any(len(ranks) > 1 for ranks in plan.hosts)
+        if plan.why and not alone and plan.why not in _said:
+            _said.add(plan.why)
+            log.warning(
+                "ranks of one host do not share memory, and exchange tensors over the network instead, which is"
+                " slower: %s (ELASTIC_NATIVE=0 chooses that without this line)",
+                plan.why,
+            )
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _adopt(self, part: _Part) -> None:
+        """Before anything of it blocks."""
+        self._parts.append(part)
+        if self._aborted:  # the word came before there was anything to abort
+            part.abort()
+
+    def _drop(self, part: _Part | None) -> None:
+        if part is not None:
+            self._parts.remove(part)
+            part.abort()
+            part.close()
+
+    def abort(self) -> None:
+        """Ends the connecting, or what was connected. Never blocks."""
+        self._aborted = True
+        self._swapping.abort()
+        for part in list(self._parts):
+            part.abort()
+
+    def forget(self) -> None:
+        for part in list(self._parts):
+            part.forget()
+
+
+class _Part(Protocol):
+    """A group that this one is, or is made of."""
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def forget(self) -> None: ...

@@ -1,0 +1,133 @@
+"""The C++ library of native/: found beside this file, checked, loaded once, and its functions declared.
+
+Everything works without it, slower: tensors then travel over Gloo, also within a host. So nothing here raises. A file
+that was cut short, or overwritten in part, would end the process when it is mapped or called; the build therefore
+appends the file's SHA-256 to it, and nothing is loaded whose checksum differs.
+
+All functions release the interpreter's lock while they run. Pointers are passed as integers or as arrays of ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import hashlib
+from pathlib import Path
+
+FILE = Path(__file__).with_name("libelastic_native.so")
+ABI = 1  # as in native/abi.cc; changes with every function and struct
+MAX_RANKS = 64  # as kMaxRanks in native/kernels.h
+
+_CHECKSUM = 64  # hexadecimal digits at the end of the file
+_BUILD = "in a checkout run: make native; elsewhere install g++ and then hvd-elastic again"
+
+Library = ctypes.CDLL
+
+
+class DType(enum.IntEnum):
+    """Elements that can be reduced, numbered as in native/kernels.h."""
+
+    UINT8 = 0
+    INT8 = 1
+    INT16 = 2
+    INT32 = 3
+    INT64 = 4
+    FLOAT16 = 5
+    BFLOAT16 = 6
+    FLOAT32 = 7
+    FLOAT64 = 8
+
+
+class Options(ctypes.Structure):
+    """`elastic_options` of native/group.h, which says what they mean."""
+
+    _fields_ = (
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("control", ctypes.c_void_p),
+        ("arenas", ctypes.c_void_p),
+        ("arena_bytes", ctypes.c_void_p),
+        ("staging", ctypes.c_void_p),
+        ("pidfds", ctypes.c_void_p),
+        ("oversubscribed", ctypes.c_int32),
+        ("timeout_s", ctypes.c_double),
+    )
+
+
+_i32, _u64, _size = ctypes.c_int32, ctypes.c_uint64, ctypes.c_size_t
+_double, _text, _at = ctypes.c_double, ctypes.c_char_p, ctypes.c_void_p
+
+# What each returns, then what it takes: as in native/abi.cc, native/copy.h, native/kernels.h and native/group.h.
+FUNCTIONS = {
+    "elastic_abi": (_i32, ()),
+    "elastic_kernels_name": (_text, ()),
+    "elastic_copy": (None, (_at, _at, _at, _i32)),
+    "elastic_reduce": (ctypes.c_int, (_text, _i32, _i32, _at, _i32, _at, _i32, _size, _double)),
+    "elastic_control_bytes": (_size, (_i32,)),
+    "elastic_staging_bytes": (_size, ()),
+    "elastic_open": (_at, (ctypes.POINTER(Options),)),
+    "elastic_allreduce": (_u64, (_at, _at, _u64, _i32, _i32, _double)),
+    "elastic_reduce_shares": (_u64, (_at, _at, _u64, _i32, _i32, _double)),
+    "elastic_spread_shares": (_u64, (_at, _at, _u64, _i32)),
+    "elastic_share": (None, (_u64, _i32, _i32, _i32, _at, _at)),
+    "elastic_broadcast": (_u64, (_at, _at, _u64, _i32)),
+    "elastic_allgather": (_u64, (_at, _at, _at, _u64)),
+    "elastic_alltoall": (_u64, (_at, _at, _at, _at, _at)),
+    "elastic_barrier": (_u64, (_at,)),
+    "elastic_done": (_i32, (_at, _u64)),
+    "elastic_wait": (_i32, (_at, _u64, _double)),
+    "elastic_abort": (None, (_at,)),
+    "elastic_status": (_u64, (_at,)),
+    "elastic_drain": (_i32, (_at, _double)),
+    "elastic_close": (None, (_at,)),
+    "elastic_free": (None, (_at,)),
+}
+
+
+def load() -> Library | None:
+    """The library, or None where there is none that can be used; then `missing` says why."""
+    return _found()[0]
+
+
+def missing() -> str:
+    """Why `load` gives None and what to do about it, as one line; empty where there is a library."""
+    return _found()[1]
+
+
+@functools.cache
+def _found() -> tuple[Library | None, str]:
+    return read(FILE)
+
+
+def read(file: Path) -> tuple[Library | None, str]:
+    """The library in a file and an empty line, or None and a line that says why not."""
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None, f"the C++ library was not built, {file} does not exist; {_BUILD}"
+    except OSError as error:
+        return None, f"the C++ library can't be read: {error}"
+    if not _whole(content):
+        return None, f"{file} is damaged, or not what was built: its checksum differs; {_BUILD}"
+    try:
+        library = ctypes.CDLL(str(file))
+        found = library.elastic_abi()
+        if found == ABI:
+            _declare(library)
+            return library, ""
+    except (OSError, AttributeError) as error:
+        return None, f"the C++ library can't be loaded: {error}; {_BUILD}"
+    return None, f"{file} is of another version: it has ABI {found}, not {ABI}; {_BUILD}"
+
+
+def _whole(content: bytes) -> bool:
+    body, checksum = content[:-_CHECKSUM], content[-_CHECKSUM:]
+    return body.startswith(b"\x7fELF") and hashlib.sha256(body).hexdigest().encode() == checksum
+
+
+def _declare(library: Library) -> None:
+    for name, (returns, takes) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype = returns
+        function.argtypes = takes

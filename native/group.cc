@@ -1,0 +1,317 @@
+// The life of a group: its queue, its thread, who drives and how one waits. What happens to bytes is in rounds.cc.
+#include "group.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <new>
+
+#include "rounds.h"
+
+using namespace elastic;
+
+namespace {
+
+constexpr int64_t kLookNs = 5'000'000;    // between two looks at the peers' processes, by who sleeps
+constexpr int64_t kSpinNs = 100'000;      // that a thread spins for others where every rank has a core
+constexpr int kYields = 100;              // that it gives its core away instead, where they share cores
+constexpr int64_t kYieldNs = 5'000'000;   // and for how long at most
+
+}  // namespace
+
+struct elastic_group {
+  Rounds rounds;
+  std::mutex driving;            // one thread at a time makes progress
+  std::mutex queueing;           // of `incoming`; tickets are given under it
+  std::list<Collective> incoming;
+  std::atomic<uint64_t> tickets{0};
+  std::atomic<uint64_t> done{0};         // tickets up to this one have their result
+  std::atomic<uint32_t> activity{0};     // what the group's thread sleeps on while there is nothing to do
+  std::atomic<bool> dozing{false};       // it does
+  std::atomic<int> waiters{0};           // threads inside elastic_wait: they drive, the group's thread need not
+  std::atomic<bool> closing{false};
+  std::atomic<int64_t> moved_at_ns{0};   // when there was progress last, or nothing to do
+  int64_t timeout_ns = 0;
+  bool oversubscribed = false;
+  pthread_t thread{};
+
+  explicit elastic_group(const elastic_options& options) : rounds(options) {}
+
+  uint64_t submit(Collective&& collective);
+  bool progress();
+  bool turn();
+  void doze();
+  void nudge();
+  void idle(int64_t idle_since_ns, int64_t until_ns, int* yields, bool background);
+  void look();
+  void work();
+};
+
+namespace {
+
+void* run_thread(void* group) {
+  static_cast<elastic_group*>(group)->work();
+  return nullptr;
+}
+
+}  // namespace
+
+uint64_t elastic_group::submit(Collective&& collective) {
+  uint64_t ticket;
+  {
+    std::lock_guard<std::mutex> lock(queueing);
+    // Whoever was idle until now begins to wait now.
+    if (done.load() == tickets) moved_at_ns.store(now_ns(), std::memory_order_relaxed);
+    ticket = collective.ticket = ++tickets;
+    incoming.push_back(std::move(collective));
+  }
+  // What lies in the arena is offered at once: the others need not wait until our thread runs. Who drives just now does
+  // it for us.
+  if (driving.try_lock()) {
+    {
+      std::lock_guard<std::mutex> lock(queueing);
+      rounds.append(incoming);
+    }
+    rounds.offer_in_place();
+    driving.unlock();
+  } else {
+    rounds.bell().ring();  // it may have looked just before, and be about to sleep
+  }
+  nudge();
+  return ticket;
+}
+
+// Makes what progress there is to be made without waiting. Whether there was any.
+bool elastic_group::turn() {
+  std::lock_guard<std::mutex> lock(driving);
+  return progress();
+}
+
+bool elastic_group::progress() {
+  {
+    std::lock_guard<std::mutex> queue(queueing);
+    rounds.append(incoming);
+  }
+  const bool moved = rounds.advance();
+  if (moved || rounds.empty()) moved_at_ns.store(now_ns(), std::memory_order_relaxed);
+  if (rounds.done() != done.load(std::memory_order_relaxed)) done.store(rounds.done(), std::memory_order_release);
+  return moved;
+}
+
+void elastic_group::nudge() {
+  activity.fetch_add(1, std::memory_order_seq_cst);
+  if (dozing.load(std::memory_order_seq_cst)) futex_wake_all(&activity);
+}
+
+// The group's thread, while there is nothing to do or somebody else drives.
+void elastic_group::doze() {
+  const uint32_t seen = activity.load(std::memory_order_seq_cst);
+  dozing.store(true, std::memory_order_seq_cst);
+  bool nothing;
+  {
+    std::lock_guard<std::mutex> lock(queueing);
+    nothing = done.load() == tickets || rounds.failed() || waiters.load() > 0;
+  }
+  if (nothing && !closing.load()) futex_wait(&activity, seen, rounds.failed() ? 100 * kLookNs : 20 * kLookNs);
+  dozing.store(false, std::memory_order_seq_cst);
+}
+
+// Nothing can be done before another rank moves.
+void elastic_group::idle(int64_t idle_since_ns, int64_t until_ns, int* yields, bool background) {
+  const int64_t now = now_ns();
+  if (!background && !oversubscribed && now - idle_since_ns < kSpinNs) {
+    for (int i = 0; i < 20; ++i) pause_core();
+    return;
+  }
+  if (!background && oversubscribed && *yields < kYields && now - idle_since_ns < kYieldNs) {
+    ++*yields;
+    sched_yield();
+    return;
+  }
+  const int64_t most = std::min(kLookNs, until_ns - now);
+  if (most > 0) rounds.bell().sleep(most, [this] { return !rounds.failed() && !turn(); });
+  look();
+}
+
+// At the peers, by who waits for them.
+void elastic_group::look() {
+  if (rounds.failed()) return;
+  std::unique_lock<std::mutex> lock(driving, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  const int gone = rounds.gone();
+  // Progress after that look: a peer may have done its part and ended.
+  if (progress() || rounds.empty()) return;
+  const int awaited = rounds.awaited();
+  if (gone >= 0) {
+    rounds.fail(kGone, gone);
+  } else if (now_ns() - moved_at_ns.load(std::memory_order_relaxed) > timeout_ns) {
+    rounds.fail(kLate, awaited);
+  }
+}
+
+void elastic_group::work() {
+  int yields = 0;
+  while (!closing.load()) {
+    bool nothing;
+    {
+      std::lock_guard<std::mutex> lock(queueing);
+      nothing = done.load() == tickets;
+    }
+    if (nothing || rounds.failed() || waiters.load() > 0) {
+      doze();
+    } else if (!turn()) {
+      const int64_t now = now_ns();
+      idle(now, now + kLookNs, &yields, /*background=*/true);
+    }
+  }
+}
+
+namespace {
+
+bool known(int32_t dtype, int32_t op) {
+  return kernels().reduce(static_cast<DType>(dtype), static_cast<Op>(op)) != nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+size_t elastic_control_bytes(int32_t size) { return size < 1 ? 0 : control_bytes(size); }
+
+size_t elastic_staging_bytes(void) { return kSlots * kWindow; }
+
+elastic_group* elastic_open(const elastic_options* options) {
+  if (options == nullptr || options->size < 2 || options->size > kMaxRanks || options->rank < 0 ||
+      options->rank >= options->size || options->control == nullptr || !(options->timeout_s > 0)) {
+    return nullptr;
+  }
+  for (int32_t rank = 0; rank < options->size; ++rank) {
+    const uint64_t bytes = options->arena_bytes[rank], staging = options->staging[rank];
+    if (options->arenas[rank] == nullptr || staging > bytes || bytes - staging < kSlots * kWindow) return nullptr;
+  }
+  auto* group = new (std::nothrow) elastic_group(*options);
+  if (group == nullptr) return nullptr;
+  group->timeout_ns = static_cast<int64_t>(std::min(options->timeout_s, 1e9) * 1e9);
+  group->oversubscribed = options->oversubscribed != 0;
+  group->moved_at_ns = now_ns();
+  // Signals belong to Python's threads: a handler of the script's must not run on this one.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int error = pthread_create(&group->thread, nullptr, run_thread, group);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (error != 0) {
+    delete group;
+    return nullptr;
+  }
+  return group;
+}
+
+uint64_t elastic_allreduce(elastic_group* group, void* data, uint64_t count, int32_t dtype, int32_t op, double scale) {
+  if (!known(dtype, op)) return 0;
+  return group->submit(group->rounds.reduction(Kind::kReduce, data, count, dtype, op, scale));
+}
+
+uint64_t elastic_reduce_shares(elastic_group* group, void* data, uint64_t count, int32_t dtype, int32_t op,
+                               double scale) {
+  if (!known(dtype, op) || !group->rounds.owns(data, count * element_bytes(static_cast<DType>(dtype)))) return 0;
+  return group->submit(group->rounds.reduction(Kind::kReduceShares, data, count, dtype, op, scale));
+}
+
+uint64_t elastic_spread_shares(elastic_group* group, void* data, uint64_t count, int32_t dtype) {
+  if (!known(dtype, static_cast<int32_t>(Op::kSum))) return 0;
+  if (!group->rounds.owns(data, count * element_bytes(static_cast<DType>(dtype)))) return 0;
+  return group->submit(
+      group->rounds.reduction(Kind::kSpreadShares, data, count, dtype, static_cast<int32_t>(Op::kSum), 1.0));
+}
+
+void elastic_share(uint64_t count, int32_t dtype, int32_t size, int32_t rank, uint64_t* begin, uint64_t* end) {
+  share_of(count, element_bytes(static_cast<DType>(dtype)), size, rank, begin, end);
+}
+
+uint64_t elastic_broadcast(elastic_group* group, void* data, uint64_t bytes, int32_t root) {
+  if (root < 0 || root >= group->rounds.size()) return 0;
+  return group->submit(group->rounds.broadcast(data, bytes, root));
+}
+
+uint64_t elastic_allgather(elastic_group* group, void* const* outputs, const void* data, uint64_t bytes) {
+  return group->submit(group->rounds.allgather(outputs, data, bytes));
+}
+
+uint64_t elastic_alltoall(elastic_group* group, void* output, const void* data, const uint64_t* received,
+                          const uint64_t* sent) {
+  return group->submit(group->rounds.alltoall(output, data, received, sent));
+}
+
+uint64_t elastic_barrier(elastic_group* group) { return group->submit(group->rounds.barrier()); }
+
+int32_t elastic_done(elastic_group* group, uint64_t ticket) {
+  if (group->done.load(std::memory_order_acquire) >= ticket) return 1;
+  if (!group->rounds.failed()) return 0;
+  // What the others had finished before is a result, also where they left at once.
+  while (group->turn()) {
+  }
+  return group->done.load(std::memory_order_acquire) >= ticket ? 1 : -1;
+}
+
+int32_t elastic_wait(elastic_group* group, uint64_t ticket, double timeout_s) {
+  const int64_t began = now_ns();
+  const int64_t until = began + static_cast<int64_t>(std::max(0.0, std::min(timeout_s, 1e9)) * 1e9);
+  int32_t verdict = elastic_done(group, ticket);
+  int yields = 0;
+  int64_t idle_since = 0;
+  group->waiters.fetch_add(1);
+  while (verdict != 1) {
+    const bool moved = group->turn();
+    verdict = elastic_done(group, ticket);
+    if (verdict != 0) break;
+    const int64_t now = now_ns();
+    if (now >= until) {
+      group->look();
+      break;
+    }
+    if (moved) {
+      idle_since = 0;
+    } else {
+      if (idle_since == 0) idle_since = now, yields = 0;
+      group->idle(idle_since, until, &yields, /*background=*/false);
+    }
+  }
+  // Its thread goes on with what is left; to wake it for nothing would cost more than a small collective.
+  if (group->waiters.fetch_sub(1) == 1 && group->done.load() != group->tickets.load()) group->nudge();
+  return verdict;
+}
+
+void elastic_abort(elastic_group* group) { group->rounds.fail(kAborted, group->rounds.rank()); }
+
+uint64_t elastic_status(elastic_group* group) { return group->rounds.status(); }
+
+int32_t elastic_drain(elastic_group* group, double timeout_s) {
+  const int64_t until = now_ns() + static_cast<int64_t>(std::max(0.0, std::min(timeout_s, 1e9)) * 1e9);
+  bool stopped = false;  // our own threads
+  while (true) {
+    if (!stopped && group->driving.try_lock()) {
+      group->rounds.stop();
+      group->driving.unlock();
+      stopped = true;
+    }
+    if (stopped && !group->rounds.written_by_others()) return 1;
+    if (now_ns() >= until) return 0;
+    timespec moment{0, 100'000};
+    nanosleep(&moment, nullptr);
+  }
+}
+
+void elastic_close(elastic_group* group) {
+  elastic_abort(group);
+  if (group->closing.exchange(true)) return;
+  group->activity.fetch_add(1);
+  futex_wake_all(&group->activity);
+  group->rounds.bell().ring();
+  pthread_join(group->thread, nullptr);
+}
+
+void elastic_free(elastic_group* group) { delete group; }
+
+}  // extern "C"

@@ -1,0 +1,64 @@
+// What is done with bytes: reductions of one chunk. No memory is allocated or kept, nothing blocks, nothing fails.
+//
+// The same functions are compiled several times, for several sets of vector instructions; `elastic_kernels()` picks the
+// widest that this machine has, once. All of them give the same bits: elements are combined in the order of the
+// sources, one rounding at a time, and never with a fused multiply-add. Only which NaN comes of two is not said.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace elastic {
+
+enum class DType : int32_t {  // numbered as in elastic/collectives/library.py
+  kUint8 = 0,
+  kInt8 = 1,
+  kInt16 = 2,
+  kInt32 = 3,
+  kInt64 = 4,
+  kFloat16 = 5,
+  kBfloat16 = 6,
+  kFloat32 = 7,
+  kFloat64 = 8,
+};
+
+enum class Op : int32_t {  // Horovod's numbers, as in elastic/collectives/interface.py
+  kSum = 1,
+  kMin = 3,
+  kMax = 4,
+  kProduct = 5,
+};
+
+constexpr int kMaxRanks = 64;  // of one host in one group
+
+// Bytes of an element; 0 for a number that is no dtype.
+size_t element_bytes(DType dtype);
+
+// destinations[j][i] = round(scale * (sources[0][i] op sources[1][i] op ...)), for all i < count and all j.
+//
+// float16 and bfloat16 are combined and scaled in float32 and rounded once, to the nearest even. float32 and float64
+// are scaled in their own precision, and not touched where scale is 1. Integers wrap around and ignore scale. MIN and
+// MAX of floating point numbers give NaN where any source has one, as torch does. A destination may be one of the
+// sources (the same address), never overlap one otherwise. Pointers are aligned to an element at least. There are
+// 1 .. kMaxRanks sources, and at most kMaxRanks destinations.
+using Reduce = void (*)(void* const* destinations, int n_destinations, const void* const* sources, int n_sources,
+                        size_t count, double scale);
+
+struct Kernels {
+  const char* name;  // "avx512", "avx2", "neon", "baseline"
+  // The function for a dtype and an op; null for numbers that are none.
+  Reduce (*reduce)(DType dtype, Op op);
+};
+
+// The widest that this machine runs; ELASTIC_KERNELS in the environment names a narrower one (for tests).
+const Kernels& kernels();
+
+}  // namespace elastic
+
+extern "C" {
+// For tests and for whoever asks what runs here: as `Reduce`. Returns 0, or -1 for an unknown dtype or op, or for no
+// sources or too many. `kind` names a set, null is the one in use; -2: there is none of that name that runs here.
+int elastic_reduce(const char* kind, int32_t dtype, int32_t op, void* const* destinations, int n_destinations,
+                   const void* const* sources, int n_sources, size_t count, double scale);
+const char* elastic_kernels_name(void);
+}

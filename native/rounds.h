@@ -1,0 +1,124 @@
+// The rounds of a group, in order: offers its windows, reduces chunks that all have offered, takes results. Never waits.
+//
+// Every chunk of a reduction is claimed by whoever comes first and is written exactly once, into every rank's memory: a
+// rank that has no core just now holds nobody up, unless it is in the middle of a chunk. One thread at a time, but for
+// `fail`, `failed` and `status`.
+#pragma once
+
+#include <list>
+#include <mutex>
+#include <vector>
+
+#include "control.h"
+#include "group.h"
+#include "kernels.h"
+
+namespace elastic {
+
+enum class Kind : uint32_t { kReduce, kReduceShares, kSpreadShares, kBroadcast, kAllgather, kAlltoall, kBarrier };
+
+struct Collective {
+  uint64_t ticket = 0;
+  Kind kind = Kind::kBarrier;
+  uint64_t signature = 0;
+  uint64_t bytes = 0;  // of one rank's buffer
+  uint64_t windows = 1;
+  uint64_t offered = 0;  // windows
+  uint64_t taken = 0;
+  bool in_place = false;
+  // reductions
+  uint8_t* data = nullptr;  // also where a broadcast comes from and goes to
+  DType dtype = DType::kUint8;
+  Reduce reduce = nullptr;
+  double scale = 1.0;
+  // moves
+  int root = 0;
+  const uint8_t* source = nullptr;
+  uint8_t* output = nullptr;
+  std::vector<uint8_t*> outputs;
+  std::vector<uint64_t> received, sent;
+  bool sized = true;  // false: the number of windows is known once the first one is taken
+};
+
+// Shares begin at whole cache lines; the last ones may be empty.
+void share_of(uint64_t count, size_t element, int size, int rank, uint64_t* begin, uint64_t* end);
+
+class Rounds {
+ public:
+  explicit Rounds(const elastic_options& options);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  Bell& bell() { return control_->bell; }
+  bool owns(const void* data, uint64_t bytes) const;
+
+  // What a call asks for. Signatures leave out what ranks may differ in: where their buffers lie.
+  Collective reduction(Kind kind, void* data, uint64_t count, int32_t dtype, int32_t op, double scale) const;
+  Collective broadcast(void* data, uint64_t bytes, int root) const;
+  Collective allgather(void* const* outputs, const void* data, uint64_t bytes) const;
+  Collective alltoall(void* output, const void* data, const uint64_t* received, const uint64_t* sent) const;
+  Collective barrier() const;
+
+  void append(std::list<Collective>& incoming);
+  bool empty() const { return queue_.empty(); }
+  uint64_t done() const { return done_; }  // the newest ticket whose collective is complete
+
+  // Offers what needs no copy.
+  void offer_in_place();
+  // Offers, reduces, takes: a bounded amount of it. Whether anything was done. After a failure it only takes what all had
+  // finished before.
+  bool advance();
+
+  // The rank that is waited for, and one whose process has ended (-1: none).
+  int awaited() const;
+  int gone() const;
+
+  uint64_t status() const { return control_->status.load(std::memory_order_acquire); }
+  bool failed() const { return status() != 0; }
+  void fail(uint64_t reason, int rank);  // any thread; the first one counts
+
+  void stop() { stopped_ = true; }  // nothing is read or written any more
+  bool written_by_others() const;
+
+ private:
+  struct Round {
+    Collective* collective;
+    uint64_t window;
+    uint64_t first, end;  // of its chunks, in the entry's tally
+    bool checked;         // that all ranks offered the same
+  };
+
+  bool offer(bool only_in_place);
+  bool may_offer(const Collective& collective);
+  void offer_window(Collective& collective);
+  bool reduce_some();
+  bool take_one();
+  bool agrees(const Collective& collective, uint64_t window, uint64_t number, int rank);
+  bool check(Round& round, uint64_t number);
+  void run_chunk(const Round& round, uint64_t number, uint64_t chunk);
+  bool move(Round& round, uint64_t number);
+  void learn_sizes(Collective& collective, uint64_t number);
+  static bool reduces(const Collective& collective) { return collective.kind <= Kind::kSpreadShares; }
+  bool all_ready(uint64_t number) const;
+  uint64_t least_taken() const;
+  uint64_t length(const Collective& collective, uint64_t window) const;
+  uint64_t part() const { return kWindow / static_cast<uint64_t>(size_) / 64 * 64; }  // of a slot, for one rank's rows
+  Seat& seat(int rank) const { return control_->seats[rank]; }
+  Offer& offer_of(int rank, uint64_t number) const { return seat(rank).offers[number % kRing]; }
+  uint8_t* staged(int rank, uint64_t number) const { return arenas_[rank] + staging_[rank] + number % kSlots * kWindow; }
+
+  int rank_, size_;
+  Control* control_;
+  std::vector<uint8_t*> arenas_;
+  std::vector<uint64_t> arena_bytes_, staging_;
+  std::vector<int> pidfds_;
+  std::list<Collective> queue_;
+  std::list<Collective>::iterator offering_;  // the first that has windows to offer
+  Round ring_[kRing];
+  uint64_t expected_[kRing] = {};  // chunks that were ever counted in each entry
+  uint64_t offered_ = 0, reduced_ = 0, taken_ = 0;  // rounds that this rank offered, claimed to their end, and took
+  uint64_t done_ = 0;
+  bool stopped_ = false;
+};
+
+}  // namespace elastic

@@ -1,0 +1,461 @@
+// Groups whose ranks are threads of one process: every collective, sizes around windows and chunks, and every way to fail.
+// Fails by its exit status. Run under the sanitizers by `make sanitize`.
+#include "group.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "control.h"
+#include "kernels.h"
+
+namespace {
+
+#define CHECK(condition)                                                              \
+  do {                                                                                \
+    if (!(condition)) {                                                               \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);            \
+      std::abort();                                                                   \
+    }                                                                                 \
+  } while (false)
+
+constexpr int32_t kInt32 = static_cast<int32_t>(elastic::DType::kInt32);
+constexpr int32_t kFloat32 = static_cast<int32_t>(elastic::DType::kFloat32);
+constexpr int32_t kSum = static_cast<int32_t>(elastic::Op::kSum);
+constexpr size_t kArenaBytes = 64 << 20;
+
+void* zeros(size_t bytes) {
+  void* made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  CHECK(made != MAP_FAILED);
+  return made;
+}
+
+class World {
+ public:
+  explicit World(int size, double timeout_s = 30.0) : size(size), control_(zeros(elastic_control_bytes(size))) {
+    for (int rank = 0; rank < size; ++rank) arenas.push_back(static_cast<uint8_t*>(zeros(kArenaBytes)));
+    std::vector<uint64_t> bytes(size, kArenaBytes), staging(size, kArenaBytes - elastic_staging_bytes());
+    std::vector<int32_t> pidfds(size, -1);
+    for (int rank = 0; rank < size; ++rank) {
+      elastic_options options{rank,           size,          control_, arenas.data(), bytes.data(),
+                              staging.data(), pidfds.data(), size > 2, timeout_s};
+      ranks.push_back(elastic_open(&options));
+      CHECK(ranks.back() != nullptr);
+    }
+  }
+
+  ~World() {
+    for (elastic_group* rank : ranks) elastic_close(rank);
+    for (elastic_group* rank : ranks) elastic_free(rank);
+    for (uint8_t* arena : arenas) munmap(arena, kArenaBytes);
+    munmap(control_, elastic_control_bytes(size));
+  }
+
+  void each(const std::function<void(int, elastic_group*)>& run) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) threads.emplace_back(run, rank, ranks[rank]);
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  int size;
+  std::vector<uint8_t*> arenas;
+  std::vector<elastic_group*> ranks;
+
+ private:
+  void* control_;
+};
+
+void finish(elastic_group* group, uint64_t ticket) {
+  CHECK(ticket != 0);
+  CHECK(elastic_wait(group, ticket, 60.0) == 1);
+  CHECK(elastic_done(group, ticket) == 1);
+}
+
+// Rank r's element i of the n-th call.
+int32_t element(int rank, uint64_t i, int call) { return static_cast<int32_t>(i * 7 + rank * 1000003 + call * 31); }
+
+void reduces_everywhere(World& world, uint64_t count, int where) {  // 0: in the arena, 1: outside, 2: as the rank says
+  world.each([&](int rank, elastic_group* group) {
+    std::vector<int32_t> outside(count + 1);
+    const bool inside = where == 0 || (where == 2 && rank % 2 == 0);
+    auto* data = inside ? reinterpret_cast<int32_t*>(world.arenas[rank] + 4096 * (rank + 1)) : outside.data();
+    for (int call = 0; call < 3; ++call) {
+      for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, call);
+      data[count] = -7;  // nobody's
+      finish(group, elastic_allreduce(group, data, count, kInt32, kSum, 1.0));
+      for (uint64_t i = 0; i < count; ++i) {
+        uint32_t expected = 0;
+        for (int other = 0; other < world.size; ++other) expected += static_cast<uint32_t>(element(other, i, call));
+        CHECK(data[i] == static_cast<int32_t>(expected));
+      }
+      CHECK(data[count] == -7);
+    }
+  });
+}
+
+void many_at_once(World& world) {
+  world.each([&](int rank, elastic_group* group) {
+    constexpr int kCalls = 40;
+    constexpr uint64_t kCount = 170'001;
+    auto* arena = reinterpret_cast<float*>(world.arenas[rank]);
+    std::vector<float> outside(kCount * kCalls);
+    std::vector<uint64_t> tickets;
+    for (int call = 0; call < kCalls; ++call) {
+      float* data = call % 3 == 2 ? outside.data() + call * kCount : arena + call * kCount;
+      for (uint64_t i = 0; i < kCount; ++i) data[i] = static_cast<float>(rank + call);
+      tickets.push_back(elastic_allreduce(group, data, kCount, kFloat32, kSum, 0.5));
+    }
+    for (int call = kCalls - 1; call >= 0; --call) finish(group, tickets[call]);
+    const float ranks = static_cast<float>(world.size);
+    for (int call = 0; call < kCalls; ++call) {
+      const float* data = call % 3 == 2 ? outside.data() + call * kCount : arena + call * kCount;
+      const float expected = 0.5f * (ranks * (ranks - 1) / 2 + ranks * static_cast<float>(call));
+      for (uint64_t i = 0; i < kCount; ++i) CHECK(data[i] == expected);
+    }
+  });
+}
+
+void halves(World& world, uint64_t count) {
+  world.each([&](int rank, elastic_group* group) {
+    auto* data = reinterpret_cast<int32_t*>(world.arenas[rank]);
+    for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, 1);
+    finish(group, elastic_reduce_shares(group, data, count, kInt32, kSum, 1.0));
+    uint64_t begin, end, covered = 0;
+    elastic_share(count, kInt32, world.size, rank, &begin, &end);
+    for (uint64_t i = 0; i < count; ++i) {
+      uint32_t sum = 0;
+      for (int other = 0; other < world.size; ++other) sum += static_cast<uint32_t>(element(other, i, 1));
+      CHECK(data[i] == (i >= begin && i < end ? static_cast<int32_t>(sum) : element(rank, i, 1)));
+    }
+    for (uint64_t i = begin; i < end; ++i) data[i] += 5;  // what another network would do to it
+    finish(group, elastic_spread_shares(group, data, count, kInt32));
+    for (int owner = 0; owner < world.size; ++owner) {
+      elastic_share(count, kInt32, world.size, owner, &begin, &end);
+      CHECK(begin == covered);
+      covered = end;
+    }
+    CHECK(covered == count);
+    for (uint64_t i = 0; i < count; ++i) {
+      uint32_t sum = 5;
+      for (int other = 0; other < world.size; ++other) sum += static_cast<uint32_t>(element(other, i, 1));
+      CHECK(data[i] == static_cast<int32_t>(sum));
+    }
+    CHECK(elastic_reduce_shares(group, &covered, 1, kInt32, kSum, 1.0) == 0);  // not in the arena
+  });
+}
+
+void moves(World& world, uint64_t bytes) {
+  world.each([&](int rank, elastic_group* group) {
+    std::mt19937 random(rank);
+    std::vector<uint8_t> data(bytes + 1);
+    for (int root = 0; root < world.size; ++root) {
+      for (uint64_t i = 0; i < bytes; ++i) data[i] = static_cast<uint8_t>(rank == root ? i * 3 + root : 0);
+      finish(group, elastic_broadcast(group, data.data(), bytes, root));
+      for (uint64_t i = 0; i < bytes; ++i) CHECK(data[i] == static_cast<uint8_t>(i * 3 + root));
+    }
+    std::vector<std::vector<uint8_t>> outputs(world.size, std::vector<uint8_t>(bytes + 1));
+    std::vector<void*> pointers;
+    for (auto& output : outputs) pointers.push_back(output.data());
+    for (uint64_t i = 0; i < bytes; ++i) data[i] = static_cast<uint8_t>(i + rank * 11);
+    finish(group, elastic_allgather(group, pointers.data(), data.data(), bytes));
+    for (int other = 0; other < world.size; ++other) {
+      for (uint64_t i = 0; i < bytes; ++i) CHECK(outputs[other][i] == static_cast<uint8_t>(i + other * 11));
+    }
+    // Rank r sends (r + to) % 3 parts of `bytes` to each.
+    const auto parts = [&](int from, int to) { return static_cast<uint64_t>((from + to) % 3) * bytes; };
+    std::vector<uint64_t> sent, received;
+    std::vector<uint8_t> out, in, expected;
+    for (int other = 0; other < world.size; ++other) {
+      sent.push_back(parts(rank, other));
+      received.push_back(parts(other, rank));
+      out.insert(out.end(), sent.back(), static_cast<uint8_t>(rank * 16 + other));
+      expected.insert(expected.end(), received.back(), static_cast<uint8_t>(other * 16 + rank));
+    }
+    in.resize(expected.size() + 1);
+    out.resize(out.size() + 1);
+    finish(group, elastic_alltoall(group, in.data(), out.data(), received.data(), sent.data()));
+    in.pop_back();
+    CHECK(in == expected);
+    finish(group, elastic_barrier(group));
+  });
+}
+
+void an_abort_ends_all_waits() {
+  World world(3);
+  world.each([&](int rank, elastic_group* group) {
+    std::vector<float> data(1 << 20);
+    const uint64_t ticket = elastic_allreduce(group, data.data(), data.size(), kFloat32, kSum, 1.0);
+    if (rank == 2) {
+      elastic_abort(group);
+      elastic_abort(group);
+    }
+    if (elastic_wait(group, ticket, 60.0) == 1) {  // it was over before the abort
+      CHECK(elastic_wait(group, elastic_barrier(group), 60.0) == -1);
+    }
+    CHECK(elastic_status(group) == (elastic::kAborted << 8 | 2));
+    CHECK(elastic_drain(group, 10.0) == 1);
+    CHECK(elastic_wait(group, elastic_barrier(group), 1.0) == -1);
+  });
+}
+
+void who_never_comes_is_named(int absent) {
+  World world(3, 0.05);
+  world.each([&](int rank, elastic_group* group) {
+    if (rank == absent) return;
+    CHECK(elastic_wait(group, elastic_barrier(group), 60.0) == -1);
+    CHECK(elastic_status(group) == (elastic::kLate << 8 | static_cast<uint64_t>(absent)));
+  });
+}
+
+void what_does_not_fit_is_noticed(bool sizes_of_alltoall) {
+  World world(2);
+  world.each([&](int rank, elastic_group* group) {
+    uint64_t ticket;
+    std::vector<uint8_t> data(4096), output(4096);
+    if (sizes_of_alltoall) {
+      const uint64_t sent[] = {16, 16}, received[] = {16, rank == 0 ? 32u : 16u};
+      ticket = elastic_alltoall(group, output.data(), data.data(), received, sent);
+    } else {
+      ticket = elastic_allreduce(group, data.data(), 10 + rank, kInt32, kSum, 1.0);
+    }
+    const int32_t verdict = elastic_wait(group, ticket, 60.0);
+    CHECK(verdict == -1 || (sizes_of_alltoall && rank == 1));
+    CHECK(elastic_status(group) >> 8 == elastic::kOther);
+  });
+}
+
+void a_wait_has_its_own_limit() {
+  World world(2);
+  const uint64_t ticket = elastic_barrier(world.ranks[0]);
+  CHECK(elastic_wait(world.ranks[0], ticket, 0.01) == 0);
+  CHECK(elastic_done(world.ranks[0], ticket) == 0);
+  finish(world.ranks[1], elastic_barrier(world.ranks[1]));
+  finish(world.ranks[0], ticket);
+}
+
+// Whoever is through leaves at once, and takes from nobody what was complete by then.
+void what_was_complete_outlives_an_abort(uint64_t count, bool inside) {
+  World world(2);
+  world.each([&](int rank, elastic_group* group) {
+    std::vector<int32_t> outside(count + 1);
+    int32_t* data = inside ? reinterpret_cast<int32_t*>(world.arenas[rank]) : outside.data();
+    for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, 1);
+    const uint64_t ticket = elastic_allreduce(group, data, count, kInt32, kSum, 1.0);
+    finish(group, ticket);
+    elastic_abort(group);
+    for (uint64_t i = 0; i < count; ++i) {
+      CHECK(static_cast<uint32_t>(data[i]) ==
+            static_cast<uint32_t>(element(0, i, 1)) + static_cast<uint32_t>(element(1, i, 1)));
+    }
+    CHECK(elastic_done(group, ticket) == 1);
+    CHECK(elastic_wait(group, elastic_barrier(group), 60.0) == -1);
+  });
+}
+
+void a_barrier_that_all_reached_is_passed() {
+  World world(3);
+  world.each([&](int, elastic_group* group) {
+    finish(group, elastic_barrier(group));
+    elastic_close(group);
+  });
+}
+
+// Another rank may be writing into this one's arena when the group is aborted; after `elastic_drain` it does not, nor does
+// any thread of ours write into what lies outside. What is said to be done before that is right.
+void nothing_is_written_after_a_drain(int size, int seed) {
+  World world(size);
+  world.each([&](int rank, elastic_group* group) {
+    constexpr int kCalls = 4;
+    constexpr uint64_t kCount = 2 << 20;
+    std::vector<int32_t> outside(kCount);
+    int32_t* buffers[kCalls];
+    uint64_t tickets[kCalls];
+    for (int call = 0; call < kCalls; ++call) {
+      const bool inside = (call + seed / 4) % 4 != 0;
+      buffers[call] = inside ? reinterpret_cast<int32_t*>(world.arenas[rank]) + call * kCount : outside.data();
+      for (uint64_t i = 0; i < kCount; ++i) buffers[call][i] = 1;
+    }
+    for (int call = 0; call < kCalls; ++call) {
+      tickets[call] = elastic_allreduce(group, buffers[call], kCount, kInt32, kSum, 1.0);
+    }
+    const auto everywhere = [&](int call, int32_t expected) {
+      for (uint64_t i = 0; i < kCount; ++i) CHECK(buffers[call][i] == expected);
+    };
+    std::mt19937 random(seed * 64 + rank);
+    if (rank == seed % size) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 8000));
+      elastic_abort(group);
+    }
+    const uint64_t last = elastic_barrier(group);
+    if (seed % 3 != 0) {
+      elastic_wait(group, last, 60.0);
+      for (int call = 0; call < kCalls; ++call) {
+        if (elastic_wait(group, tickets[call], 60.0) == 1) everywhere(call, world.size);
+      }
+    }
+    while (elastic_status(group) == 0) std::this_thread::yield();
+    CHECK(elastic_status(group) == (elastic::kAborted << 8 | static_cast<uint64_t>(seed % size)));
+    CHECK(elastic_drain(group, 60.0) == 1);
+    for (int call = 0; call < kCalls; ++call) std::fill_n(buffers[call], kCount, -3);
+    elastic_wait(group, last, 60.0);
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    for (int call = 0; call < kCalls; ++call) everywhere(call, -3);
+  });
+}
+
+// Who has left uses its staging for something else. Whoever has read that is not told that it has a result.
+void no_copy_is_taken_of_what_has_gone(uint64_t bytes) {
+  World world(3);
+  world.each([&](int rank, elastic_group* group) {
+    std::vector<uint8_t> data(bytes, static_cast<uint8_t>(rank == 0 ? 9 : 0));
+    const int32_t verdict = elastic_wait(group, elastic_broadcast(group, data.data(), bytes, 0), 60.0);
+    if (rank == 0) {
+      CHECK(verdict == 1);
+      elastic_abort(group);
+      std::memset(world.arenas[0] + kArenaBytes - elastic_staging_bytes(), 1, elastic_staging_bytes());
+    } else if (verdict == 1) {
+      for (const uint8_t byte : data) CHECK(byte == 9);
+    }
+  });
+}
+
+// Two threads of each rank start the same collective at once, and wait for each other's.
+void any_thread_may_start_and_wait(World& world) {
+  constexpr int kCalls = 200;
+  constexpr uint64_t kCount = 20'001;
+  std::vector<std::vector<int32_t>> outside(static_cast<size_t>(world.size), std::vector<int32_t>(2 * kCount));
+  std::vector<std::atomic<uint64_t>> newest(static_cast<size_t>(world.size));
+  world.each([&](int rank, elastic_group* group) {
+    const auto run = [&](int thread) {
+      int32_t* data = thread == 0 ? reinterpret_cast<int32_t*>(world.arenas[rank]) : outside[rank].data();
+      for (int call = 0; call < kCalls; ++call) {
+        for (uint64_t i = 0; i < kCount; ++i) data[i] = 1;
+        const uint64_t ticket = elastic_allreduce(group, data, kCount, kInt32, kSum, 1.0);
+        newest[rank] = ticket;
+        finish(group, ticket);
+        for (uint64_t i = 0; i < kCount; ++i) CHECK(data[i] == world.size);
+        finish(group, newest[rank]);
+      }
+    };
+    std::thread other(run, 1);
+    run(0);
+    other.join();
+  });
+}
+
+// Rounds by the hundred under way at once, of every kind, while the ranks fall behind and catch up in turn.
+void ranks_run_far_apart(World& world, int seed) {
+  world.each([&](int rank, elastic_group* group) {
+    constexpr int kCalls = 150;
+    constexpr uint64_t kMost = 300'000;
+    std::mt19937 same(seed), own(seed * 64 + rank);
+    std::vector<std::vector<int32_t>> data(kCalls), gathered(kCalls);
+    std::vector<uint64_t> tickets;
+    int32_t* arena = reinterpret_cast<int32_t*>(world.arenas[rank]);
+    int32_t* next = arena;
+    struct Call {
+      int kind;
+      uint64_t count;
+      int root;
+      int32_t* data;
+    };
+    std::vector<Call> calls;
+    for (int n = 0; n < kCalls; ++n) {
+      const int kind = static_cast<int>(same() % 5);
+      const uint64_t count = same() % (same() % 8 == 0 ? kMost : 2000);
+      const int root = static_cast<int>(same() % world.size);
+      const bool inside = kind < 3 && own() % 2 == 0 && static_cast<uint64_t>(next - arena) + count < 12'000'000;
+      data[n].resize(inside ? 1 : count + 1);
+      int32_t* buffer = inside ? next : data[n].data();
+      if (inside) next += count;
+      for (uint64_t i = 0; i < count; ++i) buffer[i] = element(rank, i, n);
+      if (own() % 40 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 2000));
+      if (kind < 3) {
+        tickets.push_back(elastic_allreduce(group, buffer, count, kInt32, kSum, 1.0));
+      } else if (kind == 3) {
+        tickets.push_back(elastic_broadcast(group, buffer, count * 4, root));
+      } else {
+        gathered[n].resize(count * static_cast<uint64_t>(world.size) + 1);
+        std::vector<void*> outputs;
+        for (int other = 0; other < world.size; ++other) outputs.push_back(gathered[n].data() + count * other);
+        tickets.push_back(elastic_allgather(group, outputs.data(), buffer, count * 4));
+      }
+      calls.push_back({kind, count, root, buffer});
+      if (own() % 30 == 0) finish(group, tickets[own() % tickets.size()]);
+    }
+    for (const uint64_t ticket : tickets) finish(group, ticket);
+    for (int n = 0; n < kCalls; ++n) {
+      const Call& call = calls[n];
+      for (uint64_t i = 0; i < call.count; ++i) {
+        if (call.kind == 4) {
+          for (int other = 0; other < world.size; ++other) {
+            CHECK(gathered[n][call.count * other + i] == element(other, i, n));
+          }
+        } else if (call.kind == 3) {
+          CHECK(call.data[i] == element(call.root, i, n));
+        } else {
+          uint32_t sum = 0;
+          for (int other = 0; other < world.size; ++other) sum += static_cast<uint32_t>(element(other, i, n));
+          CHECK(call.data[i] == static_cast<int32_t>(sum));
+        }
+      }
+    }
+  });
+}
+
+void nonsense_is_refused() {
+  World world(2);
+  uint8_t byte = 0;
+  CHECK(elastic_allreduce(world.ranks[0], &byte, 1, 77, kSum, 1.0) == 0);
+  CHECK(elastic_allreduce(world.ranks[0], &byte, 1, kInt32, 2, 1.0) == 0);
+  CHECK(elastic_reduce_shares(world.ranks[0], world.arenas[0], 1, kInt32, 0, 1.0) == 0);
+  CHECK(elastic_spread_shares(world.ranks[0], world.arenas[0], 1, -1) == 0);
+  CHECK(elastic_broadcast(world.ranks[0], &byte, 1, 2) == 0);
+  world.each([&](int, elastic_group* group) { finish(group, elastic_barrier(group)); });
+}
+
+}  // namespace
+
+int main() {
+  const bool thorough = std::getenv("ELASTIC_THOROUGH") != nullptr;
+  for (const int size : {2, 3, 5}) {
+    World world(size);
+    for (const uint64_t count : {0, 1, 5, 16'384, 16'385, 131'072, 131'073, 400'000}) {
+      for (const int where : {0, 1, 2}) reduces_everywhere(world, count, where);
+      halves(world, count);
+    }
+    for (const uint64_t bytes : {0, 1, 1000, 524'288, 524'289, 1'500'000}) moves(world, bytes);
+    many_at_once(world);
+    if (thorough) reduces_everywhere(world, 9'000'000, 0);
+  }
+  for (const int size : {2, 3}) {
+    World world(size);
+    for (int seed = 0; seed < 5; ++seed) ranks_run_far_apart(world, seed);
+    any_thread_may_start_and_wait(world);
+  }
+  for (int i = 0; i < 200; ++i) {
+    what_was_complete_outlives_an_abort(i % 2 == 0 ? 1 : 1000, i % 4 < 2);
+    a_barrier_that_all_reached_is_passed();
+    if (i % 10 == 0) what_was_complete_outlives_an_abort(8 << 20, true);
+    if (i % 10 == 5) what_was_complete_outlives_an_abort(1 << 20, false);
+  }
+  for (int seed = 0; seed < 30; ++seed) nothing_is_written_after_a_drain(2 + seed % 2, seed);
+  for (int i = 0; i < 200; ++i) no_copy_is_taken_of_what_has_gone(i % 2 == 0 ? 1'500'000 : 200'000);
+  nonsense_is_refused();
+  for (int i = 0; i < 20; ++i) an_abort_ends_all_waits();
+  for (const int absent : {0, 1, 2}) who_never_comes_is_named(absent);
+  what_does_not_fit_is_noticed(false);
+  what_does_not_fit_is_noticed(true);
+  a_wait_has_its_own_limit();
+  std::puts("group_test: all passed");
+  return 0;
+}

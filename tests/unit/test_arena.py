@@ -1,0 +1,169 @@
+"""Tensors in memory that peers can map: where they lie, when their memory returns, and who must not touch it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from elastic.collectives import arena as arenas
+from elastic.collectives import memory
+from elastic.collectives.arena import Arena
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(64 * MIB)
+    yield made
+    memory.unmap(made.address, made.bytes)
+    os.close(made.fd)
+
+
+@pytest.fixture
+def none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has just started."""
+    monkeypatch.setattr(arenas, "_mine", None)
+    monkeypatch.setattr(arenas, "_why_not", "")
+
+
+def tensor(arena: Arena, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    made = arena.tensor(elements, dtype)
+    assert made is not None
+    return made
+
+
+def pages_of(arena: Arena) -> int:
+    """How many the kernel holds for it."""
+    return os.fstat(arena.fd).st_blocks * 512 // memory.PAGE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_a_tensor_of_zeros_begins_at_a_page(arena, dtype):
+    first, second = tensor(arena, 1000, dtype), tensor(arena, 1, dtype)
+    assert first.shape == (1000,)
+    assert first.dtype == dtype
+    assert not first.any()
+    assert [each.data_ptr() % memory.PAGE for each in (first, second)] == [0, 0]
+    assert first.fill_(3).sum() == 3000
+    assert not second.any()
+
+
+def test_its_memory_returns_with_the_last_view(arena):
+    flat = tensor(arena, MIB)
+    flat.fill_(1)
+    assert pages_of(arena) >= 4 * MIB // memory.PAGE
+    view = flat[10:20].view(2, 5)
+    del flat
+    assert arena.lent == 4 * MIB
+    assert view.sum() == 10
+    del view
+    assert arena.lent == 0
+    assert pages_of(arena) == 0
+    assert not tensor(arena, MIB).any()
+
+
+def test_a_storage_alone_keeps_it(arena):
+    storage = tensor(arena, 1000).fill_(1).untyped_storage()
+    gc.collect()
+    assert arena.lent == memory.PAGE
+    assert torch.tensor([], dtype=torch.float32).set_(storage).sum() == 1000
+
+
+def test_memory_that_a_peer_may_write_into_is_never_lent_again(arena):
+    flat = tensor(arena, 1000)
+    where = flat.data_ptr()
+    assert arena.quarantine(flat[500:])
+    del flat
+    assert arena.lent == memory.PAGE
+    assert tensor(arena, 1000).data_ptr() != where
+
+
+def test_what_does_not_lie_in_it_can_not_be_held_back(arena):
+    assert not arena.quarantine(torch.zeros(3))
+
+
+def test_it_knows_what_lies_in_it(arena):
+    tensor(arena, 5)
+    flat = tensor(arena, 1000)
+    assert arena.offset_of(flat.data_ptr(), flat.nbytes) == flat.data_ptr() - arena.address
+    assert arena.offset_of(arena.address, arena.bytes) == 0
+    assert arena.offset_of(arena.address, arena.bytes + 1) is None
+    assert arena.offset_of(arena.address - 1, 1) is None
+    assert arena.offset_of(torch.zeros(3).data_ptr(), 12) is None
+
+
+def test_a_region_for_staging_returns_once(arena):
+    region = arena.take(100)
+    assert region is not None
+    assert region.address == arena.address + region.offset
+    assert region.bytes == memory.PAGE
+    region.release()
+    again = arena.take(100)
+    region.release()
+    assert again is not None
+    assert arena.lent == memory.PAGE
+
+
+def test_a_full_arena_lends_no_more_until_something_returns(arena):
+    most = tensor(arena, arena.bytes, torch.uint8)
+    assert arena.tensor(1, torch.float32) is None
+    assert arena.take(1) is None
+    del most
+    assert arena.take(1) is not None
+
+
+# ---- the one of this process -------------------------------------------------------------------
+
+
+def test_a_process_makes_one_when_it_is_asked(none_yet):
+    mine = arenas.mine()
+    assert mine is not None
+    assert arenas.mine() is mine
+    assert arenas.why_not() == ""
+    flat = arenas.zeros(1000, torch.float32)
+    assert mine.offset_of(flat.data_ptr(), flat.nbytes) is not None
+    assert arenas.zeros(0, torch.float32).shape == (0,)
+
+
+def test_what_has_no_room_is_made_by_torch(none_yet, monkeypatch):
+    mine = Arena(MIB)
+    monkeypatch.setattr(arenas, "_mine", mine)
+    flat = arenas.zeros(MIB, torch.float32)
+    assert mine.offset_of(flat.data_ptr(), 1) is None
+    assert not flat.any()
+
+
+def test_turned_off_there_is_none(none_yet, monkeypatch):
+    monkeypatch.setenv("ELASTIC_NATIVE", "0")
+    assert arenas.mine() is None
+    assert arenas.why_not() == arenas.OFF
+    assert not arenas.zeros(1000, torch.float32).any()
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EFBIG, r"`ulimit -f`.*unlimited"),
+        (errno.ENOMEM, r"`ulimit -v`.*unlimited"),
+        (errno.EMFILE, r"`ulimit -n`.*raise it"),
+        (errno.ENOSYS, r"Linux 3\.17"),
+        (errno.EPERM, r"seccomp"),
+        (errno.EIO, r"Input/output error"),
+    ],
+)
+def test_where_the_system_refuses_it_says_what_to_do(none_yet, monkeypatch, number, advice):
+    def refuse(name: str, size: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(memory, "create", refuse)
+    assert arenas.mine() is None
+    assert arenas.mine() is None
+    with pytest.raises(AssertionError, match=advice):
+        raise AssertionError(arenas.why_not())
+    assert not arenas.zeros(1000, torch.float32).any()

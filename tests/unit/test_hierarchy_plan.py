@@ -1,0 +1,153 @@
+"""Who carries what between hosts: seats, chunks, the order of turns, and the ways of broadcasts and parcels."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.collectives import hierarchy_plan
+from elastic.collectives.hierarchy_plan import Exchange, Parcel, Seats, Turn
+
+EVEN = ((0, 1), (2, 3), (4, 5))
+MIXED = ((0, 3), (2, 1))  # as ranks that were dealt out to hosts in turn
+UNEVEN = ((0,), (1, 2), (3, 4, 5))
+ALL = pytest.mark.parametrize("hosts", [EVEN, MIXED, UNEVEN, ((0, 1, 2), (3,))], ids=str)
+
+
+def seats(hosts: tuple[tuple[int, ...], ...]) -> list[Seats]:
+    return [Seats(hosts, rank) for rank in range(sum(map(len, hosts)))]
+
+
+# ---- seats -----------------------------------------------------------------------------------------------------------
+
+
+def test_among_equal_hosts_every_rank_carries_with_its_lane():
+    assert [each.across for each in seats(EVEN)] == [(0, 2, 4), (1, 3, 5)] * 3
+    assert [each.lane for each in seats(EVEN)] == [0, 1] * 3
+    assert [each.across for each in seats(MIXED)] == [(0, 2), (3, 1), (0, 2), (3, 1)]
+
+
+def test_among_unequal_hosts_leaders_carry():
+    assert [each.across for each in seats(UNEVEN)] == [(0, 1, 3), (0, 1, 3), (), (0, 1, 3), (), ()]
+    assert Seats(UNEVEN, 5).neighbours == (3, 4, 5)
+    assert Seats(UNEVEN, 0).behind(3) == (3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank"), [(((0, 1), ()), 0), (((0, 1), (1,)), 0), (((0, 2),), 0), (((0, 1),), 2)]
+)
+def test_hosts_that_do_not_share_out_the_ranks_are_refused(hosts, rank):
+    with pytest.raises(ValueError, match="rank"):
+        Seats(hosts, rank)
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 1000, 4096, 4097, 1_000_003])
+@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+def test_chunks_cover_everything_once_and_fit(count, element_bytes):
+    spans = hierarchy_plan.chunks(count, element_bytes, 4096)
+    assert [begin for begin, _ in spans] == [0] + [end for _, end in spans[:-1]]
+    assert spans[-1][1] == count
+    assert all(0 < (end - begin) * element_bytes <= 4096 for begin, end in spans)
+    assert all(begin % 64 == 0 for begin, _ in spans)
+
+
+def test_chunks_are_about_equal_and_none_where_there_is_nothing():
+    assert hierarchy_plan.chunks(1100, 4, 4096) == [(0, 576), (576, 1100)]
+    assert hierarchy_plan.chunks(0, 4, 4096) == []
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+
+
+def test_while_a_chunk_is_on_the_wire_the_next_ones_are_reduced():
+    reduce, cross, spread = Turn.REDUCE, Turn.CROSS, Turn.SPREAD
+    assert list(hierarchy_plan.schedule(4)) == [
+        (reduce, 0),
+        *[(reduce, 1), (cross, 0)],
+        *[(reduce, 2), (cross, 1), (spread, 0)],
+        *[(reduce, 3), (cross, 2), (spread, 1)],
+        *[(cross, 3), (spread, 2)],
+        (spread, 3),
+    ]
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_every_chunk_has_its_three_turns_in_order(number, ahead):
+    turns = list(hierarchy_plan.schedule(number, ahead))
+    assert len(turns) == 3 * number
+    for chunk in range(number):
+        assert [turn for turn, of in turns if of == chunk] == list(Turn)
+
+
+# ---- broadcast -------------------------------------------------------------------------------------------------------
+
+
+@ALL
+def test_a_broadcast_reaches_every_rank_from_ranks_that_have_it(hosts):
+    everybody = seats(hosts)
+    for root in range(len(everybody)):
+        routes = {each.rank: hierarchy_plan.route(each, root) for each in everybody}
+        have = {root}
+        for step in ("first", "cross", "last"):
+            arrived = set()
+            for each in everybody:
+                source = getattr(routes[each.rank], step)
+                if source is not None:
+                    group = each.across if step == "cross" else each.neighbours
+                    # All of a group take part, and all name the same source.
+                    assert {getattr(routes[peer], step) for peer in group} == {source}
+                    assert group[source] in have
+                    arrived.add(each.rank)
+            have |= arrived
+        assert have == set(range(len(everybody)))
+
+
+def test_only_the_roots_lane_carries_a_broadcast():
+    routes = [hierarchy_plan.route(each, 3) for each in seats(EVEN)]
+    assert [route.cross for route in routes] == [None, 1] * 3
+    assert all(route.first is None and route.last == 1 for route in routes)
+
+
+# ---- alltoall --------------------------------------------------------------------------------------------------------
+
+
+def carried_out(
+    held: dict[int, list[Parcel]], step: str, everybody: list[Seats]
+) -> dict[int, list[Parcel]]:
+    """Who holds which parcels after one step; what is sent must be held, and expected as it comes."""
+    exchanges: dict[int, Exchange | None] = {
+        each.rank: getattr(hierarchy_plan.posting(each), step) for each in everybody
+    }
+    after = dict(held)
+    for each in everybody:
+        exchange = exchanges[each.rank]
+        if exchange is None:
+            continue
+        group = each.across if step == "cross" else each.neighbours
+        arrived = []
+        for index, peer in enumerate(group):
+            theirs = exchanges[peer]
+            assert theirs is not None
+            sent = theirs.sent[group.index(each.rank)]
+            assert sent == exchange.received[index]
+            assert set(sent) <= set(held[peer])
+            arrived += sent
+        after[each.rank] = arrived
+    return after
+
+
+@ALL
+def test_every_parcel_arrives_and_none_on_the_wrong_host_crosses(hosts):
+    everybody = seats(hosts)
+    size = len(everybody)
+    held = {rank: [(rank, to) for to in range(size)] for rank in range(size)}
+    held = carried_out(held, "collect", everybody)
+    held = carried_out(held, "cross", everybody)
+    for each in everybody:
+        assert not each.across or all(to in each.neighbours for _, to in held[each.rank])
+    held = carried_out(held, "deal", everybody)
+    for rank in range(size):
+        assert sorted(held[rank]) == [(sender, rank) for sender in range(size)]

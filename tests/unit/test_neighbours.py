@@ -1,0 +1,150 @@
+"""Mapping memory that a process offers, and what is said where that fails. Other processes: integration tests."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from elastic.collectives import memory, neighbours
+from elastic.collectives.neighbours import Unreachable, open_peer
+from elastic.collectives.topology import Identity, Shareable
+
+SIZE = 4 * memory.PAGE
+
+
+@pytest.fixture
+def offered() -> Iterator[Shareable]:
+    fd = memory.create("offered", SIZE)
+    os.pwrite(fd, b"hello", 0)
+    yield Shareable(fd, os.fstat(fd).st_ino, SIZE)
+    os.close(fd)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Whatever happens, a test leaves as many descriptors as there were."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert not neighbours._open
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def me() -> Identity:
+    return neighbours.myself()
+
+
+def test_a_process_is_the_same_each_time_it_is_asked(me):
+    assert me == neighbours.myself()
+    assert (me.pid, me.user) == (os.getpid(), os.geteuid())
+    assert len(me.host.boot) == 36
+
+
+def test_what_is_written_on_one_side_is_read_on_the_other(me, offered):
+    mapping = open_peer(me, offered)
+    assert ctypes.string_at(mapping.address, 5) == b"hello"
+    ctypes.memmove(mapping.address + 2, b"y, you", 6)
+    assert os.pread(offered.fd, 8, 0) == b"hey, you"
+    assert mapping.bytes == SIZE
+    mapping.release()
+
+
+def test_two_groups_use_one_mapping_until_both_have_released_it(me, offered):
+    first, second = open_peer(me, offered), open_peer(me, offered)
+    assert first.address == second.address
+    first.release()
+    first.release()
+    assert ctypes.string_at(second.address, 5) == b"hello"
+    second.release()
+    assert not neighbours._open
+
+
+def test_a_mapping_that_is_kept_serves_the_next_generation(me, offered, monkeypatch):
+    mapping = open_peer(me, offered, keep=True)
+    mapping.release()
+    neighbours.sweep()  # its process lives
+    again = open_peer(me, offered, keep=True)
+    assert again.address == mapping.address
+    monkeypatch.setattr(neighbours._Mapped, "gone", lambda self: True)
+    neighbours.sweep()  # it is used
+    assert ctypes.string_at(again.address, 5) == b"hello"
+    again.release()
+    assert not neighbours._open
+
+
+def test_a_mapping_whose_process_has_gone_is_swept(me, offered, monkeypatch):
+    open_peer(me, offered, keep=True).release()
+    assert neighbours._open
+    monkeypatch.setattr(neighbours._Mapped, "gone", lambda self: True)
+    neighbours.sweep()
+    assert not neighbours._open
+
+
+def test_a_release_in_the_middle_of_another_call_waits_for_its_end(me, offered):
+    """As where the collector frees a group while its thread is in here."""
+    mapping = open_peer(me, offered)
+    with neighbours._lock:
+        mapping.release()
+        assert ctypes.string_at(mapping.address, 5) == b"hello"
+    neighbours.sweep()
+    assert not neighbours._open
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+def refused(owner: Identity, offered: Shareable) -> str:
+    with pytest.raises(Unreachable) as raised:
+        open_peer(owner, offered)
+    return str(raised.value)
+
+
+def test_a_process_that_has_only_the_same_id_is_another(me, offered):
+    other = msgspec.structs.replace(me, started=me.started - 1)
+    assert refused(other, offered) == f"process {me.pid} has gone, and another has its id"
+
+
+@pytest.mark.parametrize("change", [{"inode": 1}, {"bytes": SIZE + 1}])
+def test_a_descriptor_that_leads_elsewhere_is_not_mapped(me, offered, change):
+    said = refused(me, msgspec.structs.replace(offered, **change))
+    assert f"descriptor {offered.fd} of process {me.pid} is not the memory" in said
+
+
+def test_a_descriptor_that_was_closed(me, offered):
+    assert "it has gone" in refused(me, msgspec.structs.replace(offered, fd=123456))
+
+
+@pytest.mark.parametrize("place", ["pidfd_open", "open", "map_shared"])
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EACCES, "as one user"),
+        (errno.EPERM, "as one user"),
+        (errno.ENOENT, "without hidepid"),
+        (errno.ESRCH, "it has gone"),
+        (errno.EMFILE, "`ulimit -n`"),
+        (errno.ENOMEM, "`ulimit -v`"),
+        (errno.ENOSYS, r"Linux 5.3"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_what_the_system_refuses_is_a_sentence(me, offered, monkeypatch, place, number, advice):
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(memory if place == "map_shared" else os, place, refuse)
+    said = refused(me, offered)
+    monkeypatch.undo()
+    assert said.startswith(f"memory of process {me.pid} can't be mapped: ")
+    assert advice in said
+
+
+def test_without_proc_nobody_can_be_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(neighbours, "_PROC", str(tmp_path))
+    with pytest.raises(Unreachable, match=r"/proc does not tell .*; mount it"):
+        neighbours.myself()

@@ -1,0 +1,68 @@
+"""Which bytes of an arena are lent."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.collectives.regions import Regions
+
+PAGE = 10
+
+
+def test_regions_lie_one_after_another_in_whole_pages():
+    regions = Regions(100, PAGE)
+    assert regions.allocate(1) == 0
+    assert regions.allocate(15) == 10
+    assert regions.allocate(10) == 30
+    assert [regions.size_of(offset) for offset in (0, 10, 30)] == [10, 20, 10]
+    assert regions.lent == 40
+
+
+def test_the_first_gap_that_is_wide_enough_is_lent_again():
+    regions = Regions(100, PAGE)
+    for size in (10, 20, 30):
+        regions.allocate(size)
+    regions.free(0)
+    regions.free(10)
+    assert regions.allocate(31) == 60  # the gap has 30
+    assert regions.allocate(30) == 0  # both halves became one
+    assert regions.reach == 100
+
+
+def test_a_gap_joins_those_on_both_sides():
+    regions = Regions(60, PAGE)
+    offsets = [regions.allocate(20) for _ in range(3)]
+    assert offsets == [0, 20, 40]
+    assert regions.allocate(1) is None
+    for offset in (0, 40, 20):
+        regions.free(offset)
+    assert regions.allocate(60) == 0
+
+
+def test_it_is_full_when_no_gap_is_wide_enough_and_has_room_again_later():
+    regions = Regions(45, PAGE)  # the last half page is never lent
+    assert regions.allocate(41) is None
+    assert regions.allocate(20) == 0
+    assert regions.allocate(30) is None
+    regions.free(0)
+    assert regions.allocate(30) == 0
+
+
+def test_a_byte_tells_the_region_around_it():
+    regions = Regions(100, PAGE)
+    regions.allocate(20)
+    regions.allocate(10)
+    regions.allocate(10)
+    regions.free(20)
+    asked = (0, 19, 20, 29, 30, 39, 40)
+    assert [regions.around(each) for each in asked] == [0, 0, None, None, 30, 30, None]
+    assert Regions(100, PAGE).around(5) is None
+
+
+def test_what_was_not_lent_is_not_taken_back():
+    regions = Regions(100, PAGE)
+    regions.allocate(20)
+    with pytest.raises(ValueError, match="no region begins at 10"):
+        regions.free(10)
+    with pytest.raises(ValueError, match="0 bytes"):
+        regions.allocate(0)
