@@ -1,8 +1,9 @@
 """Decides which gradients travel together, and in what order. Pure: sizes in, a plan out; it never sees a tensor.
 
-Backward makes gradients roughly in the reverse of the order in which parameters were declared. Buckets are cut along
-that order, so the first ones fill, and travel, while backward still works on the rest. The plan is a function of the
-items alone, never of ranks or of timing: every rank makes the same one, and it outlives any change of the world.
+Buckets are cut along the order in which backward makes gradients, so the first ones fill, and travel, while it still
+works on the rest. That order is seen in the first step; without it, it is taken to be the reverse of the order in which
+parameters were declared. The plan is a function of the items and the order alone, never of ranks or of timing: every
+rank makes the same one, and it outlives any change of the world.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class Bucket(NamedTuple):
 def plan(
     items: Sequence[Item],
     *,
+    order: Sequence[int] | None = None,
     groups: Sequence[Sequence[int]] = (),
     first_bytes: int = FIRST_BYTES,
     full_bytes: int = FULL_BYTES,
 ) -> list[Bucket]:
     """The buckets in the order in which they are to be launched; each item is in exactly one.
 
+    ``order``: the items as they become ready; None for the last declared first.
     A bucket is closed once it holds ``full_bytes``, the first of a kind once it holds ``first_bytes``, so that
     communication starts early. (Closed *before* it would hold more, it would often end with the bias of the next
     layer, and wait for that layer's whole backward.) The items of one of ``groups`` stay together whatever their size,
@@ -56,7 +59,8 @@ def plan(
     filled_bytes: dict[str, int] = {}
     closed: list[list[int]] = []
     started: set[str] = set()
-    for index in reversed(range(len(items))):
+    order = expected_order(len(items)) if order is None else order
+    for index in order:
         kind = items[index].kind
         if index in group_of:
             grouped.setdefault((group_of[index], kind), []).append(index)
@@ -70,9 +74,26 @@ def plan(
             del filled_bytes[kind]
     closed += filling.values()
     closed += grouped.values()
-    # A bucket is complete when its earliest-declared member is, so that one decides the order of launching.
-    closed.sort(key=lambda members: -min(members))
+    # A bucket is complete when the last of its members is, so that one decides the order of launching.
+    turn = {index: number for number, index in enumerate(order)}
+    closed.sort(key=lambda members: max(turn[index] for index in members))
     return [_laid_out(items, members) for members in closed]
+
+
+def expected_order(count: int) -> tuple[int, ...]:
+    """In which gradients become ready as long as nobody has seen it."""
+    return tuple(reversed(range(count)))
+
+
+def seen_order(seen: Sequence[int], count: int) -> tuple[int, ...] | None:
+    """Of ``count`` gradients, from those that became ready in one step; None if there were none.
+
+    The others come last, as they were declared: they may be missing again, and nothing waits for them before the end.
+    """
+    if not seen:
+        return None
+    first = dict.fromkeys(seen)
+    return (*first, *(index for index in range(count) if index not in first))
 
 
 def split(count: int, parts: int) -> list[list[int]]:

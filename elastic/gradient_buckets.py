@@ -1,18 +1,23 @@
 """Moves gradients into flat buffers and back: how a bucket is filled, sent and unpacked, never when.
 
-A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that is no view yet is scaled while it is
-copied in, and the parameter's ``grad`` then *is* the view: after the reduction nothing is copied back. A
-`CompressedGradient` carries one gradient through a user's own compression class. The first bucket of a plan also
-carries the mark (see `elastic.plans`); a `MarkBucket` does where there is no flat one.
+A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that is no view yet is copied in, and the
+parameter's ``grad`` then *is* the view: after the reduction nothing is copied back. What travels lies where the other
+ranks of the host can reduce it in place. A `CompressedGradient` carries one gradient through a user's own compression
+class. The first bucket of a plan also carries the mark (see `elastic.plans`); a `MarkBucket` does where there is no
+flat one.
+
+A bucket also sees whether somebody has written into a gradient since it was taken in: what travels is the gradient as
+backward left it, so a script that clips it then would clip what nobody uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elastic.collectives import arena
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.plans import Mark, Wire, mark_value
 
@@ -27,24 +32,44 @@ class Compressor(Protocol):
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor: ...
 
 
+class Scales(NamedTuple):
+    """What gradients are multiplied with, where it costs least."""
+
+    filling: float = 1.0  # while they are copied into the bucket
+    reducing: float = 1.0  # by the group, while it adds them up
+    finishing: float = 1.0  # after that
+
+
+UNSCALED = Scales()
+
+_Watched = tuple[int, torch.Tensor, int]  # the position, the gradient, and its version
+
+
 class GradientBucket(Protocol):
     """Gradients of one dtype and device that travel together."""
 
     parameters: Sequence[torch.Tensor]
     missing: int  # gradients that are not ready yet
     device: torch.device
+    scales: Scales
 
     def wire(self) -> Wire:
         """What travels."""
 
-    def fill(self, position: int, scale: float) -> None:
-        """Take the gradient of ``parameters[position]`` as it is now, times ``scale``; zeros if it has none."""
+    def fill(self, position: int, *, watch: bool) -> None:
+        """Take in the gradient of ``parameters[position]``; zeros if it has none. At `launch` at the latest.
+
+        ``watch``: the script may run before `finish`, and must not change what has been taken in.
+        """
 
     def launch(self, group: Collectives, op: Op) -> None:
         """Start the reduction. Raises CollectiveFailed."""
 
-    def finish(self, scale: float) -> None:
-        """Wait, multiply the result by ``scale``, and make it the parameters' gradients. Raises CollectiveFailed."""
+    def finish(self) -> int | None:
+        """Wait, and make the results the parameters' gradients. Raises CollectiveFailed.
+
+        Returns the position of a watched gradient that was changed, if there is one.
+        """
 
     def discard(self, position: int) -> None:
         """Take a gradient that was filled in away from its parameter: it is neither the local nor the reduced one."""
@@ -70,50 +95,55 @@ class FlatBucket:
     ) -> None:
         self.parameters = parameters
         self.missing = len(parameters)
+        self.scales = UNSCALED
         dtype, device = parameters[0].dtype, parameters[0].device
         self.device = device
         length = elements + marked
         # Zeros, because the gaps between gradients travel too.
-        self._flat = torch.zeros(length, dtype=dtype, device=device)
-        self._views = _views(self._flat, parameters, offsets)
-        self._wire, self._wires = self._flat, self._views
-        if wire_dtype != dtype:
-            self._wire = torch.zeros(length, dtype=wire_dtype, device=device)
-            self._wires = _views(self._wire, parameters, offsets)
+        self._wire = zeros(length, wire_dtype, device)
+        self._wires = _views(self._wire, parameters, offsets)
+        self._flat, self._views = self._wire, self._wires
+        self._in_place = wire_dtype == dtype
+        if not self._in_place:
+            self._flat = torch.zeros(length, dtype=dtype, device=device)
+            self._views = _views(self._flat, parameters, offsets)
         self._mark = self._wire[elements] if marked else None
         self._pointers = [view.data_ptr() for view in self._views]
         # What parameters get as ``grad``. Module.to() and some scripts keep such an object and give it other memory,
-        # so that these are no views of the buffer any more.
-        self._given = [view.view_as(view) for view in self._views]
+        # so that these are no views of the buffer any more. Each counts its own versions, and not what happens in the
+        # rest of the buffer.
+        self._given = [view.data for view in self._views]
         self._small = [
             parameter.numel() * parameter.element_size() < SMALL_BYTES for parameter in parameters
         ]
         large = [offset for offset, small in zip(offsets, self._small, strict=True) if not small]
         self._smalls = self._wire[: min(large, default=elements)]
         self._waiting: list[int] = []  # small ones, to be filled in together
-        self._scale = 1.0
+        self._watch_waiting = False
+        self._watched: list[_Watched] = []
         self._work: Work | None = None
 
     def wire(self) -> Wire:
         return wire_of(self._wire)
 
-    def fill(self, position: int, scale: float) -> None:
+    def fill(self, position: int, *, watch: bool) -> None:
         if self._small[position]:
             self._waiting.append(position)
-            self._scale = scale
+            self._watch_waiting = watch
             return
-        view, wire = self._views[position], self._wires[position]
+        scale, wire = self.scales.filling, self._wires[position]
         gradient = self.parameters[position].grad
         if gradient is None:
             wire.zero_()
-        elif gradient.is_sparse:
-            torch.mul(gradient.to_dense(), scale, out=wire)
-        elif wire is not view or not self._is_given(gradient, position):
-            torch.mul(gradient, scale, out=wire)
+        elif not self._in_place or not self._is_given(gradient, position):
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            wire.copy_(gradient) if scale == 1.0 else torch.mul(gradient, scale, out=wire)
         elif scale != 1.0:
             wire.mul_(scale)
-        if wire is view:
-            self._give(position)
+        if self._in_place:
+            gradient = self._give(position)
+        if watch and gradient is not None:
+            self._watched.append((position, gradient, gradient._version))
 
     def _fill_small(self) -> None:
         """All small ones at once: for each alone the call would cost more than its few bytes."""
@@ -122,16 +152,17 @@ class FlatBucket:
             gradient = self.parameters[position].grad
             if gradient is None:
                 self._wires[position].zero_()
-            elif self._wire is not self._flat or not self._is_given(gradient, position):
+            elif not self._in_place or not self._is_given(gradient, position):
                 wires.append(self._wires[position])
                 gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+            if self._in_place:
+                gradient = self._give(position)
+            if self._watch_waiting and gradient is not None:
+                self._watched.append((position, gradient, gradient._version))
         if wires:
             torch._foreach_copy_(wires, gradients)
-        if self._scale != 1.0:
-            self._smalls.mul_(self._scale)
-        if self._wire is self._flat:
-            for position in self._waiting:
-                self._give(position)
+        if self.scales.filling != 1.0:
+            self._smalls.mul_(self.scales.filling)
         self._waiting.clear()
 
     def launch(self, group: Collectives, op: Op) -> None:
@@ -139,21 +170,29 @@ class FlatBucket:
             self._fill_small()
         if self._mark is not None:
             self._mark.fill_(mark_value(op, Mark.STEP))  # there is the last step's result
-        self._work = group.allreduce(self._wire, op)
+        self._work = _reduce(group, self._wire, op, self.scales)
 
-    def finish(self, scale: float) -> None:
+    def finish(self) -> int | None:
         assert self._work is not None, "a bucket is waited for that was never launched"
         self._work.wait()
         self._work = None
-        if self._wire is not self._flat:
-            torch.mul(self._wire, scale, out=self._flat) if scale != 1.0 else self._flat.copy_(
-                self._wire
-            )
+        scale = self.scales.finishing
+        if not self._in_place:
+            if scale == 1.0:
+                self._flat.copy_(self._wire)
+            else:
+                torch.mul(self._wire, scale, out=self._flat)
         elif scale != 1.0:
             self._flat.mul_(scale)
+        changed = None
+        for position, gradient, version in self._watched:
+            if _changed(self.parameters[position], gradient, version):
+                changed = position
+        self._watched.clear()
         for position in range(len(self.parameters)):
             # Again, because a model.zero_grad() since backward takes them away.
             self._give(position)
+        return changed
 
     def discard(self, position: int) -> None:
         parameter = self.parameters[position]
@@ -162,16 +201,18 @@ class FlatBucket:
 
     def drop(self) -> list[Work]:
         self._waiting.clear()
+        self._watched.clear()
         works = [] if self._work is None else [self._work]
         self._work = None
         return works
 
-    def _give(self, position: int) -> None:
-        parameter = self.parameters[position]
-        if parameter.grad is None or not self._is_given(parameter.grad, position):
-            if self._given[position].data_ptr() != self._pointers[position]:
-                self._given[position] = self._views[position].view_as(self._views[position])
-            parameter.grad = self._given[position]
+    def _give(self, position: int) -> torch.Tensor:
+        parameter, given = self.parameters[position], self._given[position]
+        if given.data_ptr() != self._pointers[position]:
+            given = self._given[position] = self._views[position].data
+        if parameter.grad is not given:
+            parameter.grad = given
+        return given
 
     def _is_given(self, gradient: torch.Tensor, position: int) -> bool:
         return gradient is self._given[position] and gradient.data_ptr() == self._pointers[position]
@@ -183,19 +224,21 @@ class CompressedGradient:
     def __init__(self, parameter: torch.Tensor, compression: Compressor) -> None:
         self.parameters: Sequence[torch.Tensor] = (parameter,)
         self.missing = 1
+        self.scales = UNSCALED
         self.device = parameter.device
         self._compression = compression
-        self._scale = 1.0
         self._wire: torch.Tensor | None = None
         self._context: Any = None
+        self._watch = False
+        self._watched: _Watched | None = None
         self._work: Work | None = None
 
     def wire(self) -> Wire:
         (parameter,) = self.parameters
         return wire_of(self._compression.compress(torch.zeros_like(parameter))[0])
 
-    def fill(self, position: int, scale: float) -> None:
-        self._scale = scale
+    def fill(self, position: int, *, watch: bool) -> None:
+        self._watch = watch
 
     def launch(self, group: Collectives, op: Op) -> None:
         (parameter,) = self.parameters
@@ -204,20 +247,28 @@ class CompressedGradient:
         elif parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
         # Scaled before it is compressed, as sums in a small dtype may overflow.
-        gradient = parameter.grad if self._scale == 1.0 else parameter.grad * self._scale
+        scale = self.scales.filling
+        gradient = parameter.grad if scale == 1.0 else parameter.grad * scale
         wire, self._context = self._compression.compress(gradient)
-        self._wire = wire.contiguous()
-        self._work = group.allreduce(self._wire, op)
+        # Where the compression leaves the gradient as it is, the reduction is no change of the script's.
+        self._wire = wire.contiguous().data
+        if self._watch:
+            # Not earlier: a compression may add to the gradient what it left out of the last one.
+            self._watched = (0, parameter.grad, parameter.grad._version)
+        self._work = _reduce(group, self._wire, op, self.scales)
 
-    def finish(self, scale: float) -> None:
+    def finish(self) -> int | None:
         assert self._work is not None, "a gradient is waited for that was never launched"
         assert self._wire is not None
         self._work.wait()
         self._work = None
         (parameter,) = self.parameters
+        changed = self._watched is not None and _changed(parameter, *self._watched[1:])
         result = self._compression.decompress(self._wire, self._context)
+        scale = self.scales.finishing
         parameter.grad = result if scale == 1.0 else result * scale
-        self._wire = self._context = None
+        self._wire = self._context = self._watched = None
+        return 0 if changed else None
 
     def discard(self, position: int) -> None:
         if self._work is not None:
@@ -225,7 +276,7 @@ class CompressedGradient:
 
     def drop(self) -> list[Work]:
         works = [] if self._work is None else [self._work]
-        self._work = None
+        self._work = self._watched = None
         return works
 
 
@@ -235,24 +286,26 @@ class MarkBucket:
     def __init__(self, device: torch.device) -> None:
         self.parameters: Sequence[torch.Tensor] = ()
         self.missing = 0
+        self.scales = UNSCALED
         self.device = device
-        self._wire = torch.zeros(1, device=device)
+        self._wire = zeros(1, torch.float32, device)
         self._work: Work | None = None
 
     def wire(self) -> Wire:
         return wire_of(self._wire)
 
-    def fill(self, position: int, scale: float) -> None:
+    def fill(self, position: int, *, watch: bool) -> None:
         raise AssertionError("no gradient has its place here")
 
     def launch(self, group: Collectives, op: Op) -> None:
         self._wire.fill_(mark_value(op, Mark.STEP))
-        self._work = group.allreduce(self._wire, op)
+        self._work = _reduce(group, self._wire, op, self.scales)
 
-    def finish(self, scale: float) -> None:
+    def finish(self) -> int | None:
         assert self._work is not None, "a mark is waited for that was never launched"
         self._work.wait()
         self._work = None
+        return None
 
     def discard(self, position: int) -> None:
         pass
@@ -263,6 +316,13 @@ class MarkBucket:
         return works
 
 
+def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat tensor for what travels, on the CPU where the other ranks of the host can reach it."""
+    if device.type == "cpu":
+        return arena.zeros(elements, dtype)
+    return torch.zeros(elements, dtype=dtype, device=device)
+
+
 def wire_of(tensor: torch.Tensor) -> Wire:
     """As a joined rank needs to know it: see `elastic.plans`."""
     return Wire(tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
@@ -271,6 +331,18 @@ def wire_of(tensor: torch.Tensor) -> Wire:
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """The strides that autograd gives this parameter's gradient: its own if it is dense, else contiguous ones."""
     return torch.empty_like(parameter, device="meta").stride()
+
+
+def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> Work:
+    if scales.reducing == 1.0:
+        return group.allreduce(wire, op)
+    return group.allreduce(wire, op, scales.reducing)
+
+
+def _changed(parameter: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:
+    """Whether the parameter's gradient is another one now; none at all is what ``model.zero_grad()`` leaves."""
+    now = parameter.grad
+    return now is not None and (now is not gradient or now._version != version)
 
 
 def _views(

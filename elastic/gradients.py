@@ -1,9 +1,10 @@
 """Decides when gradients are averaged: counts backward passes, launches full buckets in plan order, waits for them.
 
-The plan is a function of the parameters, equal on all ranks, so a step needs no negotiation: bucket k is launched
-when it is full and bucket k-1 has been launched. Before a plan is first used in a generation the ranks compare it
-once, in one small message; that step launches nothing before `GradientReducer.finish`. Each reducer has a group of its
-own, so two optimizers may launch in any order; and ranks that have joined can follow each of them: see `elastic.plans`.
+The plan is a function of the parameters and of the order in which their gradients became ready in one rank's first
+step. It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has
+been launched. Before a plan is first used in a generation the ranks compare it once, in two small messages; that step
+launches nothing before `GradientReducer.finish`. Each reducer has a group of its own, so two optimizers may launch in
+any order; and ranks that have joined can follow each of them: see `elastic.plans`.
 
 Gradient hooks run inside backward, where nobody could handle an interruption: they never raise one. A hook that
 cannot launch marks the generation broken and returns; `finish` raises.
@@ -11,7 +12,6 @@ cannot launch marks the generation broken and returns; `finish` raises.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from elastic import buckets, plans, runtime, shadow, sparse_gradients, timeline
+from elastic import buckets, freed_memory, plans, runtime, shadow, sparse_gradients, timeline
 from elastic.collectives.interface import Collectives, Op, Work
-from elastic.compression import Compression
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialized, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.gradient_buckets import (
@@ -30,9 +29,9 @@ from elastic.gradient_buckets import (
     FlatBucket,
     GradientBucket,
     MarkBucket,
-    gradient_strides,
 )
 from elastic.gradient_hooks import GradientHooks
+from elastic.gradient_options import Options
 from elastic.process_sets import ProcessSet, global_process_set, resolve
 
 FIRST_BYTES = buckets.FIRST_BYTES
@@ -46,9 +45,10 @@ reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 class _Slot:
     """One trainable parameter's place in the plan and in the present step."""
 
-    __slots__ = ("bucket", "filled", "name", "parameter", "passes_left", "position")
+    __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
 
-    def __init__(self, name: str, parameter: torch.Tensor, passes: int) -> None:
+    def __init__(self, number: int, name: str, parameter: torch.Tensor, passes: int) -> None:
+        self.number = number
         self.name = name
         self.parameter = parameter
         self.passes_left = passes
@@ -76,11 +76,8 @@ class GradientReducer:
         # Weak, so that an optimizer that is dropped takes its hooks with it, without waiting for the collector.
         self._optimizer = weakref.ref(optimizer)
         self._names = names
-        self._op = op
-        self._predivide_factor = predivide_factor
-        self._compression = compression
+        self._options = Options(op, predivide_factor, compression, groups)
         self._passes = passes
-        self._groups = groups
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._lock = threading.Lock()  # each device has its own backward thread
@@ -92,18 +89,19 @@ class GradientReducer:
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, _Slot] = {}  # by id of the parameter
         self._sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
+        self._order: tuple[int, ...] | None = None  # the slots as they become ready, agreed on
         self._buckets: list[GradientBucket] | None = None
         self._rows: list[str] = []  # what each bucket is called in the timeline
         self._agreed: int | None = None  # the generation whose members have compared this plan
         self._number: plans.Agreed | None = None  # which one it is there
         self._version = -1  # of that number's plan
-        self._scale_before = self._scale_after = 1.0  # depend on how many they are
 
         # The present step.
         self._generation: int | None = None
         self._size = 1  # of those that it averages over
         self._members: tuple[int, ...] | None = None  # None: the whole world
         self._begun = False
+        self._ready: list[int] = []  # slots, as long as the plan is not agreed
         self._launched = 0  # buckets
         self._stale: list[Work] = []  # of an abandoned step; they may still write into the buffers
         reducers.add(self)
@@ -142,7 +140,10 @@ class GradientReducer:
         """Make every parameter's ``grad`` the reduced one. Raises PeerLost, StateMismatch, Invalid, NotInitialized.
 
         Parameters without a gradient contribute zeros and get one. Does nothing on a rank outside the process set.
+        Invalid if the script has changed a gradient that was taken in before: raised at the end, so that no other rank
+        is left waiting.
         """
+        changed: _Slot | None = None
         world = runtime.current()
         with world.guard("gradients"), torch.no_grad():
             if self._generation != world.generation:
@@ -159,13 +160,19 @@ class GradientReducer:
                         self._clear()  # nothing is under way
                         raise
                 if self._agreed == world.generation:
-                    self._reduce(world)
+                    changed = self._reduce(world)
             elif world.elastic and included:
                 # As in a larger world, so that an optimizer does the same whatever the size is.
                 for parameter in self._parameters():
                     if parameter.requires_grad and parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
             self._clear()
+        if changed is not None:
+            raise Invalid(
+                f"the gradient of {changed.name} was changed after backward(), when its reduction had begun, so that"
+                " change is lost or garbled; call optimizer.synchronize() first, then clip or change gradients, then"
+                " call optimizer.step() inside `with optimizer.skip_synchronize():`"
+            )
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
@@ -196,7 +203,8 @@ class GradientReducer:
                     f"{slot.name} received more than backward_passes_per_step={self._passes} gradients before step();"
                     " to accumulate over several backward passes, increase backward_passes_per_step"
                 )
-            if parameter.grad is not None and parameter.grad.requires_grad:
+            gradient = parameter.grad
+            if gradient is not None and gradient.requires_grad:
                 raise AssertionError(
                     f"the gradient of {slot.name} requires a gradient itself; create_graph=True cannot be combined"
                     " with DistributedOptimizer, take such gradients with torch.autograd.grad()"
@@ -205,8 +213,11 @@ class GradientReducer:
             if slot.passes_left:
                 return
             if self._agreed == world.generation:
-                self._fill(slot)
-                self._launch_full(world)
+                self._fill(slot, watch=True)
+                if slot.bucket is not None and not slot.bucket.missing:
+                    self._launch_full(world)
+            else:
+                self._ready.append(slot.number)
 
     def _locate(self, world: runtime.Runtime) -> bool:
         """With whom to average in this step. Whether this rank is one of them. Raises Invalid."""
@@ -236,24 +247,28 @@ class GradientReducer:
         if signature != self._signature:
             self.install_hooks()
             self._signature = signature
-            self._slots = [
-                _Slot(self._name(parameter, number), parameter, self._passes)
+            trainable = [
+                (self._name(parameter, number), parameter)
                 for number, parameter in enumerate(self._parameters())
                 if parameter.requires_grad
             ]
+            self._slots = [
+                _Slot(number, name, parameter, self._passes)
+                for number, (name, parameter) in enumerate(trainable)
+            ]
             self._slot_of = {id(slot.parameter): slot for slot in self._slots}
             self._sparse = {}
-            self._buckets = self._agreed = None
+            self._buckets = self._agreed = self._order = None
         elif self._buckets is not None and not all(work.done() for work in self._stale):
             self._build()
         self._stale = []
         self._generation = generation
         self._begun = True
 
-    def _fill(self, slot: _Slot) -> None:
+    def _fill(self, slot: _Slot, *, watch: bool) -> None:
         if slot.bucket is None:  # sparse
             return
-        slot.bucket.fill(slot.position, self._scale_before)
+        slot.bucket.fill(slot.position, watch=watch)
         slot.filled = True
         slot.bucket.missing -= 1
 
@@ -273,39 +288,47 @@ class GradientReducer:
             row = self._rows[self._launched]
             timeline.begin(row, "ALLREDUCE")
             began_ns = timeline.now_ns()
-            bucket.launch(self._group(world, bucket.device), self._wire_op)
+            bucket.launch(self._group(world, bucket.device), self._options.wire_op)
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", began_ns, timeline.now_ns())
         else:
-            bucket.launch(self._group(world, bucket.device), self._wire_op)
+            bucket.launch(self._group(world, bucket.device), self._options.wire_op)
         self._launched += 1
 
     def _group(self, world: runtime.Runtime, device: torch.device) -> Collectives:
         assert self._number is not None
         return world.group(self._number.purpose, device, self._members)
 
-    def _reduce(self, world: runtime.Runtime) -> None:
+    def _reduce(self, world: runtime.Runtime) -> _Slot | None:
+        """Returns one whose gradient the script has changed meanwhile, if there is any."""
         assert self._buckets is not None
+        changed: tuple[GradientBucket, int] | None = None
         for slot in self._slots:
             if not slot.filled:
-                self._fill(slot)
+                self._fill(slot, watch=False)
         while self._launched < len(self._buckets):
             self._launch_next(world)
+        freed_memory.of_process().filled()
         if self._sparse:
             self._reduce_sparse(world)
         for number, bucket in enumerate(self._buckets):
             if timeline.on:
                 began_ns = timeline.now_ns()
-                bucket.finish(self._scale_after)
+                position = bucket.finish()
                 timeline.span(self._rows[number], "WAIT", began_ns, timeline.now_ns())
                 timeline.end(self._rows[number])
             else:
-                bucket.finish(self._scale_after)
+                position = bucket.finish()
+            if position is not None:
+                changed = (bucket, position)
+        if changed is None:
+            return None
+        return next(slot for slot in self._slots if (slot.bucket, slot.position) == changed)
 
     def _reduce_sparse(self, world: runtime.Runtime) -> None:
         by_device: dict[torch.device, list[int]] = {}
         for number in sorted(self._sparse):
             by_device.setdefault(self._slots[number].parameter.device, []).append(number)
-        scale = self._scale_before * self._scale_after
+        scale = 1.0 / self._size if self._options.op is Op.AVERAGE else 1.0
         for device, numbers in by_device.items():
             gradients = [self._sparse_gradient(number) for number in numbers]
             totals = sparse_gradients.total(self._group(world, device), gradients, scale)
@@ -326,26 +349,29 @@ class GradientReducer:
             bucket.missing = len(bucket.parameters)
         self._launched = 0
         self._begun = False
+        self._ready.clear()
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
     def _agree(self, world: runtime.Runtime) -> None:
-        """Compare the plan with the other members', and learn which gradients are sparse on any of them.
+        """Compare the plan with the other members'; learn their order, and which gradients are sparse on any of them.
 
         Changes nothing in a world of one, which is also what a newcomer has before it joined.
         """
         known = plans.of(world, self._members)
-        digest = self._digest()
+        digest = self._options.digest(_named(self._slots), bucket_bytes())
         agreed = known.adopt(self, digest, self._version)
         if agreed is None:
             agreed = self._negotiate(world, known, digest)
             if agreed is None:
                 return
         else:
-            self._sparse = {each.number: each.dims for each in agreed.layout.sparse}
-            self._build()
+            sparse = {each.number: each.dims for each in agreed.layout.sparse}
+            self._arrange(sparse, agreed.layout.order)
         self._number, self._version = agreed, agreed.version
-        self._scale_before, self._scale_after = self._scales(self._size)
+        for bucket in self._buckets or []:
+            inside = self._group(world, bucket.device).scales_inside
+            bucket.scales = self._options.scales(self._size, inside)
         self._agreed = world.generation
 
     def _negotiate(
@@ -370,18 +396,19 @@ class GradientReducer:
         )
         if not verdict.equal:
             raise StateMismatch(_difference(world, verdict, own))
+        order = shadow.share_order(
+            group, device, verdict.source, self._own_order(), len(self._slots)
+        )
         if verdict.sparse:
             found = shadow.compare_sparse(group, device, found, len(self._slots))
-            if self._wire_op not in shadow.GATHERED:
+            if self._options.wire_op not in shadow.GATHERED:
                 if verdict.joined:
                     shadow.tell_layout(group, device, verdict.source, None)
                 raise ValueError(
-                    f"sparse gradients can be reduced with Average and Sum, not with {self._op.name.title()};"
+                    f"sparse gradients can be reduced with Average and Sum, not with {self._options.op.name.title()};"
                     " pass sparse_as_dense=True"
                 )
-        if found != self._sparse or self._buckets is None:
-            self._sparse = found
-            self._build()
+        self._arrange(found, order)
         layout, number = self._layout(digest), known.number(verdict)
         if verdict.joined:
             shadow.tell_layout(group, device, verdict.source, layout)
@@ -393,10 +420,6 @@ class GradientReducer:
         """See `plans.Owner`."""
         self._agreed = None
 
-    @property
-    def _wire_op(self) -> Op:
-        return Op.SUM if self._op is Op.AVERAGE else self._op
-
     def _layout(self, digest: int) -> plans.Layout:
         assert self._buckets is not None
         sparse = []
@@ -404,11 +427,28 @@ class GradientReducer:
             parameter = self._slots[number].parameter
             dtype, device = str(parameter.dtype).removeprefix("torch."), parameter.device.type
             sparse.append(plans.Sparse(number, tuple(parameter.shape), dims, dtype, device))
+        assert self._order is not None
         wires = tuple(bucket.wire() for bucket in self._buckets)
-        return plans.Layout(digest, int(self._wire_op), wires, tuple(sparse))
+        scale = self._options.scales(self._size, inside=True).reducing
+        return plans.Layout(
+            digest, int(self._options.wire_op), scale, self._order, wires, tuple(sparse)
+        )
+
+    def _own_order(self) -> tuple[int, ...]:
+        """What this rank would have all use: what was agreed before, else what it has seen in this step."""
+        count = len(self._slots)
+        return (
+            self._order or buckets.seen_order(self._ready, count) or buckets.expected_order(count)
+        )
+
+    def _arrange(self, sparse: dict[int, int], order: tuple[int, ...]) -> None:
+        """Buckets for this; those that are there already are kept."""
+        if self._buckets is None or (sparse, order) != (self._sparse, self._order):
+            self._sparse, self._order = sparse, order
+            self._build()
 
     def _build(self) -> None:
-        dense = [slot for number, slot in enumerate(self._slots) if number not in self._sparse]
+        dense = [slot for slot in self._slots if slot.number not in self._sparse]
         for slot in self._slots:
             slot.bucket = None
         items = [
@@ -419,11 +459,14 @@ class GradientReducer:
             )
             for slot in dense
         ]
-        custom = not self._is_cast()
+        in_memory = [slot.parameter for slot in dense if slot.parameter.device.type == "cpu"]
+        freed_memory.of_process().keep(max((each.nbytes for each in in_memory), default=0))
+        custom = not self._options.casts
         first_bytes, full_bytes = bucket_bytes()
         plan = buckets.plan(
             items,
-            groups=() if custom else self._grouped(dense),
+            order=self._dense_order(dense),
+            groups=() if custom else self._options.grouped([slot.parameter for slot in dense]),
             first_bytes=0 if custom else first_bytes,
             full_bytes=0 if custom else full_bytes,
         )
@@ -435,9 +478,9 @@ class GradientReducer:
             parameters = [slot.parameter for slot in slots]
             bucket: GradientBucket
             if custom:
-                bucket = CompressedGradient(parameters[0], self._compression)
+                bucket = CompressedGradient(parameters[0], self._options.compression)
             else:
-                wire_dtype = self._wire_dtype(parameters[0])
+                wire_dtype = self._options.wire_dtype(parameters[0])
                 marked = not self._buckets
                 bucket = FlatBucket(
                     parameters, planned.offsets, planned.elements, wire_dtype, marked=marked
@@ -450,49 +493,13 @@ class GradientReducer:
             for number, bucket in enumerate(self._buckets)
         ]
 
-    def _digest(self) -> int:
-        """62 bits of everything that must be the same on every rank."""
-        compression = self._compression
-        kind = compression if isinstance(compression, type) else type(compression)
-        lines = [f"{self._op} {self._predivide_factor} {kind.__qualname__} {bucket_bytes()}"]
-        for slot in self._slots:
-            parameter = slot.parameter
-            strides = gradient_strides(parameter)
-            lines.append(f"{slot.name} {parameter.dtype} {tuple(parameter.shape)} {strides}")
-        lines += [str(group) for group in self._grouped(self._slots)]
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 2
-
-    def _grouped(self, slots: Sequence[_Slot]) -> list[list[int]]:
-        """The user's groups, as indices into ``slots``."""
-        if not self._groups:
-            return []
-        if isinstance(self._groups, int):
-            return buckets.split(len(slots), self._groups)
-        index_of = {id(slot.parameter): index for index, slot in enumerate(slots)}
-        return [
-            [index_of[id(parameter)] for parameter in group if id(parameter) in index_of]
-            for group in self._groups
-        ]
-
-    def _is_cast(self) -> bool:
-        """Whether the compression is one of ours, which only change the dtype: those work on whole buckets."""
-        return self._compression in (Compression.none, Compression.fp16, Compression.bf16)
-
-    def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        return self._compression.compress(parameter.new_empty(0))[0].dtype
+    def _dense_order(self, dense: Sequence[_Slot]) -> list[int] | None:
+        if self._order is None:
+            return None
+        index_of = {slot.number: index for index, slot in enumerate(dense)}
+        return [index_of[number] for number in self._order if number in index_of]
 
     # ---- small things ----------------------------------------------------------------------------------------------
-
-    def _scales(self, size: int) -> tuple[float, float]:
-        """What gradients are multiplied with before and after they are added up."""
-        if self._op is not Op.AVERAGE:
-            return 1.0, 1.0
-        # Scaling costs nothing while a gradient is copied into its bucket, and a pass over memory afterwards. A user's
-        # compression may leave integers, which had better be divided after they were decompressed.
-        if self._predivide_factor == 1.0 and self._is_cast():
-            return 1.0 / size, 1.0
-        return 1.0 / self._predivide_factor, self._predivide_factor / size
 
     def _parameters(self) -> list[torch.Tensor]:
         optimizer = self._optimizer()
@@ -501,6 +508,10 @@ class GradientReducer:
 
     def _name(self, parameter: torch.Tensor, number: int) -> str:
         return self._names.get(parameter, f"parameter {number}")
+
+
+def _named(slots: Sequence[_Slot]) -> list[tuple[str, torch.Tensor]]:
+    return [(slot.name, slot.parameter) for slot in slots]
 
 
 def bucket_bytes() -> tuple[int, int]:

@@ -138,8 +138,10 @@ class _Company:
             raise StateMismatch(
                 "the optimizers of the ranks that have not joined differ; their own errors say how"
             )
+        parameters = verdict.greatest.parameters
+        shadow.share_order(group, device, verdict.source, None, parameters)
         if verdict.sparse:
-            shadow.compare_sparse(group, device, {}, verdict.greatest.parameters)
+            shadow.compare_sparse(group, device, {}, parameters)
         layout = shadow.hear_layout(group, device, verdict.source)
         number = self._known.number(verdict)
         before = self._shadows.get(number)

@@ -37,7 +37,7 @@ class Mark(enum.Enum):
 
 
 # By reduction, so that a mark survives it among any number of joined ranks, in any floating dtype: a sum may lose
-# precision or become infinite, but not its sign.
+# precision or become infinite, and be scaled, but not lose its sign.
 _VALUES: dict[Op, dict[Mark, float]] = {
     Op.SUM: {Mark.JOINED: 0.0, Mark.STEP: 1.0, Mark.CHANGE: -1.0},
     Op.MAX: {Mark.JOINED: 0.0, Mark.STEP: 1.0, Mark.CHANGE: 2.0},
@@ -90,11 +90,14 @@ class Sparse(msgspec.Struct, frozen=True):
 class Layout(msgspec.Struct, frozen=True):
     """All that travels in a step, in order: the buffers, then the sparse gradients.
 
-    The last element of the first buffer is the mark. ``op`` is the reduction as it is sent.
+    The last element of the first buffer is the mark. ``op`` is the reduction as it is sent, ``scale`` what a group that
+    scales inside multiplies its results with, ``order`` the one in which gradients become ready.
     """
 
     digest: int
     op: int
+    scale: float
+    order: tuple[int, ...]
     wires: tuple[Wire, ...]
     sparse: tuple[Sparse, ...]
 

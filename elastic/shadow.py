@@ -7,13 +7,14 @@ in `elastic.plans`; when they are exchanged, in `elastic.gradients` and `elastic
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from elastic import plans, runtime, sparse_gradients
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import StateMismatch
+from elastic.gradient_buckets import zeros
 from elastic.plans import Agreed, Layout, Mark, Plans, Sparse, Verdict, Wire
 
 GATHERED = (Op.SUM,)  # the reductions, as they are sent, that gathered gradients have
@@ -45,6 +46,24 @@ def propose(
 ) -> tuple[torch.Tensor, Work]:
     numbers = torch.tensor(proposal, dtype=torch.int64, device=device)
     return numbers, group.allreduce(numbers, Op.MAX)
+
+
+def share_order(
+    group: Collectives,
+    device: torch.device,
+    source: int | None,
+    own: Sequence[int] | None,
+    parameters: int,
+) -> tuple[int, ...]:
+    """The order of the gradients as rank ``source`` knows it. ``own``: None on a rank that has joined."""
+    assert source is not None
+    order = torch.zeros(parameters, dtype=torch.int32)
+    if group.rank == source:
+        assert own is not None
+        order = torch.tensor(own, dtype=torch.int32)
+    order = order.to(device)
+    group.broadcast(order, source).wait()
+    return tuple(order.tolist())
 
 
 def compare_sparse(
@@ -95,12 +114,18 @@ def end_plan(rt: runtime.Runtime, agreed: Agreed, members: Members) -> None:
     """Meets the buffer that joined ranks wait in with, of a plan that is about to be replaced."""
     wire = agreed.layout.wires[0]
     group = rt.group(agreed.purpose, torch.device(wire.device), members)
-    _marked(group, _zeros(wire), Op(agreed.layout.op), Mark.CHANGE).wait()
+    _marked(group, _zeros(wire), agreed.layout, Mark.CHANGE).wait()
 
 
-def _marked(group: Collectives, buffer: torch.Tensor, op: Op, mark: Mark) -> Work:
-    buffer[-1] = plans.mark_value(op, mark)
-    return group.allreduce(buffer, op)
+def _marked(group: Collectives, buffer: torch.Tensor, layout: Layout, mark: Mark) -> Work:
+    buffer[-1] = plans.mark_value(Op(layout.op), mark)
+    return _reduced(group, buffer, layout)
+
+
+def _reduced(group: Collectives, buffer: torch.Tensor, layout: Layout) -> Work:
+    """As the ranks that have gradients do it: whoever reduces in shared memory scales for all."""
+    scale = layout.scale if group.scales_inside else 1.0
+    return group.allreduce(buffer, Op(layout.op), scale)
 
 
 # ---- the steps of a joined rank --------------------------------------------------------------------------------------
@@ -144,7 +169,7 @@ class Shadow:
     def _wait_again(self) -> Work:
         self._buffer.zero_()
         group = self._rt.group(self.agreed.purpose, torch.device(self._first.device), self._members)
-        return _marked(group, self._buffer, self._op, Mark.JOINED)
+        return _marked(group, self._buffer, self._layout, Mark.JOINED)
 
     def _follow(self) -> None:
         """The rest of a step, of which the first buffer is complete."""
@@ -153,9 +178,10 @@ class Shadow:
             if len(under_way) == AT_ONCE:
                 self._end(under_way.popleft())
             buffer = self._spare[wire.dtype + wire.device].pop()
-            zeros = buffer[: wire.elements].zero_()
+            nothing = buffer[: wire.elements].zero_()
             group = self._rt.group(self.agreed.purpose, torch.device(wire.device), self._members)
-            under_way.append((buffer, group.allreduce(zeros, self._op), wire.dtype + wire.device))
+            work = _reduced(group, nothing, self._layout)
+            under_way.append((buffer, work, wire.dtype + wire.device))
         while under_way:
             self._end(under_way.popleft())
         by_device: dict[str, list[Sparse]] = {}
@@ -172,7 +198,7 @@ class Shadow:
 
 
 def _zeros(wire: Wire) -> torch.Tensor:
-    return torch.zeros(wire.elements, dtype=getattr(torch, wire.dtype), device=wire.device)
+    return zeros(wire.elements, getattr(torch, wire.dtype), torch.device(wire.device))
 
 
 def _buffers(wires: list[Wire]) -> dict[str, list[torch.Tensor]]:

@@ -20,24 +20,30 @@ from elastic.protocol import Place
 
 
 class Twins:
-    """A group of ``size`` in which every other rank sends what this one sends."""
+    """A group of ``size`` in which every other rank sends what this one sends. ``calls`` are its reductions."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, scales_inside: bool = False) -> None:
         self.rank, self.size = 0, size
+        self.scales_inside = scales_inside
         self.calls: list[tuple[str, int]] = []
         self.failure: str | None = None
         self.holding = False  # works under way don't end
 
-    def allreduce(self, tensor, op):
+    def allreduce(self, tensor, op, scale=1.0):
         if self.failure:
             raise CollectiveFailed(self.failure)
         self.calls.append((op.name, tensor.numel()))
-        return TwinWork(self, tensor, op)
+        factor = self.size if op is Op.SUM else 1
+        return TwinWork(self, tensor, factor * scale if tensor.is_floating_point() else factor)
+
+    def broadcast(self, tensor, root):
+        assert root == self.rank
+        return TwinWork(self, tensor, 1)
 
 
 class TwinWork:
-    def __init__(self, group, tensor, op) -> None:
-        self.group, self.tensor, self.op = group, tensor, op
+    def __init__(self, group, tensor, factor) -> None:
+        self.group, self.tensor, self.factor = group, tensor, factor
 
     def done(self) -> bool:
         return not self.group.holding
@@ -45,8 +51,8 @@ class TwinWork:
     def wait(self) -> None:
         if self.group.failure:
             raise CollectiveFailed(self.group.failure)
-        if self.op is Op.SUM:
-            self.tensor.mul_(self.group.size)
+        if self.factor != 1:
+            self.tensor.mul_(self.factor)
 
 
 class Meeting:
@@ -139,6 +145,27 @@ def ranks_as_threads(monkeypatch):
             return [future.result() for future in futures]
 
     return run
+
+
+class AllJoin:
+    """What the engine tells: all have joined once every one has asked to."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.came: list[int] = []
+
+    def start_join(self) -> int:
+        self.came.append(runtime.current().place.rank)
+        return 0
+
+    def join_noted(self, turn: int) -> bool:
+        return True
+
+    def poll(self, turn: int) -> bool:
+        return len(self.came) >= self.size
+
+    def synchronize(self, turn: int) -> int:
+        return self.came[self.size - 1]
 
 
 def net(*widths: int) -> Any:  # a torch.nn.Sequential

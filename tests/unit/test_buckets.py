@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.buckets import Bucket, Item, plan, split
+from elastic.buckets import Bucket, Item, expected_order, plan, seen_order, split
 
 MB = 1 << 20
 
@@ -50,6 +50,20 @@ def test_a_group_of_two_kinds_travels_in_two_pieces():
     assert members(plan(items, groups=[[0, 1]])) == [(1,), (0,)]
 
 
+def test_an_order_that_was_seen_counts_more_than_the_declared_one():
+    items = floats(10, 10, 10, 2, 10)
+    order = (3, 0, 4, 1, 2)
+    buckets = plan(items, order=order, first_bytes=MB, full_bytes=20 * MB)
+    assert members(buckets) == [(3,), (0, 4), (1, 2)]
+
+
+def test_what_became_ready_comes_first_and_the_rest_as_declared():
+    assert seen_order([3, 1], 5) == (3, 1, 0, 2, 4)
+    assert seen_order([2, 0, 2, 1], 3) == (2, 0, 1)
+    assert seen_order([], 3) is None
+    assert expected_order(3) == (2, 1, 0)
+
+
 def test_nothing_needs_no_bucket():
     assert plan([]) == []
 
@@ -66,11 +80,15 @@ sizes = st.lists(
 )
 
 
-@given(sizes, st.integers(0, 20_000), st.integers(0, 20_000))
-def test_every_item_is_in_one_bucket_and_overlaps_no_other(items, first_bytes, full_bytes):
-    buckets = plan(items, first_bytes=first_bytes, full_bytes=full_bytes)
+@given(sizes, st.randoms(), st.integers(0, 20_000), st.integers(0, 20_000))
+def test_every_item_is_in_one_bucket_and_overlaps_no_other(items, random, first_bytes, full_bytes):
+    order = list(expected_order(len(items)))
+    assert plan(items, first_bytes=first_bytes) == plan(items, first_bytes=first_bytes, order=order)
+    random.shuffle(order)
+    buckets = plan(items, order=order, first_bytes=first_bytes, full_bytes=full_bytes)
     assert sorted(i for bucket in buckets for i in bucket.members) == list(range(len(items)))
-    assert [-min(b.members) for b in buckets] == sorted(-min(b.members) for b in buckets)
+    last = [max(map(order.index, bucket.members)) for bucket in buckets]
+    assert last == sorted(last)
     for bucket in buckets:
         ends = 0
         for member, offset in zip(bucket.members, bucket.offsets, strict=True):

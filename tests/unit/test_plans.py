@@ -27,7 +27,7 @@ class Optimizer:
 
 
 def layout(digest: int) -> Layout:
-    return Layout(digest, int(Op.SUM), (Wire(17, "float32", "cpu"),), ())
+    return Layout(digest, int(Op.SUM), 0.5, (0,), (Wire(17, "float32", "cpu"),), ())
 
 
 def reduced(*proposals: list[int]) -> plans.Verdict:
@@ -50,6 +50,13 @@ def test_one_rank_that_has_data_is_heard_among_any_number_that_joined(op, joined
 def test_all_joined_is_heard_too(op):
     sent = [plans.mark_value(op, Mark.JOINED)] * 7
     assert plans.read_mark(op, FOLDS[op](sent)) is Mark.JOINED
+
+
+def test_a_mark_survives_the_scale_of_an_average():
+    for size in (2, 1000):
+        for mark in (Mark.STEP, Mark.CHANGE):
+            one = plans.mark_value(Op.SUM, mark) / size
+            assert plans.read_mark(Op.SUM, one) is mark
 
 
 def test_a_sum_or_product_too_large_for_its_dtype_is_still_understood():
@@ -93,6 +100,8 @@ def test_a_layout_survives_the_wire():
     sent = Layout(
         1 << 61,
         int(Op.SUM),
+        1 / 3,
+        (2, 0, 1),
         (Wire(3, "bfloat16", "cuda"), Wire(1, "float32", "cpu")),
         (Sparse(4, (50, 8), 1, "float32", "cpu"),),
     )

@@ -1,0 +1,77 @@
+"""What the user chose about an optimizer's gradients, and what follows from that. Decides; talks to nobody."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from elastic import buckets
+from elastic.collectives.interface import Op
+from elastic.compression import Compression
+from elastic.gradient_buckets import Compressor, Scales, gradient_strides
+
+
+@dataclass(frozen=True)
+class Options:
+    """As given to `elastic.optimizer.DistributedOptimizer`, checked."""
+
+    op: Op
+    predivide_factor: float
+    compression: Compressor
+    groups: int | Sequence[Sequence[torch.Tensor]] | None
+
+    @property
+    def wire_op(self) -> Op:
+        """The reduction as it is sent."""
+        return Op.SUM if self.op is Op.AVERAGE else self.op
+
+    @property
+    def casts(self) -> bool:
+        """Whether the compression is one of ours, which only change the dtype: those work on whole buckets."""
+        return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
+
+    def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Of gradients of this parameter, where the compression casts."""
+        return self.compression.compress(parameter.new_empty(0))[0].dtype
+
+    def scales(self, size: int, inside: bool) -> Scales:
+        """What gradients are multiplied with. ``inside``: whether the group scales while it adds up."""
+        if self.op is not Op.AVERAGE:
+            return Scales()
+        before, after = 1.0 / self.predivide_factor, self.predivide_factor / size
+        if not self.casts:
+            # A user's compression may leave integers, which had better be divided after they were decompressed.
+            return Scales(filling=before, finishing=after)
+        if inside:
+            return Scales(filling=before, reducing=after)
+        # Else scaling costs nothing while a gradient is copied into its bucket, and a pass over memory afterwards.
+        if self.predivide_factor == 1.0:
+            return Scales(filling=after)
+        return Scales(filling=before, finishing=after)
+
+    def grouped(self, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+        """The user's groups, as indices into ``parameters``."""
+        if not self.groups:
+            return []
+        if isinstance(self.groups, int):
+            return buckets.split(len(parameters), self.groups)
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        return [
+            [index_of[id(parameter)] for parameter in group if id(parameter) in index_of]
+            for group in self.groups
+        ]
+
+    def digest(self, named: Sequence[tuple[str, torch.Tensor]], full_at: tuple[int, int]) -> int:
+        """62 bits of everything that must be the same on every rank. ``full_at``: the sizes of buckets."""
+        compression = self.compression
+        kind = compression if isinstance(compression, type) else type(compression)
+        lines = [f"{self.op} {self.predivide_factor} {kind.__qualname__} {full_at}"]
+        for name, parameter in named:
+            strides = gradient_strides(parameter)
+            lines.append(f"{name} {parameter.dtype} {tuple(parameter.shape)} {strides}")
+        lines += [str(group) for group in self.grouped([parameter for _, parameter in named])]
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 2
