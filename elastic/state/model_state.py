@@ -10,69 +10,16 @@ world's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from elastic.errors import Invalid, StateMismatch
-from elastic.state.part import Index, Part, Place, Spec
+from elastic.state.anatomy import Anatomy, Skeleton, dissect, plain
+from elastic.state.part import Part, Place, Spec
+from elastic.state.python_values import Index
 from elastic.state.snapshot import dense, same_bits
-
-
-@dataclass
-class Anatomy:
-    """A model's tensors by name. Shared modules and parameters appear once, under their first name."""
-
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent
-    transient: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent=False
-    absent: list[str] = field(default_factory=list)  # registered as None
-    persistent: list[str] = field(default_factory=list)  # names of buffers, None or not
-    aliases: dict[str, str] = field(default_factory=dict)  # tied parameters
-    owners: dict[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)
-    extra: dict[str, torch.nn.Module] = field(default_factory=dict)
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.parameters.items()
-        yield from self.buffers.items()
-        yield from self.transient.items()
-
-
-def dissect(model: torch.nn.Module) -> Anatomy:
-    found = Anatomy()
-    first: dict[int, str] = {}
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name = prefix + key
-            if id(parameter) in first:
-                found.aliases[name] = first[id(parameter)]
-                continue
-            first[id(parameter)] = name
-            found.parameters[name] = parameter
-        unsaved = getattr(module, "_non_persistent_buffers_set", ())
-        for key, buffer in module._buffers.items():
-            name = prefix + key
-            found.owners[name] = module, key
-            if key not in unsaved:
-                found.persistent.append(name)
-            if buffer is None:
-                found.absent.append(name)
-            else:
-                (found.transient if key in unsaved else found.buffers)[name] = buffer
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            found.extra[path] = module
-    return found
-
-
-def plain(tensor: torch.Tensor) -> bool:
-    """Whether it is so many bytes at regular strides; a sparse or quantized one is copied as an object."""
-    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_mkldnn
 
 
 class ModelStateHandler(Part):
@@ -87,13 +34,27 @@ class ModelStateHandler(Part):
                     f"{self._full(name)} has no shape yet; run one forward pass before you hand the model to a state"
                 )
         self._gradients: list[tuple[int, int, int]] = []
+        self._dissect()
+
+    def _dissect(self) -> Anatomy:
+        anatomy = dissect(self.value)
+        self._skeleton = Skeleton(self.value, anatomy)
+        self._names = Index(
+            parameters=list(anatomy.parameters),
+            persistent=anatomy.persistent,
+            absent=anatomy.absent,
+        )
+        return anatomy
 
     def seems_unchanged(self) -> bool:
         """A backward pass ran if a gradient is another one: an optimizer of the script's own may have followed."""
         gradients = [
             (id(each), each._version, each.data_ptr() if plain(each) else 0)
-            for each in (parameter.grad for parameter in self.value.parameters())
-            if each is not None and not each.is_inference()
+            for module in self._skeleton.modules
+            for parameter in module._parameters.values()
+            if parameter is not None
+            and (each := parameter.grad) is not None
+            and not each.is_inference()
         ]
         before, self._gradients = self._gradients, gradients
         return gradients == before
@@ -111,22 +72,24 @@ class ModelStateHandler(Part):
         return lines
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        anatomy = dissect(self.value)
+        structure, tensors = self.live()
+        return structure, {name: dense(tensor) for name, tensor in tensors.items()}
+
+    def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        found = self._skeleton.tensors()
+        if found is None:
+            found = dict(self._dissect().tensors())
         tensors, opaque = {}, {}
-        for name, tensor in anatomy.tensors():
-            if plain(tensor):
-                if not tensor.is_meta:
-                    tensors[name] = dense(tensor)
-            else:
+        for name, tensor in found.items():
+            if not plain(tensor):
                 opaque[name] = tensor.detach().clone()
+            elif not tensor.is_meta:
+                tensors[name] = tensor if tensor.is_contiguous() else dense(tensor)
+        extra = self._skeleton.extra
         structure = {
-            "names": Index(
-                parameters=list(anatomy.parameters),
-                persistent=anatomy.persistent,
-                absent=anatomy.absent,
-            ),
+            "names": self._names,
             "opaque": _Opaque(opaque),
-            "extra": {path: module.get_extra_state() for path, module in anatomy.extra.items()},
+            "extra": {path: module.get_extra_state() for path, module in extra.items()},
         }
         return structure, tensors
 

@@ -8,16 +8,89 @@ whether or not there are entries.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from elastic.state import activity
-from elastic.state.model_state import plain
-from elastic.state.part import Index, Part, Place, Spec
+from elastic.state.anatomy import plain
+from elastic.state.part import Part, Place, Spec
+from elastic.state.python_values import Index
 from elastic.state.snapshot import dense
 
 Groups = list[list[torch.Tensor]]
+
+
+@dataclass
+class Entries:
+    """What an optimizer keeps per parameter, without the tensors: their names, and how to find them another time."""
+
+    origins: Index = field(default_factory=Index)  # name: (number, key, device type)
+    owners: Index = field(default_factory=Index)  # numbers that have entries, if only an empty dict
+    values: dict[int, Any] = field(default_factory=dict)  # what is no plain tensor among them
+    # Of no parameter of this optimizer; an old parameter's are left out, they can't be named elsewhere.
+    loose: dict[Any, Any] = field(default_factory=dict)
+    traits: Any = None  # None: Python values are among them, so they are taken apart each time
+    devices: list[torch.device] = field(default_factory=list)
+
+    def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
+        """Those of the moment by name. None: they are other ones than before, take them apart again."""
+        if self.traits is None or traits_of(optimizer) != self.traits:
+            return None
+        found: list[Any] = []
+        for entries in optimizer.state.values():
+            found += entries.values()
+        if not all(isinstance(each, torch.Tensor) and plain(each) for each in found):
+            return None
+        if [each.device for each in found] != self.devices:
+            return None
+        tensors = [each if each.is_contiguous() else dense(each) for each in found]
+        return dict(zip(self.origins, tensors, strict=True))
+
+
+def traits_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Equal traits: the same parameters at the same places, with entries of the same keys."""
+    parameters = [id(each) for group in optimizer.param_groups for each in group["params"]]
+    return parameters, [
+        (id(owner), *entries) if isinstance(entries, dict) else None
+        for owner, entries in optimizer.state.items()
+    ]
+
+
+def entries_of(optimizer: torch.optim.Optimizer) -> tuple[Entries, dict[str, torch.Tensor]]:
+    """Takes an optimizer's state apart: what is not tensors, and the live tensors by name."""
+    found = Entries()
+    tensors: dict[str, torch.Tensor] = {}
+    numbers = {
+        id(each): number
+        for number, each in enumerate(
+            each for group in optimizer.param_groups for each in group["params"]
+        )
+    }
+    lasting = True
+    state: dict[Any, Any] = optimizer.state
+    for owner, entries in state.items():
+        number = numbers.get(id(owner))
+        if number is None:
+            lasting = False
+            if not isinstance(owner, torch.Tensor):
+                found.loose[owner] = entries
+        elif not isinstance(entries, dict):
+            found.values[number] = entries
+        else:
+            found.owners[number] = True
+            for key, entry in entries.items():
+                if isinstance(entry, torch.Tensor) and plain(entry) and not entry.is_meta:
+                    name = f"{number}.{key}"
+                    tensors[name] = dense(entry)
+                    found.origins[name] = number, key, entry.device.type
+                    found.devices.append(entry.device)
+                else:
+                    found.values.setdefault(number, {})[key] = entry
+    if lasting and not found.values and len(tensors) == len(found.devices):
+        found.traits = traits_of(optimizer)
+    return found, tensors
 
 
 class OptimizerStateHandler(Part):
@@ -30,6 +103,7 @@ class OptimizerStateHandler(Part):
 
     def _adopt_value(self) -> None:
         activity.watch_optimizers()
+        self._entries, _ = entries_of(self.value)
         self._by_dict = type(self.value).state_dict is not torch.optim.Optimizer.state_dict
 
     def layout(self) -> list[str]:
@@ -39,39 +113,19 @@ class OptimizerStateHandler(Part):
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         if self._by_dict:
             return {"dict": self.value.state_dict()}, {}
-        tensors: dict[str, torch.Tensor] = {}
-        origins = Index()  # name: (number of the parameter, key, device type)
-        owners = Index()  # numbers of the parameters that have entries, if only an empty dict
-        values: dict[int, Any] = {}  # what is no plain tensor among them
-        numbers = {id(each): number for number, each in enumerate(self._parameters())}
-        loose = {}
-        for owner, entries in self.value.state.items():
-            number = numbers.get(id(owner))
-            if number is None:
-                loose[owner] = entries
-            elif not isinstance(entries, dict):
-                values[number] = entries
-            else:
-                owners[number] = True
-                for key, entry in entries.items():
-                    if isinstance(entry, torch.Tensor) and plain(entry) and not entry.is_meta:
-                        name = f"{number}.{key}"
-                        tensors[name] = dense(entry)
-                        origins[name] = number, key, entry.device.type
-                    else:
-                        values.setdefault(number, {})[key] = entry
+        tensors = self._entries.tensors(self.value)
+        if tensors is None:
+            self._entries, tensors = entries_of(self.value)
+        entries = self._entries
         structure = {
             "options": [
                 {key: value for key, value in group.items() if key != "params"}
                 for group in self.value.param_groups
             ],
-            "owners": owners,
-            "values": values,
-            "origins": origins,
-            # Entries of no parameter of this optimizer: an old parameter's can't be named elsewhere.
-            "loose": {
-                key: value for key, value in loose.items() if not isinstance(key, torch.Tensor)
-            },
+            "owners": entries.owners,
+            "values": entries.values,
+            "origins": entries.origins,
+            "loose": entries.loose,
         }
         return structure, tensors
 

@@ -74,13 +74,6 @@ class Spec:
         return count
 
 
-class Index(dict[Any, Any]):
-    """What `Part.pack` makes anew each time and nobody changes: copies of a structure share it."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Index:
-        return self
-
-
 class Part(StateHandler):
     """A handler that a `TorchState` can commit at memory speed and send in one transfer with the others."""
 
@@ -103,6 +96,10 @@ class Part(StateHandler):
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """A structure of Python values that can be copied and pickled, and the live tensors, dense and detached."""
         raise NotImplementedError
+
+    def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """As `pack`, for a commit: tensors need not be detached."""
+        return self.pack()
 
     def seems_unchanged(self) -> bool:
         """False if there is evidence that the value was worked on since this was last asked."""
@@ -141,7 +138,7 @@ class Part(StateHandler):
 
     def save(self) -> None:
         """Copies the value. CUDA tensors are under way when it returns; all others are copied. Raises Invalid."""
-        structure, tensors = self.pack()
+        structure, tensors = self.live()
         beside = copied(structure, self.what), self.own()
         self.snapshot.take(tensors, beside, trust=self.seems_unchanged())
 
@@ -161,7 +158,7 @@ class Part(StateHandler):
                 elif where is Place.NEW:
                     fresh[name] = buffers[name].clone()
             self.place(structure, fresh, own, restoring=True)
-        bank.adopt(self.pack()[1])
+        bank.adopt(self.live()[1])
         self.seems_unchanged()
 
     def before_restore(self, own: Any) -> None:

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from elastic.errors import PeerLost
 from elastic.state import activity, pinned
+from elastic.state.host_copy import HostCopy
 
 SAMPLES = 16  # elements compared in a tensor that seems unchanged ...
 SMALL = 4096  # ... and tensors up to this many elements are compared whole
@@ -47,17 +48,44 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-class _Copy:
-    """One tensor's buffer, and how the tensor looked when it was copied."""
+class Look:
+    """How tensors look at one moment. Two equal looks: the same kinds at the same places, and no traced change between.
 
-    __slots__ = ("buffer", "on_gpu", "pointer", "storage", "version")
+    One list for each question instead of one object for each tensor: a commit asks them of every tensor at every step,
+    and what it spends here is a good part of its price beside the copy.
+    """
+
+    __slots__ = ("kinds", "names", "pointers", "storages", "tensors", "versions")
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.names = list(tensors)
+        self.tensors = live = list(tensors.values())
+        self.kinds = [
+            (each.shape, each.dtype, each.device, each.is_contiguous(), each.is_neg(), type(each))
+            for each in live
+        ]
+        self.pointers = [each.data_ptr() for each in live]
+        self.storages = [each.untyped_storage()._cdata for each in live]
+        self.versions: list[int] | None
+        try:
+            self.versions = [each._version for each in live]
+        except RuntimeError:  # inference tensors have none
+            self.versions = None
+
+    def on_gpu(self) -> bool:
+        return any(kind[2].type == "cuda" for kind in self.kinds)
+
+
+class _Copy:
+    """One tensor's buffer, and where the tensor was when it was copied."""
+
+    __slots__ = ("buffer", "on_gpu", "pointer", "storage")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # empty_like keeps the order of dense strides, so that copying is one pass over memory both ways.
         self.on_gpu = tensor.is_cuda
         self.buffer = torch.empty_like(tensor, device="cpu", pin_memory=self.on_gpu)
         self.pointer = -1
-        self.version: int | None = None
         self.storage: StorageWeakRef | None = None
 
     def fits(self, tensor: torch.Tensor) -> bool:
@@ -68,9 +96,8 @@ class _Copy:
             and self.on_gpu == tensor.is_cuda
         )
 
-    def mark(self, tensor: torch.Tensor) -> None:
+    def refer(self, tensor: torch.Tensor) -> None:
         self.pointer = tensor.data_ptr()
-        self.version = None if tensor.is_inference() else tensor._version
         # A weak reference: the address can't be given to another storage while it is held here.
         storage = tensor.untyped_storage()
         if self.storage is None or self.storage.cdata != storage._cdata:
@@ -83,11 +110,7 @@ class _Copy:
             and self.storage.cdata == tensor.untyped_storage()._cdata
         )
 
-    def unchanged(self, tensor: torch.Tensor) -> bool:
-        if self.version is None or not self.same_storage(tensor):
-            return False
-        if tensor._version != self.version:
-            return False
+    def seems_equal(self, tensor: torch.Tensor) -> bool:
         # A look at CUDA memory would wait for the device: there, version and activity decide alone.
         return tensor.is_cuda or self._sample_agrees(tensor)
 
@@ -113,51 +136,89 @@ class Bank:
         self.copies: dict[str, _Copy] = {}
         self.beside: Any = None
         self.transit: pinned.Transit | None = None
+        self._names: list[str] = []
+        self._kinds: list[Any] = []  # what the buffers were made for
+        self._buffers: list[torch.Tensor] = []
+        self._host = HostCopy([], [])
+        self._on_gpu = False
+        self._pointers: list[int] = []
+        self._storages: list[int] = []
+        self._versions: list[int] | None = None  # when it was copied; None: can't be trusted
         self._moment: activity.Moment | None = None
 
-    def take(
-        self, tensors: dict[str, torch.Tensor], beside: Any, stage: pinned.Stage, *, trust: bool
-    ) -> None:
+    def take(self, look: Look, beside: Any, stage: pinned.Stage, *, trust: bool) -> None:
         # Read before anything is copied: what is noticed meanwhile counts for the next time.
         moment = activity.moment()
         self.beside = beside
-        if trust and moment == self._moment and self._unchanged(tensors):
+        if trust and moment == self._moment and self._unchanged(look):
             return
         self._moment = None  # until the copies are complete nothing in here can be trusted
-        copies: dict[str, _Copy] = {}
-        for name, tensor in tensors.items():
-            copy = self.copies.get(name)
-            copies[name] = copy if copy is not None and copy.fits(tensor) else _Copy(tensor)
-        self.copies = copies
-        changed = [(tensor, copies[name]) for name, tensor in tensors.items()]
-        self._copy(changed, stage)
-        for tensor, copy in changed:
-            copy.mark(tensor)
+        if look.kinds != self._kinds or look.names != self._names:
+            copies: dict[str, _Copy] = {}
+            for name, tensor in zip(look.names, look.tensors, strict=True):
+                copy = self.copies.get(name)
+                copies[name] = copy if copy is not None and copy.fits(tensor) else _Copy(tensor)
+            self._arrange(look, copies)
+        self._copy(look, stage)
+        self._refer(look)
         self._moment = moment
 
-    def _unchanged(self, tensors: dict[str, torch.Tensor]) -> bool:
-        copies = self.copies
-        return tensors.keys() == copies.keys() and all(
-            copies[name].fits(tensor) and copies[name].unchanged(tensor)
-            for name, tensor in tensors.items()
+    def _unchanged(self, look: Look) -> bool:
+        return (
+            look.versions is not None
+            and look.versions == self._versions
+            and look.pointers == self._pointers
+            and look.storages == self._storages
+            and look.kinds == self._kinds
+            and look.names == self._names
+            and all(map(_Copy.seems_equal, self.copies.values(), look.tensors))
         )
 
-    def _copy(self, changed: list[tuple[torch.Tensor, _Copy]], stage: pinned.Stage) -> None:
-        device = [(tensor, copy.buffer) for tensor, copy in changed if tensor.is_cuda]
-        host = [(tensor, copy.buffer) for tensor, copy in changed if not tensor.is_cuda]
-        self.transit = pinned.Transit() if device else None
+    def _arrange(self, look: Look, copies: dict[str, _Copy]) -> None:
+        """From now on these copies are written, in the order of this look."""
+        self.copies = copies
+        self._names, self._kinds = look.names, look.kinds
+        self._buffers = [copy.buffer for copy in copies.values()]
+        self._on_gpu = look.on_gpu()
+        self._host = HostCopy([], []) if self._on_gpu else HostCopy(look.tensors, self._buffers)
+        self._pointers = []  # new copies refer to nothing yet
+
+    def _refer(self, look: Look) -> None:
+        """Remembers what was copied. The storages are those of the commit before, nearly always."""
+        if look.pointers != self._pointers or look.storages != self._storages:
+            for copy, tensor in zip(self.copies.values(), look.tensors, strict=True):
+                copy.refer(tensor)
+            self._pointers, self._storages = look.pointers, look.storages
+        self._versions = look.versions
+
+    def _copy(self, look: Look, stage: pinned.Stage) -> None:
+        self.transit = pinned.Transit() if self._on_gpu else None
         with torch.no_grad():
-            if device and self.transit is not None:
-                pinned.send(device, stage, self.transit)
+            if self.transit is None:
+                if look.tensors:
+                    self._host.run(look.tensors, look.pointers)
+                return
+            pairs = list(zip(look.tensors, self._buffers, strict=True))
+            pinned.send([pair for pair in pairs if pair[0].is_cuda], stage, self.transit)
+            host = [pair for pair in pairs if not pair[0].is_cuda]
             if host:
                 torch._foreach_copy_([buffer for _, buffer in host], [tensor for tensor, _ in host])
 
     def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
         """These tensors were just set to the copies: they are unchanged until something happens to them."""
-        for name, tensor in tensors.items():
-            copy = self.copies.get(name)
-            if copy is not None and copy.fits(tensor):
-                copy.mark(tensor)
+        look = Look(tensors)
+        fitting = {
+            name: copy
+            for name, tensor in tensors.items()
+            if (copy := self.copies.get(name)) is not None and copy.fits(tensor)
+        }
+        if len(fitting) == len(look.names) == len(self.copies):
+            self._arrange(look, fitting)
+            self._refer(look)
+        else:
+            for name, copy in fitting.items():
+                copy.refer(tensors[name])
+            self._versions = None
         self._moment = activity.moment()
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -197,14 +258,15 @@ class Snapshot:
 
         On the CPU complete when it returns. CUDA copies are under way. Raises PeerLost if the last ones never counted.
         """
-        if any(tensor.is_cuda for tensor in tensors.values()):
+        look = Look(tensors)
+        if not self.doubled and look.on_gpu():
             self.double()
         # The bank that is overwritten now is the one to go back to, unless the newest counts.
         if self._filled and not self.counts():
             raise PeerLost("the world broke before its last commit had left the GPU")
         target = (self._newest + 1) % len(self._banks)
         self._filled = min(self._filled, len(self._banks) - 1)
-        self._banks[target].take(tensors, beside, self._stage, trust=trust)
+        self._banks[target].take(look, beside, self._stage, trust=trust)
         self._newest = target
         self._filled += 1
 

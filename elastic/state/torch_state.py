@@ -69,6 +69,9 @@ class TorchState(ObjectState):
             self._random.save()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):  # ours; a commit sets several
+            object.__setattr__(self, name, value)
+            return
         handlers: dict[str, StateHandler] = self.__dict__.get("_handlers", {})
         if name in handlers or (
             name in self.__dict__.get("_saved_state", ()) and value is not None

@@ -7,6 +7,7 @@ import torch
 
 from elastic.errors import PeerLost
 from elastic.state import activity, pinned
+from elastic.state.host_copy import HostCopy
 from elastic.state.snapshot import SMALL, Snapshot, as_bytes, dense, same_bits
 
 
@@ -14,13 +15,13 @@ from elastic.state.snapshot import SMALL, Snapshot, as_bytes, dense, same_bits
 def copies(monkeypatch):
     """How many tensors each copy wrote."""
     counted: list[int] = []
-    real = torch._foreach_copy_
+    real = HostCopy.run
 
-    def counting(to, what):
-        counted.append(len(to))
-        real(to, what)
+    def counting(self, tensors, pointers):
+        counted.append(len(tensors))
+        real(self, tensors, pointers)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    monkeypatch.setattr(HostCopy, "run", counting)
     return counted
 
 

@@ -20,6 +20,7 @@ from elastic.state.handlers import (
     get_handler_registry,
     set_handler_registry,
 )
+from elastic.state.host_copy import HostCopy
 from elastic.state.snapshot import SMALL, same_bits
 from elastic.state.state import has_custom_sync
 
@@ -157,13 +158,13 @@ def test_an_unchanged_state_is_not_copied_again(monkeypatch):
     step(model, optimizer)
     state = TorchState(model=model, optimizer=optimizer, epoch=0)
     copies: list[int] = []
-    real = torch._foreach_copy_
+    real = HostCopy.run
 
-    def counting(to: list[torch.Tensor], what: list[torch.Tensor]) -> None:
-        copies.append(len(to))
-        real(to, what)
+    def counting(self: HostCopy, tensors: list[torch.Tensor], pointers: list[int]) -> None:
+        copies.append(len(tensors))
+        real(self, tensors, pointers)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    monkeypatch.setattr(HostCopy, "run", counting)
     state.commit()
     assert copies == []
     step(model, optimizer)

@@ -1,0 +1,101 @@
+"""Copies for a commit: every bit arrives, by the C++ library or by torch, whatever the tensors look like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic.collectives import library
+from elastic.state.host_copy import HostCopy
+from elastic.state.snapshot import same_bits
+
+
+@pytest.fixture(params=["library", "torch"])
+def way(request, monkeypatch):
+    """Who copies what can be copied byte by byte."""
+    if request.param == "torch":
+        monkeypatch.setattr(library, "load", lambda: None)
+    elif library.load() is None:
+        pytest.skip(library.missing())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    return request.param
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """How many tensors torch was asked to copy, each time."""
+    counted: list[int] = []
+    real = torch._foreach_copy_
+
+    def counting(to, what):
+        counted.append(len(to))
+        real(to, what)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    return counted
+
+
+def copy_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    buffers = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+    with torch.no_grad():
+        HostCopy(tensors, buffers).run(tensors, [tensor.data_ptr() for tensor in tensors])
+    return buffers
+
+
+def assert_copied(tensors: list[torch.Tensor]) -> None:
+    for tensor, buffer in zip(tensors, copy_of(tensors), strict=True):
+        assert same_bits(tensor, buffer)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1023, 1024, 1025, 1151, 100_003])
+@pytest.mark.parametrize("shift", [0, 1, 17])
+def test_any_number_of_bytes_at_any_alignment(way, size, shift):
+    whole = torch.arange(size + 2 * shift, dtype=torch.int64).to(torch.uint8)
+    source = whole[shift : shift + size]
+    room = torch.full((size + 64,), 7, dtype=torch.uint8)
+    buffer = room[33 - shift : 33 - shift + size]
+    HostCopy([source], [buffer]).run([source], [source.data_ptr()])
+    assert torch.equal(buffer, source)
+    assert (room[: 33 - shift] == 7).all()  # and nothing beside it
+    assert (room[33 - shift + size :] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_any_dtype(way, dtype):
+    assert_copied([torch.randn(40, 50).to(dtype), torch.ones((), dtype=dtype)])
+
+
+def test_what_is_no_row_of_bytes_is_left_to_torch(way, by_torch):
+    odd = [
+        torch.randn(30, 40).t(),
+        torch.randn(30, 40)[:, ::2],
+        torch.randn(2, 3, 20, 20).to(memory_format=torch.channels_last),
+        torch._neg_view(torch.randn(2000)),
+        torch.randn(2000, dtype=torch.complex64).conj(),
+    ]
+    assert_copied([torch.randn(2000), *odd, torch.nn.Parameter(torch.randn(3))])
+    assert by_torch == ([len(odd)] if way == "library" else [len(odd) + 2])
+
+
+def test_a_tensor_of_a_class_of_its_own_is_left_to_torch(by_torch, monkeypatch):
+    class Other(torch.Tensor):
+        pass
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert_copied([torch.randn(2000).as_subclass(Other)])
+    assert by_torch == [1]
+
+
+def test_several_threads_of_torch_are_faster_than_one_of_ours(by_torch, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert_copied([torch.randn(2000)])
+    assert by_torch == [1]
+
+
+def test_later_tensors_come_from_where_they_are_then(way):
+    first, second = torch.randn(3000), torch.randn(3000)
+    buffer = torch.empty(3000)
+    copy = HostCopy([first], [buffer])
+    copy.run([first], [first.data_ptr()])
+    copy.run([second], [second.data_ptr()])
+    assert torch.equal(buffer, second)
