@@ -1,12 +1,17 @@
-"""How long is a training step beside torch's DistributedDataParallel? Two workers over Gloo, in one run, paired.
+"""How long is a training step? Beside torch's DistributedDataParallel and torchft, in one run, round by round.
 
-    python benchmarks/step.py [--ranks 2] [--layers 5] [--width 2240] [--batch 8] [--rounds 40] [--json FILE]
+    python benchmarks/step.py [--models mlp gpt convnet] [--ranks 1 2 4] [--rounds 40] [--json FILE]
 
-Every rank holds two equal models, one trained with DistributedOptimizer and one with DDP at its defaults, and takes
-turns: a step of one, a step of the other, in alternating order. The ratio of the two steps of a round is what counts;
-on a shared machine it is far steadier than either time. The slowest rank's times are taken.
+Every rank holds equal models, each trained in its own way: with DistributedOptimizer; with DDP at its defaults; with
+torchft's, where it is installed; and alone, with no reduction at all. They take turns, a step each, in changing order.
+The ratio of two steps of a round is what counts; on a shared machine it is far steadier than either time. The slowest
+rank's times are taken. Each rank computes in one thread.
 
-What it decided (2 ranks on 2 busy cores, ratio to DDP in the same run; DDP has 25 MB and 2 threads):
+Scaling efficiency is the time of a step without reduction divided by that of ours: both with as many ranks, which
+compete for the same cores, so that 1.0 says that reducing costs nothing. Before anything is timed, every way has to
+prove that its gradients are the mean over the ranks; at the end, that the ranks hold the same bits.
+
+What this decided earlier, when every bucket went over Gloo (2 ranks on 2 busy cores, ratio to DDP in the same run):
 
     bucket is full at, MB       1     4     8    16    25
     5 layers of 20 MB           -   0.81     -  0.79  0.89    (4 and 16 make the same buckets: one per layer)
@@ -15,170 +20,206 @@ What it decided (2 ranks on 2 busy cores, ratio to DDP in the same run; DDP has 
     collectives at a time       1     2     4
     5 layers of 20 MB         1.00  0.89  1.00                (at 25 MB)
 
-So buckets are full at 8 MB, and two of them travel at a time. The time saved beside DDP is the copy from the bucket
-back to the gradients, and that a gradient's own memory is free again as soon as it was copied: a tenth of the CPU time
-of the step. Nothing of this was measured over NCCL.
+So buckets are full at 8 MB, and two of them travel at a time over Gloo. Nothing of this was measured over NCCL.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import socket
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import distributed
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic import gradients, runtime
+import groups
+import models
+import torchft_side
+from elastic import gradients
 from elastic.optimizer import DistributedOptimizer
-from elastic.protocol import Address
+from figures import Mark, Spread, ratio, spread
 
 WARMUP = 5
+MODELS = ("mlp", "gpt", "convnet")
+PEERS = ("ddp", "torchft")
+NAMES = {"ours": "DistributedOptimizer", "ddp": "torch DDP", "torchft": "torchft"}
+# Of our step to DDP's.
+MARKS = {
+    ("mlp", 2): 0.6,
+    **{(name, ranks): 0.9 for name in ("gpt", "convnet") for ranks in (2, 4)},
+}
 
 
 @dataclass(frozen=True)
 class Question:
-    ranks: int
-    layers: int
-    width: int
-    batch: int
+    model: str
     rounds: int
-    keep_gradients: bool
+    peers: tuple[str, ...]  # that can be used here
     first_mb: float
     full_mb: float
 
 
 @dataclass(frozen=True)
 class Answer:
+    model: str
     parameters: int
-    ours_ms: float  # medians
-    ddp_ms: float
-    ratio: float  # median of ours / ddp over the rounds
-    low: float  # its quartiles
-    high: float
+    ranks: int
+    carried_by: str  # our group's backend
+    ms: dict[str, Spread]  # by way
+    to: dict[str, Spread]  # ours / that of each peer
+    efficiency: Spread
 
 
-def model(question: Question) -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[torch.nn.Module] = []
-    for _ in range(question.layers):
-        layers += [torch.nn.Linear(question.width, question.width), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers[:-1])
+# ---- in each rank --------------------------------------------------------------------------------
 
 
-def ours(question: Question) -> tuple[Callable[[], None], torch.nn.Module]:
-    trained = model(question)
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(trained.parameters(), lr=0.01), trained.named_parameters()
-    )
-    return stepper(question, trained, optimizer), trained
-
-
-def ddp(question: Question) -> tuple[Callable[[], None], torch.nn.Module]:
-    trained = model(question)
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
-    return stepper(question, DistributedDataParallel(trained), optimizer), trained
-
-
-def stepper(question: Question, trained: torch.nn.Module, optimizer: Any) -> Callable[[], None]:
-    torch.manual_seed(runtime.current().place.rank)
-    inputs = torch.randn(question.batch, question.width)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=not question.keep_gradients)
-        trained(inputs).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
-def worker(rank: int, question: Question, ports: tuple[int, int], out: str) -> None:
-    torch.set_num_threads(1)
+def measure(question: Question) -> dict[str, Any]:
     gradients.FIRST_BYTES = int(question.first_mb * (1 << 20))
     gradients.FULL_BYTES = int(question.full_mb * (1 << 20))
-    runtime.init_static(rank, question.ranks, Address("127.0.0.1", ports[0]))
-    distributed.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=question.ranks
-    )
-    our_step, our_model = ours(question)
-    ddp_step, ddp_model = ddp(question)
-    times = torch.zeros(question.rounds, 2)
-    for turn in range(-WARMUP, question.rounds):
-        order = [(0, our_step), (1, ddp_step)]
-        for column, step in order if turn % 2 else reversed(order):
+    rank = distributed.get_rank()
+    ways = {"alone": alone(question, rank), "ours": ours(question, rank)}
+    if "ddp" in question.peers:
+        ways["ddp"] = ddp(question, rank)
+    torchft = torchft_side.Torchft() if "torchft" in question.peers else None
+    if torchft is not None:
+        ways["torchft"] = torchft.steps(models.make(question.model, rank))
+    for _ in range(WARMUP):
+        for steps in ways.values():
             distributed.barrier()
-            began = time.perf_counter()
-            step()
-            if turn >= 0:
-                times[turn, column] = time.perf_counter() - began
-    distributed.all_reduce(times, distributed.ReduceOp.MAX)
-    for mine, theirs in zip(our_model.parameters(), ddp_model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    if rank == 0:
-        ratios = (times[:, 0] / times[:, 1]).tolist()
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        medians = (times.median(dim=0).values * 1e3).tolist()
-        count = sum(parameter.numel() for parameter in our_model.parameters())
-        answer = Answer(count, medians[0], medians[1], middle, low, high)
-        Path(out).write_text(json.dumps(asdict(answer)))
-    distributed.barrier()
-    distributed.destroy_process_group()
+            steps()
+    prove(ways)
+    times = groups.take_turns(ways, question.rounds)
+    for name, steps in ways.items():
+        if name != "alone":
+            groups.same_everywhere(f"the model of {name}", list(steps.model.parameters()))
+    if torchft is not None:
+        torchft.close()
+    answer = Answer(
+        model=question.model,
+        parameters=models.parameters(ways["ours"].model),
+        ranks=distributed.get_world_size(),
+        carried_by=groups.named(groups.ours()),
+        ms={name: spread(seconds).times(1e3) for name, seconds in times.items()},
+        to={peer: ratio(times["ours"], times[peer]) for peer in question.peers},
+        efficiency=ratio(times["alone"], times["ours"]),
+    )
+    return asdict(answer)
 
 
-def ask(question: Question, out: Path) -> Answer:
-    ports = (free_port(), free_port())
-    spawn(worker, (question, ports, str(out)), nprocs=question.ranks)
-    return Answer(**json.loads(out.read_text()))
+def alone(question: Question, rank: int) -> models.Steps:
+    training = models.make(question.model, rank)
+    return models.Steps(training, training.model, training.optimizer())
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def ours(question: Question, rank: int) -> models.Steps:
+    training = models.make(question.model, rank)
+    names = training.model.named_parameters()
+    optimizer = DistributedOptimizer(training.optimizer(), names)
+    return models.Steps(training, training.model, optimizer)
+
+
+def ddp(question: Question, rank: int) -> models.Steps:
+    training = models.make(question.model, rank)
+    wrapped = DistributedDataParallel(training.model)
+    return models.Steps(training, wrapped, training.optimizer())
+
+
+def prove(ways: Mapping[str, models.Steps]) -> None:
+    """Raises WrongResult unless every way's gradients are the mean over the ranks. All take one step from equal
+    weights; what it should be is summed from what those alone have, in float64.
+    """
+    start = [parameter.detach().clone() for parameter in ways["ours"].model.parameters()]
+    for each in start:
+        distributed.broadcast(each, 0)
+    found = {}
+    for name, steps in ways.items():
+        with torch.no_grad():
+            for parameter, value in zip(steps.model.parameters(), start, strict=True):
+                parameter.copy_(value)
+        steps()
+        found[name] = [_gradient(parameter).clone() for parameter in steps.model.parameters()]
+    for index, mine in enumerate(found.pop("alone")):
+        wanted = mine.double()
+        distributed.all_reduce(wanted)
+        wanted /= distributed.get_world_size()
+        room = 1e-5 * float(wanted.abs().max()) + 1e-12
+        for name, gradients_found in found.items():
+            off = float((gradients_found[index].double() - wanted).abs().max())
+            claim = f"averages gradient {index} ({name})"
+            groups.agree(claim, off <= room, f"{off:.2g} off, of {room * 1e5:.2g}")
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def marks_of(answers: list[Answer]) -> list[Mark]:
+    marks = []
+    for answer in answers:
+        wanted = MARKS.get((answer.model, answer.ranks))
+        if wanted is not None and "ddp" in answer.to:
+            what = f"{answer.model}, {answer.ranks} workers, ours / DDP"
+            marks.append(Mark(what, wanted, answer.to["ddp"].median))
+    return marks
+
+
+def table(answers: list[Answer], rounds: int, missing: Mapping[str, str]) -> Table:
+    shown = Table(title=f"a training step, {rounds} rounds: median (quartiles)")
+    for heading in ("model", "workers", "carried by", "ours, ms", "without reduction, ms"):
+        shown.add_column(heading, justify="right")
+    for peer in PEERS:
+        shown.add_column(f"{NAMES[peer]}, ms", justify="right")
+        shown.add_column(f"ours / {NAMES[peer]}", justify="right")
+    shown.add_column("efficiency", justify="right")
+    for answer in answers:
+        cells = [f"{answer.model}, {answer.parameters / 1e6:.1f} M", str(answer.ranks)]
+        cells += [answer.carried_by, answer.ms["ours"].text(1), answer.ms["alone"].text(1)]
+        for peer in PEERS:
+            if peer in answer.to:
+                cells += [answer.ms[peer].text(1), answer.to[peer].text()]
+            else:
+                cells += [missing[peer], ""]
+        shown.add_row(*cells, answer.efficiency.text())
+    return shown
+
+
+def answer_of(raw: dict[str, Any]) -> Answer:
+    ms = {name: Spread(**each) for name, each in raw.pop("ms").items()}
+    to = {name: Spread(**each) for name, each in raw.pop("to").items()}
+    return Answer(**raw | {"ms": ms, "to": to, "efficiency": Spread(**raw["efficiency"])})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="worker processes")
-    parser.add_argument("--layers", type=int, default=5, help="linear layers")
-    parser.add_argument("--width", type=int, default=2240, help="inputs and outputs of a layer")
-    parser.add_argument("--batch", type=int, default=8, help="samples per worker and step")
-    parser.add_argument("--rounds", type=int, default=40, help="steps of each kind")
-    parser.add_argument(
-        "--keep-gradients", action="store_true", help="zero_grad(set_to_none=False)"
-    )
+    parser.add_argument("--models", nargs="+", choices=models.MODELS, default=MODELS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="workers")
+    parser.add_argument("--rounds", type=int, default=40, help="steps of each way")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--first-mb", type=float, default=gradients.FIRST_BYTES / (1 << 20))
     parser.add_argument("--full-mb", type=float, default=gradients.FULL_BYTES / (1 << 20))
     parser.add_argument("--json", type=Path, help="also write the result to this file")
-    flags = vars(parser.parse_args())
-    report = flags.pop("json")
-    question = Question(**flags)
-    out = Path(os.environ.get("TMPDIR", "/tmp")) / f"step-{os.getpid()}.json"
-    try:
-        answer = ask(question, out)
-    finally:
-        out.unlink(missing_ok=True)
-    print(f"{answer.parameters / 1e6:.1f} M parameters, batch {question.batch},", end=" ")
-    print(f"{question.ranks} ranks over Gloo, {question.rounds} rounds")
-    print(f"  DistributedOptimizer  {answer.ours_ms:8.1f} ms")
-    print(f"  torch DDP             {answer.ddp_ms:8.1f} ms")
-    print(
-        f"  ratio                 {answer.ratio:8.3f}     quartiles {answer.low:.3f} .. {answer.high:.3f}"
-    )
-    if report is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        machine["torch"] = torch.__version__
-        result = {"question": asdict(question), "answer": asdict(answer), "machine": machine}
-        report.write_text(json.dumps(result, indent=2) + "\n")
+    options = parser.parse_args()
+    missing = {peer: "not asked for" for peer in PEERS if peer not in options.peers}
+    if "torchft" not in missing and (why := torchft_side.why_not()):
+        missing["torchft"] = why
+    peers = tuple(peer for peer in PEERS if peer not in missing)
+    answers = []
+    for name in options.models:
+        question = Question(name, options.rounds, peers, options.first_mb, options.full_mb)
+        answers += [answer_of(groups.ask(measure, ranks, question)) for ranks in options.ranks]
+    console = groups.console()
+    console.print(table(answers, options.rounds, missing))
+    marks = marks_of(answers)
+    groups.say_marks(console, marks)
+    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
 
 
 if __name__ == "__main__":

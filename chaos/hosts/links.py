@@ -14,7 +14,9 @@ from elastic.errors import Invalid
 
 TABLE = "bridge elastic_chaos"
 PARTS = 10_000  # resolution of a share of packets
-QUEUE = "burst 32kbit latency 400ms"  # of a slow link, as an ordinary router's
+LATENCY = "latency 400ms"  # that the queue of a slow link takes up, as an ordinary router's
+BURST_BYTES = 4_000  # that pass at once, at the least
+BURST_S = 0.004  # ... and in which a fast link may pass them: timers are not finer, and packets are sent in heaps
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")  # port- and this must fit into 15 characters
 _RATE = re.compile(r"[1-9][0-9]*(k|m|g)bit")
@@ -68,4 +70,12 @@ def shaping(device: str, rate: str) -> list[str]:
     """Arguments of tc: what leaves by this device from now on leaves at this rate, or as it likes."""
     if not rate:
         return ["qdisc", "del", "dev", device, "root"]
-    return ["qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *QUEUE.split()]
+    burst = max(BURST_BYTES, round(_bits(rate) / 8 * BURST_S))
+    shape = ["tbf", "rate", rate, "burst", f"{burst}b", *LATENCY.split()]
+    return ["qdisc", "replace", "dev", device, "root", *shape]
+
+
+def _bits(rate: str) -> int:
+    """In a second."""
+    number, unit = rate.removesuffix("bit")[:-1], rate.removesuffix("bit")[-1]
+    return int(number) * {"k": 10**3, "m": 10**6, "g": 10**9}[unit]

@@ -1,0 +1,175 @@
+"""How long is an allreduce among workers of one host? Beside Gloo, and beside copying as much memory. In one run.
+
+    python benchmarks/allreduce.py [--workers 2 4] [--rounds 30] [--sizes-mb 0.0625 1 10 100 256] [--json FILE]
+
+Four ways take turns in the same processes: our group, in place, on memory that the workers share; our group on a
+tensor from anywhere, which has to be carried there and back; torch's ProcessGroupGloo with its defaults; and no
+reduction at all, but its least traffic: every rank copies a private buffer of the same size to another, all at once.
+To reduce, every rank must at the least read what it has once, and write what comes out once.
+
+Small ones are done many times in a row, of which the mean counts. Before anything is timed, every way has to prove on
+every rank that it sums. The share of plain copies is that of their time in ours: 1.0 is as fast as memory allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import distributed
+
+import groups
+from elastic.collectives import arena
+from figures import Mark, Spread, ratio, size_text, spread
+
+KB, MB = 1 << 10, 1 << 20
+SIZES_MB = (0.0625, 1.0, 10.0, 100.0, 256.0)
+IN_A_ROW_BYTES = 8 * MB  # small ones are repeated until so much was reduced
+MOST_IN_A_ROW = 50
+TIMES_GLOO = {64 * KB: 2.0, 10 * MB: 8.0, 100 * MB: 6.0}  # the marks
+SHARE, SHARE_FROM = 0.5, 10 * MB
+
+
+@dataclass(frozen=True)
+class Answer:
+    workers: int
+    size: int
+    carried_by: str  # our group's backend
+    shared: bool  # whether the first way's memory is shared
+    ms: dict[str, Spread]
+    times_gloo: Spread  # Gloo's time / ours, by rounds
+    share: Spread  # of plain copies
+
+
+def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+    group = groups.ours()
+    gloo = torchs()
+    answers = []
+    for size in sizes:
+        shared, in_arena = arena_zeros(size // 4)
+        elsewhere, theirs = torch.zeros(size // 4), torch.zeros(size // 4)
+        source, target = torch.ones(size // 4), torch.zeros(size // 4)
+        reduce, theirs_reduced = groups.sum_with(group), gloo_sum(gloo)
+        for way, tensor in (reduce, shared), (reduce, elsewhere), (theirs_reduced, theirs):
+            groups.prove(way, tensor)
+        ways = {
+            "ours": _call(reduce, shared),
+            "elsewhere": _call(reduce, elsewhere),
+            "gloo": _call(theirs_reduced, theirs),
+            "copies": _call(target.copy_, source),
+        }
+        repeats = max(1, min(MOST_IN_A_ROW, IN_A_ROW_BYTES // size))
+        times = groups.take_turns(ways, rounds, repeats=repeats)
+        for way, tensor in (reduce, shared), (reduce, elsewhere):
+            groups.prove(way, tensor)  # they still do
+        answer = Answer(
+            distributed.get_world_size(),
+            size,
+            groups.named(group),
+            in_arena,
+            {name: spread(seconds).times(1e3) for name, seconds in times.items()},
+            ratio(times["gloo"], times["ours"]),
+            ratio(times["copies"], times["ours"]),
+        )
+        answers.append(asdict(answer))
+    return answers
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+    def call() -> None:
+        function(*arguments)
+
+    return call
+
+
+def arena_zeros(elements: int) -> tuple[torch.Tensor, bool]:
+    """Where the workers share memory, a tensor in it; and whether it is."""
+    tensor, mine = arena.zeros(elements, torch.float32), arena.mine()
+    lies_there = mine is not None and mine.offset_of(tensor.data_ptr(), tensor.nbytes) is not None
+    return tensor, lies_there
+
+
+def torchs() -> Any:
+    """ProcessGroupGloo itself, as torch makes it if nobody says anything."""
+    c10d: Any = distributed  # its stubs leave out what is used here
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    store = c10d.PrefixStore("plainly", c10d.distributed_c10d._get_default_store())
+    return c10d.ProcessGroupGloo(store, rank, size, timedelta(minutes=5))
+
+
+def gloo_sum(gloo: Any) -> Callable[[torch.Tensor], None]:
+    def reduce(tensor: torch.Tensor) -> None:
+        gloo.allreduce([tensor]).wait()
+
+    return reduce
+
+
+def marks_of(answers: list[Answer]) -> list[Mark]:
+    marks = []
+    for answer in answers:
+        case = f"{size_text(answer.size)}, {answer.workers} workers"
+        if (wanted := TIMES_GLOO.get(answer.size)) is not None:
+            times = answer.times_gloo.median
+            marks.append(Mark(f"{case}, times as fast as Gloo", wanted, times, at_least=True))
+        if answer.size >= SHARE_FROM:
+            share = answer.share.median
+            marks.append(Mark(f"{case}, share of plain copies", SHARE, share, at_least=True))
+    return marks
+
+
+def table(answers: list[Answer], rounds: int) -> Table:
+    title = f"allreduce of float32 on one host, ms, {rounds} rounds: median (quartiles)"
+    shown = Table(title=title)
+    headings = ("workers", "size", "carried by", "ours, in place", "ours, from elsewhere")
+    for heading in (*headings, "Gloo", "plain copies", "x Gloo", "share of copies"):
+        shown.add_column(heading, justify="right")
+    for answer in answers:
+        digits = 1 if answer.size >= 10 * MB else 3
+        ways = ("ours", "elsewhere", "gloo", "copies")
+        shown.add_row(
+            str(answer.workers),
+            size_text(answer.size),
+            answer.carried_by,
+            *(answer.ms[name].text(digits) for name in ways),
+            answer.times_gloo.text(),
+            answer.share.text(),
+        )
+    return shown
+
+
+def answer_of(raw: dict[str, Any]) -> Answer:
+    ms = {name: Spread(**each) for name, each in raw.pop("ms").items()}
+    times, share = Spread(**raw.pop("times_gloo")), Spread(**raw.pop("share"))
+    return Answer(**raw, ms=ms, times_gloo=times, share=share)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes-mb", type=float, nargs="+", default=SIZES_MB)
+    parser.add_argument("--rounds", type=int, default=30, help="of each way, for each size")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    sizes = [int(size * MB) for size in options.sizes_mb]
+    answers = [
+        answer_of(raw)
+        for workers in options.workers
+        for raw in groups.ask(measure, workers, sizes, options.rounds)
+    ]
+    console = groups.console()
+    console.print(table(answers, options.rounds))
+    if not all(answer.shared for answer in answers):
+        console.print(f"no memory to share: {arena.why_not()}; the first two ways are the same")
+    marks = marks_of(answers)
+    groups.say_marks(console, marks)
+    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+
+
+if __name__ == "__main__":
+    main()

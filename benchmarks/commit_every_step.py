@@ -1,0 +1,168 @@
+"""What does it cost to commit after every step? The GPT example's step with and without, in one run, block by block.
+
+    python benchmarks/commit_every_step.py [--ranks 2 4] [--rounds 30] [--block 5] [--json FILE]
+
+One job trains one model throughout: a block of steps with a commit after each, a block of as many without, in turn.
+The ratio of the two blocks of a round counts, with the slowest rank's times. Beside it, what the call itself takes
+after a step, and what one copy takes of as many bytes, from a buffer that was made once into another: least work for
+anybody who keeps what the step is about to change.
+
+Before it is timed, a restore has to bring back what was committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import distributed
+
+import elastic
+import groups
+import models
+from figures import Mark, Spread, ratio, spread
+
+WARMUP = 5
+WANTED = 1.02  # times as long a step
+
+
+@dataclass(frozen=True)
+class Answer:
+    ranks: int
+    snapshot: int  # bytes
+    step_ms: Spread  # without a commit
+    committed_ms: Spread  # with one
+    ratio: Spread
+    call_ms: Spread
+    copy_ms: Spread
+    call_to_copy: Spread
+
+
+def measure(model: str, rounds: int, block: int) -> dict[str, Any]:
+    training = models.make(model, distributed.get_rank())
+    names = training.model.named_parameters()
+    optimizer = elastic.DistributedOptimizer(training.optimizer(), names)
+    steps = models.Steps(training, training.model, optimizer)
+    state = elastic.TorchState(model=training.model, optimizer=optimizer, step=0)
+
+    def committed() -> None:
+        steps()
+        state.step += 1
+        state.commit()
+
+    for _ in range(WARMUP):
+        committed()
+    prove(state, steps)
+    ways: dict[str, Callable[[], None]] = {"without": steps, "with": committed}
+    blocks = groups.take_turns(ways, rounds, repeats=block)
+    snapshot = models.bytes_of_state(training.model, optimizer)
+    calls, copies = calls_and_copies(state, steps, snapshot, rounds)
+    groups.same_everywhere("the model", list(training.model.parameters()))
+    answer = Answer(
+        ranks=distributed.get_world_size(),
+        snapshot=snapshot,
+        step_ms=spread(blocks["without"]).times(1e3),
+        committed_ms=spread(blocks["with"]).times(1e3),
+        ratio=ratio(blocks["with"], blocks["without"]),
+        call_ms=spread(calls).times(1e3),
+        copy_ms=spread(copies).times(1e3),
+        call_to_copy=ratio(calls, copies),
+    )
+    return asdict(answer)
+
+
+def prove(state: elastic.TorchState, steps: models.Steps) -> None:
+    """Raises WrongResult unless a restore brings back what was committed, and what came after is gone."""
+    state.commit()
+    kept = [parameter.detach().clone() for parameter in steps.model.parameters()]
+    steps()
+    now = list(steps.model.parameters())
+    changed = any(not torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+    state.restore()
+    now = list(steps.model.parameters())
+    equal = all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+    groups.agree("step changes the model", changed, "nothing was there to commit")
+    groups.agree("restores what was committed", equal, "the parameters differ")
+
+
+def calls_and_copies(
+    state: elastic.TorchState, steps: models.Steps, size: int, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of a commit after a step, and of a plain copy of as many bytes after another; the slowest rank's."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+
+    def call() -> None:
+        state.commit()
+
+    def copy() -> None:
+        target.copy_(source)
+
+    times = torch.zeros(rounds, 2, dtype=torch.float64)
+    for turn in range(rounds):
+        for column, timed in enumerate((call, copy)):
+            steps()
+            distributed.barrier()
+            began = time.perf_counter()
+            timed()
+            times[turn, column] = time.perf_counter() - began
+    distributed.all_reduce(times, distributed.ReduceOp.MAX)
+    return times[:, 0].tolist(), times[:, 1].tolist()
+
+
+def answer_of(raw: dict[str, Any]) -> Answer:
+    read: dict[str, Any] = {
+        name: Spread(**value) if isinstance(value, dict) else value for name, value in raw.items()
+    }
+    return Answer(**read)
+
+
+def table(answers: list[Answer], model: str, rounds: int, block: int) -> Table:
+    title = f"{model}: a commit after every step, {rounds} pairs of blocks of {block} steps"
+    shown = Table(title=f"{title}: median (quartiles)")
+    headings = ("workers", "snapshot, MB", "step, ms", "step with commit, ms", "with / without")
+    for heading in (*headings, "the call, ms", "one copy, ms", "call / copy"):
+        shown.add_column(heading, justify="right")
+    for answer in answers:
+        shown.add_row(
+            str(answer.ranks),
+            f"{answer.snapshot / (1 << 20):.1f}",
+            answer.step_ms.text(1),
+            answer.committed_ms.text(1),
+            answer.ratio.text(3),
+            answer.call_ms.text(),
+            answer.copy_ms.text(),
+            answer.call_to_copy.text(),
+        )
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=models.MODELS, default="gpt")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
+    parser.add_argument("--rounds", type=int, default=30, help="pairs of blocks")
+    parser.add_argument("--block", type=int, default=5, help="steps of a block")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    answers = [
+        answer_of(groups.ask(measure, ranks, options.model, options.rounds, options.block))
+        for ranks in options.ranks
+    ]
+    console = groups.console()
+    console.print(table(answers, options.model, options.rounds, options.block))
+    marks = [
+        Mark(f"{each.ranks} workers, step with a commit / without", WANTED, each.ratio.median)
+        for each in answers
+    ]
+    groups.say_marks(console, marks)
+    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+
+
+if __name__ == "__main__":
+    main()

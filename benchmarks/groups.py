@@ -1,0 +1,197 @@
+"""What the benchmarks of reduction share: ranks as processes, a world and a Gloo group in each, turns, and proof.
+
+Every rank is in a world of `elastic` without a driver, and in torch's default process group over Gloo, which is what is
+compared with, and by which the ranks meet before each turn. Ways to do a thing take turns in the same processes, in
+alternating order, so that whatever else the machine does disturbs all of them. The slowest rank's time counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
+
+from elastic import runtime
+from elastic.collectives.interface import Collectives, Op
+from elastic.protocol import Address
+from figures import Mark, order
+
+CPU = torch.device("cpu")
+WIDTH = 160  # of a table in a file
+
+
+class WrongResult(Exception):
+    """What was to be measured does not do what it should: its time means nothing."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks find each other: the world's store, and torch's."""
+
+    host: str
+    ours: int
+    torchs: int
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def ask(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+    """Runs ``work(*arguments)`` in so many ranks. Returns what rank 0's has returned, by way of JSON."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what torchft asks it for
+    meeting = Meeting("127.0.0.1", free_port(), free_port())
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        out = Path(folder) / "answer.json"
+        spawn(_rank, (work, ranks, meeting, str(out), arguments), nprocs=ranks)
+        return json.loads(out.read_text())
+
+
+def _rank(
+    rank: int,
+    work: Callable[..., Any],
+    ranks: int,
+    meeting: Meeting,
+    out: str,
+    arguments: tuple[Any, ...],
+) -> None:
+    enter(rank, ranks, meeting)
+    answer = work(*arguments)
+    if rank == 0:
+        Path(out).write_text(json.dumps(answer))
+    leave()
+
+
+def enter(
+    rank: int, ranks: int, meeting: Meeting, environ: Mapping[str, str] | None = None
+) -> None:
+    """One thread for each rank, as where each has a core. ``environ``: what the world is to find in its environment."""
+    torch.set_num_threads(1)
+    runtime.init_static(rank, ranks, Address(meeting.host, meeting.ours), environ)
+    where = f"tcp://{meeting.host}:{meeting.torchs}"
+    distributed.init_process_group("gloo", where, rank=rank, world_size=ranks)
+
+
+def leave() -> None:
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def ours() -> Collectives:
+    """A group of all ranks, as an optimizer would get it."""
+    return runtime.current().group("benchmark", CPU)
+
+
+def named(group: Collectives) -> str:
+    """What carries it, for the table: a figure must say whose it is."""
+    return type(group).__name__.removesuffix("Collectives").lower()
+
+
+# ---- proof ---------------------------------------------------------------------------------------
+
+
+def prove(reduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
+    """Raises WrongResult unless this sums the ranks' tensors, each element of them, on every rank.
+
+    The numbers are small and whole, so that any order of summation gives the same bits. ``tensor`` is left at zeros.
+    """
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    flat = tensor.view(-1)
+    places = torch.arange(len(flat), dtype=torch.int64).remainder_(251).to(flat.dtype)
+    flat.copy_(places * (rank + 1))
+    wanted = places * (ranks * (ranks + 1) // 2)
+    distributed.barrier()
+    reduce(tensor)
+    wrong = int((flat != wanted).sum())
+    agree("sums what the ranks have", wrong == 0, f"{wrong} of {len(flat)} elements are wrong")
+    flat.zero_()
+
+
+def agree(claim: str, holds: bool, otherwise: str) -> None:
+    """Collective: raises WrongResult on every rank if a claim does not hold on any."""
+    failed = torch.tensor([0.0 if holds else 1.0])
+    distributed.all_reduce(failed)
+    if failed.item():
+        here = otherwise if not holds else "not on another rank"
+        raise WrongResult(f"it is not so that this {claim}: {here}")
+
+
+def same_everywhere(what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises WrongResult unless every rank holds the same bits."""
+    mine = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    zeroth = mine.clone()
+    distributed.broadcast(zeroth, 0)
+    agree(f"leaves {what} equal on all ranks", torch.equal(mine, zeroth), "this rank's differ")
+
+
+def sum_with(group: Collectives) -> Callable[[torch.Tensor], None]:
+    def reduce(tensor: torch.Tensor) -> None:
+        group.allreduce(tensor, Op.SUM).wait()
+
+    return reduce
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[], None]], rounds: int, *, warmup: int = 3, repeats: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each round, by way: those of the slowest rank. ``repeats``: in a row, of which the mean is taken."""
+    names = list(ways)
+    times = torch.zeros(rounds, len(names), dtype=torch.float64)
+    for turn in range(-warmup, rounds):
+        for name in order(names, turn):
+            way = ways[name]
+            distributed.barrier()
+            began = time.perf_counter()
+            for _ in range(repeats):
+                way()
+            if turn >= 0:
+                times[turn, names.index(name)] = (time.perf_counter() - began) / repeats
+    distributed.all_reduce(times, distributed.ReduceOp.MAX)
+    return {name: times[:, column].tolist() for column, name in enumerate(names)}
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def console() -> Console:
+    """As wide as the tables, where nobody looks at a terminal."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def say_marks(console: Console, marks: Sequence[Mark]) -> None:
+    for mark in marks:
+        style = None if mark.met else "bold"
+        console.print(mark.sentence(), style=style, highlight=False, soft_wrap=True)
+
+
+def write_json(path: Path | None, figures: Mapping[str, Any], marks: Sequence[Mark]) -> None:
+    if path is not None:
+        said = [mark.sentence() for mark in marks]
+        result = {**figures, "marks": said, "machine": machine()}
+        path.write_text(json.dumps(result, indent=2) + "\n")

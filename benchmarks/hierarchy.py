@@ -1,0 +1,250 @@
+"""What does it save to reduce on each host first? Beside Gloo over all ranks at once, between hosts with slow links.
+
+    python benchmarks/hierarchy.py [--hosts 4] [--workers 2] [--rate 1gbit] [--sizes-mb 1 10 100] [--orders hosts dealt]
+
+Hosts are network namespaces on one switch, and each link passes so many bits in a second, in either direction. Needs
+root. Our group and torch's ProcessGroupGloo with its defaults take turns in the same processes. Ranks are numbered host
+by host, as in a fresh job; or dealt out to the hosts like cards, as it comes to be where workers have come and gone.
+
+What the links allow is a bound by bytes alone. In a ring of n each sends 2 (n-1)/n times the size of the tensor. Of our
+group, only hosts are in the ring, so that is what leaves each host. Gloo's ring has all ranks in it: host by host, one
+rank of each host sends to another host, so it too fills every link once, and 4 hosts of 2 ranks can gain no more than
+1.17 by bytes; dealt out, all ranks do, and they can gain 2.33. What is gained beside that are fewer messages, and fewer
+bytes that this machine's few cores have to push through sockets. A link passes what it takes 4 ms for at once, so that
+short messages can be faster than its rate. Both ways have to prove first that they sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import distributed
+
+import groups
+from allreduce import gloo_sum, torchs
+from elastic.chaos.hosts.namespaces import Network, check_possible
+from elastic.collectives import arena
+from elastic.errors import Invalid
+from figures import Mark, Spread, ratio, size_text, spread
+
+MB = 1 << 20
+ORDERS = {"hosts": "host by host", "dealt": "dealt out"}
+WANTED = 1.5  # times as fast as over all ranks at once
+OURS_PORT, TORCHS_PORT = 29610, 29611  # of the first host, which has all of them to itself
+LONGEST_S = 900.0
+# Torch would say of every connection that the address has no name.
+QUIET = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+@dataclass(frozen=True)
+class Answer:
+    order: str
+    size: int
+    carried_by: str  # our group's backend
+    ours_ms: Spread
+    flat_ms: Spread
+    times: Spread  # flat / ours, by rounds
+    ours_bound_ms: float
+    flat_bound_ms: float
+
+
+def bound_s(parts: int, size: int, bits_per_s: float) -> float:
+    """The least time, by bytes, of a ring of so many parts, each of which has a link to itself."""
+    return 2 * (parts - 1) / parts * size * 8 / bits_per_s
+
+
+def host_of(rank: int, order: str, hosts: int, workers: int) -> int:
+    return rank // workers if order == "hosts" else rank % hosts
+
+
+def leaving(hosts_of_ranks: Sequence[int]) -> int:
+    """How many ranks of a host send to another host if all are in one ring; of the host with the most."""
+    following = [*hosts_of_ranks[1:], hosts_of_ranks[0]]
+    pairs = zip(hosts_of_ranks, following, strict=True)
+    counts = Counter(host for host, after in pairs if host != after)
+    return max(counts.values(), default=0)
+
+
+def bits_per_s(rate: str) -> float:
+    return int(rate[:-4]) * BITS[rate[-4:]]
+
+
+# ---- in each rank --------------------------------------------------------------------------------
+
+
+def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+    group = groups.ours()
+    reduce, flat = groups.sum_with(group), gloo_sum(torchs())
+    answers = []
+    for size in sizes:
+        mine, theirs = arena.zeros(size // 4, torch.float32), torch.zeros(size // 4)
+        groups.prove(reduce, mine)
+        groups.prove(flat, theirs)
+        ways = {"ours": _call(reduce, mine), "flat": _call(flat, theirs)}
+        times = groups.take_turns(ways, rounds, warmup=1, repeats=5 if size <= MB else 1)
+        groups.prove(reduce, mine)  # it still does
+        answers.append(
+            {
+                "size": size,
+                "carried_by": groups.named(group),
+                "ours": times["ours"],
+                "flat": times["flat"],
+            }
+        )
+    return answers
+
+
+def _call(reduce: Any, tensor: torch.Tensor) -> Any:
+    return lambda: reduce(tensor)
+
+
+def work(given: dict[str, Any]) -> None:
+    """What a process on one of the hosts does."""
+    meeting = groups.Meeting(given["first"], OURS_PORT, TORCHS_PORT)
+    groups.enter(given["rank"], given["ranks"], meeting, {"ELASTIC_BIND": given["address"]})
+    answers = measure(given["sizes"], given["rounds"])
+    if distributed.get_rank() == 0:
+        Path(given["out"]).write_text(json.dumps(answers))
+    groups.leave()
+
+
+# ---- the hosts -----------------------------------------------------------------------------------
+
+
+def ask(
+    order: str, hosts: int, workers: int, rate: str, sizes: list[int], rounds: int
+) -> list[dict[str, Any]]:
+    names = [f"h{number}" for number in range(1, hosts + 1)]
+    with tempfile.TemporaryDirectory(prefix="hierarchy-") as text:
+        folder = Path(text)
+        with Network(names, folder) as network:
+            for name in names:
+                network.slow(name, rate)
+            given = {
+                "first": network.hosts[names[0]].address,
+                "ranks": hosts * workers,
+                "sizes": sizes,
+                "rounds": rounds,
+                "out": str(folder / "answer.json"),
+            }
+            processes = []
+            for rank in range(hosts * workers):
+                host = network.hosts[names[host_of(rank, order, hosts, workers)]]
+                told = json.dumps({**given, "rank": rank, "address": host.address})
+                words = [sys.executable, __file__, "--work", told]
+                processes.append(host.popen(words, env=QUIET))
+            wait(processes)
+            found: list[dict[str, Any]] = json.loads((folder / "answer.json").read_text())
+            return found
+
+
+def wait(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended. Ends the benchmark if one fails, or at the deadline; the network ends the others."""
+    deadline = time.monotonic() + LONGEST_S
+    while any(process.poll() is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+        if failed:
+            time.sleep(1.0)  # for the others to say what they know
+            raise SystemExit(f"rank {failed[0]} failed: see above")
+        if time.monotonic() > deadline:
+            raise SystemExit(f"it has not ended within {LONGEST_S:g} s")
+        time.sleep(0.1)
+    if any(process.returncode for process in processes):
+        raise SystemExit("a rank failed: see above")
+
+
+def answers_of(
+    found: list[dict[str, Any]], order: str, hosts: int, workers: int, rate: str
+) -> list[Answer]:
+    speed, ranks = bits_per_s(rate), hosts * workers
+    crossings = leaving([host_of(rank, order, hosts, workers) for rank in range(ranks)])
+    return [
+        Answer(
+            order=order,
+            size=each["size"],
+            carried_by=each["carried_by"],
+            ours_ms=spread(each["ours"]).times(1e3),
+            flat_ms=spread(each["flat"]).times(1e3),
+            times=ratio(each["flat"], each["ours"]),
+            ours_bound_ms=bound_s(hosts, each["size"], speed) * 1e3,
+            flat_bound_ms=bound_s(ranks, crossings * each["size"], speed) * 1e3,
+        )
+        for each in found
+    ]
+
+
+def table(answers: list[Answer], title: str) -> Table:
+    shown = Table(title=title)
+    headings = ("ranks", "size", "carried by", "ours, ms", "links allow", "flat Gloo, ms")
+    for heading in (*headings, "links allow its ring", "flat / ours"):
+        shown.add_column(heading, justify="right")
+    for answer in answers:
+        shown.add_row(
+            ORDERS[answer.order],
+            size_text(answer.size),
+            answer.carried_by,
+            answer.ours_ms.text(1),
+            f"{answer.ours_bound_ms:.1f}",
+            answer.flat_ms.text(1),
+            f"{answer.flat_bound_ms:.1f}",
+            answer.times.text(),
+        )
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=2, help="of each host")
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=[*ORDERS], help="of ranks")
+    parser.add_argument("--rate", default="1gbit", help="of each link, as in 100mbit")
+    parser.add_argument("--sizes-mb", type=float, nargs="+", default=[1.0, 10.0, 100.0])
+    parser.add_argument("--rounds", type=int, default=15, help="of each way, for each size")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work is not None:
+        work(options.work)
+        return
+    try:
+        check_possible()
+    except Invalid as error:
+        print(f"left out: {error}")
+        return
+    sizes = [int(size * MB) for size in options.sizes_mb]
+    answers = []
+    for order in options.orders:
+        job = (order, options.hosts, options.workers, options.rate)
+        answers += answers_of(ask(*job, sizes, options.rounds), *job)
+    console = groups.console()
+    title = f"{options.hosts} hosts with {options.workers} workers each, links of {options.rate}"
+    console.print(table(answers, f"{title}, {options.rounds} rounds: median (quartiles)"))
+    marks = [
+        Mark(
+            f"{size_text(each.size)}, ranks {ORDERS[each.order]}, times as fast as flat",
+            WANTED,
+            each.times.median,
+            at_least=True,
+        )
+        for each in answers
+    ]
+    groups.say_marks(console, marks)
+    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""How much memory does a worker take? With a committed TorchState, beside DDP, in processes of their own.
+
+    python benchmarks/memory.py [--models mlp gpt] [--ranks 2] [--steps 10] [--rounds 3] [--json FILE]
+
+Counted is what the kernel calls PSS: a page that several processes share counts a share of it in each, so that the sum
+over the workers has every page once. What is shared with other workers is thereby in it, and so is what peers map of
+each other. It is read when all workers have trained for some steps and hold their last gradients. Jobs with ours and
+with DDP take turns; both kinds import the same modules, and what that took is shown beside it.
+
+Wanted: no more on top of DDP than the snapshot itself, and a twentieth of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import elastic
+import groups
+import models
+from figures import Mark
+
+MB = 1 << 20
+ROOM = 1.05  # of the snapshot
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Means over the workers of one job, in bytes."""
+
+    before: float  # with all modules, the world and torch's group, without a model
+    trained: float
+    snapshot: int  # 0: none
+
+
+@dataclass(frozen=True)
+class Answer:
+    model: str
+    ranks: int
+    ours: list[Taken]
+    ddp: list[Taken]
+
+    @property
+    def snapshot(self) -> int:
+        return self.ours[0].snapshot
+
+    @property
+    def more(self) -> float:
+        """What ours takes on top of DDP: the median job of each."""
+        return _median(self.ours) - _median(self.ddp)
+
+    def mark(self) -> Mark:
+        what = f"{self.model}, {self.ranks} workers, more than DDP in snapshots"
+        return Mark(what, ROOM, self.more / self.snapshot)
+
+
+def _median(jobs: list[Taken]) -> float:
+    return statistics.median(job.trained for job in jobs)
+
+
+def pss(rollup: str) -> int:
+    """Bytes, of what /proc says of a process."""
+    for line in rollup.splitlines():
+        name, _, rest = line.partition(":")
+        if name == "Pss":
+            return int(rest.split()[0]) << 10
+    raise ValueError(f"there is no line of Pss in {rollup[:200]!r}")
+
+
+def measure(model: str, kind: str, steps: int) -> dict[str, float]:
+    before = taken()
+    training = models.make(model, distributed.get_rank())
+    if kind == "ours":
+        names = training.model.named_parameters()
+        optimizer = elastic.DistributedOptimizer(training.optimizer(), names)
+        stepped = models.Steps(training, training.model, optimizer)
+        state = elastic.TorchState(model=training.model, optimizer=optimizer, step=0)
+    else:
+        wrapped = DistributedDataParallel(training.model)
+        stepped = models.Steps(training, wrapped, training.optimizer())
+    for _ in range(steps):
+        stepped()
+        if kind == "ours":
+            state.step += 1
+            state.commit()
+    snapshot = 0
+    if kind == "ours":
+        snapshot = models.bytes_of_state(training.model, stepped.optimizer)
+    trained = taken()
+    groups.same_everywhere("the model", list(training.model.parameters()))
+    return asdict(Taken(before, trained, snapshot))
+
+
+def taken() -> float:
+    """Mean over the workers, while none of them does anything else."""
+    gc.collect()
+    distributed.barrier()
+    here = torch.tensor([float(pss(Path("/proc/self/smaps_rollup").read_text()))]).double()
+    distributed.barrier()
+    distributed.all_reduce(here)
+    return float(here.item()) / distributed.get_world_size()
+
+
+def ask(model: str, ranks: int, steps: int, rounds: int) -> Answer:
+    found: dict[str, list[Taken]] = {"ours": [], "ddp": []}
+    for turn in range(rounds):
+        for kind in ("ours", "ddp") if turn % 2 else ("ddp", "ours"):
+            found[kind].append(Taken(**groups.ask(measure, ranks, model, kind, steps)))
+    return Answer(model, ranks, found["ours"], found["ddp"])
+
+
+def table(answers: list[Answer]) -> Table:
+    shown = Table(title="memory of a worker (PSS), MB: median job (least .. most)")
+    for heading in ("model", "workers", "", "before the model", "trained"):
+        shown.add_column(heading, justify="right")
+    for answer in answers:
+        for name, jobs in ("ours, committed", answer.ours), ("torch DDP", answer.ddp):
+            row = [answer.model, str(answer.ranks), name]
+            for values in [job.before for job in jobs], [job.trained for job in jobs]:
+                row.append(
+                    f"{statistics.median(values) / MB:.1f}"
+                    f" ({min(values) / MB:.1f} .. {max(values) / MB:.1f})"
+                )
+            shown.add_row(*row)
+        shown.add_row(answer.model, "", "difference", "", f"{answer.more / MB:.1f}")
+        shown.add_row(answer.model, "", "snapshot", "", f"{answer.snapshot / MB:.1f}")
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["mlp", "gpt"])
+    parser.add_argument("--ranks", type=int, default=2, help="workers")
+    parser.add_argument("--steps", type=int, default=10, help="before memory is looked at")
+    parser.add_argument("--rounds", type=int, default=3, help="jobs of each kind")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    answers = [ask(model, options.ranks, options.steps, options.rounds) for model in options.models]
+    console = groups.console()
+    console.print(table(answers))
+    marks = [answer.mark() for answer in answers]
+    groups.say_marks(console, marks)
+    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+
+
+if __name__ == "__main__":
+    main()

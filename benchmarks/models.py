@@ -1,0 +1,172 @@
+"""The models that are trained in benchmarks, each with its data and its optimizer. Nothing here is about workers.
+
+    mlp      25 M parameters in 5 linear layers, 8 samples, SGD: hardly any work for its gradients
+    gpt      the GPT of examples/gpt.py as it is there: 0.85 M parameters, 4 windows of 128 bytes, AdamW
+    convnet  residual, 2.8 M parameters, 8 pictures of 3 x 32 x 32, SGD with momentum: much work for its gradients
+    tiny     two layers of 64, SGD: a step of a millisecond, in which anything that is done for each step shows
+
+The convnet normalizes groups of channels and so keeps no running statistics, which DDP would send before each step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCHES = 8  # of each rank; they are taken in turn
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@dataclass(frozen=True)
+class Training:
+    """``loss`` takes what predicts (the model, or what it is wrapped in) and one batch: inputs and targets."""
+
+    model: nn.Module
+    optimizer: Callable[[], torch.optim.Optimizer]
+    batches: list[tuple[Tensor, Tensor]]
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def mlp(rank: int) -> Training:
+    model = nn.Sequential(*_linear_layers(5, 2240))
+    draw = torch.Generator().manual_seed(rank)
+    batches = []
+    for _ in range(BATCHES):
+        batches.append((torch.randn(8, 2240, generator=draw), torch.zeros(8, 2240)))
+
+    def loss(predict: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(predict(inputs), targets)
+
+    return Training(model, lambda: torch.optim.SGD(model.parameters(), lr=0.01), batches, loss)
+
+
+def _linear_layers(count: int, width: int) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for _ in range(count):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return layers[:-1]
+
+
+def gpt(rank: int) -> Training:
+    sys.path.append(str(EXAMPLES))
+    from gpt_model import GPT, Windows, standard_library
+
+    model = GPT(layers=4, width=128, heads=4, context=128)
+    windows = Windows(standard_library(400_000)[0], model.context)
+    draw = torch.Generator().manual_seed(rank)
+    batches = []
+    for _ in range(BATCHES):
+        chosen = torch.randint(len(windows), (4,), generator=draw).tolist()
+        batch = torch.stack([windows[index] for index in chosen])
+        batches.append((batch[:, :-1].contiguous(), batch[:, 1:].contiguous()))
+
+    def loss(predict: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(predict(inputs).flatten(0, 1), targets.flatten())
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+    return Training(model, optimizer, batches, loss)
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a way around them. (B, from, H, W) -> (B, to, H / stride, W / stride)."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.second = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.GroupNorm(8, after) for _ in range(2))
+        self.around: nn.Module = nn.Identity()
+        if stride != 1 or before != after:
+            self.around = nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.relu(self.norms[0](self.first(x)))
+        return F.relu(self.around(x) + self.norms[1](self.second(inner)))
+
+
+def convnet(rank: int) -> Training:
+    stem = [nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.GroupNorm(8, 32), nn.ReLU()]
+    blocks: list[nn.Module] = []
+    before = 32
+    for width, stride in ((32, 1), (64, 2), (128, 2), (256, 2)):
+        blocks += [Residual(before, width, stride), Residual(width, width, 1)]
+        before = width
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
+    model = nn.Sequential(*stem, *blocks, *head)
+    draw = torch.Generator().manual_seed(rank)
+    batches = []
+    for _ in range(BATCHES):
+        pictures = torch.randn(8, 3, 32, 32, generator=draw)
+        batches.append((pictures, torch.randint(10, (8,), generator=draw)))
+
+    def loss(predict: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(predict(inputs), targets)
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    return Training(model, optimizer, batches, loss)
+
+
+def tiny(rank: int) -> Training:
+    model = nn.Sequential(*_linear_layers(2, 64))
+    batches = [(torch.randn(8, 64), torch.zeros(8, 64)) for _ in range(BATCHES)]
+
+    def loss(predict: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(predict(inputs), targets)
+
+    return Training(model, lambda: torch.optim.SGD(model.parameters(), lr=0.01), batches, loss)
+
+
+MODELS: dict[str, Callable[[int], Training]] = {
+    "mlp": mlp,
+    "gpt": gpt,
+    "convnet": convnet,
+    "tiny": tiny,
+}
+
+
+def make(name: str, rank: int) -> Training:
+    """Models are equal on all ranks and each time, the data is this rank's."""
+    torch.manual_seed(0)
+    return MODELS[name](rank)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def bytes_of_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What a snapshot holds: parameters, buffers, and what the optimizer remembers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for entry in optimizer.state.values():
+        tensors += [value for value in entry.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Steps:
+    """Training steps, one for each call, over the batches in turn."""
+
+    def __init__(
+        self, training: Training, predict: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.model = training.model
+        self.optimizer = optimizer
+        self._training = training
+        self._predict = predict
+        self._number = 0
+
+    def __call__(self) -> None:
+        inputs, targets = self._training.batches[self._number % BATCHES]
+        self._number += 1
+        self.optimizer.zero_grad()
+        self._training.loss(self._predict, inputs, targets).backward()
+        self.optimizer.step()

@@ -1,0 +1,92 @@
+"""Torchft as a peer of the training step: its lighthouse, a manager in each rank, and its DistributedDataParallel.
+
+Optional. ``pip install torchft`` puts it there; without it a benchmark says so. Every rank is a replica group of its
+own, as torchft has it where workers may come and go, and keeps its defaults: a quorum and a vote for each step, over
+its own Gloo group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+
+import models
+
+START_S = 60  # for all ranks to be in the first quorum
+JOIN_MS = 60_000  # the lighthouse waits so long for all, so that the first quorum is whole
+
+
+def why_not() -> str:
+    """Why it can't be used; empty: it can."""
+    if importlib.util.find_spec("torchft") is None:
+        return "not installed"
+    try:
+        importlib.import_module("torchft")
+    except ImportError as error:
+        return f"can't be imported: {error}"
+    return ""
+
+
+class Torchft:
+    """One rank's. Collective: all ranks of torch's default group make it, and close it."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("RUST_LOG", "error")  # it would say a page for each step
+        logging.getLogger("torchft.manager").setLevel(logging.ERROR)
+        coordination: Any = importlib.import_module("torchft.coordination")
+        torchft: Any = importlib.import_module("torchft")
+        self._torchft = torchft
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        self._lighthouse: Any = None
+        address: list[Any] = [None]
+        if rank == 0:
+            self._lighthouse = coordination.LighthouseServer(
+                bind="[::]:0", min_replicas=size, join_timeout_ms=JOIN_MS
+            )
+            address = [_by_number(self._lighthouse.address())]
+        distributed.broadcast_object_list(address, 0)
+        c10d: Any = distributed  # its stubs leave out what is used here
+        self._store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.manager: Any = torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=START_S)),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=size,
+            rank=0,
+            world_size=1,
+            store_addr="127.0.0.1",
+            store_port=self._store.port,
+            lighthouse_addr=address[0],
+            replica_id=f"benchmark_{rank}",
+            hostname="127.0.0.1",
+            timeout=timedelta(seconds=START_S),
+            init_sync=False,  # all begin with the same weights
+        )
+
+    def steps(self, training: models.Training) -> models.Steps:
+        wrapped = self._torchft.DistributedDataParallel(self.manager, training.model)
+        return models.Steps(
+            training, wrapped, self._torchft.Optimizer(self.manager, training.optimizer())
+        )
+
+    def close(self) -> None:
+        """Nobody ends its manager while another is in a step."""
+        distributed.barrier()
+        self.manager.shutdown(wait=False)
+        distributed.barrier()
+        if self._lighthouse is not None:
+            with contextlib.suppress(RuntimeError):
+                self._lighthouse.shutdown()
+
+
+def _by_number(address: str) -> str:
+    """It gives this machine's name, which need not lead anywhere."""
+    return address.replace(socket.gethostname(), "127.0.0.1")

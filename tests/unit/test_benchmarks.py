@@ -1,0 +1,156 @@
+"""What benchmarks make of what they have measured: ratios by round, marks, bounds, and what the kernel tells."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """As when one of them is run: they import each other by their names."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if (BENCHMARKS / f"{name}.py").exists():
+            del sys.modules[name]
+
+
+def test_a_disturbed_round_disturbs_both_and_not_their_ratio():
+    import figures
+
+    ours, theirs = [1.0, 1.0, 9.0, 1.0], [2.0, 2.0, 18.0, 2.0]
+    assert figures.ratio(ours, theirs) == figures.Spread(0.5, 0.5, 0.5)
+
+
+def test_a_spread_is_the_median_and_the_quartiles():
+    import figures
+
+    found = figures.spread([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (found.low, found.median, found.high) == (1.5, 3.0, 4.5)
+    assert found.times(10).text(0) == "30 (15 .. 45)"
+    assert figures.spread([7.0]) == figures.Spread(7.0, 7.0, 7.0)
+
+
+def test_nobody_always_comes_after_the_same_one():
+    import figures
+
+    assert [figures.order("ab", turn) for turn in range(4)] == [[*"ab"], [*"ba"], [*"ba"], [*"ab"]]
+    turns = [figures.order("abcd", turn) for turn in range(8)]
+    for name in "abcd":
+        assert sorted(turn.index(name) for turn in turns) == [0, 0, 1, 1, 2, 2, 3, 3]
+    after = [(turn[place], turn[place + 1]) for turn in turns for place in range(3)]
+    assert after.count(("a", "b")) == after.count(("b", "a")) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "at_least", "sentence"),
+    [
+        (0.87, False, "a step: mark <= 0.9: 0.87 met"),
+        (0.91, False, "a step: mark <= 0.9: 0.91 missed"),
+        (0.9, False, "a step: mark <= 0.9: 0.9 met"),
+        (0.9001, False, "a step: mark <= 0.9: 0.9001 missed"),
+        (0.91, True, "a step: mark >= 0.9: 0.91 met"),
+        (0.87, True, "a step: mark >= 0.9: 0.87 missed"),
+    ],
+)
+def test_a_mark_says_whether_it_is_met_in_digits_that_show_it(value, at_least, sentence):
+    import figures
+
+    assert figures.Mark("a step", 0.9, value, at_least).sentence() == sentence
+
+
+def test_sizes_are_named_as_they_are_spoken_of():
+    import figures
+
+    assert [figures.size_text(size) for size in (64 << 10, 1 << 20, 256 << 20)] == [
+        "64 KB",
+        "1 MB",
+        "256 MB",
+    ]
+
+
+def test_marks_are_for_the_sizes_that_have_one():
+    import allreduce
+    import figures
+
+    even = figures.Spread(1.0, 1.0, 1.0)
+    answers = [
+        allreduce.Answer(2, size, "shared", True, {}, figures.Spread(6.0, 7.0, 8.0), even)
+        for size in (64 << 10, 1 << 20, 10 << 20, 100 << 20)
+    ]
+    assert [mark.sentence() for mark in allreduce.marks_of(answers)] == [
+        "64 KB, 2 workers, times as fast as Gloo: mark >= 2: 7.00 met",
+        "10 MB, 2 workers, times as fast as Gloo: mark >= 8: 7.00 missed",
+        "10 MB, 2 workers, share of plain copies: mark >= 0.5: 1.00 met",
+        "100 MB, 2 workers, times as fast as Gloo: mark >= 6: 7.00 met",
+        "100 MB, 2 workers, share of plain copies: mark >= 0.5: 1.00 met",
+    ]
+
+
+def test_pss_is_read_from_the_line_of_that_name():
+    import memory
+
+    rollup = "55d-7ff ---p 00000000 00:00 0 [rollup]\nRss: 900 kB\nPss:   120 kB\nPss_Dirty: 5 kB\n"
+    assert memory.pss(rollup) == 120 << 10
+    with pytest.raises(ValueError, match="no line of Pss"):
+        memory.pss("Rss: 900 kB\n")
+
+
+def test_what_is_more_than_ddp_is_counted_in_snapshots():
+    import memory
+
+    def jobs(*trained, snapshot=0):
+        return [memory.Taken(0.0, each, snapshot) for each in trained]
+
+    answer = memory.Answer("mlp", 2, jobs(260.0, 250.0, 900.0, snapshot=100), jobs(150.0, 160.0))
+    assert answer.more == 105.0
+    assert answer.mark().sentence() == (
+        "mlp, 2 workers, more than DDP in snapshots: mark <= 1.05: 1.05 met"
+    )
+
+
+def test_a_ring_host_by_host_crosses_each_link_once_and_a_dealt_one_with_every_rank():
+    import hierarchy
+
+    by_host = [hierarchy.host_of(rank, "hosts", 4, 2) for rank in range(8)]
+    dealt = [hierarchy.host_of(rank, "dealt", 4, 2) for rank in range(8)]
+    assert by_host == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert dealt == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert (hierarchy.leaving(by_host), hierarchy.leaving(dealt)) == (1, 2)
+    assert hierarchy.leaving([0, 0]) == 0
+
+
+def test_what_the_links_allow():
+    import hierarchy
+
+    assert hierarchy.bits_per_s("100mbit") == 1e8
+    # Of 4 hosts each sends three quarters to reduce, and three quarters to spread the result.
+    assert hierarchy.bound_s(4, 100_000_000, 1e9) == pytest.approx(1.2)
+
+
+def test_traffic_is_read_from_where_the_kernel_has_it():
+    import elasticity
+
+    info = bytearray(256)
+    struct.pack_into("=QQ", info, 120, 1000, 3000)  # bytes acknowledged, received
+    struct.pack_into("=II", info, 152, 3, 1)  # segments with data in, out
+    found = elasticity.traffic_of(bytes(info))
+    assert found == elasticity.Traffic(messages_out=1, bytes_out=1000, messages_in=3, bytes_in=3000)
+
+
+def test_an_idle_connection_is_no_cost_of_a_step():
+    import elasticity
+    import figures
+
+    even = figures.Spread(1.0, 1.0, 1.0)
+    training, idle = elasticity.Traffic(30, 900, 10, 100), elasticity.Traffic(15, 450, 5, 50)
+    answer = elasticity.Answer("tiny", 2, {}, {}, even, 100, training, idle)
+    assert answer.messages_per_step == (40 - 20) / (100 * 2)
+    assert [mark.met for mark in elasticity.marks_of(answer)] == [True, False]
