@@ -33,7 +33,7 @@ FAULTS = {
     EXIT: "it ends at once with exit code 7",
     RAISE: "RuntimeError",
     GIL: "a call into C that sleeps and keeps the GIL: no thread of the process runs any Python",
-    SHUT: "all its connections to other workers are shut down",
+    SHUT: "all its connections to other workers are shut down; ELASTIC_NATIVE=0, so that it reduces by these",
     DROP: "nftables drops every packet to and from all its sockets, from now on",
     SLOW: "this one time the phase takes 0.4 s, ten times as long as a step",
     DISK: "a write fails with ENOSPC",

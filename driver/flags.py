@@ -473,13 +473,17 @@ def why_without_meaning(flag: str) -> str:
             " what there is to try"
         )
     return {
-        "--hierarchical-allreduce": _NCCL_CHOOSES,
-        "--hierarchical-allgather": _NCCL_CHOOSES,
+        "--hierarchical-allreduce": _BY_ITSELF,
+        "--hierarchical-allgather": _BY_ITSELF,
         "--torus-allreduce": _NCCL_CHOOSES,
         "--num-nccl-streams": "each group of ranks has a communicator and a stream of its own",
     }.get(flag, "workers are not started by MPI and do not talk over it")
 
 
+_BY_ITSELF = (
+    "ranks of one host reduce in shared memory first, and then with other hosts, without being told;"
+    " on GPUs NCCL chooses the algorithm, and its variable NCCL_ALGO forces one"
+)
 _NCCL_CHOOSES = (
     "NCCL chooses the algorithm by the network it finds; its variable NCCL_ALGO forces one"
 )
