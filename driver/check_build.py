@@ -13,12 +13,15 @@ DISTRIBUTION = "hvd-elastic"
 _PROBE = """
 import json, torch
 import torch.distributed as d
+from elastic.collectives import arena, library
 there = d.is_available()
+arena.mine()
 print(json.dumps({
     "torch": torch.__version__,
     "gloo": there and d.is_gloo_available(),
     "nccl": there and d.is_nccl_available(),
     "gpus": torch.cuda.device_count(),
+    "shared": library.missing() or arena.why_not(),
 }))
 """
 
@@ -31,6 +34,7 @@ class Build:
     gloo: bool = False
     nccl: bool = False
     gpus: int = 0
+    shared: str = ""  # why ranks of this host can't share memory; empty where they can
     trouble: str = ""
 
 
@@ -81,6 +85,8 @@ def describe(build: Build) -> str:
     def box(there: bool) -> str:
         return "[X]" if there else "[ ]"
 
+    sharing = bool(build.torch) and not build.shared
+    why = f": {build.shared}" if build.shared else ""
     gpus = f", {build.gpus} GPU{'s' if build.gpus != 1 else ''} here" if build.nccl else ""
     lines = [
         f"elasticrun {version()}:",
@@ -100,6 +106,7 @@ def describe(build: Build) -> str:
         "    [ ] CCL",
         "    [ ] MPI",
         f"    {box(build.gloo)} Gloo",
+        f"    {box(sharing)} shared memory, among the workers of a host{why}",
     ]
     notes = [note for note in (build.trouble, other_horovod()) if note]
     return "\n".join([*lines, *(f"\nwarning: {note}" for note in notes)])

@@ -685,6 +685,7 @@ def test_the_report_has_horovodruns_form(monkeypatch):
         "    [ ] CCL",
         "    [ ] MPI",
         "    [X] Gloo",
+        "    [X] shared memory, among the workers of a host",
     ]
 
 
@@ -692,12 +693,21 @@ def test_what_is_missing_is_told(monkeypatch):
     monkeypatch.setattr(check_build, "other_horovod", lambda: "Horovod is here too")
     lines = check_build.describe(check_build.Build(trouble="torch can't be imported")).splitlines()
     assert "    [ ] PyTorch" in lines
+    assert "    [ ] shared memory, among the workers of a host" in lines
     assert lines[-4:] == [
         "",
         "warning: torch can't be imported",
         "",
         "warning: Horovod is here too",
     ]
+
+
+def test_why_memory_cannot_be_shared_is_told():
+    build = check_build.Build(torch="2.13.0", gloo=True, shared="the C++ library was not built")
+    last = check_build.describe(build).splitlines()[-1]
+    assert last == (
+        "    [ ] shared memory, among the workers of a host: the C++ library was not built"
+    )
 
 
 def python(folder: Path, body: str) -> str:
