@@ -21,6 +21,7 @@ COMMANDS = {
     "simulate": "run driver and workers by the thousand on a virtual clock, under drawn faults",
     "matrix": "try every fault on real processes, in every phase",
     "fuzz": "feed the control plane what nobody should send",
+    "reductions": "kill and freeze ranks that reduce in shared memory; check every bit",
     "soak": "train for twenty minutes under fire, and look for what grows",
     "hosts": "kill hosts, links, etcd, agents and drivers of a job on many hosts",
 }
@@ -92,7 +93,7 @@ def overview() -> str:
         "",
         "Makes things go wrong on purpose, and says what became of it.",
         "",
-        *(f"  {name:10}{text}" for name, text in COMMANDS.items()),
+        *(f"  {name:12}{text}" for name, text in COMMANDS.items()),
         "",
         "python -m elastic.chaos COMMAND --help says more. To begin with:",
         "  python -m elastic.chaos run --mean-time-between-faults 20 -- \\",

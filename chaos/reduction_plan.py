@@ -1,0 +1,167 @@
+"""Draws what the ranks of one group do and what happens to them, and judges what they tell of it. Deterministic: no
+clock, no process, no tensor. See `reductions`.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+OPS = ("SUM", "MIN", "MAX", "PRODUCT")
+MOST_BYTES = 4 << 20  # of one tensor
+LATE_S = 0.1  # an error that takes longer than this is a finding
+FINDINGS = 20  # more of them say nothing new
+
+
+class Kind(enum.Enum):
+    REDUCE = "allreduce"
+    BROADCAST = "broadcast"
+    GATHER = "allgather"
+    SCATTER = "alltoall"
+
+
+class Fault(enum.Enum):
+    NONE = "none"
+    KILL = "kill"
+    FREEZE = "freeze"  # then the group is aborted, then the frozen one is killed
+
+
+@dataclass(frozen=True)
+class Call:
+    """``at``: which numbers it takes. ``inside``: for each rank, whether its tensor lies in its arena."""
+
+    kind: Kind
+    dtype: str
+    op: str
+    elements: int
+    scale: float
+    root: int
+    at: int
+    inside: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one group does: all calls are started before the first is waited for. With a fault they are repeated until
+    they fail; it comes ``after_s`` from when all ranks are in the group, and an abort ``held_s`` later.
+    """
+
+    ranks: tuple[int, ...]  # which of the workers, by rank
+    calls: tuple[Call, ...]
+    fault: Fault = Fault.NONE
+    victim: int = 0  # a rank
+    after_s: float = 0.0
+    held_s: float = 0.0
+
+
+def draw(pick: random.Random, workers: int, element_bytes: dict[str, int]) -> Round:
+    size = pick.randint(2, workers)
+    calls = [_call(pick, size, element_bytes) for _ in range(pick.choice((1, 1, 2, 3, 6)))]
+    chance = pick.random()
+    return Round(
+        ranks=tuple(pick.sample(range(workers), size)),
+        calls=tuple(calls),
+        fault=Fault.KILL if chance < 0.25 else Fault.FREEZE if chance < 0.4 else Fault.NONE,
+        victim=pick.randrange(size),
+        after_s=pick.choice((0.0, 0.001, 0.004, 0.015)) * pick.random(),
+        held_s=0.01 * pick.random(),
+    )
+
+
+def _call(pick: random.Random, size: int, element_bytes: dict[str, int]) -> Call:
+    dtype = pick.choice(DTYPES)
+    kind = pick.choice((Kind.REDUCE,) * 5 + (Kind.BROADCAST, Kind.GATHER, Kind.SCATTER))
+    # As many sizes of every order of magnitude, and now and then one that ends where a chunk or a window does.
+    most = MOST_BYTES // element_bytes[dtype] // (size if kind is Kind.SCATTER else 1)
+    elements = min(most, int(2 ** (pick.random() * most.bit_length())))
+    if pick.random() < 0.1:
+        elements = max(1, elements * element_bytes[dtype] >> 16 << 16) // element_bytes[dtype] or 1
+    same = pick.random()
+    return Call(
+        kind=kind,
+        dtype=dtype,
+        op=pick.choice(OPS),
+        elements=elements,
+        scale=pick.choice((1.0, 1.0, 0.5, 1 / size)),
+        root=pick.randrange(size),
+        at=pick.randrange(1 << 16),
+        inside=tuple(
+            True if same < 0.4 else False if same < 0.7 else pick.random() < 0.5
+            for _ in range(size)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Told:
+    """By one rank that lives, of one round. ``late_s``: to the error, from the kill or the abort, or from its own call
+    where that came later.
+    """
+
+    right: int = 0
+    wrong: tuple[str, ...] = ()  # which calls, and what was wrong
+    error: str = ""
+    late_s: float = 0.0
+    undrained: bool = False  # it was told at first that another rank may still write
+    written: bool = False  # into its tensor, after it was told that nobody does
+
+
+@dataclass
+class Tally:
+    rounds: Counter[Fault] = field(default_factory=Counter)
+    calls: Counter[Kind] = field(default_factory=Counter)
+    right: int = 0
+    wrong: int = 0
+    late: int = 0
+    undrained: int = 0
+    errors_s: dict[Fault, list[float]] = field(
+        default_factory=lambda: {Fault.KILL: [], Fault.FREEZE: []}
+    )
+    findings: list[str] = field(default_factory=list)
+
+    def note(self, number: int, done: Round, told: Sequence[Told]) -> None:
+        """``told``: by all ranks, but the victim of a fault."""
+        self.rounds[done.fault] += 1
+        for call in done.calls:
+            self.calls[call.kind] += 1
+        for each in told:
+            self.right += each.right
+            self.wrong += len(each.wrong)
+            self.undrained += each.undrained
+            for what in each.wrong:
+                self.found(f"round {number}: {what}")
+            if each.written:
+                self.wrong += 1
+                self.found(f"round {number}: a tensor was written into after the drain")
+            if done.fault is Fault.NONE:
+                if each.error:
+                    self.found(f"round {number}: nothing was done to it, and yet: {each.error}")
+                continue
+            if not each.error:
+                self.found(f"round {number}: {done.fault.value}, and no error")
+                continue
+            self.errors_s[done.fault].append(each.late_s)
+            if done.fault is Fault.KILL and f"process of rank {done.victim} of" not in each.error:
+                self.found(f"round {number}: rank {done.victim} was killed, and: {each.error}")
+            if each.late_s > LATE_S:
+                self.late += 1
+                if self.late > 1:  # one line for all: they leave no room for other findings
+                    continue
+                self.found(f"round {number}: the error came {each.late_s * 1e3:.0f} ms late")
+
+    def found(self, text: str) -> None:
+        if len(self.findings) < FINDINGS:
+            self.findings.append(text)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest of the values that at least this share of them does not exceed; 0 where there is none."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    rank = -(-round(share * 1e6) * len(ordered) // 1_000_000)
+    return ordered[max(0, rank - 1)]
