@@ -136,6 +136,8 @@ class GradientReducer:
             self._stale += bucket.drop()
         self._clear()
 
+    # A compiled function that calls it goes on behind it: nothing here is worth tracing.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def finish(self) -> None:
         """Make every parameter's ``grad`` the reduced one. Raises PeerLost, StateMismatch, Invalid, NotInitialized.
 
@@ -171,7 +173,8 @@ class GradientReducer:
             raise Invalid(
                 f"the gradient of {changed.name} was changed after backward(), when its reduction had begun, so that"
                 " change is lost or garbled; call optimizer.synchronize() first, then clip or change gradients, then"
-                " call optimizer.step() inside `with optimizer.skip_synchronize():`"
+                " call optimizer.step() inside `with optimizer.skip_synchronize():` (a hook that changes gradients has"
+                " to be registered before DistributedOptimizer is made, and a parameter belongs to one of them only)"
             )
 
     # ---- the step --------------------------------------------------------------------------------------------------
@@ -260,7 +263,10 @@ class GradientReducer:
             self._sparse = {}
             self._buckets = self._agreed = self._order = None
         elif self._buckets is not None and not all(work.done() for work in self._stale):
+            scales = [bucket.scales for bucket in self._buckets]
             self._build()
+            for bucket, scale in zip(self._buckets, scales, strict=True):
+                bucket.scales = scale  # the plan is the one that was agreed
         self._stale = []
         self._generation = generation
         self._begun = True

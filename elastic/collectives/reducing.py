@@ -26,4 +26,6 @@ def check(tensor: torch.Tensor, op: Op) -> None:
     if op not in OPS:
         raise ValueError(f"{op.name} can't be reduced here; use SUM, MIN, MAX or PRODUCT")
     if tensor.dtype not in DTYPES:
-        raise TypeError(f"tensors of {tensor.dtype} can't be reduced; convert it first")
+        raise TypeError(
+            f"tensors of {tensor.dtype} can't be reduced; convert it first, a complex one with torch.view_as_real()"
+        )

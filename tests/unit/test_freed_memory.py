@@ -13,7 +13,7 @@ from elastic.freed_memory import FreedMemory
 from unit.small_worlds import World, backward, net, sgd
 
 MB = 1 << 20
-KEPT = ("trim threshold", 2048 * MB - 1)
+KEPT = ("trim threshold", 256 * MB)
 
 
 class Libc:

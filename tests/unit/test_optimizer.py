@@ -18,7 +18,7 @@ from elastic.compression import Compression
 from elastic.errors import Invalid, NotInitialized, PeerLost, StateMismatch
 from elastic.optimizer import DistributedOptimizer
 from elastic.process_sets import ProcessSet
-from unit.small_worlds import World, backward, net, ranks_as_threads, sgd
+from unit.small_worlds import Twins, World, backward, net, ranks_as_threads, sgd
 
 
 @pytest.fixture
@@ -672,6 +672,40 @@ def test_buffers_that_old_works_may_write_are_not_used_again(world):
         assert (model[0].bias.grad.data_ptr() == place) is not holding
         old = world.gradients
     assert kept is not None
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["scaled outside", "scaled inside"])
+def test_buckets_made_anew_in_one_world_average_as_those_before(world, inside):
+    world.become(2, group=Twins(2, scales_inside=inside))
+    model = net(3, 2)
+    optimizer = sgd(model, lr=0.0)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    world.gradients.holding = True  # the others are late with this step, which is abandoned here
+    optimizer.set_backward_passes_per_step(1)
+    optimizer.zero_grad()
+    backward(model)
+    world.gradients.holding = False
+    optimizer.step()
+    assert model[0].bias.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_a_step_may_be_in_a_compiled_function(world):
+    model = net(3, 2)
+    optimizer = sgd(model, lr=0.0)
+
+    @torch.compile(backend="eager")
+    def step():
+        optimizer.step()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        step()
+        assert model[0].bias.grad.tolist() == [1.0, 1.0]
 
 
 def test_a_new_world_without_a_restore_loses_no_gradient(world):
