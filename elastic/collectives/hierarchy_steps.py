@@ -17,8 +17,8 @@ from elastic.collectives.hierarchy_plan import Exchange, Parcel, Seats, Turn
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed
 
-# Of a chunk, by one rank: what travels in a lane at a time. Large enough that a lane is seldom idle between two; of 0.5, 1
-# and 2 MiB the largest was the fastest for 25 MiB among two hosts of two ranks, in single runs on a busy machine.
+# Of a chunk, by one rank: what travels in a lane at a time. Large enough that a lane is seldom idle between two.
+# Of 0.5, 1 and 2 MiB the largest was the fastest: 25 MiB, two hosts of two ranks, single runs on a busy machine.
 SHARE_BYTES = 1 << 21
 LEADER_BYTES = 1 << 22  # of a chunk, by a leader
 SMALL_BYTES = 1 << 15  # of a whole tensor that is not worth cutting
