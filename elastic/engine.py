@@ -39,6 +39,7 @@ _CPU = torch.device("cpu")
 LEAVE_S = 0.3  # to reach rank 0 with a last word
 _MOST_CYCLES = 5  # that a growing batch is waited for
 LAST_WORD_S = 0.2  # for a thread that was woken to carry out what it was told
+HEAR_S = 0.5  # for the word on a standing order that others have ended
 _SLICE_S = 0.05  # between two looks of a thread that waits while another one drives
 
 
@@ -145,6 +146,15 @@ class Engine:
             self._fresh.add(pending.members)
             self._undecided += 1
         self._nudge()
+
+    def hear(self, pending: Pending) -> None:
+        """A standing order failed. Another rank may have been told first that it can't end, and have ended it for all:
+        then the same word is on its way here. Where the world is over nobody waits for it.
+        """
+        self.report(pending)
+        until = time.monotonic() + HEAR_S
+        while pending.error is None and not self._failure and time.monotonic() < until:
+            time.sleep(0.0005)
 
     def withdraw(self, pending: Pending) -> None:
         """It has ended, and may have been reported."""

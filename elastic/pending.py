@@ -34,6 +34,8 @@ class Driver(Protocol):
 
     def withdraw(self, pending: Pending) -> None: ...
 
+    def hear(self, pending: Pending) -> None: ...
+
     def last_word(self, pending: Pending) -> None: ...
 
 
@@ -241,6 +243,7 @@ class Pending:
                 self._batch.wait()
                 self._engine.withdraw(self)
         except CollectiveFailed:
+            self._engine.hear(self)
             if self.error is not None:  # another rank asked for something else by this name
                 raise self.error from None
             raise

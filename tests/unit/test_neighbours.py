@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import errno
+import gc
 import os
 from collections.abc import Iterator
 
@@ -26,8 +28,13 @@ def offered() -> Iterator[Shareable]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Whatever happens, a test leaves as many descriptors as there were."""
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever happens, a test leaves as many descriptors as there were. What other tests of this process have mapped
+    stays mapped, and is not looked at.
+    """
+    gc.collect()
+    monkeypatch.setattr(neighbours, "_open", {})
+    monkeypatch.setattr(neighbours, "_released", collections.deque())
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert not neighbours._open
