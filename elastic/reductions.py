@@ -13,20 +13,10 @@ import torch
 
 from elastic import adasum
 from elastic.collectives.interface import Collectives, Op, Work
+from elastic.collectives.reducing import DTYPES
 
 Started = tuple[list[Work], Callable[[], Any]]
 
-_REDUCIBLE = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
 _HALF = (torch.float16, torch.bfloat16)
 _SMALL = (torch.uint8, torch.int8, torch.int16)  # an average fits, the sum before it may not
 
@@ -34,7 +24,7 @@ _SMALL = (torch.uint8, torch.int8, torch.int16)  # an average fits, the sum befo
 def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> None:
     """Raises TypeError for dtypes that can't be reduced, ValueError for the rest."""
     for tensor in tensors:
-        if tensor.dtype not in _REDUCIBLE:
+        if tensor.dtype not in DTYPES:
             raise TypeError(
                 f"{kind} can't reduce a tensor of {tensor.dtype}; convert it first, a bool with"
                 " tensor.to(torch.uint8), a complex one with torch.view_as_real(tensor)"

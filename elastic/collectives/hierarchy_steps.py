@@ -144,7 +144,10 @@ class Steps:
             own = arena.mine()
             self.copies = None if own is None else own.tensor(_COPIES * chunk_bytes, torch.uint8)
         if self.copies is None:
-            raise CollectiveFailed("there is no room left in the memory that ranks of a host share")
+            raise CollectiveFailed(
+                "there is no room left in the memory that ranks of a host share; keep fewer gradients, or start the"
+                " job with ELASTIC_NATIVE=0"
+            )
         places = self.copies.view(_COPIES, chunk_bytes)
         return [
             places[number % _COPIES, : piece.nbytes].view(piece.dtype)
