@@ -48,6 +48,15 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copy(library.FILE, tmp_path / "copy.so"))
 
 
+COMPILERS = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+
+
+# Else a mistake in native/ would turn most tests of shared memory into skipped ones.
+@pytest.mark.skipif(not COMPILERS, reason="there is no C++ compiler")
+def test_where_there_is_a_compiler_there_is_a_library():
+    assert library.load() is not None, library.missing()
+
+
 @needed
 def test_a_library_that_is_there_is_loaded_once_and_says_nothing():
     assert library.load() is library.load()
