@@ -28,17 +28,18 @@ def offered() -> Iterator[Shareable]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_left() -> Iterator[None]:
     """Whatever happens, a test leaves as many descriptors as there were. What other tests of this process have mapped
     stays mapped, and is not looked at.
     """
     gc.collect()
-    monkeypatch.setattr(neighbours, "_open", {})
-    monkeypatch.setattr(neighbours, "_released", collections.deque())
-    before = len(os.listdir("/proc/self/fd"))
-    yield
-    assert not neighbours._open
-    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.MonkeyPatch.context() as ours:  # of its own: a test may undo what it patched itself
+        ours.setattr(neighbours, "_open", {})
+        ours.setattr(neighbours, "_released", collections.deque())
+        before = len(os.listdir("/proc/self/fd"))
+        yield
+        assert not neighbours._open
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.fixture
