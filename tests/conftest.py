@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import gc
 import importlib.util
 import re
 import shutil
@@ -41,6 +43,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (found, reason) in NEEDS.items():
         if item.get_closest_marker(marker) and not found():
             pytest.skip(reason)
+
+
+@pytest.fixture
+def mappings_of_its_own() -> Iterator[None]:
+    """What other tests of this process have mapped of other processes stays mapped, and is not looked at: it goes
+    when those processes end, which may be in the middle of any test.
+    """
+    from elastic.collectives import neighbours
+
+    gc.collect()
+    with pytest.MonkeyPatch.context() as patch:  # not the test's, which it may undo
+        patch.setattr(neighbours, "_open", {})
+        patch.setattr(neighbours, "_released", collections.deque())
+        yield
 
 
 # Their tests start a job each, and share nothing.

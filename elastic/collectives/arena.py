@@ -190,8 +190,12 @@ def zeros(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _sentence(size: int, error: OSError) -> str:
-    what = _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
-    return f"no {math.ceil(size / 2**30)} GiB of memory to share can be mapped: {what}"
+    return f"no {math.ceil(size / 2**30)} GiB of memory to share can be mapped: {what_to_do(error)}"
+
+
+def what_to_do(error: OSError) -> str:
+    """Why memory of this process can't be made or mapped, for the user."""
+    return _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
 
 
 def _forked() -> None:

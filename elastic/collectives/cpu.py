@@ -142,11 +142,11 @@ class CpuGroup:
         return store.exchange(key, self._rank, self._size, blob, timeout_s, self._swapping)
 
     def _say(self, plan: Plan) -> None:
-        alone = len(plan.beside(self._rank)) == 1 and any(len(ranks) > 1 for ranks in plan.hosts)
-        if plan.why and not alone and plan.why not in _said:
+        """By one rank: it concerns all, and every rank knows the same."""
+        if plan.why and self._rank == 0 and plan.why not in _said:
             _said.add(plan.why)
             log.warning(
-                "ranks of one host do not share memory, and exchange tensors over the network instead, which is"
+                "ranks of one machine do not share memory, and exchange tensors over the network instead, which is"
                 " slower: %s (ELASTIC_NATIVE=0 chooses that without this line)",
                 plan.why,
             )

@@ -127,4 +127,6 @@ class _Held:
 
 
 def _sentence(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError):
+        return f"memory to share can't be mapped: {arena.what_to_do(error)}"
+    return str(error)

@@ -66,7 +66,7 @@ class Way(enum.Enum):
 @dataclass(frozen=True)
 class Plan:
     """``hosts`` are the ranks of each, ascending; the hosts stand in the order of their first ranks. ``why`` is why
-    memory is not shared although ranks share a host; empty where nothing is amiss.
+    memory is not shared although ranks run on one machine; empty where nothing is amiss.
     """
 
     way: Way
@@ -87,13 +87,13 @@ def plan(rows: Sequence[Row]) -> Plan:
     """For a group whose rank r gave ``rows[r]``."""
     hosts = _hosts(rows)
     if all(len(ranks) == 1 for ranks in hosts):
-        return Plan(Way.GLOO, hosts, _unknown(rows))
+        return Plan(Way.GLOO, hosts, _unknown(rows) or _apart(rows))
     if not any(row.native for row in rows):
         return Plan(Way.GLOO, hosts)
     why = _objection(rows, hosts)
     if why:
         return Plan(Way.GLOO, hosts, why)
-    return Plan(Way.SHARED if len(hosts) == 1 else Way.HIERARCHY, hosts)
+    return Plan(Way.SHARED if len(hosts) == 1 else Way.HIERARCHY, hosts, _apart(rows))
 
 
 def cores(rows: Sequence[Row], ranks: Sequence[int]) -> int:
@@ -116,6 +116,22 @@ def _unknown(rows: Sequence[Row]) -> str:
     for rank, row in enumerate(rows):
         if row.native and row.identity is None:
             return f"rank {rank}: {row.why_not}"
+    return ""
+
+
+def _apart(rows: Sequence[Row]) -> str:
+    """Ranks that run on one machine and yet on different hosts, as containers do. Whoever wants that turns it off."""
+    first: dict[str, tuple[int, Host]] = {}
+    for rank, row in enumerate(rows):
+        if row.native and row.identity is not None:
+            host = row.identity.host
+            other, there = first.setdefault(host.boot, (rank, host))
+            if host != there:
+                kind = "PID" if host.processes != there.processes else "network"
+                return (
+                    f"ranks {other} and {rank} run on one machine in {kind} namespaces of their own, as in two"
+                    " containers; run them in one"
+                )
     return ""
 
 

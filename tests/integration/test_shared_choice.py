@@ -8,6 +8,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -112,14 +113,14 @@ class Offering:
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
+def nothing_left(mappings_of_its_own: None) -> Iterator[None]:
     """The test leaves as many descriptors, as much of the arena and as many mappings as there were."""
     mine = arena.mine()
     assert mine is not None
 
-    def held() -> tuple[int, int, set[Any]]:
+    def held() -> tuple[int, int, int]:
         neighbours.sweep()
-        return len(os.listdir("/proc/self/fd")), mine.lent, set(neighbours._open)
+        return len(os.listdir("/proc/self/fd")), mine.lent, len(neighbours._open)
 
     neighbours.myself()
     before = held()
@@ -348,20 +349,16 @@ def test_turned_off_everywhere_it_is_the_network_without_a_word(four):
     [
         ("off", "rank 1 has ELASTIC_NATIVE=0"),
         ("arena", "rank 1: no memory to share can be mapped"),
-        ("mapping", r"rank 1: memory of process .* can't be mapped: .*`ulimit -v`"),
+        ("mapping", r"rank 1: memory (of process \d+|to share) can't be mapped: .*`ulimit -v`"),
     ],
 )
-@pytest.mark.parametrize("hosts", ["aaa", "aaba"])
-def test_what_one_rank_can_not_no_rank_does_and_each_says_why_once(four, wrong, why, hosts):
+@pytest.mark.parametrize("hosts", ["aaa", "baaa"])
+def test_what_one_rank_can_not_no_rank_does_and_one_says_why_once(four, wrong, why, hosts):
     kind, results = chosen(four, hosts, broken={1: wrong}, groups=3)
     assert kind == "Gloo"
-    for host, result in zip(hosts, results, strict=True):
-        if host == "b":  # alone: it would have shared nothing
-            assert result["said"] == []
-        else:
-            (line,) = result["said"]
-            with pytest.raises(AssertionError, match=why):
-                raise AssertionError(line)
+    (line,), *others = [result["said"] for result in results]
+    assert re.search(why, line)
+    assert others == [[]] * (len(hosts) - 1)
 
 
 # ---- given up half-way -------------------------------------------------------------------------------------------

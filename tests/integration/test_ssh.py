@@ -98,6 +98,12 @@ def succeeds(hosts: SshHosts, folder: Path, *, host: str = "alpha", **options) -
     asyncio.run(asyncio.wait_for(talk(), 60.0))
 
 
+def clients_of(pid: int) -> list[psutil.Process]:
+    """The ssh programs that a process has started. They and its other children may end meanwhile."""
+    processes = psutil.process_iter(["name", "ppid"])
+    return [each for each in processes if (each.info["name"], each.info["ppid"]) == ("ssh", pid)]
+
+
 class TestContract(StarterContract):
     @pytest.fixture(autouse=True)
     def reach(self, hosts):
@@ -115,7 +121,7 @@ class TestContract(StarterContract):
             await bench.starter.start(bootstrap("alpha"))
             ours = psutil.Process().children(recursive=True)  # both sides: sshd is a child too
             assert noted(bench.folder, "alpha")["pid"] in {process.pid for process in ours}
-            client = next(c for c in psutil.Process().children() if c.name() == "ssh")
+            client = clients_of(os.getpid())[0]
             assert "alpha" in client.cmdline()
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.Error):
@@ -369,7 +375,7 @@ def test_ctrl_c_kill_and_hangup_reach_only_those_that_end_with_the_driver(hosts,
         _wait_for(master, "started")
         pids = agents(tmp_path)
         assert set(pids) == set(names)
-        ssh = [c for c in psutil.Process(driver.pid).children() if c.name() == "ssh"]
+        ssh = clients_of(driver.pid)
         assert len(ssh) >= 1  # that of beta; that of alpha may not have ended yet
         os.write(master, b"\x03")
         _wait_for(master, "interrupted")

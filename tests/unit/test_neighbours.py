@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import errno
-import gc
 import os
 from collections.abc import Iterator
 
@@ -28,18 +26,12 @@ def offered() -> Iterator[Shareable]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Whatever happens, a test leaves as many descriptors as there were. What other tests of this process have mapped
-    stays mapped, and is not looked at.
-    """
-    gc.collect()
-    with pytest.MonkeyPatch.context() as ours:  # of its own: a test may undo what it patched itself
-        ours.setattr(neighbours, "_open", {})
-        ours.setattr(neighbours, "_released", collections.deque())
-        before = len(os.listdir("/proc/self/fd"))
-        yield
-        assert not neighbours._open
-        assert len(os.listdir("/proc/self/fd")) == before
+def nothing_left(mappings_of_its_own: None) -> Iterator[None]:
+    """Whatever happens, a test leaves as many descriptors as there were."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert not neighbours._open
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.fixture

@@ -64,13 +64,30 @@ def test_hosts_may_have_unequally_many_ranks():
     assert not decided.even
 
 
-def test_processes_that_can_not_find_each_other_are_on_two_hosts():
-    containers = [rank_on("a", processes=1), rank_on("a", processes=2)]
-    assert plan(containers) == Plan(Way.GLOO, ((0,), (1,)))
+def test_processes_that_can_not_find_each_other_are_on_two_hosts_and_that_is_told():
+    containers = [rank_on("b"), rank_on("a", processes=1), rank_on("a", processes=2)]
+    why = "ranks 1 and 2 run on one machine in PID namespaces of their own, as in two containers; run them in one"
+    assert plan(containers) == Plan(Way.GLOO, ((0,), (1,), (2,)), why)
 
 
 def test_what_the_network_cuts_off_is_another_host():
-    assert plan([rank_on("a", network=1), rank_on("a", network=2)]).way is Way.GLOO
+    decided = plan([rank_on("a", network=1), rank_on("a", network=2)])
+    assert decided.way is Way.GLOO
+    assert "ranks 0 and 1 run on one machine in network namespaces of their own" in decided.why
+
+
+def test_containers_with_several_ranks_are_a_hierarchy_and_that_is_told():
+    decided = plan([rank_on("a", processes=1 + rank // 2) for rank in range(4)])
+    assert (decided.way, decided.hosts) == (Way.HIERARCHY, ((0, 1), (2, 3)))
+    assert decided.why.startswith("ranks 0 and 2 run on one machine in PID namespaces")
+
+
+def test_who_has_turned_it_off_wants_containers_as_they_are():
+    rows = [
+        msgspec.structs.replace(off("a"), identity=rank_on("a", processes=n).identity)
+        for n in (1, 2)
+    ]
+    assert plan(rows) == Plan(Way.GLOO, ((0,), (1,)))
 
 
 def test_a_rank_that_can_not_keeps_all_from_it_and_says_why():
