@@ -15,8 +15,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elastic.errors import PeerLost
+from elastic.host_copy import HostCopy
 from elastic.state import activity, pinned
-from elastic.state.host_copy import HostCopy
 
 SAMPLES = 16  # elements compared in a tensor that seems unchanged ...
 SMALL = 4096  # ... and tensors up to this many elements are compared whole

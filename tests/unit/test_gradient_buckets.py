@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import gradients, joining, runtime
-from elastic.collectives import arena, fake
+from elastic import gradient_buckets, gradients, joining, runtime
+from elastic.collectives import arena, fake, local
 from elastic.collectives.interface import Op
 from elastic.compression import Compression
 from elastic.gradient_buckets import FlatBucket, Scales
@@ -48,6 +48,33 @@ def test_an_average_is_one_wherever_it_is_scaled(world, inside, factor, compress
     backward(model, scale=0.25)
     expected = [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(averaged, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.randn(600, 500),
+        torch.randn(500, 600).t(),
+        torch.randn(500).expand(600, 500),
+        torch.randn(600, 1000)[:, ::2],
+    ],
+    ids=["contiguous", "transposed", "expanded", "strided"],
+)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_a_large_gradient_arrives_whatever_it_looks_like(gradient, layout, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # several copy as torch does it
+    empty = torch.zeros(600, 500) if layout == "rows" else torch.zeros(500, 600).t()
+    parameter = torch.nn.Parameter(empty)
+    bucket = FlatBucket([parameter], [0], 300_000, torch.float32)
+    assert gradient_buckets.LARGE_BYTES <= 4 * 300_000
+    parameter.grad = gradient
+    bucket.fill(0, watch=True)
+    assert parameter.grad is not gradient
+    assert torch.equal(parameter.grad, gradient)
+    assert torch.equal(bucket._wires[0], gradient)
+    bucket.launch(local.LocalCollectives(), Op.SUM)
+    assert bucket.finish() is None
+    assert torch.equal(parameter.grad, gradient)
 
 
 def test_a_group_that_scales_inside_saves_every_other_pass(world):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic.collectives import library
-from elastic.state.host_copy import HostCopy
+from elastic.host_copy import HostCopy
 from elastic.state.snapshot import same_bits
 
 

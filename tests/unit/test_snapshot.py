@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elastic.errors import PeerLost
+from elastic.host_copy import HostCopy
 from elastic.state import activity, pinned
-from elastic.state.host_copy import HostCopy
 from elastic.state.snapshot import SMALL, Snapshot, as_bytes, dense, same_bits
 
 

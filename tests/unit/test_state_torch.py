@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from elastic.errors import Invalid
+from elastic.host_copy import HostCopy
 from elastic.state import ElasticSampler, TorchState, activity
 from elastic.state.handlers import (
     ModelStateHandler,
@@ -20,7 +21,6 @@ from elastic.state.handlers import (
     get_handler_registry,
     set_handler_registry,
 )
-from elastic.state.host_copy import HostCopy
 from elastic.state.snapshot import SMALL, same_bits
 from elastic.state.state import has_custom_sync
 

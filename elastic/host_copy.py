@@ -1,4 +1,4 @@
-"""Copies tensors in host memory into buffers that stay: the part of a commit that moves bytes.
+"""Copies tensors in host memory into buffers that stay: what moves the bytes of a commit, and of large gradients.
 
 Where the C++ library is there, it copies past the caches, all tensors in one call: a third faster than torch, and what
 training needs next stays in the caches. What it can't copy byte by byte, torch copies. With several threads torch
