@@ -23,15 +23,10 @@ from elastic import buckets, freed_memory, plans, runtime, shadow, sparse_gradie
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialized, StateMismatch
 from elastic.failpoints import failpoint
-from elastic.gradient_buckets import (
-    CompressedGradient,
-    Compressor,
-    FlatBucket,
-    GradientBucket,
-    MarkBucket,
-)
+from elastic.gradient_buckets import Compressor, GradientBucket
 from elastic.gradient_hooks import GradientHooks
 from elastic.gradient_options import Options
+from elastic.gradient_plan import GradientPlan, Slot
 from elastic.process_sets import ProcessSet, global_process_set, resolve
 
 FIRST_BYTES = buckets.FIRST_BYTES
@@ -40,21 +35,6 @@ FULL_BYTES = buckets.FULL_BYTES
 
 # Those of this process, wherever they are in their steps.
 reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-
-
-class _Slot:
-    """One trainable parameter's place in the plan and in the present step."""
-
-    __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
-
-    def __init__(self, number: int, name: str, parameter: torch.Tensor, passes: int) -> None:
-        self.number = number
-        self.name = name
-        self.parameter = parameter
-        self.passes_left = passes
-        self.filled = False  # its gradient is in the bucket
-        self.bucket: GradientBucket | None = None  # None: sparse, or nothing is built yet
-        self.position = 0  # in the bucket
 
 
 class GradientReducer:
@@ -86,12 +66,7 @@ class GradientReducer:
 
         # The plan.
         self._signature: list[tuple[Any, ...]] | None = None
-        self._slots: list[_Slot] = []
-        self._slot_of: dict[int, _Slot] = {}  # by id of the parameter
-        self._sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
-        self._order: tuple[int, ...] | None = None  # the slots as they become ready, agreed on
-        self._buckets: list[GradientBucket] | None = None
-        self._rows: list[str] = []  # what each bucket is called in the timeline
+        self._plan = GradientPlan(self._options, [], (FIRST_BYTES, FULL_BYTES))
         self._agreed: int | None = None  # the generation whose members have compared this plan
         self._number: plans.Agreed | None = None  # which one it is there
         self._version = -1  # of that number's plan
@@ -129,10 +104,10 @@ class GradientReducer:
 
     def forget(self) -> None:
         """Abandon the present step: counters, works under way, and the gradients that these may have garbled."""
-        for slot in self._slots:
+        for slot in self._plan.slots:
             if slot.filled and slot.bucket is not None:
                 slot.bucket.discard(slot.position)
-        for bucket in self._buckets or []:
+        for bucket in self._plan.buckets:
             self._stale += bucket.drop()
         self._clear()
 
@@ -145,7 +120,7 @@ class GradientReducer:
         Invalid if the script has changed a gradient that was taken in before: raised at the end, so that no other rank
         is left waiting.
         """
-        changed: _Slot | None = None
+        changed: Slot | None = None
         world = runtime.current()
         with world.guard("gradients"), torch.no_grad():
             if self._generation != world.generation:
@@ -155,7 +130,7 @@ class GradientReducer:
             if self._size > 1:
                 if not self._begun:
                     self._begin(world.generation)
-                if self._slots and self._agreed != world.generation:
+                if self._plan.slots and self._agreed != world.generation:
                     try:
                         self._agree(world)
                     except Exception:
@@ -198,7 +173,7 @@ class GradientReducer:
                 if self._size == 1:
                     return
                 self._begin(world.generation)
-            slot = self._slot_of.get(id(parameter))
+            slot = self._plan.slot_of.get(id(parameter))
             if slot is None:
                 return
             if slot.passes_left == 0:
@@ -255,23 +230,16 @@ class GradientReducer:
                 for number, parameter in enumerate(self._parameters())
                 if parameter.requires_grad
             ]
-            self._slots = [
-                _Slot(number, name, parameter, self._passes)
-                for number, (name, parameter) in enumerate(trainable)
-            ]
-            self._slot_of = {id(slot.parameter): slot for slot in self._slots}
-            self._sparse = {}
-            self._buckets = self._agreed = self._order = None
-        elif self._buckets is not None and not all(work.done() for work in self._stale):
-            scales = [bucket.scales for bucket in self._buckets]
-            self._build()
-            for bucket, scale in zip(self._buckets, scales, strict=True):
-                bucket.scales = scale  # the plan is the one that was agreed
+            self._plan = GradientPlan(self._options, trainable, bucket_bytes())
+            self._plan.begin_step(self._passes)
+            self._agreed = None
+        elif not all(work.done() for work in self._stale):
+            self._plan.renew()
         self._stale = []
         self._generation = generation
         self._begun = True
 
-    def _fill(self, slot: _Slot, *, watch: bool) -> None:
+    def _fill(self, slot: Slot, *, watch: bool) -> None:
         if slot.bucket is None:  # sparse
             return
         slot.bucket.fill(slot.position, watch=watch)
@@ -279,19 +247,18 @@ class GradientReducer:
         slot.bucket.missing -= 1
 
     def _launch_full(self, world: runtime.Runtime) -> None:
-        assert self._buckets is not None
+        built = self._plan.buckets
         try:
-            while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+            while self._launched < len(built) and not built[self._launched].missing:
                 self._launch_next(world)
         except (CollectiveFailed, Interrupted) as failure:
             world.mark_broken(world.generation, str(failure))
 
     def _launch_next(self, world: runtime.Runtime) -> None:
-        assert self._buckets is not None
-        bucket = self._buckets[self._launched]
+        bucket = self._plan.buckets[self._launched]
         failpoint("bucket")
         if timeline.on:
-            row = self._rows[self._launched]
+            row = self._plan.rows[self._launched]
             timeline.begin(row, "ALLREDUCE")
             began_ns = timeline.now_ns()
             bucket.launch(self._group(world, bucket.device), self._options.wire_op)
@@ -304,55 +271,52 @@ class GradientReducer:
         assert self._number is not None
         return world.group(self._number.purpose, device, self._members)
 
-    def _reduce(self, world: runtime.Runtime) -> _Slot | None:
+    def _reduce(self, world: runtime.Runtime) -> Slot | None:
         """Returns one whose gradient the script has changed meanwhile, if there is any."""
-        assert self._buckets is not None
+        plan = self._plan
         changed: tuple[GradientBucket, int] | None = None
-        for slot in self._slots:
+        for slot in plan.slots:
             if not slot.filled:
                 self._fill(slot, watch=False)
-        while self._launched < len(self._buckets):
+        while self._launched < len(plan.buckets):
             self._launch_next(world)
         freed_memory.of_process().filled()
-        if self._sparse:
+        if plan.sparse:
             self._reduce_sparse(world)
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(plan.buckets):
             if timeline.on:
                 began_ns = timeline.now_ns()
                 position = bucket.finish()
-                timeline.span(self._rows[number], "WAIT", began_ns, timeline.now_ns())
-                timeline.end(self._rows[number])
+                timeline.span(plan.rows[number], "WAIT", began_ns, timeline.now_ns())
+                timeline.end(plan.rows[number])
             else:
                 position = bucket.finish()
             if position is not None:
                 changed = (bucket, position)
         if changed is None:
             return None
-        return next(slot for slot in self._slots if (slot.bucket, slot.position) == changed)
+        return next(slot for slot in plan.slots if (slot.bucket, slot.position) == changed)
 
     def _reduce_sparse(self, world: runtime.Runtime) -> None:
+        slots = self._plan.slots
         by_device: dict[torch.device, list[int]] = {}
-        for number in sorted(self._sparse):
-            by_device.setdefault(self._slots[number].parameter.device, []).append(number)
+        for number in sorted(self._plan.sparse):
+            by_device.setdefault(slots[number].parameter.device, []).append(number)
         scale = 1.0 / self._size if self._options.op is Op.AVERAGE else 1.0
         for device, numbers in by_device.items():
             gradients = [self._sparse_gradient(number) for number in numbers]
             totals = sparse_gradients.total(self._group(world, device), gradients, scale)
             for number, gradient in zip(numbers, totals, strict=True):
-                self._slots[number].parameter.grad = gradient
+                slots[number].parameter.grad = gradient
 
     def _sparse_gradient(self, number: int) -> torch.Tensor:
-        parameter, sparse_dims = self._slots[number].parameter, self._sparse[number]
+        parameter, sparse_dims = self._plan.slots[number].parameter, self._plan.sparse[number]
         if parameter.grad is None:
             return sparse_gradients.empty(parameter, sparse_dims)
         return parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(sparse_dims)
 
     def _clear(self) -> None:
-        for slot in self._slots:
-            slot.passes_left = self._passes
-            slot.filled = False
-        for bucket in self._buckets or []:
-            bucket.missing = len(bucket.parameters)
+        self._plan.begin_step(self._passes)
         self._launched = 0
         self._begun = False
         self._ready.clear()
@@ -365,7 +329,7 @@ class GradientReducer:
         Changes nothing in a world of one, which is also what a newcomer has before it joined.
         """
         known = plans.of(world, self._members)
-        digest = self._options.digest(_named(self._slots), bucket_bytes())
+        digest = self._plan.digest()
         agreed = known.adopt(self, digest, self._version)
         if agreed is None:
             agreed = self._negotiate(world, known, digest)
@@ -373,9 +337,9 @@ class GradientReducer:
                 return
         else:
             sparse = {each.number: each.dims for each in agreed.layout.sparse}
-            self._arrange(sparse, agreed.layout.order)
+            self._plan.arrange(sparse, agreed.layout.order)
         self._number, self._version = agreed, agreed.version
-        for bucket in self._buckets or []:
+        for bucket in self._plan.buckets:
             inside = self._group(world, bucket.device).scales_inside
             bucket.scales = self._options.scales(self._size, inside)
         self._agreed = world.generation
@@ -384,29 +348,29 @@ class GradientReducer:
         self, world: runtime.Runtime, known: plans.Plans, digest: int
     ) -> plans.Agreed | None:
         """Compare with all others, also with those that have joined. None in a world of one."""
-        found = dict(self._sparse)
-        for number, slot in enumerate(self._slots):
+        plan = self._plan
+        found = dict(plan.sparse)
+        for number, slot in enumerate(plan.slots):
             gradient = slot.parameter.grad
             if gradient is not None and gradient.is_sparse and not self._sparse_as_dense:
                 found[number] = gradient.sparse_dim()
         before = known.find(self)
-        device = shadow.channel_device(known, self._slots[0].parameter.device)
+        device = shadow.channel_device(known, plan.slots[0].parameter.device)
         group = world.group(known.channel, device, self._members)
         if group.size == 1:
             return None
-        elements = sum(slot.parameter.numel() for slot in self._slots)
         replaces = -1 if before is None else before.number
-        own = plans.Outline(digest, len(self._slots), elements, replaces)
+        own = plans.Outline(digest, len(plan.slots), plan.elements, replaces)
         verdict = shadow.compare(
             group, device, plans.proposal(own, len(found), group.rank, known.taken())
         )
         if not verdict.equal:
             raise StateMismatch(_difference(world, verdict, own))
         order = shadow.share_order(
-            group, device, verdict.source, self._own_order(), len(self._slots)
+            group, device, verdict.source, plan.own_order(self._ready), len(plan.slots)
         )
         if verdict.sparse:
-            found = shadow.compare_sparse(group, device, found, len(self._slots))
+            found = shadow.compare_sparse(group, device, found, len(plan.slots))
             if self._options.wire_op not in shadow.GATHERED:
                 if verdict.joined:
                     shadow.tell_layout(group, device, verdict.source, None)
@@ -414,8 +378,8 @@ class GradientReducer:
                     f"sparse gradients can be reduced with Average and Sum, not with {self._options.op.name.title()};"
                     " pass sparse_as_dense=True"
                 )
-        self._arrange(found, order)
-        layout, number = self._layout(digest), known.number(verdict)
+        plan.arrange(found, order)
+        layout, number = plan.layout(digest, self._size), known.number(verdict)
         if verdict.joined:
             shadow.tell_layout(group, device, verdict.source, layout)
             if number < len(known.agreed):
@@ -426,85 +390,6 @@ class GradientReducer:
         """See `plans.Owner`."""
         self._agreed = None
 
-    def _layout(self, digest: int) -> plans.Layout:
-        assert self._buckets is not None
-        sparse = []
-        for number, dims in sorted(self._sparse.items()):
-            parameter = self._slots[number].parameter
-            dtype, device = str(parameter.dtype).removeprefix("torch."), parameter.device.type
-            sparse.append(plans.Sparse(number, tuple(parameter.shape), dims, dtype, device))
-        assert self._order is not None
-        wires = tuple(bucket.wire() for bucket in self._buckets)
-        scale = self._options.scales(self._size, inside=True).reducing
-        return plans.Layout(
-            digest, int(self._options.wire_op), scale, self._order, wires, tuple(sparse)
-        )
-
-    def _own_order(self) -> tuple[int, ...]:
-        """What this rank would have all use: what was agreed before, else what it has seen in this step."""
-        count = len(self._slots)
-        return (
-            self._order or buckets.seen_order(self._ready, count) or buckets.expected_order(count)
-        )
-
-    def _arrange(self, sparse: dict[int, int], order: tuple[int, ...]) -> None:
-        """Buckets for this; those that are there already are kept."""
-        if self._buckets is None or (sparse, order) != (self._sparse, self._order):
-            self._sparse, self._order = sparse, order
-            self._build()
-
-    def _build(self) -> None:
-        dense = [slot for slot in self._slots if slot.number not in self._sparse]
-        for slot in self._slots:
-            slot.bucket = None
-        items = [
-            buckets.Item(
-                f"{slot.parameter.dtype} {slot.parameter.device}",
-                slot.parameter.numel(),
-                slot.parameter.element_size(),
-            )
-            for slot in dense
-        ]
-        in_memory = [slot.parameter for slot in dense if slot.parameter.device.type == "cpu"]
-        freed_memory.of_process().keep(max((each.nbytes for each in in_memory), default=0))
-        custom = not self._options.casts
-        first_bytes, full_bytes = bucket_bytes()
-        plan = buckets.plan(
-            items,
-            order=self._dense_order(dense),
-            groups=() if custom else self._options.grouped([slot.parameter for slot in dense]),
-            first_bytes=0 if custom else first_bytes,
-            full_bytes=0 if custom else full_bytes,
-        )
-        self._buckets = []
-        if custom or not plan:
-            self._buckets.append(MarkBucket(self._slots[0].parameter.device))
-        for planned in plan:
-            slots = [dense[member] for member in planned.members]
-            parameters = [slot.parameter for slot in slots]
-            bucket: GradientBucket
-            if custom:
-                bucket = CompressedGradient(parameters[0], self._options.compression)
-            else:
-                wire_dtype = self._options.wire_dtype(parameters[0])
-                marked = not self._buckets
-                bucket = FlatBucket(
-                    parameters, planned.offsets, planned.elements, wire_dtype, marked=marked
-                )
-            self._buckets.append(bucket)
-            for position, slot in enumerate(slots):
-                slot.bucket, slot.position = bucket, position
-        self._rows = [
-            _row(number, [slot.name for slot in dense if slot.bucket is bucket])
-            for number, bucket in enumerate(self._buckets)
-        ]
-
-    def _dense_order(self, dense: Sequence[_Slot]) -> list[int] | None:
-        if self._order is None:
-            return None
-        index_of = {slot.number: index for index, slot in enumerate(dense)}
-        return [index_of[number] for number in self._order if number in index_of]
-
     # ---- small things ----------------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -514,10 +399,6 @@ class GradientReducer:
 
     def _name(self, parameter: torch.Tensor, number: int) -> str:
         return self._names.get(parameter, f"parameter {number}")
-
-
-def _named(slots: Sequence[_Slot]) -> list[tuple[str, torch.Tensor]]:
-    return [(slot.name, slot.parameter) for slot in slots]
 
 
 def bucket_bytes() -> tuple[int, int]:
@@ -541,15 +422,3 @@ def _difference(world: runtime.Runtime, verdict: plans.Verdict, own: plans.Outli
         " DistributedOptimizer the same parameters, in the same order and with the same"
         " names, shapes, dtypes, requires_grad and options, on every rank"
     )
-
-
-def _row(number: int, names: Sequence[str]) -> str:
-    """``gradients 0: layer.weight``, ``gradients 1: layer.weight .. layer.bias (4)``."""
-    members = (
-        names[0]
-        if len(names) == 1
-        else f"{names[0]} .. {names[-1]} ({len(names)})"
-        if names
-        else "none"
-    )
-    return f"gradients {number}: {members}"

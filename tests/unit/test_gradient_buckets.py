@@ -82,7 +82,7 @@ def test_a_group_that_scales_inside_saves_every_other_pass(world):
     optimizer = sgd(model := net(3, 2), lr=0.0)
     backward(model)
     optimizer.step()
-    (bucket,) = optimizer._reducer._buckets
+    (bucket,) = optimizer._reducer._plan.buckets
     assert bucket.scales == Scales(filling=1.0, reducing=0.25, finishing=1.0)
     world.become(2)
     backward(model)

@@ -200,7 +200,7 @@ def test_a_world_of_one_neither_talks_nor_copies(world):
     backward(model)
     optimizer.zero_grad()
     assert all(gradient is not None for gradient in held)
-    assert optimizer._reducer._buckets is None
+    assert not optimizer._reducer._plan.buckets
 
 
 def test_a_newcomer_that_has_not_joined_acts_as_a_world_of_one(world):

@@ -56,7 +56,7 @@ class Chain:
     def buckets(self) -> str:
         """Whose gradients travel, in order."""
         name_of = {id(parameter): name for name, parameter in self.of.items()}
-        built = self.optimizer._reducer._buckets
+        built = self.optimizer._reducer._plan.buckets
         return "".join(name_of[id(each)] for bucket in built for each in bucket.parameters)
 
 
@@ -113,10 +113,10 @@ def test_another_set_of_parameters_is_seen_anew(world):
 def test_a_change_of_the_world_keeps_order_and_buffers(world):
     chain = Chain()
     chain.learn("bdac")
-    built = chain.optimizer._reducer._buckets
+    built = chain.optimizer._reducer._plan.buckets
     world.become(3)
     assert chain.learn("abcd") == "bdac"
-    assert chain.optimizer._reducer._buckets is built
+    assert chain.optimizer._reducer._plan.buckets is built
 
 
 def test_newcomers_follow_the_lowest_rank_and_who_knows_its_order_builds_nothing(threads):
@@ -126,10 +126,10 @@ def test_newcomers_follow_the_lowest_rank_and_who_knows_its_order_builds_nothing
         if rank < 2:
             world.become(2, rank, meeting)
             assert chain.learn("bdac" if rank == 0 else "abcd") == "bdac"
-            built = chain.optimizer._reducer._buckets
+            built = chain.optimizer._reducer._plan.buckets
         world.become(3, rank, meeting)
         assert chain.learn("dcab") == "bdac"
-        return built is None or chain.optimizer._reducer._buckets is built
+        return built is None or chain.optimizer._reducer._plan.buckets is built
 
     assert threads(3, train) == [True] * 3
 
