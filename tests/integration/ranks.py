@@ -14,10 +14,12 @@ from typing import Any
 
 import cloudpickle
 
-from elastic.collectives.store import listen
+from elastic.collectives.store import Store, listen
+from elastic.protocol import Address
 
 START_S = 60.0
 RUN_S = 60.0
+STORE_S = 20.0
 
 kept: dict[str, Any] = {}  # what a test's functions leave in a rank's process for later ones
 
@@ -59,13 +61,7 @@ class Ranks:
         return results
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        # By value, because the ranks can't import test modules by the names that pytest gives them.
-        module = sys.modules[function.__module__]
-        cloudpickle.register_pickle_by_value(module)
-        try:
-            blob = cloudpickle.dumps((function, arguments))
-        finally:
-            cloudpickle.unregister_pickle_by_value(module)
+        blob = _pickled(function, arguments)
         for pipe in self._pipes:
             pipe.send_bytes(blob)
 
@@ -114,6 +110,36 @@ def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
     run.__name__ = test.__name__
     run.__doc__ = test.__doc__
     return run
+
+
+def serve_stores(rank: int, size: int, count: int = 1) -> list[Address]:
+    """For `Ranks.run`: rank 0 binds the stores of so many groups to come, and tells where. A port that is only chosen
+    when it is needed may be taken by then.
+    """
+    kept["listeners"] = [listen("127.0.0.1") for _ in range(count)] if rank == 0 else []
+    return [listener.address for listener in kept["listeners"]]
+
+
+def open_store(
+    rank: int, address: Address, generation: int = 0, timeout_s: float = STORE_S
+) -> Store:
+    """In a rank's process: the next of the stores that rank 0 has bound, which is at this address."""
+    listener = kept["listeners"].pop(0) if rank == 0 else None
+    store = Store(address, listener, timeout_s, generation=generation)
+    store.open()
+    return store
+
+
+def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    if function.__module__ == __name__:
+        return bytes(cloudpickle.dumps((function, arguments)))
+    # By value, because the ranks can't import test modules by the names that pytest gives them.
+    module = sys.modules[function.__module__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps((function, arguments)))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _join(rank: int, size: int, address: Any) -> None:

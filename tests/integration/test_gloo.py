@@ -333,17 +333,9 @@ def three() -> Iterator[Ranks]:
     three.close()
 
 
-def serve_stores(rank: int, size: int, count: int) -> list[Address]:
-    """Rank 0 binds the stores of tests to come; a port that is only chosen now may be taken when it is needed."""
-    ranks.kept["listeners"] = [listen("127.0.0.1") for _ in range(count)] if rank == 0 else []
-    return [listener.address for listener in ranks.kept["listeners"]]
-
-
 def lose_a_peer(rank: int, size: int, address: Address, end: int, child: bool) -> dict[str, float]:
     """Rank 2 ends itself by a signal in the middle of training; how long until the others know."""
-    listener = ranks.kept["listeners"].pop(0) if rank == 0 else None
-    store = Store(address, listener, TIMEOUT_S)
-    store.open()
+    store = ranks.open_store(rank, address)
     attempt = connecting(store, rank, size)
     group = attempt.connect()
     tensor = torch.ones(100_000)
@@ -385,7 +377,7 @@ def lose_a_peer(rank: int, size: int, address: Address, end: int, child: bool) -
 
 @pytest.mark.parametrize("child", [False, True], ids=["alone", "with a forked child"])
 def test_a_killed_peer_is_noticed_at_once(three, child):
-    (address,) = three.run(serve_stores, 1)[0]
+    (address,) = three.run(ranks.serve_stores, 1)[0]
     three.start(lose_a_peer, address, signal.SIGKILL, child)
     results = [three.result(rank) for rank in (0, 1)]
     assert child or isinstance(three.result(2), Died)
@@ -399,7 +391,7 @@ def test_a_killed_peer_is_noticed_at_once(three, child):
 
 
 def test_an_abort_ends_the_wait_for_a_stopped_peer(three):
-    (address,) = three.run(serve_stores, 1)[0]
+    (address,) = three.run(ranks.serve_stores, 1)[0]
     three.start(lose_a_peer, address, signal.SIGSTOP, False)
     try:
         for rank in (0, 1):
@@ -420,9 +412,7 @@ def connect_and_abort(rank: int, size: int, addresses: list[Address]) -> float:
     """Aborts at every stage of connecting and of the first collectives; the longest time until that raised."""
     worst = 0.0
     for number, address in enumerate(addresses):
-        listener = ranks.kept["listeners"].pop(0) if rank == 0 else None
-        store = Store(address, listener, TIMEOUT_S, generation=number)
-        store.open()
+        store = ranks.open_store(rank, address, number)
         attempt = connecting(store, rank, size)
         aborted_at: list[float] = []
 
@@ -445,7 +435,7 @@ def connect_and_abort(rank: int, size: int, addresses: list[Address]) -> float:
 
 
 def test_an_abort_at_any_moment_of_connecting_ends_it(three):
-    addresses = three.run(serve_stores, 30)[0]
+    addresses = three.run(ranks.serve_stores, 30)[0]
     for worst in three.run(connect_and_abort, addresses):
         print(f"raised {worst * 1e3:.1f} ms after the abort at worst")
         assert worst < WAKE_S
@@ -455,9 +445,7 @@ def cut_in_the_middle(rank: int, size: int, addresses: list[Address]) -> float:
     """Cuts while two large allreduces are under way, again and again; the longest drain."""
     worst = 0.0
     for number, address in enumerate(addresses):
-        listener = ranks.kept["listeners"].pop(0) if rank == 0 else None
-        store = Store(address, listener, TIMEOUT_S, generation=number)
-        store.open()
+        store = ranks.open_store(rank, address, number)
         group = connecting(store, rank, size).connect()
         tensor = torch.ones(1_000_000)
         group.allreduce(tensor, Op.SUM).wait()
@@ -480,7 +468,7 @@ def cut_in_the_middle(rank: int, size: int, addresses: list[Address]) -> float:
 
 def test_a_cut_in_the_middle_of_allreduces_is_drained_at_once(three):
     # One work in twenty loses its wake-up here, and one in sixty leaves a connection open.
-    addresses = three.run(serve_stores, 25)[0]
+    addresses = three.run(ranks.serve_stores, 25)[0]
     for worst in three.run(cut_in_the_middle, addresses):
         print(f"drained {worst * 1e3:.1f} ms after the cut at worst")
         assert worst < WAKE_S / 4

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from elastic.collectives import arena, hierarchy_steps, library, neighbours
-from elastic.collectives.construct import Connecting, Store, listen
+from elastic.collectives.construct import Connecting
 from elastic.collectives.hierarchy import HierarchicalCollectives
 from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed
@@ -50,18 +50,11 @@ def doomed() -> Iterator[Ranks]:
     doomed.close()
 
 
-def bind(rank: int, size: int) -> Address | None:
-    ranks.kept["listener"] = listen("127.0.0.1") if rank == 0 else None
-    return ranks.kept["listener"].address if rank == 0 else None
-
-
 def connect(
     rank: int, size: int, address: Address, hosts: str, timeout_s: float = TIMEOUT_S
 ) -> Collectives:
     """A group of all ranks; the r-th letter names the host of rank r."""
-    store = Store(address, ranks.kept.pop("listener"), TIMEOUT_S)
-    store.open()
-    ranks.kept["store"] = store
+    store = ranks.kept["store"] = ranks.open_store(rank, address)
     with pytest.MonkeyPatch.context() as patch:
         here = neighbours.myself()
         host = msgspec.structs.replace(here.host, boot=hosts[rank])
@@ -141,7 +134,7 @@ def reduce_everything(rank: int, size: int, address: Address, hosts: str) -> lis
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab"])
 def test_every_dtype_and_operation_is_what_double_precision_gives(four, hosts):
-    address = four.run(bind)[0]
+    address = four.run(ranks.serve_stores)[0][0]
     first, *others = four.run(reduce_everything, address, hosts)
     assert all(other == first for other in others)
 
@@ -176,7 +169,7 @@ def move_everything(rank: int, size: int, address: Address, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab"])
 def test_broadcasts_gathers_and_exchanges_move_everything(four, hosts):
-    four.run(move_everything, four.run(bind)[0], hosts)
+    four.run(move_everything, four.run(ranks.serve_stores)[0][0], hosts)
 
 
 # ---- ranks that are lost ---------------------------------------------------------------------------------------------
@@ -224,7 +217,7 @@ def lose_a_rank(rank: int, size: int, address: Address, hosts: str, lost: int) -
     ("hosts", "lost"), [("aabb", 3), ("aabb", 0), ("aaab", 1), ("aaab", 3), ("abbb", 1)]
 )
 def test_a_killed_rank_ends_the_others_on_all_hosts_and_no_result_is_wrong(doomed, hosts, lost):
-    address = doomed.run(bind)[0]
+    address = doomed.run(ranks.serve_stores)[0][0]
     doomed.start(lose_a_rank, address, hosts, lost)
     others = {rank: doomed.result(rank) for rank in range(4) if rank != lost}
     assert isinstance(doomed.result(lost), Died)
@@ -254,7 +247,7 @@ def abort_one(rank: int, size: int, address: Address, hosts: str, aborter: int) 
 
 @pytest.mark.parametrize(("hosts", "aborter"), [("aabb", 1), ("aaab", 2), ("aaab", 3)])
 def test_an_abort_on_one_rank_reaches_all(four, hosts, aborter):
-    reasons = four.run(abort_one, four.run(bind)[0], hosts, aborter)
+    reasons = four.run(abort_one, four.run(ranks.serve_stores)[0][0], hosts, aborter)
     assert reasons[aborter] == "aborted"
     assert all(reasons)
 
@@ -273,7 +266,7 @@ def come_late(rank: int, size: int, address: Address, hosts: str) -> str:
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaab"])
 def test_a_rank_that_does_not_come_fails_the_others_at_the_deadline(four, hosts):
-    *reasons, none = four.run(come_late, four.run(bind)[0], hosts)
+    *reasons, none = four.run(come_late, four.run(ranks.serve_stores)[0][0], hosts)
     assert all(reasons) and none == ""
 
 
@@ -296,4 +289,4 @@ def form_and_close(rank: int, size: int, address: Address, hosts: str) -> int:
 @pytest.mark.parametrize("hosts", ["aabb", "aaab"])
 def test_a_closed_group_leaves_nothing_in_the_arena(four, hosts):
     for _ in range(3):
-        assert four.run(form_and_close, four.run(bind)[0], hosts) == [0] * 4
+        assert four.run(form_and_close, four.run(ranks.serve_stores)[0][0], hosts) == [0] * 4

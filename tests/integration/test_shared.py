@@ -180,24 +180,12 @@ def mortal() -> Iterator[Ranks]:
     mortal.close()
 
 
-def serve(rank: int, size: int, count: int = 1) -> list[Address]:
-    """Rank 0 binds the stores of what is to come."""
-    ranks.kept["listeners"] = [listen("127.0.0.1") for _ in range(count)] if rank == 0 else []
-    return [listener.address for listener in ranks.kept["listeners"]]
-
-
-def opened(rank: int, address: Address) -> Store:
-    store = Store(address, ranks.kept["listeners"].pop(0) if rank == 0 else None, TIMEOUT_S)
-    store.open()
-    return store
-
-
 @contextlib.contextmanager
 def joined(
     rank: int, size: int, address: Address, timeout_s: float = TIMEOUT_S
 ) -> Iterator[SharedCollectives]:
     """In the group of all ranks, until all have left it or it failed."""
-    store = opened(rank, address)
+    store = ranks.open_store(rank, address)
     group = formed(store, rank, size, timeout_s=timeout_s)
     try:
         yield group
@@ -256,7 +244,7 @@ def reduce_all(rank: int, size: int, address: Address, where: str, dtype: torch.
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 @pytest.mark.parametrize("where", list(PLACES))
 def test_sums_are_right_to_the_last_bit_wherever_tensors_lie(staying, where, dtype):
-    (address,) = staying.run(serve)[0]
+    (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(reduce_all, address, where, dtype) == [[], [], []]
 
 
@@ -287,7 +275,7 @@ def move_all(rank: int, size: int, address: Address) -> list[str]:
 
 
 def test_moves_bring_every_byte_of_any_size(staying):
-    (address,) = staying.run(serve)[0]
+    (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(move_all, address) == [[], [], []]
 
 
@@ -322,7 +310,7 @@ def start_ahead(rank: int, size: int, address: Address) -> list[int]:
 
 
 def test_collectives_may_be_started_ahead_and_their_handles_dropped(staying):
-    (address,) = staying.run(serve)[0]
+    (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(start_ahead, address) == [[], [], []]
 
 
@@ -341,12 +329,12 @@ def drop_tensors(rank: int, size: int, address: Address) -> list[float]:
 
 
 def test_what_was_dropped_while_under_way_is_no_ones_until_it_is_over(staying):
-    (address,) = staying.run(serve)[0]
+    (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(drop_tensors, address) == [[0.0] * 20] * 3
 
 
 def work_side_by_side(rank: int, size: int, address: Address) -> list[float]:
-    store = opened(rank, address)
+    store = ranks.open_store(rank, address)
     groups = [formed(store, rank, size, f"number {number}") for number in range(4)]
 
     def train(number: int) -> float:
@@ -371,7 +359,7 @@ def work_side_by_side(rank: int, size: int, address: Address) -> list[float]:
 
 
 def test_groups_work_side_by_side_and_an_abort_ends_only_one(staying):
-    (address,) = staying.run(serve)[0]
+    (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(work_side_by_side, address) == [[200_000.0] * 3 + [-1.0]] * 3
 
 
@@ -392,7 +380,7 @@ def live_through(rank: int, size: int, addresses: list[Address]) -> list[dict[st
 
     seen = []
     for generation, address in enumerate(addresses):
-        store = opened(rank, address)
+        store = ranks.open_store(rank, address)
         group = formed(store, rank, size)
         works = [group.allreduce(placed(torch.ones(50_000), i % 2 == 0), Op.SUM) for i in range(4)]
         if generation % 3 == 0:
@@ -413,7 +401,7 @@ def live_through(rank: int, size: int, addresses: list[Address]) -> list[dict[st
 
 
 def test_two_hundred_generations_leave_nothing_behind(staying):
-    addresses = staying.run(serve, 200)[0]
+    addresses = staying.run(ranks.serve_stores, 200)[0]
     for early, late in staying.run(live_through, addresses):
         assert late.pop("threads") <= early.pop("threads") + 1  # one that is just ending
         assert late.pop("descriptors") <= early.pop("descriptors")
@@ -421,7 +409,7 @@ def test_two_hundred_generations_leave_nothing_behind(staying):
 
 
 def come_late(rank: int, size: int, address: Address) -> str:
-    store = opened(rank, address)
+    store = ranks.open_store(rank, address)
     group = formed(store, rank, size, timeout_s=0.3)
     said = ""
     if rank != 1:
@@ -437,13 +425,13 @@ def come_late(rank: int, size: int, address: Address) -> str:
 
 
 def test_a_rank_that_never_comes_is_named(staying):
-    (address,) = staying.run(serve)[0]
+    (address,) = staying.run(ranks.serve_stores)[0]
     said = staying.run(come_late, address)
     assert said[0] == said[2] == "rank 1 of this group did not come within 0.3 s"
 
 
 def call_another(rank: int, size: int, address: Address) -> str:
-    store = opened(rank, address)
+    store = ranks.open_store(rank, address)
     group = formed(store, rank, size)
     with pytest.raises(CollectiveFailed) as failed:
         group.allreduce(torch.ones(100 + rank // 2), Op.SUM).wait()
@@ -453,7 +441,7 @@ def call_another(rank: int, size: int, address: Address) -> str:
 
 
 def test_ranks_that_disagree_are_told_so(staying):
-    (address,) = staying.run(serve)[0]
+    (address,) = staying.run(ranks.serve_stores)[0]
     for said in staying.run(call_another, address):
         assert "called another collective, or one of another size" in said
 
@@ -464,7 +452,7 @@ class Rung(Exception):
 
 def interrupt_a_wait(rank: int, size: int, address: Address, raises: bool) -> list[float]:
     """The others come only once the handler of rank 0's signal has run, in the middle of its wait."""
-    store = opened(rank, address)
+    store = ranks.open_store(rank, address)
     group, go = formed(store, rank, size), formed(store, rank, size, "go")
     tensor = torch.ones(10)
     if rank == 0:
@@ -499,7 +487,7 @@ def test_a_signals_handler_runs_during_a_wait_and_breaks_nothing(staying, raises
         return threading.current_thread() is threading.main_thread()
 
     assert all(staying.run(on_the_main_thread))
-    (address,) = staying.run(serve)[0]
+    (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(interrupt_a_wait, address, raises) == [[3.0] * 10] * 3
 
 
@@ -509,7 +497,7 @@ def fork_one(
     """Rank 1 has a child while its collective is under way, which tries everything that it must not do. The others come
     when it has ended.
     """
-    store = opened(rank, address)
+    store = ranks.open_store(rank, address)
     group, go = formed(store, rank, size), formed(store, rank, size, "go")
     inside, outside = placed(torch.ones(1000), True), torch.ones(1000)
     code = 0
@@ -554,7 +542,7 @@ def try_all(group: SharedCollectives, work: Any) -> int:
 
 @pytest.mark.parametrize("forgets", [True, False], ids=["told so", "untold"])
 def test_a_forked_child_disturbs_nobody(staying, forgets):
-    (address,) = staying.run(serve)[0]
+    (address,) = staying.run(ranks.serve_stores)[0]
     sums = [3.0] * 1000
     assert staying.run(fork_one, address, forgets) == [(0, sums, sums)] * 3
 
@@ -564,7 +552,7 @@ def test_a_forked_child_disturbs_nobody(staying, forgets):
 
 def lose_one(rank: int, size: int, address: Address, early: bool) -> tuple[str, bool, bool]:
     """Rank 2 is killed before it comes, or by its own thread in the middle of large reductions."""
-    store = opened(rank, address)
+    store = ranks.open_store(rank, address)
     group = formed(store, rank, size)
     tensor = placed(torch.ones(4 << 20), True)
     group.barrier().wait()
@@ -585,7 +573,7 @@ def lose_one(rank: int, size: int, address: Address, early: bool) -> tuple[str, 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before it comes", "in the middle"])
 def test_a_killed_rank_is_named_by_all_others(mortal, early):
-    (address,) = mortal.run(serve)[0]
+    (address,) = mortal.run(ranks.serve_stores)[0]
     mortal.start(lose_one, address, early)
     for rank in (0, 1):
         assert mortal.result(rank) == ("the process of rank 2 of this group has ended", True, True)
@@ -603,7 +591,7 @@ def stop_one(rank: int, size: int, addresses: list[Address], pids: list[int]) ->
     said = []
     pick = random.Random(1)
     for address in addresses:
-        store = opened(rank, address)
+        store = ranks.open_store(rank, address)
         group = formed(store, rank, size)
         tensor = placed(torch.ones(1 << 20), True)
         group.barrier().wait()
@@ -638,7 +626,7 @@ def stop_one(rank: int, size: int, addresses: list[Address], pids: list[int]) ->
 
 
 def test_a_drain_tells_whether_a_stopped_rank_is_about_to_write(mortal):
-    addresses = mortal.run(serve, 150)[0]
+    addresses = mortal.run(ranks.serve_stores, 150)[0]
     pids = [mortal.pid(rank) for rank in range(3)]
     said = mortal.run(stop_one, addresses, pids)[0]
     assert len(said) == 150
@@ -647,7 +635,7 @@ def test_a_drain_tells_whether_a_stopped_rank_is_about_to_write(mortal):
 
 
 def wait_for_a_stopped_one(rank: int, size: int, address: Address) -> bool:
-    store = opened(rank, address)
+    store = ranks.open_store(rank, address)
     group = formed(store, rank, size)
     group.barrier().wait()
     if rank == 2:
@@ -668,7 +656,7 @@ def wait_for_a_stopped_one(rank: int, size: int, address: Address) -> bool:
 
 
 def test_an_abort_ends_the_wait_for_a_stopped_rank(mortal):
-    (address,) = mortal.run(serve)[0]
+    (address,) = mortal.run(ranks.serve_stores)[0]
     mortal.start(wait_for_a_stopped_one, address)
     assert mortal.result(0) is True
     assert mortal.result(1) is True

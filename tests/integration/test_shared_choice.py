@@ -210,12 +210,6 @@ def test_a_forked_child_lets_go_of_what_its_parent_has_mapped(offering):
 # ---- choosing ----------------------------------------------------------------------------------------------------
 
 
-def open_stores(rank: int, size: int, number: int) -> list[Address]:
-    """Rank 0 binds so many; the others are told where."""
-    ranks.kept["listeners"] = [listen("127.0.0.1") for _ in range(number if rank == 0 else 0)]
-    return [each.address for each in ranks.kept["listeners"]]
-
-
 def choose(
     rank: int, size: int, addresses: list[Address], hosts: str, broken: dict[int, str]
 ) -> dict[str, Any]:
@@ -265,9 +259,7 @@ def refuse(fd: int, size: int) -> int:
 def one_group(
     rank: int, size: int, generation: int, address: Address, native: bool
 ) -> tuple[str, float, int]:
-    listener = ranks.kept["listeners"].pop(0) if rank == 0 else None
-    store = Store(address, listener, TIMEOUT_S, generation=generation)
-    store.open()
+    store = ranks.open_store(rank, address, generation)
     group = connecting(store, rank, size, native).connect()
     tensor = torch.ones(1000) * (rank + 1)
     group.allreduce(tensor, Op.SUM).wait()
@@ -298,7 +290,7 @@ def chosen(
     four: Ranks, hosts: str, *, broken: dict[int, str] | None = None, groups: int = 1
 ) -> tuple[str, list[dict[str, Any]]]:
     """What all ranks chose, and what each has seen."""
-    addresses = four.run(open_stores, groups)[0]
+    addresses = four.run(ranks.serve_stores, groups)[0]
     results = four.run(choose, addresses, hosts, broken or {})[: len(hosts)]
     kinds = {kind for result in results for kind in result["kinds"]}
     size = len(hosts)
@@ -441,7 +433,7 @@ def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
 
 
 def test_a_rank_that_dies_while_it_connects_keeps_nobody_for_longer_than_the_timeout(four):
-    (address,) = four.run(open_stores, 1)[0]
+    (address,) = four.run(ranks.serve_stores, 1)[0]
     results = four.run(lose_rank_1, address)
     assert "the 2 ranks of group 'named/shared/2'" in results[0]
 
@@ -449,9 +441,7 @@ def test_a_rank_that_dies_while_it_connects_keeps_nobody_for_longer_than_the_tim
 def lose_rank_1(rank: int, size: int, address: Address) -> str:
     if rank > 1:
         return ""
-    listener = ranks.kept["listeners"].pop(0) if rank == 0 else None
-    store = Store(address, listener, 0.5)
-    store.open()
+    store = ranks.open_store(rank, address, timeout_s=0.5)
     if rank == 1:
         from elastic.collectives.sharing import Offer
 
