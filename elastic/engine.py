@@ -449,6 +449,10 @@ class Engine:
             self._thread.join(1.0)
         if self._line is not None:
             self._line.close()
+        # It is referred to by what it refers to, and stays until the collector comes: tensors and groups should not.
+        with self._lock:
+            for offers in self._offers.values():
+                offers.drop()
 
     def forget(self) -> None:
         """In a forked child."""

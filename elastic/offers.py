@@ -95,6 +95,11 @@ class Offers(Generic[A]):
         self.in_flight[asked.name] = asked
         self._new.append(asked)
 
+    def drop(self) -> None:
+        """What is in flight never comes: its world is over."""
+        self.in_flight.clear()
+        self._new.clear()
+
     def offer(self) -> Offer | None:
         """Everything submitted since the last one."""
         new, self._new = self._new, []

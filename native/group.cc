@@ -18,6 +18,42 @@ constexpr int64_t kSpinNs = 100'000;      // that a thread spins for others wher
 constexpr int kYields = 100;              // that it gives its core away instead, where they share cores
 constexpr int64_t kYieldNs = 5'000'000;   // and for how long at most
 
+int64_t deadline_ns(double timeout_s) {
+  return now_ns() + static_cast<int64_t>(std::max(0.0, std::min(timeout_s, 1e9)) * 1e9);
+}
+
+void nap() {
+  timespec moment{0, 100'000};
+  nanosleep(&moment, nullptr);
+}
+
+// Threads in calls that may touch what is shared. A thread counts before it learns where that is, and whether there is
+// anything shared any more: see `elastic_detach`.
+struct Callers {
+  std::atomic<int> inside{0};
+  std::atomic<bool> detached{false};
+};
+
+class Caller {
+ public:
+  explicit Caller(Callers& callers) : callers_(callers) {
+    callers_.inside.fetch_add(1, std::memory_order_seq_cst);
+    counts_ = !callers_.detached.load(std::memory_order_seq_cst);
+    if (!counts_) leave();
+  }
+  ~Caller() {
+    if (counts_) leave();
+  }
+  Caller(const Caller&) = delete;
+  Caller& operator=(const Caller&) = delete;
+
+ private:
+  void leave() { callers_.inside.fetch_sub(1, std::memory_order_seq_cst); }
+
+  Callers& callers_;
+  bool counts_;
+};
+
 }  // namespace
 
 struct elastic_group {
@@ -31,6 +67,7 @@ struct elastic_group {
   std::atomic<bool> dozing{false};       // it does
   std::atomic<int> waiters{0};           // threads inside elastic_wait: they drive, the group's thread need not
   std::atomic<bool> closing{false};
+  Callers callers;
   std::atomic<int64_t> moved_at_ns{0};   // when there was progress last, or nothing to do
   int64_t timeout_ns = 0;
   bool oversubscribed = false;
@@ -58,6 +95,7 @@ void* run_thread(void* group) {
 }  // namespace
 
 uint64_t elastic_group::submit(Collective&& collective) {
+  const Caller caller(callers);
   uint64_t ticket;
   {
     std::lock_guard<std::mutex> lock(queueing);
@@ -248,6 +286,7 @@ uint64_t elastic_barrier(elastic_group* group) { return group->submit(group->rou
 
 int32_t elastic_done(elastic_group* group, uint64_t ticket) {
   if (group->done.load(std::memory_order_acquire) >= ticket) return 1;
+  const Caller caller(group->callers);
   if (!group->rounds.failed()) return 0;
   // What the others had finished before is a result, also where they left at once.
   while (group->turn()) {
@@ -256,8 +295,8 @@ int32_t elastic_done(elastic_group* group, uint64_t ticket) {
 }
 
 int32_t elastic_wait(elastic_group* group, uint64_t ticket, double timeout_s) {
-  const int64_t began = now_ns();
-  const int64_t until = began + static_cast<int64_t>(std::max(0.0, std::min(timeout_s, 1e9)) * 1e9);
+  const Caller caller(group->callers);
+  const int64_t until = deadline_ns(timeout_s);
   int32_t verdict = elastic_done(group, ticket);
   int yields = 0;
   int64_t idle_since = 0;
@@ -283,12 +322,19 @@ int32_t elastic_wait(elastic_group* group, uint64_t ticket, double timeout_s) {
   return verdict;
 }
 
-void elastic_abort(elastic_group* group) { group->rounds.fail(kAborted, group->rounds.rank()); }
+void elastic_abort(elastic_group* group) {
+  const Caller caller(group->callers);
+  group->rounds.fail(kAborted, group->rounds.rank());
+}
 
-uint64_t elastic_status(elastic_group* group) { return group->rounds.status(); }
+uint64_t elastic_status(elastic_group* group) {
+  const Caller caller(group->callers);
+  return group->rounds.status();
+}
 
 int32_t elastic_drain(elastic_group* group, double timeout_s) {
-  const int64_t until = now_ns() + static_cast<int64_t>(std::max(0.0, std::min(timeout_s, 1e9)) * 1e9);
+  const Caller caller(group->callers);
+  const int64_t until = deadline_ns(timeout_s);
   bool stopped = false;  // our own threads
   while (true) {
     if (!stopped && group->driving.try_lock()) {
@@ -298,8 +344,7 @@ int32_t elastic_drain(elastic_group* group, double timeout_s) {
     }
     if (stopped && !group->rounds.written_by_others()) return 1;
     if (now_ns() >= until) return 0;
-    timespec moment{0, 100'000};
-    nanosleep(&moment, nullptr);
+    nap();
   }
 }
 
@@ -308,8 +353,29 @@ void elastic_close(elastic_group* group) {
   if (group->closing.exchange(true)) return;
   group->activity.fetch_add(1);
   futex_wake_all(&group->activity);
-  group->rounds.bell().ring();
+  {
+    const Caller caller(group->callers);
+    group->rounds.bell().ring();
+  }
   pthread_join(group->thread, nullptr);
+}
+
+int32_t elastic_detach(elastic_group* group, double timeout_s) {
+  const int64_t until = deadline_ns(timeout_s);
+  while (!group->driving.try_lock()) {
+    if (now_ns() >= until) return 0;
+    nap();
+  }
+  group->rounds.stop();
+  const bool detached = group->rounds.detach();
+  group->driving.unlock();
+  if (!detached) return 0;
+  group->callers.detached.store(true, std::memory_order_seq_cst);
+  while (group->callers.inside.load(std::memory_order_seq_cst) != 0) {
+    if (now_ns() >= until) return 0;
+    nap();
+  }
+  return 1;
 }
 
 void elastic_free(elastic_group* group) { delete group; }

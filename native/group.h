@@ -4,8 +4,8 @@
 // thread-safe; collectives run in the order in which they were started, which must be the same on every rank. Nobody ever
 // blocks without looking at the aborts, at the peers' processes and at the deadline.
 //
-// Ownership: the caller keeps the mappings and the file descriptors until `elastic_free`, and every buffer until its
-// collective is done, or the group has failed and `elastic_drain` said that nothing is written any more.
+// Ownership: the caller keeps the mappings and the file descriptors until `elastic_detach` or `elastic_free`, and every
+// buffer until its collective is done, or the group has failed and `elastic_drain` said that nothing is written any more.
 #pragma once
 
 #include <cstddef>
@@ -76,8 +76,13 @@ int32_t elastic_drain(elastic_group* group, double timeout_s);
 // Aborts, and ends the group's thread: milliseconds. Other calls may follow, and find that the group has failed.
 void elastic_close(elastic_group* group);
 
+// After `elastic_close`: no call touches the control block, any arena or any descriptor from here on, so that the caller may
+// unmap and close them. 1 if that is so; 0 if a call that was under way has not returned in that time, or there is no
+// memory. Other calls may follow; `elastic_drain` then says what it would have said last.
+int32_t elastic_detach(elastic_group* group, double timeout_s);
+
 // After `elastic_close`, once no thread is in any call and none will follow. The control block and the arenas stay mapped:
-// they are the caller's. A forked child, where the thread is not, calls neither.
+// they are the caller's. A forked child, where the thread is not, calls none of the three.
 void elastic_free(elastic_group* group);
 
 }  // extern "C"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 namespace elastic {
 
@@ -41,7 +42,8 @@ void share_of(uint64_t count, size_t element, int size, int rank, uint64_t* begi
 Rounds::Rounds(const elastic_options& options)
     : rank_(options.rank),
       size_(options.size),
-      control_(static_cast<Control*>(options.control)),
+      shared_(static_cast<Control*>(options.control)),
+      control_(shared_),
       arenas_(options.arenas, options.arenas + options.size),
       arena_bytes_(options.arena_bytes, options.arena_bytes + options.size),
       staging_(options.staging, options.staging + options.size),
@@ -223,7 +225,7 @@ bool Rounds::reduce_some() {
       continue;
     }
     if (!all_ready(number) || !check(round, number)) break;
-    Tally& tally = control_->tallies[number % kRing];
+    Tally& tally = control()->tallies[number % kRing];
     if (failed()) {  // nothing is begun any more, but what was finished before is a result
       if (tally.finished.load(std::memory_order_seq_cst) < round.end) break;
       ++reduced_;
@@ -242,7 +244,7 @@ bool Rounds::reduce_some() {
     std::atomic<uint32_t>& writing = seat(rank_).writing;
     writing.store(1, std::memory_order_seq_cst);
     // Who aborts looks at `writing` after it has said so: one of the two sees the other.
-    if (control_->status.load(std::memory_order_seq_cst) != 0) {
+    if (control()->status.load(std::memory_order_seq_cst) != 0) {
       writing.store(0, std::memory_order_release);
       break;
     }
@@ -293,7 +295,7 @@ bool Rounds::take_one() {
   Round& round = ring_[number % kRing];
   Collective& collective = *round.collective;
   if (reduces(collective)) {
-    if (control_->tallies[number % kRing].finished.load(std::memory_order_seq_cst) < round.end) return false;
+    if (control()->tallies[number % kRing].finished.load(std::memory_order_seq_cst) < round.end) return false;
     if (!round.checked && !check(round, number)) return false;  // one without elements
     if (!collective.in_place) {
       copy(collective.data + round.window * kWindow, staged(rank_, number), length(collective, round.window));
@@ -346,7 +348,7 @@ bool Rounds::move(Round& round, uint64_t number) {
   }
   // A rank that aborts says so before it uses its staging for anything else. An operation that writes, so that no read of
   // the copies comes after it.
-  return control_->status.fetch_add(0, std::memory_order_seq_cst) == 0;
+  return control()->status.fetch_add(0, std::memory_order_seq_cst) == 0;
 }
 
 void Rounds::learn_sizes(Collective& collective, uint64_t number) {
@@ -424,15 +426,30 @@ int Rounds::gone() const {
 }
 
 bool Rounds::written_by_others() const {
+  const Control* const seen = control();
   for (int rank = 0; rank < size_; ++rank) {
-    if (rank != rank_ && seat(rank).writing.load(std::memory_order_seq_cst) != 0 && !has_ended(pidfds_[rank])) return true;
+    if (rank == rank_ || seen->seats[rank].writing.load(std::memory_order_seq_cst) == 0) continue;
+    if (seen != shared_ || !has_ended(pidfds_[rank])) return true;
   }
   return false;
 }
 
+bool Rounds::detach() {
+  if (control() != shared_) return true;
+  constexpr size_t kAlignment = alignof(Control);
+  own_.reset(new (std::nothrow) uint8_t[control_bytes(size_) + kAlignment]());
+  if (own_ == nullptr) return false;
+  const auto start = reinterpret_cast<uintptr_t>(own_.get());
+  auto* const copy = reinterpret_cast<Control*>((start + kAlignment - 1) / kAlignment * kAlignment);
+  copy->status.store(status(), std::memory_order_relaxed);
+  if (written_by_others()) copy->seats[(rank_ + 1) % size_].writing.store(1, std::memory_order_relaxed);
+  control_.store(copy, std::memory_order_seq_cst);
+  return true;
+}
+
 void Rounds::fail(uint64_t reason, int rank) {
   uint64_t none = 0;
-  control_->status.compare_exchange_strong(none, reason << 8 | static_cast<uint64_t>(rank), std::memory_order_seq_cst);
+  control()->status.compare_exchange_strong(none, reason << 8 | static_cast<uint64_t>(rank), std::memory_order_seq_cst);
   bell().ring();
 }
 

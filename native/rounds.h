@@ -5,7 +5,9 @@
 // `fail`, `failed` and `status`.
 #pragma once
 
+#include <atomic>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -49,7 +51,7 @@ class Rounds {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  Bell& bell() { return control_->bell; }
+  Bell& bell() { return control()->bell; }
   bool owns(const void* data, uint64_t bytes) const;
 
   // What a call asks for. Signatures leave out what ranks may differ in: where their buffers lie.
@@ -73,12 +75,14 @@ class Rounds {
   int awaited() const;
   int gone() const;
 
-  uint64_t status() const { return control_->status.load(std::memory_order_acquire); }
+  uint64_t status() const { return control()->status.load(std::memory_order_acquire); }
   bool failed() const { return status() != 0; }
   void fail(uint64_t reason, int rank);  // any thread; the first one counts
 
   void stop() { stopped_ = true; }  // nothing is read or written any more
   bool written_by_others() const;
+  // After `stop`: from here on this uses a copy of the control block that nobody shares. False: there is no memory for one.
+  bool detach();
 
  private:
   struct Round {
@@ -103,12 +107,15 @@ class Rounds {
   uint64_t least_taken() const;
   uint64_t length(const Collective& collective, uint64_t window) const;
   uint64_t part() const { return kWindow / static_cast<uint64_t>(size_) / 64 * 64; }  // of a slot, for one rank's rows
-  Seat& seat(int rank) const { return control_->seats[rank]; }
+  Control* control() const { return control_.load(std::memory_order_seq_cst); }
+  Seat& seat(int rank) const { return control()->seats[rank]; }
   Offer& offer_of(int rank, uint64_t number) const { return seat(rank).offers[number % kRing]; }
   uint8_t* staged(int rank, uint64_t number) const { return arenas_[rank] + staging_[rank] + number % kSlots * kWindow; }
 
   int rank_, size_;
-  Control* control_;
+  Control* const shared_;
+  std::atomic<Control*> control_;   // the shared one, until detached
+  std::unique_ptr<uint8_t[]> own_;  // where the other one lies
   std::vector<uint8_t*> arenas_;
   std::vector<uint64_t> arena_bytes_, staging_;
   std::vector<int> pidfds_;

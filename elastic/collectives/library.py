@@ -16,7 +16,7 @@ import hashlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("libelastic_native.so")
-ABI = 1  # as in native/abi.cc; changes with every function and struct
+ABI = 2  # as in native/abi.cc; changes with every function and struct
 MAX_RANKS = 64  # as kMaxRanks in native/kernels.h
 
 _CHECKSUM = 64  # hexadecimal digits at the end of the file
@@ -81,6 +81,7 @@ FUNCTIONS = {
     "elastic_status": (_u64, (_at,)),
     "elastic_drain": (_i32, (_at, _double)),
     "elastic_close": (None, (_at,)),
+    "elastic_detach": (_i32, (_at, _double)),
     "elastic_free": (None, (_at,)),
 }
 

@@ -201,7 +201,9 @@ class SharedCollectives:
         return drained
 
     def close(self) -> None:
-        """Ends the group's thread: milliseconds. The memory is unmapped once nobody holds a work any more."""
+        """Ends the group's thread and unmaps what was shared: milliseconds. Where another rank may still write, or a
+        call does not return, it is unmapped once nobody holds a work any more.
+        """
         self.abort()
         self._native.close()
         if self._held and not self.drain(0.0):
@@ -261,7 +263,9 @@ class SharedWork:
 
 
 class _Native:
-    """The handle of a native group. Freed when neither the group nor any of its works is left: nobody calls it then."""
+    """The handle of a native group. Freed when neither the group nor any of its works is left: nobody calls it then.
+    What the ranks share goes before, when the group is closed: a work, or an exception, may be kept for long.
+    """
 
     def __init__(
         self,
@@ -273,7 +277,7 @@ class _Native:
         oversubscribed: bool,
     ) -> None:
         self._library = library
-        self._release = memory.release
+        self._release: Callable[[bool], None] | None = memory.release
         self._closed = self._forgotten = False
         self._pid = os.getpid()
         # Copied by elastic_open, which borrows the descriptors.
@@ -323,7 +327,9 @@ class _Native:
         if not self._closed and not self.elsewhere:
             self._closed = True
             self._library.elastic_close(self.handle)
-            self.drain(_CLOSE_S)  # a rank that was in the middle of a chunk is soon through with it
+            # A rank that was in the middle of a chunk is soon through with it.
+            if self.drain(_CLOSE_S) and self._library.elastic_detach(self.handle, _CLOSE_S):
+                self._let_go(True)
 
     def forget(self) -> None:
         self._forgotten = True
@@ -334,4 +340,9 @@ class _Native:
         self.close()
         drained = self.drain(0.0)
         self._library.elastic_free(self.handle)
-        self._release(drained)
+        self._let_go(drained)
+
+    def _let_go(self, drained: bool) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release(drained)

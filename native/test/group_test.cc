@@ -71,6 +71,12 @@ class World {
     for (std::thread& thread : threads) thread.join();
   }
 
+  // From now on whoever touches what the ranks share ends the process.
+  void take_away() {
+    CHECK(mprotect(control_, elastic_control_bytes(size), PROT_NONE) == 0);
+    for (uint8_t* arena : arenas) CHECK(mprotect(arena, kArenaBytes, PROT_NONE) == 0);
+  }
+
   int size;
   std::vector<uint8_t*> arenas;
   std::vector<elastic_group*> ranks;
@@ -418,6 +424,44 @@ void ranks_run_far_apart(World& world, int seed) {
   });
 }
 
+void who_is_detached_touches_nothing_that_is_shared(int seed) {
+  World world(2);
+  std::atomic<bool> over{false};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 6; ++i) {
+    elastic_group* group = world.ranks[i % 2];
+    threads.emplace_back([&over, group, i] {
+      std::vector<int32_t> data(20'000);
+      while (!over.load()) {
+        const uint64_t ticket =
+            i < 2 ? elastic_allreduce(group, data.data(), data.size(), kInt32, kSum, 1.0) : elastic_barrier(group);
+        CHECK(ticket != 0);
+        elastic_wait(group, ticket, 0.001);
+        elastic_done(group, ticket);
+        if (elastic_status(group) == 0) continue;
+        elastic_abort(group);
+        elastic_drain(group, 0.0);
+      }
+    });
+  }
+  std::this_thread::sleep_for(std::chrono::microseconds(seed * 37 % 1500));
+  for (elastic_group* rank : world.ranks) {
+    elastic_close(rank);
+    CHECK(elastic_drain(rank, 30.0) == 1);
+    CHECK(elastic_detach(rank, 30.0) == 1);
+    CHECK(elastic_detach(rank, 30.0) == 1);
+  }
+  world.take_away();
+  std::this_thread::sleep_for(std::chrono::microseconds(500));
+  over = true;
+  for (std::thread& thread : threads) thread.join();
+  for (elastic_group* rank : world.ranks) {
+    CHECK(elastic_status(rank) != 0);
+    CHECK(elastic_wait(rank, elastic_barrier(rank), 1.0) == -1);
+    CHECK(elastic_drain(rank, 0.0) == 1);
+  }
+}
+
 void nonsense_is_refused() {
   World world(2);
   uint8_t byte = 0;
@@ -457,6 +501,7 @@ int main() {
   for (int seed = 0; seed < 30; ++seed) nothing_is_written_after_a_drain(2 + seed % 2, seed);
   for (int i = 0; i < 200 && !kRacesAreErrors; ++i) no_copy_is_taken_of_what_has_gone(i % 2 == 0 ? 1'500'000 : 200'000);
   nonsense_is_refused();
+  for (int seed = 0; seed < 40; ++seed) who_is_detached_touches_nothing_that_is_shared(seed);
   for (int i = 0; i < 20; ++i) an_abort_ends_all_waits();
   for (const int absent : {0, 1, 2}) who_never_comes_is_named(absent);
   what_does_not_fit_is_noticed(false);

@@ -363,6 +363,44 @@ def test_groups_work_side_by_side_and_an_abort_ends_only_one(staying):
     assert staying.run(work_side_by_side, address) == [[200_000.0] * 3 + [-1.0]] * 3
 
 
+def keep_works(rank: int, size: int, address: Address) -> tuple[int, int, list[str]]:
+    """What is left of a closed group of which works are kept, and what these say."""
+    store = ranks.open_store(rank, address)
+    group = formed(store, rank, size)
+    finished = group.allreduce(torch.ones(1000), Op.SUM)
+    finished.wait()
+    store.exchange("finished", rank, size, b"")
+    unfinished = [group.allreduce(torch.ones(1000), Op.SUM)] if rank == 0 else []
+    store.exchange("started", rank, size, b"")
+    group.abort()
+    group.close()
+    store.close()
+    neighbours.sweep()
+    controls = Path("/proc/self/maps").read_text().count("elastic-control")
+    used = sum(mapped.users for mapped in neighbours._open.values())
+    said = []
+    for work in (finished, *unfinished):
+        assert work.done()
+        try:
+            work.wait()
+            said.append("finished")
+        except CollectiveFailed as failed:
+            said.append(str(failed))
+    assert group.drain(0.0)
+    with pytest.raises(CollectiveFailed):
+        group.barrier()
+    return controls, used, said
+
+
+def test_a_closed_group_maps_nothing_though_works_are_kept(staying):
+    (address,) = staying.run(ranks.serve_stores)[0]
+    (*nothing, (finished, aborted)), *others = staying.run(keep_works, address)
+    assert nothing == [0, 0]
+    assert finished == "finished"
+    assert "aborted" in aborted  # by whoever came first
+    assert others == [(0, 0, ["finished"])] * 2
+
+
 def live_through(rank: int, size: int, addresses: list[Address]) -> list[dict[str, int]]:
     """What this process holds after the first generations, and after the last."""
 

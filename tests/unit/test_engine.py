@@ -1,0 +1,32 @@
+"""The end of an engine; what it does before is told by the tests of named collectives on real ranks."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from elastic import environment
+from elastic.collectives.local import LocalCollectives
+from elastic.collectives.store import Store
+from elastic.engine import Engine
+from elastic.pending import Pending
+from elastic.protocol import Address, Place
+
+
+def test_what_a_closed_engine_was_asked_for_does_not_outlive_it():
+    engine = Engine(
+        generation=1,
+        place=Place(rank=1, size=2, local_rank=1, local_size=2, cross_rank=0, cross_size=1),
+        store=Store(Address("127.0.0.1", 1), None, timeout_s=1.0),
+        env=environment.read({}),
+        group_for=lambda purpose, device, members: LocalCollectives(),
+        broken=lambda reason: None,
+    )
+    tensor = torch.zeros(3)
+    gone = weakref.ref(tensor)
+    engine.submit(Pending("allreduce", "allreduce.a", (), [tensor], tensor.device, op=1), soon=True)
+    del tensor
+    assert gone() is not None  # nobody has driven yet
+    engine.close()
+    assert gone() is None
