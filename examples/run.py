@@ -103,12 +103,12 @@ def happenings(story: Path, start: float, written: Sequence[Json]) -> Iterable[H
 
 
 def pause_ms(at: float, written: Sequence[Json]) -> float | None:
-    """The longest gap between two steps within two seconds of a moment, less the usual one."""
+    """The longest gap between two steps within two seconds of a moment, less the usual one; 0 where none is longer."""
     times = [line["at"] for line in written]
     gaps = [(after - before, before, after) for before, after in itertools.pairwise(times)]
     near = [gap for gap, before, after in gaps if before < at + 2 and after > at - 2]
     usual = statistics.median(gap for gap, _, _ in gaps) if gaps else 0.0
-    return 1e3 * (max(near) - usual) if near else None
+    return 1e3 * max(0.0, max(near) - usual) if near else None
 
 
 def steps_lost(written: Sequence[Json]) -> int:
