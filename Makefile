@@ -18,7 +18,7 @@ help:
 	@echo "make sanitize  test the C++ under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make train     two minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make test      install, then every test"
-	@echo "make check     format, lint, types, unit and simulation tests: under a minute"
+	@echo "make check     format, lint, types, unit and simulation tests: two minutes on 2 cores"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make bench     every benchmark: a table each"
 	@echo "make bench-ray a node of a Ray cluster dies, beside Ray Train; 50 kills: a quarter of an hour"
@@ -75,7 +75,7 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy $(TYPED)
-	$(BIN)/python -m pytest --quiet -m "not slow" tests/unit tests/simulation
+	$(BIN)/python -m pytest --quiet -n $(TESTS_AT_ONCE) -m "not slow" tests/unit tests/simulation
 
 fix: $(STAMP)
 	$(BIN)/ruff format
