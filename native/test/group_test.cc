@@ -77,6 +77,8 @@ class World {
     for (uint8_t* arena : arenas) CHECK(mprotect(arena, kArenaBytes, PROT_NONE) == 0);
   }
 
+  elastic::Control* control() { return static_cast<elastic::Control*>(control_); }
+
   int size;
   std::vector<uint8_t*> arenas;
   std::vector<elastic_group*> ranks;
@@ -462,6 +464,21 @@ void who_is_detached_touches_nothing_that_is_shared(int seed) {
   }
 }
 
+void a_call_under_way_is_waited_for() {
+  World world(2);
+  elastic_group* const group = world.ranks[0];
+  std::atomic<uint32_t>& writing = world.control()->seats[1].writing;
+  elastic_close(group);
+  writing = 1;  // so that a drain lasts
+  std::thread drains([group] { elastic_drain(group, 0.3); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK(elastic_detach(group, 0.01) == 0);
+  drains.join();
+  CHECK(elastic_detach(group, 0.01) == 1);
+  writing = 0;
+  CHECK(elastic_drain(group, 0.0) == 0);  // as it was when it was looked at last
+}
+
 void nonsense_is_refused() {
   World world(2);
   uint8_t byte = 0;
@@ -501,6 +518,7 @@ int main() {
   for (int seed = 0; seed < 30; ++seed) nothing_is_written_after_a_drain(2 + seed % 2, seed);
   for (int i = 0; i < 200 && !kRacesAreErrors; ++i) no_copy_is_taken_of_what_has_gone(i % 2 == 0 ? 1'500'000 : 200'000);
   nonsense_is_refused();
+  a_call_under_way_is_waited_for();
   for (int seed = 0; seed < 40; ++seed) who_is_detached_touches_nothing_that_is_shared(seed);
   for (int i = 0; i < 20; ++i) an_abort_ends_all_waits();
   for (const int absent : {0, 1, 2}) who_never_comes_is_named(absent);
