@@ -24,9 +24,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic.driver import sampling, warden
+from elastic.driver.blame import describe_exit
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.launch.interface import Log, Sink, Stream
 from elastic.driver.leases import Leases
+from elastic.driver.out_of_memory import OutOfMemory
 from elastic.driver.pipes import Pipe
 from elastic.driver.settings import Settings
 from elastic.driver.spawning import spawn, why_not_started
@@ -67,6 +69,7 @@ class Agent:
         self._leases: Leases[Worker] = Leases(lease_s)
         self._look_s = min(LOOK_S, max(LEAST_LOOK_S, lease_s / 4))
         self._next_look: asyncio.TimerHandle | None = None
+        self._memory = OutOfMemory()
         self._born = mmap.mmap(-1, 8)  # shared with children
         self._warden = WardenProcess(self._loop, self._groups, log)
 
@@ -219,6 +222,8 @@ class Agent:
         if process.overdue is not None:
             process.overdue.cancel()
         code, reason = process.status()
+        if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
+            reason = f"{describe_exit(code)}: {why}"
         warden.kill_group(process.pid)  # its DataLoader workers would keep its sockets open
         for pipe in list(process.pipes):
             pipe.drain()

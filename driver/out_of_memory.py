@@ -1,0 +1,90 @@
+"""Reads whether the kernel has killed a process because memory ran out, and how much there may be. Decides nothing.
+
+The kernel says it in no exit status: a worker that the out-of-memory killer has ended shows a SIGKILL like any other.
+But each memory cgroup counts those kills (`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2),
+and the whole machine does in /proc/vmstat. Workers are in the cgroup of their agent, unless somebody has moved them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes a number of this size where nothing is limited
+
+
+def parse_counts(text: str) -> dict[str, int]:
+    """Lines of a name and a number, as the kernel writes counters. What is none is left out."""
+    fields = (line.split() for line in text.splitlines())
+    return {each[0]: int(each[1]) for each in fields if len(each) == 2 and each[1].isdigit()}
+
+
+def memory_groups(text: str) -> tuple[str | None, str | None]:
+    """The memory cgroup that /proc/self/cgroup names: of version 2, of version 1; None where there is none."""
+    paths: dict[str, str] = {}
+    for line in text.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            paths["2"] = path
+        elif "memory" in controllers.split(","):
+            paths["1"] = path
+    return paths.get("2"), paths.get("1")
+
+
+@dataclass
+class OutOfMemory:
+    """``root`` is "/", or in a test a folder with a /proc and a /sys of its own."""
+
+    root: Path = Path("/")
+    _counter: Path | None = field(default=None, init=False)
+    _limit: Path | None = field(default=None, init=False)
+    _kills: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        second, first = memory_groups(_read(self.root / "proc/self/cgroup"))
+        mounted = self.root / "sys/fs/cgroup"
+        # In a container the path may be the host's, while its own group is what is mounted.
+        places: list[tuple[Path, str, str]] = []
+        for path in (first, "/") if first is not None else ():
+            folder = mounted / "memory" / path.lstrip("/")
+            places.append((folder, "memory.oom_control", "memory.limit_in_bytes"))
+        for path in (second, "/") if second is not None else ():
+            for below in (mounted, mounted / "unified"):
+                places.append((below / path.lstrip("/"), "memory.events", "memory.max"))
+        for folder, counter, limit in places:
+            if "oom_kill" in _counts(folder / counter):
+                self._counter, self._limit = folder / counter, folder / limit
+                break
+        else:
+            self._counter = self.root / "proc/vmstat"
+        self._kills = self._read_kills()
+
+    def look(self) -> str:
+        """Empty if the kernel has killed nobody for want of memory since the last call. Else what to tell of it."""
+        before, self._kills = self._kills, self._read_kills()
+        if self._kills <= before:
+            return ""
+        limit = self.limit_bytes()
+        return "out of memory" + ("" if limit is None else f", the limit is {limit / 1e9:.1f} GB")
+
+    def limit_bytes(self) -> int | None:
+        """How much all processes of this group may have together. None: whatever the machine has."""
+        text = "" if self._limit is None else _read(self._limit).strip()
+        limited = text.isdigit() and int(text) < UNLIMITED_BYTES
+        return int(text) if limited else None
+
+    def _read_kills(self) -> int:
+        return 0 if self._counter is None else _counts(self._counter).get("oom_kill", 0)
+
+
+def _counts(file: Path) -> Mapping[str, int]:
+    return parse_counts(_read(file))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""

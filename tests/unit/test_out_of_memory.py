@@ -1,0 +1,69 @@
+"""What the kernel's counters say of processes that it killed for want of memory: cgroup v2, v1, containers, none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.driver.out_of_memory import OutOfMemory, memory_groups
+
+V1 = "8:pids:/\n4:cpu,memory:/jobs/a\n0::/\n"
+LIMIT = "2000000000\n"
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "folder", "counter", "limit"),
+    [
+        ("0::/jobs/a\n", "sys/fs/cgroup/jobs/a", "memory.events", "memory.max"),
+        ("0::/of/the/host\n", "sys/fs/cgroup", "memory.events", "memory.max"),
+        (V1, "sys/fs/cgroup/memory/jobs/a", "memory.oom_control", "memory.limit_in_bytes"),
+        (V1, "sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes"),
+    ],
+    ids=["v2", "v2 in a container", "v1", "v1 in a container"],
+)
+def test_a_kill_in_the_cgroup_is_told_once_and_with_its_limit(
+    tmp_path, cgroup, folder, counter, limit
+):
+    write(tmp_path, {"proc/self/cgroup": cgroup, "proc/vmstat": "oom_kill 9\n"})
+    write(tmp_path, {f"{folder}/{counter}": "oom 3\noom_kill 2\n", f"{folder}/{limit}": LIMIT})
+    memory = OutOfMemory(tmp_path)
+    assert memory.look() == ""
+    write(tmp_path, {f"{folder}/{counter}": "oom 4\noom_kill 3\n", "proc/vmstat": "oom_kill 9\n"})
+    assert memory.look() == "out of memory, the limit is 2.0 GB"
+    assert memory.look() == ""
+
+
+def test_without_a_memory_cgroup_the_whole_machine_is_counted(tmp_path):
+    write(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free 7\noom_kill 1\n"})
+    memory = OutOfMemory(tmp_path)
+    write(tmp_path, {"proc/vmstat": "nr_free 2\noom_kill 2\n"})
+    assert memory.look() == "out of memory"
+
+
+@pytest.mark.parametrize("limit", ["max\n", "9223372036854771712\n", ""])
+def test_no_limit_is_no_figure(tmp_path, limit):
+    write(tmp_path, {"proc/self/cgroup": "0::/a\n"})
+    write(tmp_path, {"sys/fs/cgroup/a/memory.events": "oom_kill 0\n"})
+    write(tmp_path, {"sys/fs/cgroup/a/memory.max": limit})
+    assert OutOfMemory(tmp_path).limit_bytes() is None
+
+
+def test_a_machine_that_counts_nothing_says_nothing(tmp_path):
+    memory = OutOfMemory(tmp_path)
+    assert memory.look() == ""
+    write(tmp_path, {"proc/vmstat": "oom_kill many\n"})
+    assert memory.look() == ""
+
+
+def test_lines_of_proc_self_cgroup():
+    assert memory_groups("0::/a:b\n") == ("/a:b", None)
+    assert memory_groups(V1) == ("/", "/jobs/a")
+    assert memory_groups("1:name=systemd:/\n") == (None, None)
