@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -25,6 +26,7 @@ from elastic.driver.events import (
     WorkerThawed,
 )
 from elastic.driver.launch.local import LocalLauncher
+from elastic.driver.out_of_memory import OutOfMemory
 from elastic.driver.output import Output
 from elastic.protocol import Place, Worker
 from integration.stalls import debugged, freezer
@@ -164,6 +166,19 @@ async def test_exit_codes_and_signals(host):
         host.start(A, command)
         assert await host.exit() == WorkerExited(A, code)
     assert host.launcher.alive() == frozenset()
+
+
+@conversation
+async def test_a_kill_by_the_kernel_for_want_of_memory_is_the_reason(host):
+    memory = create_autospec(OutOfMemory, instance=True)
+    memory.look.return_value = "out of memory, the limit is 2.0 GB"
+    host.launcher.agent._memory = memory
+    host.start(A, "kill -KILL $$")
+    told = "signal 9 SIGKILL: out of memory, the limit is 2.0 GB"
+    assert await host.exit() == WorkerExited(A, -9, told)
+    host.start(A, ["sleep", "60"])
+    host.launcher.kill(A)
+    assert await host.exit() == WorkerExited(A, -9)  # by us
 
 
 @conversation
