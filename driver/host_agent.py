@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 import elastic
-from elastic import protocol
+from elastic import nccl_settings, protocol
 from elastic.driver import interfaces, networks
 from elastic.driver.agency import Agency
 from elastic.driver.agent import Agent
@@ -343,6 +343,7 @@ class AgentProcess:
             **self._network,
             **_with_own_programs(without_secrets(os.environ)),
             **start.env,
+            **nccl_settings.needed(float(start.env.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or 30)),
             **host_environment(
                 self._address, self._workers_secret.hex(), self._bind, self.bootstrap.tls
             ),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from elastic import nccl_settings
 from elastic.errors import Invalid
 from elastic.protocol import Address, Worker
 from elastic.started_by import Started, started
@@ -138,6 +139,19 @@ def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
     env = os.environ if environ is None else environ
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # its older name
         env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+
+
+def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -> None:
+    """Sets what torch and NCCL will read, where elasticrun has not: at init(), before torch has a thread that reads.
+
+    What is right already is not written: setenv is no friend of threads that read.
+    """
+    environ = os.environ if environ is None else environ
+    for name, value in nccl_settings.needed(env.timeout_s).items():
+        if environ.get(name) != value:
+            environ[name] = value
+    for name, value in nccl_settings.DEFAULTS.items():
+        environ.setdefault(name, value)
 
 
 def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:

@@ -46,6 +46,7 @@ def init() -> None:
     failpoints.check()
     if _runtime is None:
         env = environment.read()
+        environment.prepare(env)
         if env.started is not None and env.started.way is not None:
             runtime = _met(env, env.started)
         else:
@@ -85,6 +86,7 @@ def init_static(
     """
     global _initialized
     env = environment.read(environ or {})
+    environment.prepare(env)
     runtime = Runtime(env, None)
     place = Place(rank, size, rank, size, 0, 1)
     if rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from elastic import nccl_settings
 from elastic.driver.access import TlsFiles
 from elastic.protocol import Address, Place, Worker
 
@@ -43,6 +44,7 @@ def worker_environment(
         "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{gloo_timeout_s:g}",
         **without_secrets(inherited),
         **(extra or {}),
+        **nccl_settings.needed(gloo_timeout_s),
         **job,
         **host_environment(driver, secret, bind, tls),
     }
@@ -56,6 +58,7 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 def defaults(threads: int) -> dict[str, str]:
     """What holds unless somebody says otherwise. ``threads`` is this worker's share of its host's cores."""
     return {
+        **nccl_settings.DEFAULTS,
         "OMP_NUM_THREADS": str(threads),
         "TORCH_CPP_LOG_LEVEL": "FATAL",  # Gloo's complaints about dead peers: the driver tells of them in a line
         "PYTHONUNBUFFERED": "1",

@@ -2,13 +2,15 @@
 
 The training thread never waits inside NCCL or CUDA for a peer: it asks whether a collective has completed, in small
 steps, and only then orders its stream behind it. So an abort needs no help from the thread that waits. The abort
-itself may take long and runs in a thread of its own, never in the training thread.
+itself may take long and runs in a thread of its own. (Where NCCL has reported an error before anybody aborts, torch's
+`Work.wait` raises it, and aborts in the training thread.)
 
 After an abort the stream runs on, and whatever kernels were waiting for leaves garbage behind: no result and no
-gradient of an aborted step may be used.
+gradient of an aborted step may be used. Nothing that reads a result is queued before its collective is known to be
+good, so parameters never hold such garbage.
 
-Needs TORCH_NCCL_ASYNC_ERROR_HANDLING=0, else torch's watchdog ends the process when a communicator is aborted; set
-here while a group is made, as torch reads it then.
+Needs TORCH_NCCL_ASYNC_ERROR_HANDLING=0, else torch's watchdog ends the process when a communicator is aborted. That
+and what else torch and NCCL read stands in the environment from the start: `elastic.nccl_settings`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +42,6 @@ _REDUCE = {
 }
 # NCCL has no 16-bit integers. The wider type gives the same ones, as both wrap around modulo 2**16.
 _WIDENED = {torch.int16: torch.int32}
-_environment_lock = threading.Lock()
 
 
 class NcclCollectives:
@@ -62,6 +62,7 @@ class NcclCollectives:
         self._backend: Any = None
         self._failed: str | None = None
         self._lock = threading.Lock()
+        self._building: threading.Thread | None = None
         self._aborting: threading.Thread | None = None
         self._built = threading.Event()  # or given up
         self._swapping = Call()
@@ -71,7 +72,7 @@ class NcclCollectives:
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None:
         """Blocks until the communicator's making has begun on all ranks. Raises CollectiveFailed, also on `abort`."""
-        threads.begin("elastic-nccl", self._build, store, purpose, bind_host)
+        self._building = threads.begin("elastic-nccl", self._build, store, purpose, bind_host)
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
         if not self._built.wait(longest_s):
             self._fail(f"NCCL did not connect {self.size} ranks within {longest_s:g} s")
@@ -84,8 +85,9 @@ class NcclCollectives:
             self._fail(f"{error}")
         finally:
             self._built.set()
-        if self._failed is not None:
-            self._abort_backend()
+        if self._failed is not None and self._backend is not None:
+            # Again, whoever has aborted before: torch may have had no communicator yet that it could have ended.
+            _abort(self._backend)
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> None:
         """Everything of torch's that is used on the way is freed when this returns."""
@@ -96,12 +98,15 @@ class NcclCollectives:
         options.config.blocking = 0
         ids = self._open_id_store(store, purpose, bind_host)
         self._raise_if_failed()
-        with _settings(self._timeout_s):
-            backend = nccl(ids, self.rank, self.size, options)
+        backend = nccl(ids, self.rank, self.size, options)
         with self._lock:
             self._backend = backend
         self._raise_if_failed()
         backend.eager_connect_single_device(self._device)
+        self._raise_if_failed()
+        # Whatever a communicator still connects at its first collective, no training thread has to wait for.
+        work = NcclWork(self, backend.allreduce([torch.zeros(1, device=self._device)]), None)
+        work.wait()
 
     def _open_id_store(self, store: Store, purpose: str, bind_host: str) -> c10d.Store:
         """NCCL's own threads use the store that its unique id travels by, so it can't be written in Python."""
@@ -190,14 +195,14 @@ class NcclCollectives:
     def drain(self, timeout_s: float) -> bool:
         """After `abort`: whether the communicator is gone and no collective's kernel runs any more."""
         deadline = time.monotonic() + timeout_s
-        aborting = self._aborting
-        if aborting is not None:
-            aborting.join(timeout_s)
+        ending = [thread for thread in (self._aborting, self._building) if thread is not None]
+        for thread in ending:
+            thread.join(max(0.0, deadline - time.monotonic()))
         while any(not work.finished() for work in list(self._under_way)):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_STEP_S)
-        return aborting is None or not aborting.is_alive()
+        return not any(thread.is_alive() for thread in ending)
 
     def close(self) -> None:
         self.abort()
@@ -265,10 +270,7 @@ class NcclWork:
         # An aborted communicator's kernels end as if all were well: only the flag tells.
         self._group._raise_if_failed()
         try:
-            self._work.wait()  # orders the current stream behind it
-            # Without torch's own error handling, `wait` does not raise what NCCL reported.
-            if not self._work.is_success():
-                raise RuntimeError("NCCL reported an error of this collective")
+            self._work.wait()  # orders the current stream behind it; raises what NCCL has reported
         except RuntimeError as error:
             self._group._fail(str(error))
             raise CollectiveFailed(str(error)) from None
@@ -281,28 +283,6 @@ def _abort(backend: Any) -> None:
     # An error while aborting changes nothing: the group has failed already.
     with contextlib.suppress(RuntimeError):
         backend.abort()
-
-
-@contextlib.contextmanager
-def _settings(timeout_s: float) -> Iterator[None]:
-    """What torch reads from the environment while it makes a group, without touching other groups' settings."""
-    wanted = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_BLOCKING_WAIT": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(int(timeout_s), 1)),
-    }
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic import environment
+from elastic import environment, nccl_settings
 from elastic.errors import Invalid
 
 
@@ -136,3 +136,22 @@ def test_memory_is_shared_unless_it_is_turned_off(value, native):
 def test_sharing_is_on_or_off():
     with pytest.raises(Invalid, match="ELASTIC_NATIVE is 'yes'; set it to 1 or 0"):
         environment.read({"ELASTIC_NATIVE": "yes"})
+
+
+def test_what_recovery_needs_of_nccl_is_set_and_what_is_only_better_gives_way():
+    env = environment.read({"HOROVOD_GLOO_TIMEOUT_SECONDS": "7.5"})
+    given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_RUNTIME_CONNECT": "1"}
+    environment.prepare(env, given)
+    assert given["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert given["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "8"
+    assert given["NCCL_RUNTIME_CONNECT"] == "1"
+    assert given["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+
+
+def test_what_is_right_already_is_not_written():
+    class Written(dict[str, str]):
+        def __setitem__(self, name: str, value: str) -> None:
+            raise AssertionError(f"{name} was written while other threads may read")
+
+    env = environment.read({})
+    environment.prepare(env, Written({**nccl_settings.needed(30.0), **nccl_settings.DEFAULTS}))

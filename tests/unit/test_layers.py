@@ -27,6 +27,7 @@ PURE = [
     "elastic/plans.py",
     "elastic/set_table.py",
     "elastic/started_by.py",
+    "elastic/nccl_settings.py",
     "elastic/collectives/regions.py",
     "elastic/collectives/topology.py",
     "elastic/collectives/hierarchy_plan.py",
@@ -165,7 +166,7 @@ def test_the_worker_side_never_imports_the_driver():
 def test_the_driver_imports_only_what_both_sides_share():
     shared = {"elastic.protocol", "elastic.errors", "elastic.recovery", "elastic.driver"}
     shared |= {"elastic.wire", "elastic.tls", "elastic.trace_format", "elastic.trace_file"}
-    shared |= {"elastic.report_values"}
+    shared |= {"elastic.report_values", "elastic.nccl_settings"}
     for file in sources("driver"):
         for name, line in imported(ast.parse(file.read_text())):
             if within(name, "elastic") and name != "elastic":

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
+from torch._C import _distributed_c10d as c10d
 
 from elastic.collectives.interface import Op
 from elastic.collectives.nccl import NcclCollectives
+from elastic.collectives.store import Store
 from elastic.errors import CollectiveFailed
 
 
 class Kernel:
-    """A collective on the stream: completes, fails or hangs on command."""
+    """A collective on the stream: completes, fails or hangs on command. ``work`` is what torch hands out for it."""
 
     def __init__(self) -> None:
         self.completed = False
-        self.success = True
+        self.error: RuntimeError | None = None
         self.waited = False
+        self.work = create_autospec(c10d.Work, instance=True)
+        self.work.is_completed.side_effect = lambda: self.completed
+        self.work.wait.side_effect = self._wait
+        # As ProcessGroupNCCL's does, since torch 2.2.
+        self.work.is_success.side_effect = NotImplementedError(
+            "WorkNCCL::isSuccess() is deprecated"
+        )
 
-    def is_completed(self) -> bool:
-        return self.completed
-
-    def is_success(self) -> bool:
-        return self.success
-
-    def wait(self) -> None:
+    def _wait(self) -> bool:
+        if self.error is not None:
+            raise self.error
         self.waited = True
+        return True
 
 
 class Backend:
@@ -39,12 +47,15 @@ class Backend:
         self.kernel = Kernel()
         self.aborted_in: list[threading.Thread] = []
         self.reduced: list[Any] = []
+        self.torchs = create_autospec(c10d.Backend, instance=True)
+        self.torchs.allreduce.side_effect = self._allreduce
+        self.torchs.abort.side_effect = self._abort
 
-    def allreduce(self, tensors: Any, options: Any) -> Kernel:
+    def _allreduce(self, tensors: Any, options: Any = None) -> Any:
         self.reduced += tensors
-        return self.kernel
+        return self.kernel.work
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         self.aborted_in.append(threading.current_thread())
         self.kernel.completed = True
 
@@ -53,7 +64,8 @@ class Backend:
 def nccl(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     group = NcclCollectives(rank=0, size=2, timeout_s=10.0)
-    group._backend = backend = Backend()
+    backend = Backend()
+    group._backend = backend.torchs
     return SimpleNamespace(group=group, backend=backend, kernel=backend.kernel)
 
 
@@ -96,8 +108,11 @@ def test_an_abort_wakes_who_waits_and_runs_in_a_thread_of_its_own(nccl):
 
 def test_what_nccl_reports_breaks_the_group(nccl):
     work = nccl.group.allreduce(torch.ones(3), Op.SUM)
-    nccl.kernel.completed, nccl.kernel.success = True, False
-    with pytest.raises(CollectiveFailed, match="reported an error"):
+    nccl.kernel.completed, nccl.kernel.error = (
+        True,
+        RuntimeError("NCCL error: remote process exited"),
+    )
+    with pytest.raises(CollectiveFailed, match="remote process exited"):
         work.wait()
     with pytest.raises(CollectiveFailed):
         nccl.group.allreduce(torch.ones(3), Op.SUM)
@@ -126,3 +141,75 @@ def test_what_nccl_cannot_reduce_is_refused(nccl):
         nccl.group.allreduce(torch.ones(3, dtype=torch.bool), Op.SUM)
     with pytest.raises(ValueError, match="SUM"):
         nccl.group.allreduce(torch.ones(3), Op.AVERAGE)
+
+
+class Building:
+    """A torch with NCCL, whose group is made as slowly as a test wants it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.backend = Backend()
+        self.connecting = threading.Event()
+        self.go_on = threading.Event()
+        self.environment: dict[str, str] = {}
+        options = SimpleNamespace(config=SimpleNamespace(blocking=1))
+        nccl = create_autospec(type("ProcessGroupNCCL", (c10d.Backend,), {}))
+        nccl.Options = lambda: options
+        nccl.side_effect = self._made
+        self.backend.torchs.eager_connect_single_device.side_effect = self._connect
+        monkeypatch.setattr(c10d, "ProcessGroupNCCL", nccl, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *shape, **kinds: zeros(*shape))
+        monkeypatch.setattr(NcclCollectives, "_open_id_store", lambda *arguments: None)
+        self.group = NcclCollectives(rank=0, size=2, timeout_s=10.0)
+        self.connect = threading.Thread(target=self._connects, daemon=True)
+        self.raised: BaseException | None = None
+
+    def _connects(self) -> None:
+        try:
+            self.group.connect(create_autospec(Store, instance=True), "gradients", "127.0.0.1")
+        except CollectiveFailed as error:
+            self.raised = error
+
+    def _made(self, *arguments: Any) -> Any:
+        self.environment = dict(os.environ)
+        return self.backend.torchs
+
+    def _connect(self, device: Any) -> None:
+        self.connecting.set()
+        assert self.go_on.wait(10.0)
+
+
+def test_a_group_is_connected_when_its_first_collective_is_done(monkeypatch):
+    torchs = Building(monkeypatch)
+    torchs.backend.kernel.completed = True
+    torchs.connect.start()
+    assert torchs.connecting.wait(10.0)
+    assert not torchs.group._built.is_set()
+    torchs.go_on.set()
+    torchs.connect.join(10.0)
+    assert torchs.raised is None
+    assert [each.numel() for each in torchs.backend.reduced] == [1]
+
+
+def test_a_communicator_that_torch_makes_after_the_abort_is_aborted_too(monkeypatch):
+    torchs = Building(monkeypatch)
+    torchs.connect.start()
+    assert torchs.connecting.wait(10.0)
+    torchs.group.abort()  # torch has no communicator yet, so that this ends none
+    torchs.connect.join(10.0)
+    assert "aborted" in str(torchs.raised)
+    torchs.go_on.set()
+    assert torchs.group.drain(10.0)
+    assert len(torchs.backend.aborted_in) == 2
+
+
+def test_making_a_group_leaves_the_environment_alone(monkeypatch):
+    torchs = Building(monkeypatch)
+    torchs.backend.kernel.completed = True
+    before = dict(os.environ)
+    torchs.go_on.set()
+    torchs.connect.start()
+    torchs.connect.join(10.0)
+    assert torchs.environment == before == dict(os.environ)
