@@ -82,6 +82,10 @@ class JobOver(JobFailed):
     """As JobFailed, in a worker: the driver has said why, once for all, so it ends a worker without a traceback."""
 
 
+class DeviceLost(ElasticError):
+    """A GPU does not answer, or has reported an error that its process can't survive: the process has to end."""
+
+
 class DriverLost(ElasticError):
     """The connection to the driver broke, and without it this worker can't go on."""
 

@@ -91,7 +91,6 @@ class Recovery:
     _leaving: str = ""  # why it asked to leave
     _last_word: protocol.Raised | protocol.Quit | None = None  # why user code ends the process
     _checks: int = 0
-    _before: Commit | None = None  # the commit before the newest one
     _stopped: bool = False  # the agreed check was reached: what is saved now belongs to it
     _change: int = 0
     _passed: int = 0  # the change that was not waited for any longer
@@ -271,7 +270,6 @@ class Recovery:
         Outside ``elastic.run`` nothing is agreed: such a commit is this worker's own, and gets no number.
         """
         if self.running:
-            self._before = self.newest
             self.newest = Commit(self.generation, self._checks + (not self._stopped))
         return self.newest
 
@@ -281,22 +279,16 @@ class Recovery:
         It is newer than all that were agreed. Of several such the lowest rank's is taken, and everybody gets a copy.
         """
         if self.running:
-            self._before = self.newest
             self.newest = Commit(self.generation, ALONE - self.place.rank)
 
     def adopt(self) -> Commit:
         """All members hold the same state now: commit 0 of this generation."""
-        self._before = None
         self.newest = Commit(self.generation, 0)
         return self.newest
 
-    def step_back(self) -> None:
-        """The newest commit does not count after all (see `elastic.state.pinned`); the one before does."""
-        self.newest, self._before = self._before, None
-
     def forget_commit(self) -> None:
         """The saved state is torn: this worker holds nothing that others could go on from."""
-        self.newest = self._before = None
+        self.newest = None
 
     def arrive(self) -> Verdict:
         """The training thread has come to its next check."""

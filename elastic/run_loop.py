@@ -95,16 +95,12 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             return value
         except WorldChanging:
             rt.mark_raised()
-            try:
-                # Unchanged since commit(), or the state at check_host_updates(): a planned change
-                # loses nothing.
-                state.save()
-            except PeerLost:  # meanwhile it broke, and what is on the GPU can't be trusted
-                _go_back(rt, state)
-            else:
-                rt.committed()
-                state.report_commit()
-                rt.mark_restored()
+            # Unchanged since commit(), or the state at check_host_updates(): a planned change loses
+            # nothing.
+            state.save()
+            rt.committed()
+            state.report_commit()
+            rt.mark_restored()
         except (TensorMismatch, CollectiveFailed):
             raise  # the second only where a world of a fixed size has lost a worker
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
@@ -130,15 +126,13 @@ def _keep(rt: Runtime, state: State) -> bool:
     if rt.broken:
         return False
     state.save()
-    return state.valid() and not state.held_back()
+    return state.valid()
 
 
 def _go_back(rt: Runtime, state: State) -> None:
-    """To the newest commit that counts, if there is one."""
+    """To the newest commit, if there is a whole one."""
     if not state.valid():
         rt.forget_commit()
-    elif state.held_back():
-        rt.step_back()
     with timeline.during("state", "restore"):
         state.restore()
     rt.mark_restored()

@@ -52,7 +52,6 @@ from elastic.progress import Progress
 from elastic.protocol import Address, Message, Place
 from elastic.recovery import Cut, Phase, Recovery, Send, Verdict
 from elastic.reporting import Reporting
-from elastic.state import pinned
 from elastic.tracing import Tracing, TracingThroughDriver, TracingToFile
 
 HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
@@ -285,8 +284,6 @@ class Runtime:
             self._driver_lost(str(error))
 
     def _cut(self, generation: int) -> None:
-        # Snapshots on a GPU that are not complete by now may be of garbage that an abort leaves behind.
-        pinned.abort_requested()
         self._groups.cut(generation)
 
     # ---- worlds ----------------------------------------------------------------------------------
@@ -371,10 +368,6 @@ class Runtime:
     def forget_commit(self) -> None:
         with self._lock:
             self._recovery.forget_commit()
-
-    def step_back(self) -> None:
-        with self._lock:
-            self._recovery.step_back()
 
     def committed(self) -> None:
         """A state was saved."""

@@ -1,7 +1,8 @@
-"""Copies from CUDA devices to pinned host memory, under way while training goes on, and whether they count.
+"""Copies from CUDA devices to pinned host memory, under way while training goes on. Acts, and decides nothing.
 
-After a collective is aborted its stream runs on and computes with garbage. So a copy counts only if it had completed
-before the abort was asked for. Who aborts says so first: `abort_requested`, from any thread. It decides nothing else.
+A copy that is under way when the world breaks is as good as any other, and is waited for. Whoever trains has waited on
+the host for each collective before anything was queued that reads its result, so what is live at a commit never hangs
+on a collective that an abort could spoil.
 
 Where the device has room, the tensors are first copied on the device (fast, in the training stream) and from there to
 the host on a side stream. Where it has none, the training stream waits for the copies to the host: training may write
@@ -10,65 +11,44 @@ the tensors again at any time, and a torn commit is worse than a slow one.
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 
 import torch
 
-from elastic.errors import PeerLost
+from elastic.errors import DeviceLost
 
 POLL_S = 0.0002
 COPY_LIMIT_S = 120.0  # a device that takes longer hangs
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # on the device, pinned
 
-_lock = threading.Lock()
-_under_way: weakref.WeakSet[Transit] = weakref.WeakSet()
 _side: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class Transit:
-    """The copies of one commit. ``verdict``: whether they count, or None while nobody had to decide."""
+    """The copies of one commit on their way."""
 
     def __init__(self) -> None:
-        self.events: list[torch.cuda.Event] = []
-        self.launched = False
-        self.verdict: bool | None = None
-        with _lock:
-            _under_way.add(self)
+        self.events: list[tuple[torch.device, torch.cuda.Event]] = []
 
     def complete(self) -> bool:
-        return self.launched and all(event.query() for event in self.events)
+        """Any thread: each event is asked on its own device, or CUDA would begin to use GPU 0 there."""
+        for device, event in self.events:
+            with torch.cuda.device(device):
+                if not event.query():
+                    return False
+        return True
 
-    def judge(self) -> None:
-        """Decides now, for good. The lock keeps two threads from deciding differently."""
-        with _lock:
-            if self.verdict is None:
-                self.verdict = self.complete()
-
-    def counts(self) -> bool:
-        """Waits until the copies are complete, or an abort was asked for before they were. Bounded."""
+    def wait(self) -> None:
+        """Until the copies are complete. Raises DeviceLost where that takes longer than `COPY_LIMIT_S`."""
         deadline = time.monotonic() + COPY_LIMIT_S
-        while self.verdict is None:
-            if self.complete():
-                self.judge()  # an abort that comes from now on is too late to spoil them
-            elif time.monotonic() > deadline:
-                raise PeerLost(f"a copy from the GPU did not complete within {COPY_LIMIT_S:g} s")
-            else:
-                time.sleep(POLL_S)
-        return self.verdict
-
-
-def abort_requested() -> None:
-    """To be called before CUDA collectives are aborted, once the generation is marked broken.
-
-    Copies that have not completed by now never count. Any thread, any number of times, never blocks.
-    """
-    with _lock:
-        transits = list(_under_way)
-    for transit in transits:
-        transit.judge()
+        while not self.complete():
+            if time.monotonic() > deadline:
+                raise DeviceLost(
+                    f"a copy from the GPU to the host did not complete within {COPY_LIMIT_S:g} s"
+                )
+            time.sleep(POLL_S)
+        self.events.clear()
 
 
 class Stage:
@@ -104,17 +84,7 @@ class Stage:
 
 
 def send(pairs: list[Pair], stage: Stage, transit: Transit) -> None:
-    """Starts the copies. Returns at once; the training stream may overwrite the sources afterwards.
-
-    Raises PeerLost if the generation is broken: what the device computes now is garbage.
-    """
-    from elastic import runtime
-
-    rt = runtime.active()
-    # Looked at after the transit was registered: either this sees the break, or `abort_requested` sees the transit.
-    if rt is not None and rt.broken:
-        transit.judge()
-        raise PeerLost("the world broke before its state could be committed")
+    """Starts the copies. Returns at once; the training stream may overwrite the sources afterwards."""
     devices: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         devices.setdefault(pair[0].device, []).append(pair)
@@ -122,7 +92,9 @@ def send(pairs: list[Pair], stage: Stage, transit: Transit) -> None:
         sources, hosts = [source for source, _ in mine], [host for _, host in mine]
         with torch.cuda.device(device):
             training = torch.cuda.current_stream(device)
-            side = _side.setdefault(device, torch.cuda.Stream(device))
+            side = _side.get(device)
+            if side is None:
+                side = _side[device] = torch.cuda.Stream(device)
             rooms = stage.room(device, sources)
             if rooms is not None:
                 torch._foreach_copy_(rooms, sources)
@@ -134,5 +106,4 @@ def send(pairs: list[Pair], stage: Stage, transit: Transit) -> None:
                 event.record(side)
             if rooms is None:
                 training.wait_stream(side)
-        transit.events.append(event)
-    transit.launched = True
+        transit.events.append((device, event))

@@ -14,11 +14,8 @@ class RandomState:
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}
-        self._previous: dict[str, Any] = {}
 
-    def save(self, *, keep: bool = False) -> None:
-        """``keep``: the commit before may still be needed."""
-        self._previous = self._saved if keep else {}
+    def save(self) -> None:
         self._saved = {"random": random.getstate(), "torch": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._saved["cuda"] = torch.cuda.get_rng_state_all()
@@ -32,6 +29,3 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._saved["cuda"])
         if "numpy" in self._saved:
             sys.modules["numpy"].random.set_state(self._saved["numpy"])
-
-    def roll_back(self) -> None:
-        self._saved = self._previous

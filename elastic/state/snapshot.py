@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elastic.errors import PeerLost
 from elastic.host_copy import HostCopy
 from elastic.state import activity, pinned
 
@@ -226,56 +225,22 @@ class Bank:
 
 
 class Snapshot:
-    """The newest copies of named tensors, and the ones before where the newest may not count."""
+    """The newest copies of named tensors."""
 
     def __init__(self) -> None:
-        self._banks = [Bank()]
-        self._newest = 0
-        self._filled = 0  # banks from the newest back that hold something
+        self.bank = Bank()
         self._stage = pinned.Stage()
-
-    @property
-    def bank(self) -> Bank:
-        return self._banks[self._newest]
-
-    @property
-    def doubled(self) -> bool:
-        return len(self._banks) == 2
-
-    @property
-    def depth(self) -> int:
-        """How many sets of copies there are: the newest, and perhaps the one before."""
-        return self._filled
-
-    def double(self) -> None:
-        """From now on the copies before the newest are kept too."""
-        if not self.doubled:
-            self._banks.append(Bank())
-            self._newest = 0
 
     def take(self, tensors: dict[str, torch.Tensor], beside: Any, *, trust: bool = True) -> None:
         """Copies what may have changed. ``beside`` is kept as it is; ``trust=False`` copies everything.
 
-        On the CPU complete when it returns. CUDA copies are under way. Raises PeerLost if the last ones never counted.
+        On the CPU complete when it returns. CUDA copies are under way. Raises DeviceLost if the last ones still are
+        after two minutes.
         """
-        look = Look(tensors)
-        if not self.doubled and look.on_gpu():
-            self.double()
-        # The bank that is overwritten now is the one to go back to, unless the newest counts.
-        if self._filled and not self.counts():
-            raise PeerLost("the world broke before its last commit had left the GPU")
-        target = (self._newest + 1) % len(self._banks)
-        self._filled = min(self._filled, len(self._banks) - 1)
-        self._banks[target].take(look, beside, self._stage, trust=trust)
-        self._newest = target
-        self._filled += 1
+        self.complete()
+        self.bank.take(Look(tensors), beside, self._stage, trust=trust)
 
-    def counts(self) -> bool:
-        """Whether the newest copies hold what was live when they were taken. Waits for copies under way."""
-        return self.bank.transit is None or self.bank.transit.counts()
-
-    def roll_back(self) -> bool:
-        """Gives the newest copies up for those before. False if there are none."""
-        self._filled -= 1
-        self._newest = (self._newest + 1) % len(self._banks)
-        return self._filled > 0
+    def complete(self) -> None:
+        """Waits for copies under way. Raises DeviceLost."""
+        if self.bank.transit is not None:
+            self.bank.transit.wait()

@@ -142,10 +142,6 @@ class State:
         """Whether the last save is whole. One that raised half-way is not, until another succeeds."""
         return self._whole
 
-    def held_back(self) -> int:
-        """How many of the newest commits do not count: see `TorchState.held_back`."""
-        return 0
-
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
         """Around a save: until the outermost one has succeeded there is no whole commit."""

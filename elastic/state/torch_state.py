@@ -61,9 +61,6 @@ class TorchState(ObjectState):
                 object.__setattr__(self, name, value)
         self._random = RandomState() if rng is True else None
         self._begun = 0  # saves; tells a digest that a save came in between
-        self._previous: dict[str, Any] | None = (
-            None  # values of the commit before, where it may be needed
-        )
         super().__init__(**{name: v for name, v in values.items() if name not in self._handlers})
         if self._random is not None:
             self._random.save()
@@ -131,25 +128,20 @@ class TorchState(ObjectState):
     # ---- commits ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copies what may have changed since the last save. Raises Invalid, PeerLost."""
+        """Copies what may have changed since the last save. Raises Invalid, DeviceLost."""
         # First what is likely to fail: then the last commit is still whole.
         values = self._copied(self._values())
         with self._saving():
             self._begun += 1
-            doubled = any(snapshot.doubled for snapshot in self._snapshots())
-            if doubled:  # all parts go back to the same commit, or none does
-                for snapshot in self._snapshots():
-                    snapshot.double()
             for handler in self._handlers.values():
                 handler.save()
                 failpoint("snapshot")
-            self._previous = self._saved_state if doubled else None
             self._saved_state = values
             if self._random is not None:
-                self._random.save(keep=doubled)
+                self._random.save()
 
     def restore(self) -> None:
-        """Goes back to the last commit that counts. After a torn save there is none: only gradients are cleared."""
+        """Goes back to the last commit; after a torn save only gradients are cleared. Raises DeviceLost."""
         if not self.valid():
             log.warning(
                 "the last save() did not complete, so there is nothing whole to restore:"
@@ -158,34 +150,13 @@ class TorchState(ObjectState):
             for model in self._models().values():
                 model.value.zero_grad(set_to_none=True)
             return
-        if self.held_back():
-            self._roll_back()
+        for snapshot in self._snapshots():
+            snapshot.complete()
         for handler in self._handlers.values():
             handler.restore()
         self._restore_values()
         if self._random is not None:
             self._random.restore()
-
-    def valid(self) -> bool:
-        """Whether there is a whole commit to go back to. Waits for copies from a GPU, within a bound."""
-        if not super().valid():
-            return False
-        return not self.held_back() or (self._previous is not None and self._depth() > 1)
-
-    def held_back(self) -> int:
-        """How many of the newest commits do not count, because they had not left the GPU before an abort: 0 or 1."""
-        return int(any(not snapshot.counts() for snapshot in self._snapshots()))
-
-    def _depth(self) -> int:
-        return min((snapshot.depth for snapshot in self._snapshots()), default=1)
-
-    def _roll_back(self) -> None:
-        for snapshot in self._snapshots():
-            snapshot.roll_back()
-        assert self._previous is not None
-        self._saved_state, self._previous = self._previous, None
-        if self._random is not None:
-            self._random.roll_back()
 
     def reset(self) -> None:
         """The world has changed: samplers deal out anew what is left."""
@@ -246,5 +217,7 @@ class TorchState(ObjectState):
         begun = self._begun
         if not self.valid():
             return 0
+        for snapshot in self._snapshots():
+            snapshot.complete()
         made = digest.digest(tensors)
         return made if begun == self._begun else 0

@@ -248,19 +248,6 @@ def test_a_torn_commit_is_none():
     assert r.wait_for_world(STORE, "x") == [Send(Ready(2, None, STORE, "x", number=3))]
 
 
-def test_a_commit_that_does_not_count_gives_way_to_the_one_before():
-    r = training()
-    for _ in range(2):
-        r.arrive()
-        r.arrive()
-        r.committed()
-    assert r.newest == Commit(2, 5)
-    r.step_back()
-    assert r.newest == Commit(2, 3)  # not 4, which nobody saved
-    r.step_back()
-    assert r.newest is None
-
-
 def test_a_second_training_does_not_begin_with_the_first_ones_commit():
     r = training()
     r.committed()

@@ -1,11 +1,15 @@
-"""Copies of tensors: what is copied again, what is not, and which copies count."""
+"""Copies of tensors: what is copied again, what is not, and what is waited for."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
-from elastic.errors import PeerLost
+from elastic.errors import DeviceLost
 from elastic.host_copy import HostCopy
 from elastic.state import activity, pinned
 from elastic.state.snapshot import SMALL, Snapshot, as_bytes, dense, same_bits
@@ -96,67 +100,62 @@ def test_inference_tensors_are_never_trusted(copies):
     assert copies == [1, 1]
 
 
-def test_a_doubled_snapshot_goes_back_one():
+CUDA = torch.device("cuda", 2)
+
+
+class Devices:
+    """Which device is the thread's present one; ``current`` while nobody guards it is the first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = torch.device("cuda", 0)
+
+        @contextlib.contextmanager
+        def guard(device: torch.device) -> Iterator[None]:
+            before, self.current = self.current, device
+            yield
+            self.current = before
+
+        monkeypatch.setattr(torch.cuda, "device", guard)
+
+    def event(self, complete: Callable[[], bool]) -> torch.cuda.Event:
+        """One on CUDA: asked on another device it would make CUDA begin to use that."""
+        event = create_autospec(torch.cuda.Event, instance=True)
+
+        def query() -> bool:
+            assert self.current == CUDA
+            return complete()
+
+        event.query.side_effect = query
+        return event  # type: ignore[no-any-return]
+
+
+def under_way(event: torch.cuda.Event) -> pinned.Transit:
+    transit = pinned.Transit()
+    transit.events.append((CUDA, event))
+    return transit
+
+
+def test_copies_under_way_are_waited_for_on_their_own_device(monkeypatch):
+    answers = [False, False, True]
     snapshot = Snapshot()
-    snapshot.double()
     snapshot.take({"a": torch.zeros(2)}, "first")
+    snapshot.bank.transit = under_way(Devices(monkeypatch).event(lambda: answers.pop(0)))
+    snapshot.complete()
+    assert answers == []
     snapshot.take({"a": torch.ones(2)}, "second")
-    assert snapshot.depth == 2
-    assert snapshot.roll_back()
-    assert snapshot.bank.beside == "first"
-    assert snapshot.bank.buffers()["a"].tolist() == [0, 0]
-    assert not snapshot.roll_back()
-
-
-class Event:
-    """A CUDA event that completes when told."""
-
-    complete = False
-
-    def query(self) -> bool:
-        return self.complete
-
-
-def transit(event: Event) -> pinned.Transit:
-    made = pinned.Transit()
-    made.events.append(event)  # type: ignore[arg-type]
-    made.launched = True
-    return made
-
-
-def test_a_copy_counts_only_if_it_completed_before_the_abort():
-    late, early = Event(), Event()
-    early.complete = True
-    copies = transit(late), transit(early)
-    pinned.abort_requested()
-    late.complete = True
-    assert [copy.counts() for copy in copies] == [False, True]
-
-
-def test_a_copy_that_was_not_even_launched_at_the_abort_does_not_count():
-    copy = pinned.Transit()
-    pinned.abort_requested()
-    copy.launched = True
-    assert not copy.counts()
+    assert snapshot.bank.beside == "second"
 
 
 def test_a_device_that_hangs_is_not_waited_for_forever(monkeypatch):
     monkeypatch.setattr(pinned, "COPY_LIMIT_S", 0.0)
-    with pytest.raises(PeerLost, match="did not complete"):
-        transit(Event()).counts()
-
-
-def test_the_commit_to_go_back_to_is_not_overwritten_by_one_that_follows_an_abort():
     snapshot = Snapshot()
-    snapshot.double()
     snapshot.take({"a": torch.zeros(2)}, "first")
-    snapshot.take({"a": torch.ones(2)}, "second")
-    snapshot.bank.transit = transit(Event())
-    pinned.abort_requested()
-    with pytest.raises(PeerLost):
-        snapshot.take({"a": torch.ones(2)}, "third")
-    assert snapshot.roll_back()
-    assert snapshot.bank.beside == "first"
+    snapshot.bank.transit = under_way(Devices(monkeypatch).event(lambda: False))
+    with pytest.raises(DeviceLost, match="did not complete"):
+        snapshot.complete()
+    with pytest.raises(DeviceLost):
+        snapshot.take({"a": torch.ones(2)}, "second")
+    assert snapshot.bank.buffers()["a"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
