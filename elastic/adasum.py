@@ -120,7 +120,9 @@ def _laid_out(
     total = max(1, -(-sum(counts) // size)) * size
     rows = vectors[0].new_zeros((total, _ROW))
     counts[-1] += total - sum(counts)
-    owners = torch.repeat_interleave(torch.arange(len(vectors)), torch.tensor(counts))
+    numbers = torch.arange(len(vectors), dtype=torch.int64, device="cpu")
+    repeats = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    owners = torch.repeat_interleave(numbers, repeats)
     views, begin = [], 0
     for vector, count in zip(vectors, counts, strict=True):
         views.append(rows.view(-1)[begin : begin + vector.numel()])

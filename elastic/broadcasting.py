@@ -104,7 +104,7 @@ def broadcast_object(
     """Rank ``root_rank``'s object, which must be picklable; what other ranks pass is ignored. Returns it."""
     here = is_root(root_rank, _CPU, resolve(process_set))
     blob = _pickled(obj) if here else bytearray()
-    length = torch.tensor(len(blob))
+    length = torch.tensor(len(blob), dtype=torch.int64, device=_CPU)
     broadcast_(length, root_rank, _child(name, "length"), process_set)
     if not here:
         blob = bytearray(int(length))
@@ -118,7 +118,8 @@ def allgather_object(
 ) -> list[Any]:
     """Every rank's object, in rank order. They must be picklable, and may differ in size."""
     blob = torch.frombuffer(_pickled(obj), dtype=torch.uint8)
-    lengths = allgather(torch.tensor([len(blob)]), _child(name, "length"), process_set).tolist()
+    length = torch.tensor([len(blob)], dtype=torch.int64, device=_CPU)
+    lengths = allgather(length, _child(name, "length"), process_set).tolist()
     blobs = torch.split(allgather(blob, _child(name, "content"), process_set), lengths)
     objects = []
     for received in blobs:
@@ -246,7 +247,7 @@ def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
     """Raises ValueError on every rank if the lines are not the same everywhere."""
     text = "\n".join(lines).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
-    own = torch.tensor([digest, -digest])
+    own = torch.tensor([digest, -digest], dtype=torch.int64, device=_CPU)
     greatest, least = allreduce(own, op=Op.MAX, process_set=process_set).tolist()
     if greatest != -least:
         raise ValueError(

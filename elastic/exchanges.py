@@ -86,4 +86,4 @@ def alltoall(group: Collectives, tensor: torch.Tensor, splits: Sequence[Sequence
     tensor = tensor.detach().contiguous()[: sum(sent)]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
     work = group.alltoall(output, tensor, received=received, sent=sent)
-    return [work], lambda: (output, torch.tensor(received, dtype=torch.int32))
+    return [work], lambda: (output, torch.tensor(received, dtype=torch.int32, device="cpu"))

@@ -331,7 +331,7 @@ def _broadcast(group: Collectives, text: bytes) -> bytes:
     length = int.from_bytes(received[:_HEAD_BYTES], "big")
     if length <= room:
         return received[_HEAD_BYTES : _HEAD_BYTES + length]
-    rest = torch.zeros(length - room, dtype=torch.uint8)
+    rest = torch.zeros(length - room, dtype=torch.uint8, device="cpu")
     if group.rank == 0:
         rest = torch.frombuffer(bytearray(text[room:]), dtype=torch.uint8)
     group.broadcast(rest, 0).wait()

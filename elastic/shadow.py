@@ -57,10 +57,10 @@ def share_order(
 ) -> tuple[int, ...]:
     """The order of the gradients as rank ``source`` knows it. ``own``: None on a rank that has joined."""
     assert source is not None
-    order = torch.zeros(parameters, dtype=torch.int32)
+    order = torch.zeros(parameters, dtype=torch.int32, device="cpu")
     if group.rank == source:
         assert own is not None
-        order = torch.tensor(own, dtype=torch.int32)
+        order = torch.tensor(own, dtype=torch.int32, device="cpu")
     order = order.to(device)
     group.broadcast(order, source).wait()
     return tuple(order.tolist())
@@ -70,7 +70,7 @@ def compare_sparse(
     group: Collectives, device: torch.device, found: Mapping[int, int], parameters: int
 ) -> dict[int, int]:
     """The number of sparse dimensions of each gradient that is sparse on any rank."""
-    dims = torch.zeros(parameters, dtype=torch.int64)
+    dims = torch.zeros(parameters, dtype=torch.int64, device="cpu")
     for number, sparse_dims in found.items():
         dims[number] = sparse_dims
     dims = dims.to(device)
@@ -84,12 +84,12 @@ def tell_layout(
     """To those that have joined, from rank ``source``. None: there will be no plan."""
     assert source is not None
     data = b"" if layout is None else layout.encode()
-    length = torch.tensor([len(data)], device=device)
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     group.broadcast(length, source).wait()
     size = int(length)
     if not size:
         return
-    text = torch.zeros(size, dtype=torch.uint8)
+    text = torch.zeros(size, dtype=torch.uint8, device="cpu")
     if group.rank == source:
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     text = text.to(device)

@@ -23,7 +23,9 @@ def total(
     """
     gradients = [gradient.coalesce() for gradient in gradients]
     device = gradients[0].device
-    entries = torch.tensor([gradient._nnz() for gradient in gradients], device=device)
+    entries = torch.tensor(
+        [gradient._nnz() for gradient in gradients], dtype=torch.int64, device=device
+    )
     counts = [list(map(int, counted)) for counted in _gathered(group, entries)]
     return [
         _total_of(group, gradient, [count[number] for count in counts], scale)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from elastic import adasum, reductions, runtime
+from elastic.collectives import construct
 from elastic.collectives.interface import Op
 from elastic.errors import TensorMismatch
 from elastic.handles import Handles
@@ -193,6 +194,7 @@ def _submit(
     if len(tensors) > 1 and any(tensor.device != device for tensor in tensors):
         devices = sorted({str(tensor.device) for tensor in tensors})
         raise ValueError(f"{kind}: all tensors of a group must be on one device, not on {devices}")
+    construct.check_device(device.type)  # what fails later has been promised to the others
     rt = runtime.current()
     pending = Pending(
         kind,

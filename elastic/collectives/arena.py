@@ -186,7 +186,7 @@ def zeros(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor of zeros on the CPU, in the arena if there is one with room, else as torch makes it."""
     arena = mine() if elements > 0 else None
     tensor = None if arena is None else arena.tensor(elements, dtype)
-    return torch.zeros(elements, dtype=dtype) if tensor is None else tensor
+    return torch.zeros(elements, dtype=dtype, device="cpu") if tensor is None else tensor
 
 
 def _sentence(size: int, error: OSError) -> str:

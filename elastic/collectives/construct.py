@@ -83,6 +83,7 @@ def _making(
     native: bool,
 ) -> tuple[Abortable, _Connect]:
     """What can be aborted from now on, and what connects it."""
+    check_device(device_type)
     if size == 1:
         alone = LocalCollectives()
         return alone, lambda store, purpose, bind_host: alone
@@ -102,9 +103,15 @@ def _making(
             return nccl
 
         return nccl, connect
-    raise ValueError(
-        f"there are no collectives for tensors on {device_type!r}; move them to cpu or cuda first"
-    )
+    raise AssertionError(f"check_device lets {device_type!r} pass, and nothing serves it")
 
 
-__all__ = ["Abortable", "Connecting", "Listener", "Store", "listen"]
+def check_device(device_type: str) -> None:
+    """Raises ValueError for a device without a backend."""
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"there are no collectives for tensors on {device_type!r}; move them to cpu or cuda first"
+        )
+
+
+__all__ = ["Abortable", "Connecting", "Listener", "Store", "check_device", "listen"]

@@ -278,7 +278,7 @@ class GlooCollectives:
         timeout of one receive closes all connections of a group. It's at least a millisecond, so call it off the link
         thread.
         """
-        backend, nothing = self._backend, torch.zeros(1, dtype=torch.uint8)
+        backend, nothing = self._backend, torch.zeros(1, dtype=torch.uint8, device="cpu")
         if backend is None or self._connections() == 0:
             return
         for peer in range(self.size):

@@ -213,7 +213,7 @@ class Steps:
     ) -> None:
         """How many rows go from whom to whom has to be known by who carries them, and is gathered first."""
         seats = self._seats
-        own = torch.tensor(sent, dtype=torch.int64).view(torch.uint8)
+        own = torch.tensor(sent, dtype=torch.int64, device="cpu").view(torch.uint8)
         table = [row.view(torch.int64).tolist() for row in self.allgather(own)]
         posting = hierarchy_plan.posting(seats)
         parcels = {(seats.rank, to): rows for to, rows in enumerate(torch.split(tensor, sent))}

@@ -170,7 +170,7 @@ class NcclCollectives:
         )
 
     def barrier(self) -> Work:
-        return self.allreduce(torch.zeros(1, device=self._device), Op.SUM)
+        return self.allreduce(torch.zeros(1, dtype=torch.float32, device=self._device), Op.SUM)
 
     def _submit(
         self, name: str, *arguments: Any, then: Callable[[], object] | None = None

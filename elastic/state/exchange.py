@@ -61,7 +61,7 @@ def _send(
             specs[name, key] = Spec.of(tensor)
     content = _pickled(values, structures, _referred(parts))
     header = pickle.dumps((layout, specs, content), protocol=pickle.HIGHEST_PROTOCOL)
-    length = torch.tensor([len(header)], dtype=torch.int64)
+    length = torch.tensor([len(header)], dtype=torch.int64, device="cpu")
     group.broadcast(length, root).wait()
     group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), root).wait()
     failpoint("state-copy")
@@ -72,9 +72,9 @@ def _send(
 def _receive(
     group: Collectives, root: int, parts: dict[str, Part], layout: str
 ) -> tuple[int, dict[str, Any]]:
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     group.broadcast(length, root).wait()
-    header = torch.empty(int(length), dtype=torch.uint8)
+    header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     group.broadcast(header, root).wait()
     theirs, specs, content = pickle.loads(header.numpy().tobytes())
     try:
@@ -230,7 +230,7 @@ def _block(
     if sending:
         assert isinstance(where, torch.Tensor)
         return as_bytes(where.cpu()), _nothing
-    staged = torch.empty(spec.shape, dtype=spec.dtype)
+    staged = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
     return as_bytes(staged), lambda: _deliver(staged, where, fresh, key)
 
 
@@ -242,7 +242,7 @@ def _packed(
     sending: bool,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """The same for many small tensors, one after another in one block."""
-    block = torch.zeros(sum(_aligned(specs[key]) for key in keys), dtype=torch.uint8)
+    block = torch.zeros(sum(_aligned(specs[key]) for key in keys), dtype=torch.uint8, device="cpu")
     views: list[tuple[Key, torch.Tensor]] = []
     start = 0
     for key in keys:

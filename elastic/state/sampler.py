@@ -112,7 +112,7 @@ class ElasticSampler(Sampler[int]):
 
     def _indices(self) -> list[int]:
         """This rank's, in order, from the start of the present partition."""
-        rounds = torch.arange(self.num_samples)
+        rounds = torch.arange(self.num_samples, dtype=torch.int64, device="cpu")
         positions = self._start + rounds * self.num_replicas + self.rank
         # The last round is filled from the start of the epoch's order, as often as it takes.
         order = self._epoch_order()
@@ -133,10 +133,12 @@ class ElasticSampler(Sampler[int]):
         of = (len(self.dataset), self.epoch, self.seed)
         if self._order is None or self._order_of != of:
             if self.shuffle:
-                generator = torch.Generator().manual_seed(self.epoch + self.seed)
-                self._order = torch.randperm(of[0], generator=generator)
+                generator = torch.Generator(device="cpu").manual_seed(self.epoch + self.seed)
+                self._order = torch.randperm(
+                    of[0], generator=generator, dtype=torch.int64, device="cpu"
+                )
             else:
-                self._order = torch.arange(of[0])
+                self._order = torch.arange(of[0], dtype=torch.int64, device="cpu")
             self._order_of = of
         return self._order
 

@@ -43,7 +43,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8 [nbytes], in logical order: a view where the tensor is contiguous, else a copy."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return (
-        plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+        plain.reshape(-1).view(torch.uint8)
+        if plain.numel()
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
 
 
