@@ -10,6 +10,7 @@ import collections
 import ctypes
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -334,8 +335,9 @@ class _Native:
     def forget(self) -> None:
         self._forgotten = True
 
-    def __del__(self) -> None:
-        if not getattr(self, "handle", None) or self.elsewhere:
+    def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When the interpreter ends, modules are taken apart in any order; what is held here ends with the process.
+        if at_the_end() or not getattr(self, "handle", None) or self.elsewhere:
             return
         self.close()
         drained = self.drain(0.0)

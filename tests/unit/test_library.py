@@ -206,3 +206,19 @@ def test_what_is_not_in_the_table_is_refused_with_the_same_words_everywhere():
     for dtype in (torch.bool, torch.complex64):
         with pytest.raises(TypeError, match=rf"tensors of {dtype} can't be reduced; convert"):
             reducing.check(torch.zeros(1, dtype=dtype), Op.SUM)
+
+
+def test_a_group_that_outlives_the_modules_is_silent():
+    """The last group of a job that has ended well: its finalizer runs when ``os`` and the rest are gone."""
+    program = (
+        "import ctypes, os\nfrom elastic.collectives import shared\n"
+        "kept = object.__new__(shared._Native)\n"
+        "kept.handle, kept._closed, kept._forgotten, kept._pid = 1, True, False, os.getpid()\n"
+        # Its module is still referred to, and loses its names one by one: ``os`` before this one.
+        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))\n"
+        "shared.kept = kept\ndel kept\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
