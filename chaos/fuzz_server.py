@@ -32,6 +32,8 @@ TURNCOATS = 0.4  # share of those that know the secret
 FLOOD = 2000  # messages
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(192)
 HTTP = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+UNEXPECTED, SECOND = "a worker that is not expected", "a worker that is here already"
+KNOWN = (UNEXPECTED, SECOND)  # they know the secret, and are told why they are turned away
 
 
 class Peer:
@@ -214,9 +216,18 @@ class OnLoopback:
         except asyncio.TimeoutError:
             self.strangers.found(f"{what}: it was not closed within {ANSWER_S:g} s: {chunks!r}")
             return
+        if what in KNOWN:
+            self._check_reason(what, peer, told)
+            told = b""
         if told:
             self.strangers.found(f"{what}: {chunks!r} was answered with {told!r}")
         self.strangers.note(what, taken=bool(told), seconds=time.monotonic() - began)
+
+    def _check_reason(self, what: str, peer: Peer, told: bytes) -> None:
+        """Who knows the secret is told why it is turned away, and nothing else."""
+        peer.wire.feed(told)
+        if not isinstance(peer.wire.next(), protocol.TurnedAway) or peer.wire.unread:
+            self.strangers.found(f"{what} was answered with {told!r}")
 
     def _nonsense(self, peer: Peer) -> tuple[str, list[bytes]]:
         """What a stranger says: it knows no secret, but what went over the network before."""
@@ -234,10 +245,8 @@ class OnLoopback:
             "proof of the driver's role": lambda: [
                 frame(self._answer(peer, someone, role="driver"))
             ],
-            "a worker that is not expected": lambda: [
-                frame(self._answer(peer, Worker("\x1b[2J\n", 7)))
-            ],
-            "a worker that is here already": lambda: [frame(self._answer(peer, HONEST[0]))],
+            UNEXPECTED: lambda: [frame(self._answer(peer, Worker("\x1b[2J\n", 7)))],
+            SECOND: lambda: [frame(self._answer(peer, HONEST[0]))],
             "an answer replayed": lambda: [frame(pick.choice(self._replayed))],
             "the challenge sent back": lambda: [
                 frame(protocol.Challenge(peer.nonce)),

@@ -2,6 +2,7 @@
 
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
     Answer    --Accepted-->    open: each message goes to ``heard``
+              --TurnedAway-->  closed: it knows the secret, and has no business here
     closed, broken or no message of the protocol: ``gone``, once
 
 Each host's kernel acknowledges a small packet every second, whatever the processes there do. If for ``lease_s`` nothing
@@ -38,6 +39,7 @@ from elastic.protocol import (
     Answer,
     Hello,
     ProtocolError,
+    TurnedAway,
     Worker,
     encoded,
     from_worker,
@@ -50,6 +52,11 @@ WAITING_LIMIT = 4096  # connections that the kernel keeps for us
 ACCEPTED_AT_ONCE = 64
 REFUSALS_S = 5.0  # between two log lines about refused connections
 CLOSE_S = 1.0
+SECOND = (
+    "has a connection already: this process is a child of that worker. Call init() in the worker only, not in its"
+    " children; a spawned DataLoader worker imports the script again, so keep init() out of module level, under"
+    " if __name__ == '__main__'"
+)
 
 
 Who = TypeVar("Who", bound=Hashable)
@@ -65,9 +72,14 @@ class Callers(Generic[Who]):
     who: Callable[[Any], Who]  # it is from
     # Whether a new connection stands in for an open one: its other end may have lost that without our noticing.
     replaces: bool = False
+    told_why: bool = (
+        False  # one that knows the secret and is refused is sent the reason, a TurnedAway
+    )
 
 
-WORKERS: Callers[Worker] = Callers("worker", from_worker, Answer, lambda answer: answer.worker)
+WORKERS: Callers[Worker] = Callers(
+    "worker", from_worker, Answer, lambda answer: answer.worker, told_why=True
+)
 
 
 class Server(Generic[Who]):
@@ -220,12 +232,14 @@ class Server(Generic[Who]):
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
             raise ProtocolError(f"it calls itself {who}, but does not know the job's secret")
         if not self._expected(who):
-            raise ProtocolError(f"{who} is no {callers.role} of this job")
+            raise self._turned_away(
+                connection, nonce, answer, f"{who} is no {callers.role} of this job"
+            )
         self.drain(who)  # an earlier connection may have ended unnoticed
         before = self._connections.get(who)
         if before is not None:
             if not callers.replaces:
-                raise ProtocolError(f"{who} has a connection already")
+                raise self._turned_away(connection, nonce, answer, f"{who} {SECOND}")
             before.abandon()
         self._unknown.pop(connection, None)
         self._connections[who] = connection
@@ -233,6 +247,14 @@ class Server(Generic[Who]):
         connection.accept(encoded(Accepted(own)), answer.nonce)
         self._accepted(who)
         return who
+
+    def _turned_away(
+        self, connection: Connection[Who], nonce: bytes, answer: Any, reason: str
+    ) -> ProtocolError:
+        if self.callers.told_why:
+            own = proof(self.secret, "turned away", answer.nonce, nonce, reason)
+            connection.write(encoded(TurnedAway(reason, own)))
+        return ProtocolError(reason)
 
     def hear(self, who: Who, message: Any) -> None:
         if isinstance(message, self.callers.answer):

@@ -25,6 +25,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     members = _checked_comm(comm)
     given, dynamic = sets.checked(process_sets)
+    if runtime.in_forked_child():
+        return
     before = runtime.active()
     runtime.init()
     try:
@@ -97,47 +99,47 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` was called, and ``shutdown()`` was not since."""
-    return runtime.active() is not None
+    """Whether ``init()`` was called, and ``shutdown()`` was not since; in a forked child, by its worker at the fork."""
+    return runtime.position() is not None
 
 
 def rank() -> int:
     """This worker's index in the world. Raises NotInitialized (a ValueError) before ``init()``, as
-    all queries do.
+    all queries do. In a forked child, such as a worker of a DataLoader, they answer with the place at the fork.
     """
-    return runtime.current().place.rank
+    return runtime.place().rank
 
 
 def size() -> int:
     """Number of workers in the world."""
-    return runtime.current().place.size
+    return runtime.place().size
 
 
 def local_rank() -> int:
     """The slot of this worker on its host. It stays with the slot while the world changes, as a GPU
     does.
     """
-    return runtime.current().place.local_rank
+    return runtime.place().local_rank
 
 
 def local_size() -> int:
     """Number of workers of the world on this host."""
-    return runtime.current().place.local_size
+    return runtime.place().local_size
 
 
 def cross_rank() -> int:
     """Index of this host among the hosts that have a worker with this local rank."""
-    return runtime.current().place.cross_rank
+    return runtime.place().cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts that have a worker with this local rank."""
-    return runtime.current().place.cross_size
+    return runtime.place().cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every host has as many workers as this one: size == local_size * cross_size."""
-    place = runtime.current().place
+    place = runtime.place()
     return place.size == place.local_size * place.cross_size
 
 

@@ -95,6 +95,8 @@ class Link:
             mine = proof(secret, "worker", challenge.nonce, nonce, name)
             self.send(protocol.Answer(self._worker, nonce, mine))
             accepted = self._next(deadline)
+            if isinstance(accepted, protocol.TurnedAway):
+                self._turned_away(secret, nonce, challenge.nonce, accepted)
             theirs = proof(secret, "driver", nonce, challenge.nonce, name)
             if not isinstance(accepted, protocol.Accepted) or not hmac.compare_digest(
                 accepted.proof, theirs
@@ -106,6 +108,16 @@ class Link:
                 self._flush()  # an alert says why
             self._socket.close()
             raise DriverLost(f"the driver refused this worker: {error}") from error
+
+    @staticmethod
+    def _turned_away(
+        secret: bytes, mine: bytes, theirs: bytes, message: protocol.TurnedAway
+    ) -> None:
+        """Raises ProtocolError with the driver's reason, or because it is not the driver's."""
+        sign = proof(secret, "turned away", mine, theirs, message.reason)
+        if hmac.compare_digest(message.proof, sign):
+            raise ProtocolError(message.reason)
+        raise ProtocolError("the driver does not know this job's secret")
 
     def _next(self, deadline: float) -> Message:
         silent = True

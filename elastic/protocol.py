@@ -126,6 +126,13 @@ class Accepted(Message):
     proof: bytes
 
 
+class TurnedAway(Message):
+    """Instead of Accepted, to one who has proved to know the secret. ``proof`` is the driver's, of this reason."""
+
+    reason: str
+    proof: bytes
+
+
 # ---- worker -> driver ----------------------------------------------------------------------------
 
 
@@ -470,6 +477,7 @@ FromWorker = (
 FromDriver = (
     Challenge
     | Accepted
+    | TurnedAway
     | Welcome
     | World
     | Broken

@@ -17,6 +17,9 @@ from elastic.worker import Runtime
 
 _runtime: Runtime | None = None  # lives as long as the process, once init() was called
 _initialized = False
+# In a forked child: where its worker stood at the fork, and in which generation. None anywhere else.
+_inherited: tuple[Place, int] | None = None
+_child_of_many = False  # ... and whether that worker shared a job with others
 
 
 def active() -> Runtime | None:
@@ -27,13 +30,39 @@ def active() -> Runtime | None:
 def current() -> Runtime:
     """The runtime. Raises NotInitialized."""
     if _runtime is None or not _initialized:
-        raise NotInitialized("hvd-elastic has not been initialized; call init() first")
+        if _inherited is not None:
+            raise NotInitialized(
+                "this process was forked from a worker, which alone takes part in collectives, steps and commits:"
+                " move them there; rank(), size() and the other queries answer here, with the place of that worker"
+            )
+        raise NotInitialized(
+            "Horovod has not been initialized; use hvd.init(). (Where only elastic is imported: elastic.init().)"
+        )
     return _runtime
+
+
+def position() -> tuple[Place, int] | None:
+    """Place and generation of this worker; in a forked child, those that its worker had at the fork. None before
+    ``init()``.
+    """
+    rt = active()
+    return _inherited if rt is None else (rt.place, rt.generation)
+
+
+def place() -> Place:
+    """The same place. Raises NotInitialized."""
+    found = position()
+    return current().place if found is None else found[0]
+
+
+def in_forked_child() -> bool:
+    """Whether ``init()`` has nothing to do here: this process is a child of a worker that has called it."""
+    return _inherited is not None and _child_of_many
 
 
 def init() -> None:
     """Joins the job that this process was started for; without ``elasticrun``, a world of one.
-    Idempotent.
+    Idempotent. In a forked child of a worker it does nothing: the queries answer there already.
 
     A static worker, and an elastic one of the first start, return when the first world is formed. A newcomer to a
     training world returns at once, with a provisional size and a rank other than 0.
@@ -41,7 +70,7 @@ def init() -> None:
     Raises DriverLost, Invalid, JobFailed, and CollectiveFailed where ranks do not find each other.
     """
     global _runtime, _initialized
-    if _initialized:
+    if _initialized or in_forked_child():
         return
     failpoints.check()
     if _runtime is None:
@@ -111,8 +140,9 @@ def send_result(blob: bytes) -> None:
 
 def shutdown() -> None:
     """Leaves the world; ``init()`` may follow, on every worker. Idempotent."""
-    global _initialized
+    global _initialized, _inherited
     failpoint("shutdown")
+    _inherited = None
     if _runtime is not None and _initialized:
         _runtime.pause()
     _initialized = False
@@ -134,9 +164,11 @@ def _close() -> None:
 
 
 def _forget() -> None:
-    global _runtime, _initialized
+    global _runtime, _initialized, _inherited, _child_of_many
     timeline.stop()
     if _runtime is not None:
+        _inherited = position()
+        _child_of_many = not _runtime.alone or _runtime.place.size > 1
         _runtime.forget()
     _runtime, _initialized = None, False
 

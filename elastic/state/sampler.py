@@ -147,5 +147,8 @@ def _present_world() -> tuple[int, int, int]:
     """Rank, size, generation."""
     from elastic import runtime
 
-    rt = runtime.active()
-    return (0, 1, 0) if rt is None else (rt.place.rank, max(rt.place.size, 1), rt.generation)
+    found = runtime.position()
+    if found is None:
+        return 0, 1, 0
+    place, generation = found
+    return place.rank, max(place.size, 1), generation

@@ -298,5 +298,5 @@ def _broadcast_object(value: Any, root_rank: int = 0, name: str | None = None) -
 def _rank() -> int:
     from elastic import runtime
 
-    rt = runtime.active()
-    return 0 if rt is None else rt.place.rank
+    found = runtime.position()
+    return 0 if found is None else found[0].rank

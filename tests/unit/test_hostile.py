@@ -128,6 +128,7 @@ def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
         assert await strangers[0].hear() is None  # the oldest gave way
         latest = strangers[-1]
         assert await latest.answer(Worker("nobody", 0))  # the newest may still speak
+        assert isinstance(await latest.hear(), protocol.TurnedAway)
         assert await latest.hear() is None
         assert len(driver.log) == 1 and "too many others came" in driver.log[0]
 

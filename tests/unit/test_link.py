@@ -243,10 +243,23 @@ def framed(*messages) -> bytes:
     return b"".join(wire.frame(message) for message in messages)
 
 
+def test_who_connects_a_second_time_is_told_why(paths):
+    """A child of a worker has its environment, and so all it takes to introduce itself."""
+    with driving(paths) as driver, linked(driver, paths):
+        with pytest.raises(DriverLost, match=r"localhost:0#1 has a connection already: .* child"):
+            Link(driver.address, SECRET, A, tls=paths)
+        with pytest.raises(DriverLost, match="localhost:1#1 is no worker of this job"):
+            Link(driver.address, SECRET, Worker("localhost", 1), tls=paths)
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
         (framed(protocol.Challenge(b"n" * 32), protocol.Accepted(b"p" * 32)), "does not know this"),
+        (
+            framed(protocol.Challenge(b"n" * 32), protocol.TurnedAway("x", b"p" * 32)),
+            "not know this",
+        ),
         (framed(protocol.Accepted(b"p" * 32)), "did not begin with a challenge"),
         (framed(protocol.Challenge(b"n" * 32, 99)), "speaks version 99"),
         # Of another length, its parts could be read otherwise than they were meant.

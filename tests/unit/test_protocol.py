@@ -41,6 +41,7 @@ FROM_WORKER = [
 FROM_DRIVER = [
     protocol.Challenge(b"n" * 32),
     protocol.Accepted(b"p" * 32),
+    protocol.TurnedAway("no worker", b"p" * 32),
     protocol.Welcome(PLACE, True, True),
     protocol.World(4, PLACE, STORE, 3, Commit(3, 7), "lost h:1"),
     protocol.World(1, PLACE, STORE, 0, None, "first"),

@@ -136,6 +136,17 @@ async def test_a_worker_proves_itself_and_is_heard(driver):
 
 
 @conversation
+async def test_who_knows_the_secret_and_does_not_belong_here_is_told_why(driver):
+    peer, stranger = await Peer.reach(driver.address), Worker("localhost", 0, 2)
+    challenge, nonce = await peer.answer(stranger)
+    reason = "localhost:0#2 is no worker of this job"
+    own = proof(SECRET, "turned away", nonce, challenge.nonce, reason)
+    assert await peer.hear() == protocol.TurnedAway(reason, own)
+    assert await peer.hear() is None
+    assert reason in driver.log[0]
+
+
+@conversation
 async def test_a_broadcast_reaches_those_who_are_there(driver):
     a, b = await driver.worker(A), await driver.worker(B)
     driver.server.broadcast([A, Worker("elsewhere", 0), B], protocol.Finish(3))
@@ -149,7 +160,6 @@ async def test_a_broadcast_reaches_those_who_are_there(driver):
         ({"role": "driver"}, "does not know the job's secret"),
         ({"nonce": b"short"}, "does not know the job's secret"),
         ({"version": 99}, "version 99 of the protocol"),
-        ({"worker": Worker("localhost", 0, 2)}, "localhost:0#2 is no worker of this job"),
     ],
 )
 def test_strangers_are_refused(changes, reason):
@@ -227,6 +237,7 @@ async def test_a_worker_has_one_connection(driver):
     first = await driver.worker()
     second = await Peer.reach(driver.address)
     await second.answer(A)
+    assert "has a connection already" in (await second.hear()).reason
     assert await second.hear() is None
     assert "has a connection already" in driver.log[0]
     first.writer.close()
