@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from elastic.driver import agent_process, networks
 from elastic.driver.arguments import LOG_LEVELS, Names, Parser, log_level, whole
-from elastic.driver.console import LEVELS, Console
+from elastic.driver.console import LEVELS, Console, is_terminal
 from elastic.driver.etcd_keys import check_host, check_slots, job_root
 from elastic.driver.flags import Options
 from elastic.driver.flags_of_hosts import add_etcd, add_security
@@ -112,7 +112,7 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     log = Console(
         agent_process.write_stderr,
         level=level.lower() if level.lower() in LEVELS else "info",
-        colour=sys.stderr.isatty(),
+        colour=is_terminal(sys.stderr),
     )
     slots = bootstrap.slots or agent_process.own_slots()
     log("info", f"host {bootstrap.host} has {counted(slots, 'slot')} for job {bootstrap.job}")

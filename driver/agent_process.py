@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 import elastic
-from elastic.driver.console import Console
+from elastic.driver.console import Console, stand_in_for_closed
 from elastic.driver.host_agent import AgentProcess, Find
 from elastic.driver.hosts import parse_address
 from elastic.driver.launch.interface import Log
@@ -34,6 +34,7 @@ LOOKUP_S = 5.0
 
 
 def main() -> int:
+    stand_in_for_closed()
     try:
         bootstrap = read_bootstrap(sys.stdin.buffer.readline(BOOTSTRAP_LIMIT))
         slots = bootstrap.slots or own_slots()

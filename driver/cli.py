@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 from elastic.driver import check_build, flags
 from elastic.driver.command import check_command
 from elastic.driver.config_file import read_config
+from elastic.driver.console import stand_in_for_closed
 from elastic.driver.discovery.script import find_script
 from elastic.driver.flags import Options
 from elastic.driver.fleet_plan import fleet_plan, provided
@@ -86,6 +87,7 @@ class _Patience(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code. ``arguments`` are those of the process by default."""
+    stand_in_for_closed()
     arguments = sys.argv[1:] if arguments is None else arguments
     environ = dict(os.environ)
     try:

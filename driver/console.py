@@ -1,8 +1,8 @@
 """Writes to the driver's own stdout and stderr without ever holding up its event loop. Decides nothing.
 
 A terminal that is paused, a pager or a full disk may block a write for as long as they like, so a thread per stream
-does the writing, from a bounded queue. When the queue is full, training goes on and output is dropped; a line says how
-much. A closed pipe ends the output, never the job.
+does the writing, from a bounded queue. When the queue is full, training goes on and the oldest lines in it are dropped,
+for the newest say why a job ends; a line says how much. A closed pipe ends the output, never the job.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import select
+import sys
 import threading
 import time
 from collections import deque
@@ -44,20 +45,16 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, write: Write, data: bytes) -> None:
-        """Have ``write(data)`` called soon. Never blocks; drops the data if too much is waiting already."""
+        """Have ``write(data)`` called soon. Never blocks; drops the oldest that waits where that is too much."""
         with self._changed:
             if self._closed or not data:
                 return
-            if self._queued + len(data) > self._limit:
-                self._dropped += len(data)
-                return
-            if self._dropped:
-                notice = f"elastic | {self._dropped} bytes of output were dropped: {self._name} is slow\n"
-                self._dropped = 0
-                self._queue.append((write, notice.encode()))
-                self._queued += len(notice)
             self._queue.append((write, data))
             self._queued += len(data)
+            while self._queued > self._limit:
+                oldest = len(self._queue.popleft()[1])
+                self._queued -= oldest
+                self._dropped += oldest
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name=f"writes {self._name}", daemon=True
@@ -65,16 +62,28 @@ class Writer:
                 self._thread.start()
             self._changed.notify_all()
 
-    def close(self, timeout_s: float = 2.0) -> bool:
-        """Wait until everything is written, but no longer than this. False if something is left unwritten."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Until everything is written, but no longer than this; None: as long as it takes. False if something is left."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
-            complete = not self._queue and not self._writing
-            self._closed = True
-            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
+
+    def close(self, timeout_s: float | None) -> bool:
+        """As ``wait``, and then nothing is written any more."""
+        try:
+            complete = self.wait(timeout_s)
+        finally:  # Ctrl-C ends the wait
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
         if complete and self._thread is not None:
             self._thread.join(timeout_s)
         return complete
+
+    def waits_for(self) -> str:
+        """A line that says what is left."""
+        with self._changed:
+            left = f"more than {self._queued} bytes of output are not written: {self._name} is slow"
+        return f"elastic | the job has ended, but {left}; Ctrl-C ends the wait without them\n"
 
     def _run(self) -> None:
         while True:
@@ -94,7 +103,13 @@ class Writer:
                     self._failed(f"cannot write to {self._name}: {error}; this output is lost")
 
     def _take(self) -> tuple[Write, bytes]:
-        """The next pieces that go to the same place, joined."""
+        """The next pieces that go to the same place, joined; before them, how much there is not of what came before."""
+        if self._dropped and self._queue:
+            notice = (
+                f"elastic | {self._dropped} bytes of output were dropped: {self._name} is slow\n"
+            )
+            self._dropped = 0
+            return self._queue[0][0], notice.encode()
         write, data = self._queue.popleft()
         pieces, size = [data], len(data)
         # Bound methods are equal when their object and function are.
@@ -105,12 +120,14 @@ class Writer:
         return write, b"".join(pieces)
 
 
-def write_to(stream: TextIO) -> Write:
-    """How to write to a stream such as sys.stdout: to its descriptor if it has one.
+def write_to(stream: TextIO | None) -> Write:
+    """How to write to a stream such as sys.stdout: to its descriptor if it has one. None drops everything.
 
-    A thread that hangs in a Python stream's lock would make the interpreter fail at exit; one that hangs in the system
+    sys.stdout is None where a daemon or a batch system has closed it before Python began. A thread that hangs in a Python stream's lock would make the interpreter fail at exit; one that hangs in the system
     call does not.
     """
+    if stream is None:
+        return lambda data: None
     try:
         fd = stream.fileno()
     except (AttributeError, OSError, ValueError, io.UnsupportedOperation):
@@ -130,6 +147,35 @@ def write_to(stream: TextIO) -> Write:
                 select.select([], [fd], [], 1.0)
 
     return write_fd
+
+
+def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Write]:
+    """``write_to`` of each, and the same function for both where they lead to the same place: ``2>&1``, a terminal."""
+    out = write_to(stdout)
+    try:
+        one = os.path.sameopenfile(stdout.fileno(), stderr.fileno())  # type: ignore[union-attr]
+    except (AttributeError, OSError, ValueError, io.UnsupportedOperation):
+        one = False
+    return out, out if one else write_to(stderr)
+
+
+def stand_in_for_closed() -> None:
+    """Opens /dev/null for each standard stream that was closed before Python began, as some daemons and batch systems do.
+
+    The next file or socket would get the number 2 otherwise, and what is meant for stderr.
+    """
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.set_inheritable(fd, True)
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Of sys.stderr, which may be closed, or None."""
+    return stream is not None and not stream.closed and stream.isatty()
 
 
 def _plain(line: str) -> str:

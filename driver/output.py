@@ -19,6 +19,7 @@ from elastic.driver.tails import Tails
 from elastic.protocol import Place, Worker
 
 LINE_LIMIT = 64 * 1024  # bytes; a longer line is passed on in pieces
+REMIND_S = 5.0  # at the end, until a line says that output is not taken
 
 # A return at the very end may be the first half of "\r\n": it waits for the next byte.
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
@@ -43,11 +44,11 @@ class Output:
     ) -> None:
         self._place_of = place_of
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
-        self._writers: dict[Stream, Writer] = {
-            "stdout": Writer("stdout", failed),
-            # Nobody is left to hear that stderr is closed.
-            "stderr": Writer("stderr", lambda text: None),
-        }
+        out = Writer("stdout", failed)
+        # In one queue where both lead to the same place: the reason why a worker ended comes after what it printed.
+        # Nobody is left to hear that stderr is closed.
+        err = out if stdout == stderr else Writer("stderr", lambda text: None)
+        self._writers: dict[Stream, Writer] = {"stdout": out, "stderr": err}
         self._files = Writer(f"files under {folder}", failed)
         self._folder = folder
         self._timestamps = timestamps
@@ -92,11 +93,19 @@ class Output:
         """See `Sink.forget`."""
         self._tails.forget(worker)
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is waiting, within a bound for each stream."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Write what is waiting: until the last byte is written or its reader is gone, as ``cat`` does; with a bound,
+        no longer than that for each stream.
+
+        Without one there is no deadline, because nothing is left to be held up: a pager may be read tomorrow.
+        Ctrl-C ends the wait (KeyboardInterrupt).
+        """
         for worker, stream in list(self._partial):
             self.finish(worker, stream)
-        for writer in (*self._writers.values(), self._files):
+        err = self._writers["stderr"]
+        for writer in dict.fromkeys((self._writers["stdout"], self._files, err)):
+            if timeout_s is None and writer is not err and not writer.wait(REMIND_S):
+                self.say(writer.waits_for().encode())
             writer.close(timeout_s)
 
     def _pass_on(self, worker: Worker, stream: Stream, pieces: list[bytes]) -> None:

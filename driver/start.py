@@ -51,10 +51,13 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
             if fleet is not None and elsewhere and not fleet.needed:
                 fleet = replace(fleet, needed=True)
         if fleet is None or not fleet.needed:
-            return await _alone(job, around, known, this_host)
-        from elastic.driver.start_fleet import start_fleet
+            outcome = await _alone(job, around, known, this_host)
+        else:
+            from elastic.driver.start_fleet import start_fleet
 
-        return Outcome(*await start_fleet(job, fleet, around, known, this_host))
+            outcome = Outcome(*await start_fleet(job, fleet, around, known, this_host))
+        around.stopped = outcome.code in loop.STOP_CODES.values()
+        return outcome
 
 
 async def _alone(

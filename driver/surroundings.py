@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.driver.console import Console, write_to
+from elastic.driver.console import Console, is_terminal, write_both
 from elastic.driver.events import Action, Event
 from elastic.driver.job import Job
 from elastic.driver.output import Output
@@ -18,6 +20,8 @@ from elastic.protocol import Place, Worker
 
 if TYPE_CHECKING:
     from elastic.driver.metrics import Metrics
+
+STOPPED_S = 2.0  # for what is not written yet, per stream, when a job was stopped
 
 # Horovod's names; ours have four levels.
 _LEVELS = {
@@ -41,6 +45,9 @@ class Surroundings:
     place_of: Callable[[Worker], Place | None]
 
     level: str  # of the console
+    stopped: bool = (
+        False  # the job was told to end: nobody wants to wait for whoever reads its output
+    )
 
     def noted(self, event: Event, actions: Sequence[Action]) -> None:
         if self.metrics is not None:
@@ -51,7 +58,7 @@ class Surroundings:
 def surroundings(job: Job) -> Iterator[Surroundings]:
     """Says the job's notes. Raises Invalid or OSError where a file or a port can't be had."""
     found: list[Surroundings] = []
-    stdout, stderr = job.streams or (write_to(sys.stdout), write_to(sys.stderr))
+    stdout, stderr = job.streams or write_both(sys.stdout, sys.stderr)
     output = Output(
         place_of=lambda worker: found[0].place_of(worker) if found else None,
         stdout=stdout,
@@ -63,10 +70,11 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
     console = Console(
         output.say,
         level=level,
-        colour=job.streams is None and sys.stderr.isatty(),
+        colour=job.streams is None and is_terminal(sys.stderr),
         timestamps=job.log_timestamps,
     )
     metrics: Metrics | None = None
+    wait_s: float | None = STOPPED_S  # also where an exception ends it
     try:
         for note_level, line in job.notes:
             console(note_level, line)
@@ -82,7 +90,25 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
             console("info", f"metrics are at http://{host}:{metrics.port}/metrics")
         found.append(Surroundings(console, output, tracing, metrics, lambda worker: None, level))
         yield found[0]
+        if not found[0].stopped:
+            wait_s = None
     finally:
         if metrics is not None:
             metrics.close()
-        output.close()
+        with _ctrl_c_ends_it():
+            output.close(wait_s)
+
+
+@contextlib.contextmanager
+def _ctrl_c_ends_it() -> Iterator[None]:
+    """Of a wait in this thread: asyncio's own handler would only cancel a task, which no loop runs meanwhile."""
+    unwanted = (None, signal.SIG_IGN, signal.SIG_DFL)
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) in unwanted:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -13,7 +14,8 @@ import psutil
 import pytest
 
 from integration.history import SCRIPTS, TRAINING, History, kill_slot, pid_of, sizes, started
-from integration.job import Job
+from integration.job import Job, elasticrun
+from integration.program import clean_environment
 
 LOADING = ["python", SCRIPTS / "loading.py"]
 
@@ -158,6 +160,73 @@ def test_output_has_the_rank_before_each_line_and_goes_to_files_too(job):
     running.succeed()
     for slot in range(2):
         running.wait_for(rf"^\d{{4}}-.*\[localhost:{slot}\] out of {slot}")
+
+
+CHATTY = "for i in range(9_000): print(f'line {i:50}')\nraise SystemExit('THE REASON')"
+
+
+def unread(*command: str) -> subprocess.Popen[bytes]:
+    """A static job of one worker, whose whole output goes to a pipe that nobody reads yet."""
+    return subprocess.Popen(
+        [elasticrun(), "-np", "1", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=clean_environment(),
+    )
+
+
+def worker_ended(driver: subprocess.Popen[bytes]) -> bool:
+    return not psutil.Process(driver.pid).children()
+
+
+def test_a_reader_that_comes_late_gets_everything_and_the_reason_last():
+    with unread("python", "-c", CHATTY) as driver:
+        within(20, lambda: bool(psutil.Process(driver.pid).children()), "a worker")
+        within(20, lambda: worker_ended(driver), "its end")
+        with pytest.raises(subprocess.TimeoutExpired):
+            driver.wait(2.5)  # longer than where a job is stopped
+        assert driver.stdout is not None
+        lines = driver.stdout.read().decode().splitlines()
+    assert driver.returncode == 1
+    assert sum(line.startswith("[localhost:0] line") for line in lines) == 9_000
+    assert lines[-2] == "[localhost:0] THE REASON"
+    assert "error: the job ends with exit code 1" in lines[-1]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_one_signal_ends_the_wait_for_a_reader(number, code):
+    with unread("python", "-c", CHATTY) as driver:
+        within(20, lambda: bool(psutil.Process(driver.pid).children()), "a worker")
+        within(20, lambda: worker_ended(driver), "its end")
+        # The loop has handed its signals back once the thread that waits is all there is to do.
+        within(20, lambda: not listens(driver.pid), "the end of the driver's server")
+        driver.send_signal(number)
+        assert driver.wait(10) == code
+
+
+def listens(pid: int) -> bool:
+    connections = psutil.Process(pid).net_connections("tcp")
+    return any(c.status == psutil.CONN_LISTEN for c in connections)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(closed, tmp_path):
+    script = (
+        "import sys, pathlib; print('x'); print('y', file=sys.stderr); pathlib.Path('done').touch()"
+    )
+    line = f'exec "$0" -np 1 python -c "{script}" {closed}'
+    ended = subprocess.run(
+        ["sh", "-c", line, elasticrun()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=clean_environment(),
+        timeout=60,
+    )
+    assert ended.returncode == 0
+    assert (tmp_path / "done").exists()
+    assert ended.stdout == ("[localhost:0] x\n" if closed == "2>&-" else "")
+    assert "Traceback" not in ended.stderr
 
 
 def test_output_of_ranks_goes_to_a_file_for_each(job):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from elastic.driver.console import Console, Writer, write_to
+from elastic.driver.console import Console, Writer, is_terminal, write_both, write_to
 from elastic.driver.output import LINE_LIMIT, Output
 from elastic.driver.tails import TAIL_LIMIT
 from elastic.protocol import Place, Worker
@@ -171,7 +171,7 @@ def test_a_blocked_terminal_blocks_nobody():
     terminal.goes_on.set()
 
 
-def test_what_a_slow_terminal_does_not_take_is_dropped_and_told():
+def test_what_a_slow_terminal_does_not_take_is_dropped_and_told_and_the_newest_is_kept():
     terminal = Terminal()
     writer = Writer("stdout", failed=lambda text: None, limit=1000)
     writer.put(terminal.write, b"first\n")
@@ -179,12 +179,68 @@ def test_what_a_slow_terminal_does_not_take_is_dropped_and_told():
     for n in range(25):
         writer.put(terminal.write, b"%099d\n" % n)
     terminal.goes_on.set()
-    kept = [b"first", *(b"%099d" % n for n in range(10))]
-    assert terminal.lines(11) == kept
-    writer.put(terminal.write, b"later\n")
     assert writer.close(timeout_s=10)
     notice = b"elastic | 1500 bytes of output were dropped: stdout is slow"
-    assert terminal.lines(13) == [*kept, notice, b"later"]
+    assert terminal.lines(12) == [b"first", notice, *(b"%099d" % n for n in range(15, 25))]
+
+
+def test_at_the_end_a_slow_reader_gets_everything_in_order_and_is_named_once(monkeypatch):
+    monkeypatch.setattr("elastic.driver.output.REMIND_S", 0.0)
+    terminal = Terminal()
+    err = bytearray()
+    output = Output(place_of=lambda w: place(0), stdout=terminal.write, stderr=err.extend)
+    output.feed(A, "stdout", b"first\n")
+    assert terminal.asked.wait(10)
+    output.feed(A, "stdout", b"last\n")
+    closing = threading.Thread(target=output.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    terminal.goes_on.set()
+    closing.join(10)
+    assert terminal.lines(2) == [b"[0] first", b"[0] last"]
+    assert b"the job has ended, but more than 9 bytes" in err
+    assert err.count(b"\n") == 1
+
+
+def test_a_reader_that_is_gone_is_not_waited_for():
+    reading, writing = os.pipe()
+    with open(writing, "w") as stream:
+        write, same = write_both(stream, stream)
+        assert write is same
+        output = Output(place_of=lambda w: place(0), stdout=write, stderr=write)
+        for _ in range(40):
+            output.feed(A, "stdout", (b"y" * 9_999 + b"\n"))
+        closing = threading.Thread(target=output.close)
+        closing.start()
+        os.read(reading, 10)
+        os.close(reading)
+        closing.join(10)
+        assert not closing.is_alive()
+
+
+def test_streams_that_lead_to_one_place_keep_their_order():
+    terminal = Terminal()
+    output = Output(place_of=lambda w: place(0), stdout=terminal.write, stderr=terminal.write)
+    output.feed(A, "stdout", b"one\n")
+    assert terminal.asked.wait(10)
+    output.feed(A, "stdout", b"two\n")
+    output.feed(A, "stderr", b"why\n")
+    output.say(b"the end\n")
+    terminal.goes_on.set()
+    output.close()
+    assert terminal.lines(4) == [b"[0] one", b"[0] two", b"[0] why", b"the end"]
+
+
+def test_streams_that_are_missing_take_everything(tmp_path):
+    stdout, stderr = write_both(None, None)
+    stdout(b"lost")
+    stderr(b"lost")
+    assert not is_terminal(None)
+    with open(tmp_path / "f", "w") as one, open(tmp_path / "g", "w") as other:
+        out, err = write_both(one, other)
+        assert out != err
+    assert not is_terminal(one)
 
 
 def test_a_nonblocking_pipe_is_waited_for():
