@@ -63,7 +63,7 @@ class Writer:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Until everything is written, but no longer than this; None: as long as it takes. False if something is left."""
+        """Until everything is written, no longer than this; None: as long as it takes. False if something is left."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
 
@@ -123,8 +123,8 @@ class Writer:
 def write_to(stream: TextIO | None) -> Write:
     """How to write to a stream such as sys.stdout: to its descriptor if it has one. None drops everything.
 
-    sys.stdout is None where a daemon or a batch system has closed it before Python began. A thread that hangs in a Python stream's lock would make the interpreter fail at exit; one that hangs in the system
-    call does not.
+    sys.stdout is None where a daemon or a batch system has closed it before Python began. A thread that hangs in a
+    Python stream's lock would make the interpreter fail at exit; one that hangs in the system call does not.
     """
     if stream is None:
         return lambda data: None
@@ -160,7 +160,7 @@ def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Wri
 
 
 def stand_in_for_closed() -> None:
-    """Opens /dev/null for each standard stream that was closed before Python began, as some daemons and batch systems do.
+    """Opens /dev/null for each standard stream that was closed before Python began, as some batch systems do.
 
     The next file or socket would get the number 2 otherwise, and what is meant for stderr.
     """

@@ -57,7 +57,8 @@ def add_failover(add: Group) -> None:
         "--resume",
         None,
         None,
-        "Go on with the job of --journal or --etcd if there is one, else begin it.",
+        "Go on with the job of --journal or --etcd if there is one, else begin it. Commits are in the workers' memory:"
+        " when all die at once, only a checkpoint that the script saves is left.",
     )
     add(
         "--standby",

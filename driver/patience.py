@@ -13,6 +13,11 @@ from elastic.driver.workforce import Workforce
 from elastic.driver.world import World
 from elastic.protocol import Commit
 
+GONE = (
+    "Commits were in the workers' memory: begin anew, with --fresh where there is a journal, from a checkpoint that"
+    " the script has saved"
+)
+
 
 def counted(number: int, noun: str) -> str:
     """``1 worker``, ``2 workers``."""
@@ -50,7 +55,7 @@ class Patience:
             return ""
         lost = f"all {counted(len(world.members), 'member')} of generation {world.generation}"
         why = f"are lost, and nobody is left to go on from: {gathering.reason}"
-        return f"{lost} {why}{self._staff.quoted()}"
+        return f"{lost} {why}. {GONE}{self._staff.quoted()}"
 
     def nothing_held(self, world: World, gathering: Gathering) -> str:
         """The same with survivors that had joined, but were not given the state yet. They hold no commit."""

@@ -41,6 +41,7 @@ from elastic.driver.leading import Lead, lead
 from elastic.driver.membership import Membership
 from elastic.driver.networks import is_loopback
 from elastic.driver.open_files import allow_hosts
+from elastic.driver.patience import GONE
 from elastic.driver.resume import Past, to_go_on_with, writer_here
 from elastic.driver.server import Server
 from elastic.driver.surroundings import Surroundings
@@ -75,7 +76,7 @@ async def start_fleet(
         past = await _past(job, plan, leading, archive)
         if past is not None and past.ended is not None and not past.membership.roster:
             code, reason = past.ended.code, past.ended.reason
-            again = "give --fresh to begin it anew"
+            again = "give --fresh to begin it anew" + (f". {GONE}" if code else "")
             around.console("info", f"this job has ended with exit code {code}: {reason}; {again}")
             return code, reason, [], {}
         run = _Run(job, plan, around, past, leading, this_host)

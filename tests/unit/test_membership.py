@@ -201,6 +201,7 @@ def test_signals_and_failures_of_a_job_that_has_trained_say_nothing_about_the_sc
     talk = running(2)
     end = the(EndJob, talk.tell(exited("h:0", 1), exited("h:1", 1)))
     assert "nobody is left to go on from" in end.reason
+    assert "from a checkpoint that the script has saved" in end.reason
 
 
 def test_ready_before_connected_is_a_bug_and_tells_the_story():
