@@ -31,6 +31,7 @@ from elastic.driver.hosts import (
 from elastic.driver.interfaces import alone_address, worker_network
 from elastic.driver.job import Job
 from elastic.driver.launch.environment import threads_per_worker
+from elastic.driver.patience import counted
 from elastic.driver.provider import Provider
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
@@ -222,13 +223,13 @@ def make_job(
     timeline = _writable_place(options.timeline_filename)
     env = _worker_additions(options, timeline)
     notes = _notes(options, elastic=elastic)
-    if "OMP_NUM_THREADS" not in environ and not fleet.needed:
+    # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.
+    if "OMP_NUM_THREADS" not in environ and not fleet.needed and hosts is not None:
         cores = cores or len(os.sched_getaffinity(0))
-        most = min(workers_max, sum(hosts.values()) if hosts is not None else UNBOUNDED)
-        workers = most if most < UNBOUNDED else np
+        workers = min(workers_max, sum(hosts.values()))
         threads = threads_per_worker(cores, workers)
         env["OMP_NUM_THREADS"] = str(threads)
-        told = f"OMP_NUM_THREADS={threads} ({cores} cores, up to {workers} workers)"
+        told = f"OMP_NUM_THREADS={threads} ({cores} cores, up to {counted(workers, 'worker')})"
         notes.append(("info", f"each worker gets {told}; set it yourself to change that"))
     cooldown_min_s, cooldown_max_s = _given(
         options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)

@@ -67,6 +67,7 @@ async def listen_address(
     wanted: Sequence[str],
     towards: Sequence[str],
     *,
+    grows: bool = False,
     own: Sequence[Interface] | None = None,
     resolve: Callable[[str, int, float], Awaitable[Found]] = resolved,
     route: Callable[[str], str | None] = route_to,
@@ -74,11 +75,12 @@ async def listen_address(
     """The one address on which the driver of a job listens. Raises Invalid.
 
     ``towards`` are names or numeric addresses of the machines that will call: those of the other hosts, or of etcd,
-    the important ones first. Without any, nobody but this machine is served. By default it is the address from which
-    the first one is reached that is another machine; where no name means anything here (only ssh may know it), the
-    address from which the rest of the world is.
+    the important ones first. By default it is the address from which the first one is reached that is another machine;
+    where no name means anything here (only ssh may know it), the address from which the rest of the world is. Without
+    any, nobody but this machine is served, unless the job ``grows``: then hosts may come that nobody knows yet, and
+    the rest of the world counts too, if there is a way there.
     """
-    if not towards:
+    if not towards and (wanted or not grows):
         return alone_address(wanted, own)
     local, reasons = await _towards(towards, resolve, route)
     if wanted:
@@ -87,6 +89,8 @@ async def listen_address(
     if local is None:
         outward = (route(each) for each in _OUTWARD)
         local = next((each for each in outward if each and not is_loopback(each)), None)
+    if not towards and (local is None or is_link_local(local)):
+        return alone_address(wanted, own)
     if local is None:
         raise Invalid(
             f"no address of this machine leads to another host ({'; '.join(reasons)}): give {FLAG}"

@@ -11,13 +11,15 @@ from elastic.driver import loop
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.entries import header_of
+from elastic.driver.fleet_plan import FleetPlan
 from elastic.driver.hosts import ThisHost
-from elastic.driver.interfaces import alone_address
+from elastic.driver.interfaces import alone_address, listen_address
 from elastic.driver.job import Job, first_hosts, script_discovery
 from elastic.driver.journal import Journal, Upkeep
 from elastic.driver.journal_file import FileArchive, FileJournal
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.membership import Membership
+from elastic.driver.networks import is_loopback
 from elastic.driver.resume import to_go_on_with, writer_here
 from elastic.driver.server import WORKERS, Server
 from elastic.driver.surroundings import Surroundings, surroundings
@@ -48,8 +50,8 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
         if job.script is not None:
             known = await first_hosts(job, around.console)
             elsewhere = [host for host in known if this_host.elsewhere(host) is not None]
-            if fleet is not None and elsewhere and not fleet.needed:
-                fleet = replace(fleet, needed=True)
+            if fleet is not None and not fleet.needed:
+                fleet = replace(fleet, needed=bool(elsewhere) or await _may_grow(fleet))
         if fleet is None or not fleet.needed:
             outcome = await _alone(job, around, known, this_host)
         else:
@@ -58,6 +60,11 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
             outcome = Outcome(*await start_fleet(job, fleet, around, known, this_host))
         around.stopped = outcome.code in loop.STOP_CODES.values()
         return outcome
+
+
+async def _may_grow(fleet: FleetPlan) -> bool:
+    """Whether a script that lists this machine alone may list another later: its workers must reach those here."""
+    return not is_loopback(await listen_address(fleet.interfaces, (), grows=True))
 
 
 async def _alone(

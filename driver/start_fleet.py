@@ -256,7 +256,8 @@ class _Run:
             towards = [self.plan.kubernetes]
         if self.plan.provider is not None:
             towards = [*self.plan.provider.towards]
-        return await listen_address(self.plan.interfaces, towards), self.plan.port
+        grows = self.job.script is not None
+        return await listen_address(self.plan.interfaces, towards, grows=grows), self.plan.port
 
     def _bootstrap(self, host: str, address: Address) -> Bootstrap:
         plan = self.plan
@@ -279,7 +280,7 @@ class _Run:
             return None  # agents come by themselves
         return StarterFor(
             self.this_host.elsewhere,
-            here=ChildStarter(environ=os.environ, log=self.log),
+            here=ChildStarter(environ=self.job.environ, log=self.log),
             there=SshStarter(self.plan.ssh, environ=os.environ, log=self.log),
         )
 

@@ -1,4 +1,4 @@
-"""Leaves out the hosts of another discovery that are not this machine, for a job that has begun on this one alone."""
+"""Leaves out the hosts of another discovery that are not this machine, where no other could reach the workers here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.driver.discovery.interface import Discovery, Log
 
 
 class LocalDiscovery:
-    """Yields the hosts of ``source`` for which ``elsewhere(host)`` is None, and reports each of the others once.
+    """Yields the hosts of ``source`` for which ``elsewhere(host)`` is None, and reports the others once.
 
     ``elsewhere`` may look a name up, so it is called in a thread. It must have a deadline of its own.
     """
@@ -20,23 +20,30 @@ class LocalDiscovery:
         self._log = log
 
     async def watch(self) -> AsyncIterator[dict[str, int]]:
-        reported: dict[str, str] = {}
+        told = False
         last: list[tuple[str, int]] | None = None
         async for hosts in self._source.watch():
             here: dict[str, int] = {}
+            left_out: dict[str, str] = {}
             for host, slots in hosts.items():
                 reason = await asyncio.to_thread(self._elsewhere, host)
                 if reason is None:
                     here[host] = slots
-                elif reported.get(host) != reason:
-                    reported[host] = reason
-                    self._log("warning", f"host {host} is left out: {reason}, {BEGUN_ALONE}")
+                else:
+                    left_out[host] = reason
+            if left_out and not told:
+                told = True
+                host, reason = next(iter(left_out.items()))
+                more = f" and {len(left_out) - 1} more are" if len(left_out) > 1 else " is"
+                self._log(
+                    "warning", f"host {host}{more} left out ({host}: {reason}): {BEGUN_ALONE}"
+                )
             if list(here.items()) != last:
                 last = list(here.items())
                 yield here
 
 
 BEGUN_ALONE = (
-    "and this job began with this machine alone, where its workers listen on loopback; a job whose"
-    " first list has other machines too may use any"
+    "the workers of this job listen on loopback, where no other machine reaches them, because this one had no other"
+    " address when the job began, or by --network-interface. This is said once"
 )

@@ -356,6 +356,40 @@ def test_port_and_key_may_be_given_without_a_configuration(hosts, tmp_path):
     succeeds(hosts, tmp_path, host="127.0.0.1", port=port, identity=str(hosts.key))
 
 
+# ---- a job that grows
+
+GROWS = """
+import elastic, torch
+elastic.init()
+state = elastic.ObjectState()
+@elastic.run
+def train(state):
+    while elastic.size() < 2:
+        elastic.allreduce(torch.ones(1))
+        state.commit()
+    print("together", elastic.size(), flush=True)
+train(state)
+"""
+
+
+def test_a_job_that_began_on_this_machine_alone_takes_another_host(hosts, job, tmp_path):
+    listed, script = tmp_path / "hosts", tmp_path / "discover.sh"
+    listed.write_text("localhost:1\n")
+    script.write_text(f"#!/bin/sh\ncat {listed}\n")
+    script.chmod(0o755)
+    flags = f"--min-np 1 --host-discovery-script {script} --ssh-config {hosts.config}"
+    training = job(flags, ["python", "-c", GROWS])
+    training.wait_for_world(1)
+    (new := tmp_path / "new").write_text("localhost:1\nalpha:1\n")
+    new.rename(listed)
+    training.succeed(60)
+    assert "left out" not in training.output
+    assert sorted(member["worker"][0] for member in training.worlds()[-1]["members"]) == [
+        "alpha",
+        "localhost",
+    ]
+
+
 # ---- who lives on
 
 

@@ -346,7 +346,11 @@ def test_threads_are_shared_unless_the_user_has_chosen():
     assert job("-np 16", cores=2).settings.env["OMP_NUM_THREADS"] == "1"
     # Grown to its largest, the job still has no more threads than cores.
     assert job("-np 2 --max-np 8 -H localhost:4").settings.env["OMP_NUM_THREADS"] == "2"
-    assert job("-np 2 --host-discovery-script /bin/true").settings.env["OMP_NUM_THREADS"] == "4"
+    # A script may list any number of slots: what is shared is known when a worker is started.
+    listed = job("--min-np 1 --host-discovery-script /bin/true")
+    assert "OMP_NUM_THREADS" not in listed.settings.env
+    assert listed.notes == []
+    assert "(8 cores, up to 1 worker)" in job("-np 1", cores=8).notes[0][1]
     chosen = job("-np 3", OMP_NUM_THREADS="5")
     assert "OMP_NUM_THREADS" not in chosen.settings.env
     assert chosen.notes == []

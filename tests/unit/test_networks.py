@@ -139,7 +139,9 @@ def test_a_job_on_one_machine():
 # ---- where a driver listens
 
 
-def listening(*towards: str, wanted: str = "", routes: dict[str, str] | None = None) -> str:
+def listening(
+    *towards: str, wanted: str = "", routes: dict[str, str] | None = None, grows: bool = False
+) -> str:
     """In a net where ``gpu1`` is 10.0.0.6, ``here`` is this machine, and ``dual`` has both families."""
     book = {
         "gpu1": ["10.0.0.6"],
@@ -165,6 +167,7 @@ def listening(*towards: str, wanted: str = "", routes: dict[str, str] | None = N
         listen_address(
             wanted.split(",") if wanted else [],
             towards,
+            grows=grows,
             own=OWN,
             resolve=resolve,
             route=(ways if routes is None else routes).get,
@@ -194,6 +197,17 @@ def test_where_no_name_means_anything_the_way_out_counts():
         "no address of this machine leads to another host (nobody could not be resolved: not known):"
         " give --network-interface"
     )
+
+
+def test_where_hosts_may_come_that_nobody_knows_yet_the_way_out_counts_too():
+    ways = {"192.0.2.1": "192.0.2.5"}
+    assert listening(routes=ways) == "127.0.0.1"
+    assert listening(routes=ways, grows=True) == "192.0.2.5"
+    assert listening(routes=ways, grows=True, wanted="eth1") == alone_address(["eth1"], OWN)
+    assert listening(routes=ways, grows=True, wanted="lo") == "127.0.0.1"
+    assert listening(routes={}, grows=True) == "127.0.0.1"
+    assert listening(routes={"2001:db8::1": "fe80::5"}, grows=True) == "127.0.0.1"
+    assert listening("gpu1", grows=True) == "10.0.0.5"
 
 
 def test_a_driver_does_not_listen_where_a_scope_is_needed():
