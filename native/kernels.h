@@ -2,7 +2,8 @@
 //
 // The same functions are compiled several times, for several sets of vector instructions; `elastic_kernels()` picks the
 // widest that this machine has, once. All of them give the same bits: elements are combined in the order of the
-// sources, one rounding at a time, and never with a fused multiply-add. Only which NaN comes of two is not said.
+// sources, one rounding at a time, and never with a fused multiply-add. Only which NaN comes of a sum or a product of
+// two is not said.
 #pragma once
 
 #include <cstddef>
@@ -38,9 +39,9 @@ size_t element_bytes(DType dtype);
 //
 // float16 and bfloat16 are combined and scaled in float32 and rounded once, to the nearest even. float32 and float64
 // are scaled in their own precision, and not touched where scale is 1. Integers wrap around and ignore scale. MIN and
-// MAX of floating point numbers give NaN where any source has one, as torch does. A destination may be one of the
-// sources (the same address), never overlap one otherwise. Pointers are aligned to an element at least. There are
-// 1 .. kMaxRanks sources, and at most kMaxRanks destinations.
+// MAX of floating point numbers give the quiet, positive NaN where any of several sources has one, and take -0.0 for
+// less than 0.0. A destination may be one of the sources (the same address), never overlap one otherwise. Pointers are
+// aligned to an element at least. There are 1 .. kMaxRanks sources, and at most kMaxRanks destinations.
 using Reduce = void (*)(void* const* destinations, int n_destinations, const void* const* sources, int n_sources,
                         size_t count, double scale);
 

@@ -141,11 +141,12 @@ def _compute(joined: _Round) -> None:
     match joined.kind.split()[0]:
         case "allreduce":
             total = calls[0][0].clone()
+            carried, then = reducing.carried(total, *calls[0][1:])
             for tensor, op, _ in calls[1:]:
-                total = _FOLD[op](total, tensor.view_as(total))
-            scale = calls[0][2]
-            if scale != 1.0 and total.is_floating_point():
-                total.mul_(scale)
+                other, _ = reducing.carried(tensor.view_as(total), op)
+                carried.copy_(_FOLD[op](carried, other))
+            if then is not None:
+                then()
             for tensor, _, _ in calls:
                 tensor.copy_(total.view_as(tensor))
         case "broadcast":

@@ -58,8 +58,6 @@ _REDUCE = {
     Op.MAX: c10d.ReduceOp.MAX,
     Op.PRODUCT: c10d.ReduceOp.PRODUCT,
 }
-# Gloo can't reduce these. The wider type gives the same integers, as both wrap around modulo 2**16.
-_WIDENED = {torch.int16: torch.int32}
 
 # What a rank publishes: its listener, and what Gloo stored under which key.
 _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes]] = msgspec.msgpack.Decoder(
@@ -165,13 +163,8 @@ class GlooCollectives:
         reducing.check(tensor, op)
         options = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE[op]  # type: ignore[assignment]
-        if tensor.dtype in _WIDENED:
-            wide = tensor.to(_WIDENED[tensor.dtype])
-            return self._submit("allreduce", [wide], options, then=lambda: tensor.copy_(wide))
-        if scale != 1.0 and tensor.is_floating_point():
-            result = tensor.detach()  # scaled in place even if it is a parameter
-            return self._submit("allreduce", [tensor], options, then=lambda: result.mul_(scale))
-        return self._submit("allreduce", [tensor], options)
+        carried, then = reducing.carried(tensor, op, scale)
+        return self._submit("allreduce", [carried], options, then=then)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         options = c10d.BroadcastOptions()

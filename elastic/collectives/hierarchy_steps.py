@@ -68,9 +68,8 @@ class Steps:
 
     def _reduce_small(self, flat: torch.Tensor, op: Op, scale: float) -> None:
         """Among hosts, then on every host: two short steps."""
-        wide = (
-            flat.float() if flat.dtype in _HALF else flat
-        )  # it is not scaled yet, and may overflow
+        adds = op in (Op.SUM, Op.PRODUCT)  # not scaled yet, and may overflow
+        wide = flat.float() if adds and flat.dtype in _HALF else flat
         assert self._wire is not None
         self._wire.run(self._wire.group.allreduce, wide, op)
         self._host.run(self._host.group.allreduce, wide, op, scale)

@@ -22,8 +22,9 @@ class LocalCollectives:
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
         reducing.check(tensor, op)
         done = self._done()
-        if scale != 1.0 and tensor.is_floating_point():
-            tensor.detach().mul_(scale)
+        _, then = reducing.carried(tensor, op, scale)
+        if then is not None:
+            then()
         return done
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:

@@ -40,8 +40,6 @@ _REDUCE = {
     Op.MAX: c10d.ReduceOp.MAX,
     Op.PRODUCT: c10d.ReduceOp.PRODUCT,
 }
-# NCCL has no 16-bit integers. The wider type gives the same ones, as both wrap around modulo 2**16.
-_WIDENED = {torch.int16: torch.int32}
 
 
 class NcclCollectives:
@@ -105,7 +103,11 @@ class NcclCollectives:
         backend.eager_connect_single_device(self._device)
         self._raise_if_failed()
         # Whatever a communicator still connects at its first collective, no training thread has to wait for.
-        work = NcclWork(self, backend.allreduce([torch.zeros(1, device=self._device)]), None)
+        work = NcclWork(
+            self,
+            backend.allreduce([torch.zeros(1, dtype=torch.float32, device=self._device)]),
+            None,
+        )
         work.wait()
 
     def _open_id_store(self, store: Store, purpose: str, bind_host: str) -> c10d.Store:
@@ -140,13 +142,8 @@ class NcclCollectives:
         reducing.check(tensor, op)
         options = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE[op]  # type: ignore[assignment]
-        if tensor.dtype in _WIDENED:
-            wide = tensor.to(_WIDENED[tensor.dtype])
-            return self._submit("allreduce", [wide], options, then=lambda: tensor.copy_(wide))
-        if scale != 1.0 and tensor.is_floating_point():
-            result = tensor.detach()  # scaled in place even if it is a parameter
-            return self._submit("allreduce", [tensor], options, then=lambda: result.mul_(scale))
-        return self._submit("allreduce", [tensor], options)
+        carried, then = reducing.carried(tensor, op, scale)
+        return self._submit("allreduce", [carried], options, then=then)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         options = c10d.BroadcastOptions()

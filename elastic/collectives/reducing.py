@@ -1,6 +1,9 @@
-"""What can be reduced: one table and one check, so that every backend refuses the same with the same words."""
+"""What can be reduced, and as what: every backend refuses the same with the same words, and gives the same numbers."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 
@@ -29,3 +32,58 @@ def check(tensor: torch.Tensor, op: Op) -> None:
         raise TypeError(
             f"tensors of {tensor.dtype} can't be reduced; convert it first, a complex one with torch.view_as_real()"
         )
+
+
+# Gloo and NCCL have no 16-bit integers. The wider type gives the same ones, as both wrap around modulo 2**16.
+_WIDENED = {torch.int16: torch.int32}
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def carried(
+    tensor: torch.Tensor, op: Op, scale: float = 1.0
+) -> tuple[torch.Tensor, Callable[[], object] | None]:
+    """What Gloo and NCCL are given to reduce for `tensor`, and what is called when they have, if anything.
+
+    For MIN and MAX of floats that is their `_order`, in 32 or 64 bits.
+    """
+    result = tensor.detach()  # written in place even if it is a parameter
+    if tensor.dtype in _WIDENED:
+        wide = tensor.to(_WIDENED[tensor.dtype])
+        return wide, lambda: result.copy_(wide)
+    if not tensor.is_floating_point():
+        return tensor, None
+    if op in (Op.MIN, Op.MAX):
+        keys = _order(result, op)
+        return keys, lambda: _put_floats(result, keys, op, scale)
+    return tensor, None if scale == 1.0 else lambda: result.mul_(scale)
+
+
+def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
+    """Integers in the order of these floats: -0.0 comes before 0.0, and ``op``, MIN or MAX, chooses NaN.
+
+    Reduced as floats, NaN would be lost or not by Gloo depending on who has it, and be lost by NCCL.
+    """
+    wide = floats if floats.dtype in _INTEGERS else floats.float()
+    keys = _turned(wide.view(_INTEGERS[wide.dtype]))
+    return keys.masked_fill_(wide.isnan(), _beyond(keys, op))
+
+
+def _put_floats(result: torch.Tensor, keys: torch.Tensor, op: Op, scale: float) -> None:
+    """The floats of what came of `_order`, scaled. Every NaN becomes `math.nan`, at the end: torch makes others of it
+    where it converts to bfloat16.
+    """
+    wide = torch.float32 if keys.dtype == torch.int32 else torch.float64
+    result.copy_(_turned(keys).view(wide)).mul_(scale)
+    result.masked_fill_(keys == _beyond(keys, op), math.nan)
+
+
+def _turned(bits: torch.Tensor) -> torch.Tensor:
+    """Negative floats rise with their magnitude where integers fall. Its own inverse."""
+    info = torch.iinfo(bits.dtype)
+    return (bits >> (info.bits - 1)).bitwise_and_(info.max).bitwise_xor_(bits)
+
+
+def _beyond(keys: torch.Tensor, op: Op) -> int:
+    """What ``op`` prefers to all numbers."""
+    info = torch.iinfo(keys.dtype)
+    return info.max if op is Op.MAX else info.min

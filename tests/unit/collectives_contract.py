@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import threading
 import time
@@ -19,6 +20,7 @@ from elastic.errors import CollectiveFailed
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EVERY = [*INTEGERS, *FLOATS, torch.bool, torch.complex64]
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WAKE_S = 2.0  # generous: measured are milliseconds
 
 REFERENCE: dict[Op, Callable[[Any, Any], Any]] = {
@@ -70,6 +72,31 @@ class CollectivesContract:
                 expected = functools.reduce(REFERENCE[op], inputs)
                 assert result.dtype == dtype
                 assert torch.equal(result, expected.to(dtype))  # of 8 ranks, int8 wraps around
+
+    @pytest.mark.parametrize("op", [Op.MIN, Op.MAX])
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_min_and_max_have_the_same_bits_whoever_has_which_number(self, world, dtype, op):
+        """One NaN anywhere is the result, and -0.0 is less than 0.0."""
+        least = torch.finfo(dtype).smallest_normal
+        ordered = [-math.inf, -2.0, -least, -0.0, 0.0, least, 1.0, math.inf]
+        numbers = torch.tensor([*ordered, math.nan, -math.nan], dtype=dtype)
+        draws = [
+            torch.randint(len(numbers), (1999,), generator=torch.Generator().manual_seed(rank))
+            for rank in range(len(world))
+        ]
+        drawn = torch.stack(draws)
+        chosen = drawn.amin(0) if op is Op.MIN else drawn.amax(0)
+        chosen[(drawn >= len(ordered)).any(0)] = len(ordered)
+        bits = BITS[dtype.itemsize]
+        wanted = numbers[chosen].view(bits)
+
+        def reduced(group):
+            tensor = numbers[draws[group.rank]]
+            group.allreduce(tensor, op).wait()
+            return tensor.view(bits)
+
+        for result in self.on_all(world, reduced):
+            assert torch.equal(result, wanted)
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_sums_stay_close_to_those_in_double_precision(self, world, dtype):

@@ -60,11 +60,13 @@ KINDS = [kind for kind in ("baseline", "neon", "avx2", "avx512") if runs(kind)]
 
 
 def least(a: Bits, b: Bits) -> Bits:
-    return np.where((a < b) | (a != a), a, b)
+    chosen = np.where((a < b) | (a != a), a, b)
+    return np.where((a == b) & np.signbit(a), a, chosen)  # -0.0 before 0.0
 
 
 def greatest(a: Bits, b: Bits) -> Bits:
-    return np.where((a > b) | (a != a), a, b)
+    chosen = np.where((a > b) | (a != a), a, b)
+    return np.where((a == b) & np.signbit(b), a, chosen)
 
 
 FOLD: dict[Op, Callable[[Bits, Bits], Bits]] = {

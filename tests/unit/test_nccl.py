@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from types import SimpleNamespace
@@ -134,6 +135,18 @@ def test_16_bit_integers_travel_as_32_bit_ones(nccl):
     nccl.kernel.completed = True
     work.wait()
     assert tensor.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("op", "chosen"), [(Op.MIN, torch.amin), (Op.MAX, torch.amax)])
+def test_nan_wins_though_nccl_loses_it(nccl, op, chosen):
+    mine, other = torch.tensor([1.0, math.nan, -0.0]), torch.tensor([math.nan, 2.0, 0.0])
+    works = [nccl.group.allreduce(tensor, op, 2.0) for tensor in (mine, other)]
+    keys = nccl.backend.reduced
+    assert not any(each.is_floating_point() for each in keys)
+    keys[0].copy_(chosen(torch.stack(keys), 0))
+    nccl.kernel.completed = True
+    works[0].wait()
+    assert str(mine.tolist()) == f"[nan, nan, {-0.0 if op is Op.MIN else 0.0}]"
 
 
 def test_what_nccl_cannot_reduce_is_refused(nccl):
