@@ -20,6 +20,7 @@ nobody else is placed on a node that drains.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -181,31 +182,40 @@ def same(these: Mapping[str, float], those: Mapping[str, float]) -> bool:
 def suitable(
     bundles: Mapping[int, Mapping[str, float]],
     resources: Mapping[str, float],
-    skip: int | Mapping[str, float] = 0,
+    in_use: Mapping[int, Mapping[str, float]] = {},
 ) -> list[int]:
     """The bundles of a given group that each have room for one worker. Raises Invalid where there is none.
 
-    ``skip``: how many of the first ones belong to somebody else, or what of the first one does.
+    ``in_use``: what the caller has of each bundle.
     """
     left = {index: dict(bundle) for index, bundle in sorted(bundles.items())}
-    if isinstance(skip, int):
-        left = {index: bundle for index, bundle in left.items() if index >= skip}
-        taken = f" and the first {skip} are not for workers" if skip else ""
-    else:
-        for name, amount in skip.items():
-            if 0 in left:
-                left[0][name] = left[0].get(name, 0.0) - amount
-        taken = f" and {show(skip)} of the first is in use already" if show(skip) else ""
+    for index in left.keys() & in_use.keys():
+        for name, amount in in_use[index].items():
+            left[index][name] = left[index].get(name, 0.0) - amount
     found = [index for index, bundle in left.items() if has_room(bundle, resources)]
     if found:
         return found
     listed = ", ".join(f"{{{show(bundle)}}}" for _, bundle in sorted(bundles.items())[:8])
     more = ", ..." if len(bundles) > 8 else ""
+    taken = ", ".join(f"{show(amounts)} of bundle {i}" for i, amounts in sorted(in_use.items()))
+    but = f", of which the caller has {taken}" if taken else ""
     raise Invalid(
         f"no bundle of the placement group has room for a worker, which needs {show(resources)}: its"
-        f" {len(bundles)} bundles are {listed}{more}{taken}; give it a bundle for each worker, or"
+        f" {len(bundles)} bundles are {listed}{more}{but}; give it a bundle for each worker, or"
         " set resources_per_worker to what one of its bundles has"
     )
+
+
+def held(
+    resource_ids: Mapping[str, Iterable[tuple[int, float]]], group: str
+) -> dict[int, dict[str, float]]:
+    """What a process has of each bundle of its group, by the names that Ray gives resources there: CPU_group_1_<id>."""
+    found: dict[int, dict[str, float]] = {}
+    for name, parts in resource_ids.items():
+        matched = re.fullmatch(rf"(.+)_group_([0-9]+)_{group}", name)
+        if matched and matched[1] != "bundle":  # which every process in the group has a little of
+            found.setdefault(int(matched[2]), {})[matched[1]] = sum(each for _, each in parts)
+    return found
 
 
 def part(ids: Sequence[str], slot: int, slots: int) -> Sequence[str]:

@@ -229,7 +229,7 @@ class RayDiscovery:
             [group] = groups
             each = wanted.per_bundle
             room = {name: amount * each for name, amount in wanted.resources.items()}
-            found = ray_claims.suitable(group.bundles, room, wanted.skip_bundles)
+            found = ray_claims.suitable(group.bundles, room, wanted.in_use)
             return [(i * each + slot, i, group) for i in found for slot in range(each)]
         return [(number, 0, group) for number, group in numbered(groups, self._prefix)]
 

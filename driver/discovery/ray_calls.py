@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic.driver.discovery.ray_cluster import Group, Node, Unanswered, prefix_of, present
+from elastic.driver.ray_claims import held
 
 _untyped: Any = ray
 
@@ -89,6 +90,15 @@ class RayCalls:
     def free(self) -> dict[str, float]:
         with _answering():
             return dict(_untyped.available_resources())
+
+
+def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:
+    """What this process, a task or an actor in the group, has of each of its bundles.
+
+    Ray has a public name only for what it has of all bundles together.
+    """
+    own: Any = ray._private.worker.global_worker
+    return held(own.core_worker.resource_ids(), group.id.hex())
 
 
 def remove_claims(job: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from elastic.errors import Invalid
@@ -62,14 +62,13 @@ class Cluster(Protocol):
 class Wanted:
     """``most`` slots, each with these resources. ``group``: only in bundles of this one, which stays whatever happens.
 
-    ``skip_bundles``: how many of its first bundles are not for workers, or what of the first one is in use.
-    ``per_bundle``: so many slots in each of the others.
+    ``in_use``: what the caller has of which bundle. ``per_bundle``: so many slots in each with room for them.
     """
 
     most: int
     resources: Mapping[str, float]
     group: PlacementGroup | None = None
-    skip_bundles: int | Mapping[str, float] = 0
+    in_use: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     per_bundle: int = 1
 
     def __post_init__(self) -> None:

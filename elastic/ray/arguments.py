@@ -13,6 +13,7 @@ from elastic.errors import Invalid
 
 CURRENT = "current"  # the placement group that the caller runs in, if it runs in one
 PLACEMENT_S = 100.0
+START_S = 120.0  # for workers, once they are placed: elasticrun's
 LEAST_S = 1.0  # of any limit
 
 
@@ -29,8 +30,9 @@ class Wanted:
     elastic: bool
     resources: Mapping[str, float]
     placement_group: Any = CURRENT  # CURRENT, None, or a placement group of Ray's
-    skip_bundles: int = 0  # of the placement group, at its beginning: the caller's own
-    per_bundle: int = 1  # workers in each of its other bundles
+    # What the caller has of which bundle of the placement group.
+    in_use: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    per_bundle: int = 1  # workers in each bundle with room for them
     hosts: int | None = None  # exactly so many nodes, with np / hosts workers on each
 
     @property
@@ -53,6 +55,11 @@ class Limits:
     network_interface: str | None = None
     verbose: bool = False
     flags: tuple[str, ...] = field(default=())  # further ones of elasticrun
+
+    @property
+    def start_s(self) -> float:
+        """From the placement of workers until they are all there."""
+        return START_S if self.start_timeout is None else self.start_timeout
 
     def as_flags(self) -> list[str]:
         given: dict[str, float | str | None] = {

@@ -153,7 +153,7 @@ class DriverActor:
                 wanted.most,
                 wanted.resources,
                 wanted.placement_group,
-                wanted.skip_bundles,
+                wanted.in_use,
                 wanted.per_bundle,
             ),
             self._log,

@@ -237,8 +237,8 @@ class Executor:
     ) -> None:
         follower, wanted = self._follower, self._wanted
         follower.ask(follower.actor.begin.remote(b"", persistent=True))
-        within_s = self._limits.start_timeout or self._limits.placement_timeout
-        (trouble,) = follower.wait([follower.actor.ready.remote(wanted.np, within_s)])
+        ready = follower.actor.ready.remote(wanted.np, self._limits.start_s)
+        (trouble,) = follower.wait([ready])
         if trouble:
             raise JobFailed(trouble)
         from elastic.ray.calling import Calling

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastic.driver.discovery.ray_calls import held_of as held_of
 from elastic.driver.discovery.ray_calls import remove_claims
 from elastic.driver.fleet_plan import FORWARDED
 from elastic.driver.journal_ray import RayArchive
@@ -59,8 +60,8 @@ def with_group(wanted: Wanted) -> Wanted:
                 " PlacementGroup"
             )
         group = ray.util.get_current_placement_group()
-        # The bundle in which the caller itself runs is the first one, as Ray Tune lays them out.
-        return replace(wanted, placement_group=group, skip_bundles=int(group is not None))
+        in_use = {} if group is None else held_of(group)
+        return replace(wanted, placement_group=group, in_use=in_use)
     if wanted.placement_group is not None and not hasattr(wanted.placement_group, "bundle_specs"):
         kind = type(wanted.placement_group).__name__
         raise Invalid(f"placement_group is a {kind}; give 'current', None or a PlacementGroup")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic.errors import Invalid
@@ -49,20 +49,47 @@ def rooms() -> list[tuple[str, dict[str, float]]]:
     import ray
     from ray.util.placement_group import placement_group_table
 
+    from elastic.ray.following import held_of
+
     nodes: Any = ray.nodes  # without types
-    alive: dict[str, str] = {
-        node["NodeID"]: node["NodeManagerAddress"] for node in nodes() if node["Alive"]
-    }
+    found: list[Mapping[str, Any]] = list(nodes())
     group = ray.util.get_current_placement_group()
-    free: dict[str, dict[str, float]]
     if group is None:
-        free = ray.get(ray.remote(num_cpus=0)(_free_by_node).remote())
-        return [(alive[node], free[node]) for node in alive if node in free]
+        free: dict[str, dict[str, float]] = {}
+        if any("NodeID" in node for node in found):
+            free = ray.get(ray.remote(num_cpus=0)(_free_by_node).remote())
+        return rooms_of(found, free)
     table: Any = placement_group_table(group)
-    # In the first bundle runs the caller, as Ray Tune lays them out; executors leave it alone too.
-    placed = [(i, node) for i, node in table["bundles_to_node_id"].items() if int(i) > 0]
-    bundles = table["bundles"]
-    return [(alive[node], bundles[i]) for i, node in placed if node in alive]
+    alive = {node.get("NodeID"): node["NodeManagerAddress"] for node in found if is_alive(node)}
+    in_use = held_of(group)
+    return [
+        (alive[node], less(table["bundles"][index], in_use.get(index, {})))
+        for index, node in table["bundles_to_node_id"].items()
+        if node in alive
+    ]
+
+
+def rooms_of(
+    nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
+) -> list[tuple[str, dict[str, float]]]:
+    """``nodes`` as ``ray.nodes()`` tells them, ``free`` by their ids; where it has none, all of a node is free."""
+    return [
+        (
+            node["NodeManagerAddress"],
+            dict(free.get(node.get("NodeID", ""), node.get("Resources", {}))),
+        )
+        for node in nodes
+        if is_alive(node)
+    ]
+
+
+def is_alive(node: Mapping[str, Any]) -> bool:
+    """And can be told where. Ray's older releases have "alive"."""
+    return bool(node.get("Alive", node.get("alive"))) and "NodeManagerAddress" in node
+
+
+def less(bundle: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount - taken.get(name, 0.0) for name, amount in bundle.items()}
 
 
 def _free_by_node() -> dict[str, dict[str, float]]:

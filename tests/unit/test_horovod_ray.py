@@ -19,7 +19,7 @@ if find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
 
 from horovod.ray import ElasticRayExecutor, MiniSettings, RayExecutor, ray_logger
-from horovod.ray.elastic_v2 import RayHostDiscovery, TestDiscovery
+from horovod.ray.elastic_v2 import RayHostDiscovery, TestDiscovery, rooms_of
 from horovod.ray.jobs import PlacementTimeout
 from horovod.ray.strategy import ColocatedStrategy, PGStrategy
 from horovod.ray.utils import nics_to_env_var
@@ -450,6 +450,21 @@ def test_slots_in_what_is_free(arguments, resources, slots):
 def test_a_worker_that_needs_nothing_is_refused():
     with pytest.raises(ValueError, match="at least"):
         RayHostDiscovery(cpus_per_worker=0)
+
+
+def test_a_node_counts_with_what_is_free_or_else_with_what_it_has():
+    node = {"NodeID": "1", "NodeManagerAddress": "a", "Alive": True, "Resources": {"CPU": 8.0}}
+    assert rooms_of([node], {"1": {"CPU": 3.0}}) == [("a", {"CPU": 3.0})]
+    assert rooms_of([node | {"Alive": False}], {"1": {"CPU": 3.0}}) == []
+    new = node | {"NodeID": "2"}  # it came after the others were asked
+    assert rooms_of([new], {"1": {"CPU": 3.0}}) == [("a", {"CPU": 8.0})]
+
+
+def test_nodes_may_lack_a_key():
+    """Programs under test put lists of their own in place of Ray's, in the form of its older releases."""
+    node = {"NodeManagerAddress": "a", "alive": True, "Resources": {"CPU": 8.0}}
+    assert rooms_of([node], {}) == [("a", {"CPU": 8.0})]
+    assert rooms_of([node | {"alive": False}, {"NodeID": "1"}, {"alive": True}], {}) == []
 
 
 def test_churn_stays_between_its_bounds(monkeypatch):

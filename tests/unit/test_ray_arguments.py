@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.ray import arguments
 from elastic.ray.arguments import Limits
@@ -103,3 +104,9 @@ def test_a_function_is_called_as_it_can_be():
         arguments.check_call(alone, (1,), {})
     with pytest.raises(Invalid, match="give a config: missing"):
         arguments.check_call(configured, (), {})
+
+
+def test_a_short_time_for_the_placement_is_none_for_the_start():
+    """Workers import torch all at once, on nodes that were idle until they were placed."""
+    assert Limits(placement_timeout=5.0).start_s == Settings.start_timeout_s
+    assert Limits(placement_timeout=5.0, start_timeout=60.0).start_s == 60.0

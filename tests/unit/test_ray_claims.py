@@ -14,6 +14,7 @@ from elastic.driver.ray_claims import (
     Claims,
     Condition,
     Stage,
+    held,
     same,
     shortage,
     suitable,
@@ -289,23 +290,41 @@ def test_every_bundle_with_room_is_a_slot():
 
 
 def test_bundles_that_are_in_use_are_left_out():
-    assert suitable({0: ONE, 1: ONE, 2: ONE}, ONE, 1) == [1, 2]
-    assert suitable({0: ONE, 1: ONE}, ONE, {"CPU": 1}) == [1]
-    assert suitable({0: {"CPU": 2.0}, 1: ONE}, ONE, {"CPU": 1}) == [0, 1]
-    assert suitable({0: ONE}, ONE, {}) == [0]
+    assert suitable({0: ONE, 1: ONE, 2: ONE}, ONE, {1: ONE}) == [0, 2]
+    assert suitable({0: ONE, 1: ONE}, ONE, {0: {"CPU": 0.5}}) == [1]
+    assert suitable({0: {"CPU": 2.0}, 1: ONE}, ONE, {0: ONE}) == [0, 1]
+    assert suitable({0: ONE, 1: ONE}, ONE, {}) == [0, 1]
+
+
+def test_what_a_caller_holds_is_told_by_the_names_of_its_resources():
+    ids = {
+        "CPU": [(0, 9.0)],
+        "CPU_group_aa": [(0, 1.0)],
+        "CPU_group_1_aa": [(0, 1.0)],
+        "GPU_group_1_aa": [(0, 0.5), (3, 1.0)],
+        "my_group_2_aa": [(0, 2.0)],
+        "CPU_group_0_bb": [(0, 1.0)],
+        "bundle_group_aa": [(0, 0.001)],
+        "bundle_group_0_aa": [(0, 0.001)],
+    }
+    assert held(ids, "aa") == {1: {"CPU": 1.0, "GPU": 1.5}, 2: {"my": 2.0}}
+    assert held({"bundle_group_0_aa": [(0, 0.001)]}, "aa") == {}  # an actor without a CPU
 
 
 @pytest.mark.parametrize(
-    ("skip", "taken"),
+    ("in_use", "taken"),
     [
-        (0, ""),
-        (1, " and the first 1 are not for workers"),
-        ({"CPU": 1}, " and CPU 1 of the first is in use already"),
+        ({}, ""),
+        ({1: {"CPU": 1}}, ", of which the caller has CPU 1 of bundle 1"),
+        (
+            {1: {"CPU": 1}, 0: {"CPU": 0.5}},
+            ", of which the caller has CPU 0.5 of bundle 0, CPU 1 of bundle 1",
+        ),
     ],
 )
-def test_a_group_without_a_suitable_bundle_is_refused_with_what_it_has(skip, taken):
+def test_a_group_without_a_suitable_bundle_is_refused_with_what_it_has(in_use, taken):
     with pytest.raises(Invalid) as caught:
-        suitable({0: {"CPU": 1.0, "memory": 2e9}, 1: ONE}, {"GPU": 1, "CPU": 1}, skip)
+        suitable({0: {"CPU": 1.0, "memory": 2e9}, 1: ONE}, {"GPU": 1, "CPU": 1}, in_use)
     assert str(caught.value) == (
         "no bundle of the placement group has room for a worker, which needs CPU 1, GPU 1: its 2"
         f" bundles are {{CPU 1, memory 2 GB}}, {{CPU 1}}{taken}; give it a bundle for each worker,"

@@ -314,7 +314,7 @@ def in_group(*bundles: dict[str, float], most: int = 9, **rest: Any) -> Told:
 
 
 def test_the_bundles_of_a_group_are_the_slots_and_stay_when_all_is_over():
-    told = in_group(ONE, {"CPU": 0.5}, ONE, ONE, skip_bundles=1)
+    told = in_group(ONE, {"CPU": 0.5}, ONE, ONE, in_use={0: ONE})
     told.place(2, 10)
     assert told.watched(nothing) == [[(B, 2)]]
     asyncio.run(told.discovery.close())

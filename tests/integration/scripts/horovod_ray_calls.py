@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from horovod.ray import BaseHorovodWorker, ElasticRayExecutor, RayExecutor, RayHostDiscovery
 
@@ -68,6 +69,16 @@ def error_of(call, *arguments) -> list[str]:
     return []
 
 
+def in_group() -> list:
+    """The caller holds no CPU: every bundle of its group is for a worker."""
+    executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=20), num_workers=2)
+    free = sum(RayHostDiscovery().find_available_hosts_and_slots().values())
+    executor.start()
+    found = executor.run(place)
+    executor.shutdown()
+    return [free, [each[:2] for each in found]]
+
+
 def static() -> None:
     settings = RayExecutor.create_settings(placement_group_timeout_s=60)
     executor = RayExecutor(settings, num_hosts=2, num_workers_per_host=1)
@@ -94,6 +105,11 @@ def static() -> None:
     too_many = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=1), num_hosts=3)
     say("no", error_of(too_many.start))
     too_many.shutdown()
+    group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}])
+    inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    call = ray.remote(in_group).options(num_cpus=0, scheduling_strategy=inside)
+    say("group", ray.get(call.remote()))
+    ray.util.remove_placement_group(group)
     actor: Any = ray.remote(num_cpus=0)(BaseHorovodWorker).remote(world_rank=1, world_size=2)
     ray.get(actor.update_env_vars.remote({"A": 1, "B": None}))
     ray.get(actor.start_executable.remote(Trainer, [1], {"by": 1}))
