@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from elastic.errors import Invalid
+from horovod.ray.coordinator import Coordinator
 from horovod.ray.jobs import ElasticJob, PlacementTimeout, StaticJob
 from horovod.ray.settings import MiniSettings, limits, renamed, verbosity
 from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
@@ -210,4 +211,4 @@ def _check_kind(
         )
 
 
-__all__ = ["MiniSettings", "PlacementTimeout", "RayExecutor"]
+__all__ = ["Coordinator", "MiniSettings", "PlacementTimeout", "RayExecutor"]

@@ -15,10 +15,21 @@ def map_blocking(fn: Callable[[Any], Any], collection: Iterable[Any]) -> list[An
     return list(ray.get([fn(each) for each in collection]))
 
 
+def detect_nics(
+    settings: Any,
+    all_host_names: Collection[str] | None = None,
+    node_workers: Collection[Any] | None = None,
+) -> Collection[str]:
+    """Those of the settings. None have to be found: each worker listens on the address that leads to rank 0."""
+    return settings.nics or []
+
+
 def nics_to_env_var(nics: Collection[str]) -> dict[str, str]:
     """The variables by which a worker that is started by hand is told its network interfaces."""
+    if not nics:
+        return {}
     names = interfaces(nics)
     return {"NCCL_SOCKET_IFNAME": names, "HOROVOD_GLOO_IFACE": names.split(",")[0]}
 
 
-__all__ = ["map_blocking", "nics_to_env_var"]
+__all__ = ["detect_nics", "map_blocking", "nics_to_env_var"]

@@ -23,9 +23,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
         yield running
 
 
-def told(cluster: RayCluster, part: str) -> dict[str, list[Any]]:
+def told(cluster: RayCluster, *arguments: str, **settings: Any) -> dict[str, list[Any]]:
     """What this part of the script says, by kind, in order. It leaves nothing in the cluster."""
-    job = RayJob(cluster, SCRIPT, part)
+    job = RayJob(cluster, SCRIPT, *arguments, **settings)
     try:
         job.succeed(LONG_S)
     finally:
@@ -94,3 +94,8 @@ def test_elastic_jobs(cluster):
     assert [first[1][:2], second[1][:2]] == [[0, 2], [1, 2]]
     assert first[1][3] == second[1][3] == "8"
     assert said["heard"] == [[{"rank": 0, "value": 6}, {"rank": 1, "value": 6}]]
+
+
+def test_the_trainer_of_ray_train(cluster, tmp_path):
+    said = told(cluster, "trainer", str(tmp_path), env={"RAY_TRAIN_V2_ENABLED": "0"})
+    assert said["trainer"] == trained(6)[:1]

@@ -19,10 +19,12 @@ if find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
 
 from horovod.ray import ElasticRayExecutor, MiniSettings, RayExecutor, ray_logger
+from horovod.ray.coordinator import Coordinator
 from horovod.ray.elastic_v2 import RayHostDiscovery, TestDiscovery, rooms_of
 from horovod.ray.jobs import PlacementTimeout
 from horovod.ray.strategy import ColocatedStrategy, PGStrategy
-from horovod.ray.utils import nics_to_env_var
+from horovod.ray.utils import detect_nics, nics_to_env_var
+from horovod.runner.common.util.timeout import Timeout, TimeoutException
 
 # Where Horovod has them.
 PLACES = """
@@ -32,6 +34,8 @@ PLACES = """
     horovod.ray.elastic.TestDiscovery horovod.ray.elastic_v2.RayHostDiscovery
     horovod.ray.elastic_v2.TestDiscovery horovod.ray.worker.BaseHorovodWorker
     horovod.ray.ray_logger.log horovod.ray.ray_logger.configure horovod.ray.utils.map_blocking
+    horovod.ray.runner.Coordinator horovod.ray.utils.detect_nics
+    horovod.runner.common.util.secret.make_secret_key horovod.runner.common.util.timeout.Timeout
     horovod.ray.utils.nics_to_env_var horovod.ray.strategy.PGStrategy
     horovod.ray.strategy.ColocatedStrategy
 """
@@ -422,6 +426,38 @@ def test_strategies_say_how_many_workers():
     assert ColocatedStrategy(num_hosts=2, num_workers_per_host=4).num_workers == 8
     group = object()
     assert PGStrategy(num_workers=1, placement_group=group).arguments["placement_group"] is group
+
+
+def test_workers_of_somebody_else_have_their_places():
+    coordinator = Coordinator(MiniSettings())
+    for rank, node in enumerate(["a", "b", "a", "a", "b"]):
+        coordinator.register(f"host {node}", node, rank)
+    assert coordinator.hostnames == {"host a", "host b"}
+    names = ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    assert {
+        rank: tuple(place[f"HOROVOD_{name}"] for name in names)
+        for rank, place in coordinator.finalize_registration().items()
+    } == {0: (0, 3, 0, 2), 1: (0, 2, 1, 2), 2: (1, 3, 0, 2), 3: (2, 3, 0, 1), 4: (1, 2, 1, 2)}
+
+
+def test_a_world_without_rank_0_is_refused():
+    coordinator = Coordinator(MiniSettings())
+    coordinator.register("host a", "a", 1)
+    with pytest.raises(ValueError, match="from 0 on"):
+        coordinator.establish_rendezvous()
+
+
+def test_interfaces_are_those_of_the_settings():
+    assert detect_nics(MiniSettings(nics={"eth0"}), ["a"], []) == {"eth0"}
+    assert nics_to_env_var(detect_nics(MiniSettings())) == {}
+
+
+def test_a_deadline_says_what_was_waited_for():
+    late = Timeout(0.0, "no {activity} in {timeout}")
+    assert (late.remaining(), late.timed_out()) == (0.0, True)
+    with pytest.raises(TimeoutException, match="no start in 0 seconds"):
+        late.check_time_out_for("start")
+    Timeout(60.0, "").check_time_out_for("start")
 
 
 def test_interfaces_as_variables():

@@ -1,4 +1,4 @@
-"""Every public method of horovod.ray on a real cluster: ``horovod_ray_calls.py static|elastic``. Prints lines of JSON.
+"""Every public method of horovod.ray on a real cluster, one part of them at a time. Prints lines of JSON.
 
 Functions and classes of this file are pickled by value, as those of any script that is run are.
 """
@@ -34,7 +34,8 @@ class Trainer:
 
         hvd.init()
         self.value += 1
-        ray_logger.log({"rank": hvd.rank(), "value": self.value})
+        if "ELASTIC_DRIVER" in os.environ:  # one of ours, and not of Ray Train
+            ray_logger.log({"rank": hvd.rank(), "value": self.value})
         total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item()
         return {"rank": hvd.rank(), "size": hvd.size(), "value": self.value, "sum": total}
 
@@ -142,6 +143,20 @@ def elastic() -> None:
     old.shutdown()
 
 
+def trainer() -> None:
+    """Ray Train's own, of its first version."""
+    from ray import train
+    from ray.train.horovod import HorovodTrainer
+
+    def loop() -> None:
+        train.report(Trainer(5).train())
+
+    folder = train.RunConfig(storage_path=sys.argv[2], verbose=0)
+    scaling = train.ScalingConfig(num_workers=2, trainer_resources={"CPU": 0})
+    found: Any = HorovodTrainer(loop, scaling_config=scaling, run_config=folder).fit()
+    say("trainer", {name: found.metrics[name] for name in ("rank", "size", "value", "sum")})
+
+
 if __name__ == "__main__":
     ray.init(log_to_driver=False)
-    {"static": static, "elastic": elastic}[sys.argv[1]]()
+    {"static": static, "elastic": elastic, "trainer": trainer}[sys.argv[1]]()

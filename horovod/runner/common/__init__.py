@@ -1,0 +1,1 @@
+"""Where Horovod keeps what its launcher and its integrations share."""

@@ -1,0 +1,16 @@
+"""A key for workers to know each other by. Jobs here have secrets of their own; this is for settings that want one."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+
+SECRET_LENGTH = 32  # bytes
+HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # of the variable
+
+
+def make_secret_key() -> bytes:
+    return base64.b64encode(secrets.token_bytes(SECRET_LENGTH))
+
+
+__all__ = ["HOROVOD_SECRET_KEY", "SECRET_LENGTH", "make_secret_key"]

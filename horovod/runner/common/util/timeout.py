@@ -1,0 +1,34 @@
+"""A deadline that says what was waited for."""
+
+from __future__ import annotations
+
+import time
+
+
+class TimeoutException(Exception):
+    pass
+
+
+class Timeout:
+    """``timeout`` seconds from now. ``message`` has ``{activity}`` and, if it likes, ``{timeout}`` in it."""
+
+    def __init__(self, timeout: float, message: str) -> None:
+        self._timeout_s = timeout
+        self._ends_at = time.monotonic() + timeout
+        self._message = message
+
+    def remaining(self) -> float:
+        return max(0.0, self._ends_at - time.monotonic())
+
+    def timed_out(self) -> bool:
+        return self.remaining() == 0.0
+
+    def check_time_out_for(self, activity: str) -> None:
+        """Raises TimeoutException."""
+        if self.timed_out():
+            raise TimeoutException(
+                self._message.format(activity=activity, timeout=f"{self._timeout_s:g} seconds")
+            )
+
+
+__all__ = ["Timeout", "TimeoutException"]
