@@ -174,6 +174,7 @@ class Part(StateHandler):
             group = rt.group("state", torch.device("cpu"))
             with rt.guard(f"copy of {self.what}"):
                 exchange.transfer(group, 0, {self.name: self}, {}, "\n".join(self.layout()))
+        self.reset()
         self.save()
 
     @property

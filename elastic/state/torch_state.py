@@ -175,6 +175,8 @@ class TorchState(ObjectState):
         for handler in self._foreign_handlers().values():
             handler.sync()
         super().sync()
+        for part in self._parts().values():
+            part.reset()  # rank 0 too deals out what is left, as the others did when they took it over
 
     def transfer(self, group: Collectives, root: int, *, expected_equal: bool = False) -> int:
         """Rank ``root`` sends its live state, the others receive it in place. Returns bytes copied. Does not save.

@@ -40,6 +40,18 @@ def test_parameters_from_every_root(rank, size):
             assert torch.equal(mine, theirs), root
 
 
+@everywhere(2)
+def test_a_sync_deals_out_what_is_left_on_every_rank(rank, size):
+    for synced in (hvd.elastic.TorchState.sync, lambda state: state._handlers["sampler"].sync()):
+        sampler = hvd.elastic.ElasticSampler(list(range(16)), shuffle=False)
+        state = hvd.elastic.TorchState(sampler=sampler)
+        sampler.record_batch(0, 2)
+        state.commit()
+        synced(state)
+        assert len(sampler) == 6
+        assert list(sampler) == list(range(4 + rank, 16, size))
+
+
 @everywhere()
 def test_entries_that_are_none_are_left_out(rank, size):
     tensor = torch.full((2,), float(rank))
