@@ -272,6 +272,9 @@ class Driver:
         try:
             async for hosts in self._discovery.watch():
                 self._post(HostsChanged(dict(hosts)))
+                if listed:
+                    # A hint to scripts, which may wait for it: nobody has to stop.
+                    self._server.broadcast(self.places, protocol.HostsListed())
                 listed = True
         except Exception as error:
             # Adapters report their sources' trouble themselves: this is a bug in one, and the hosts we have stay good.

@@ -1,8 +1,9 @@
 """Who is told when the hosts of the job are about to change: objects with ``on_hosts_updated(timestamp, update_res)``.
 
-Every State under ``elastic.run`` is among them, and scripts may register their own. They are told when the driver
-prepares a planned change, before anybody stops for it. Decides nothing: a change is agreed by the driver, and a State
-that is not told stops at the same place. A lost worker is no such news: that is a PeerLost.
+Every State under ``elastic.run`` is among them, and scripts may register their own. They are told when the list of
+hosts changes, and again when the driver prepares a planned change, before anybody stops for it. Decides nothing: a
+change is agreed by the driver, and a State that is not told stops at the same place. A lost worker is no such news:
+that is a PeerLost.
 """
 
 from __future__ import annotations

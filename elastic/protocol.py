@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-VERSION = 2
+VERSION = 3
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
 RELAY_LIMIT = FRAME_LIMIT + 4096  # bytes; the same, and who said it
@@ -434,6 +434,10 @@ class Tracing(Message):
     mark_cycles: bool = False
 
 
+class HostsListed(Message):
+    """The list of hosts is another one. For scripts that listen; who leaves or joins, and when, is said by Prepare."""
+
+
 class TracesTaken(Message):
     """One `Traced` is in the file: there is room for another."""
 
@@ -491,6 +495,7 @@ FromDriver = (
     | End
     | ClockTold
     | ReportsTaken
+    | HostsListed
     | Tracing
     | TracesTaken
     | TimelineAnswer

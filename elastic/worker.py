@@ -231,6 +231,9 @@ class Runtime:
             return
         if self.reporting is not None and self.reporting.receive(message):
             return
+        if isinstance(message, protocol.HostsListed):
+            host_news.tell(time.time(), host_news.HostUpdateResult.mixed)
+            return
         if isinstance(message, protocol.Broken):
             self._phases.mark("broken", time.monotonic())
         with self._changed:

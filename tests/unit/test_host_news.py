@@ -88,6 +88,15 @@ def test_a_planned_change_is_told_once_though_the_driver_asks_again(listener):
     assert len(listener.heard) == 2
 
 
+def test_another_list_of_hosts_is_told_at_once_and_nobody_stops_for_it(listener):
+    rt = Runtime(environment.read({}), None)
+    rt._recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
+    rt._receive(protocol.HostsListed())
+    assert [result for _, result in listener.heard] == [HostUpdateResult.mixed]
+    rt.check()
+    assert rt._recovery.phase is Phase.TRAINING
+
+
 def test_a_state_that_is_told_keeps_when():
     state = ObjectState(step=0)
     with host_news.told(state):

@@ -304,6 +304,21 @@ async def test_a_worker_is_told_for_how_long_to_wait(s):
     )  # twice --elastic-timeout, --start-timeout, a minute
 
 
+@story()
+async def test_members_are_told_of_another_list_of_hosts(s):
+    def told() -> list[Worker]:
+        return [who for who, message in s.server.sent if message == protocol.HostsListed()]
+
+    await s.train(A, B)
+    assert told() == []  # of the first one there is nothing to say
+    s.discovery.push({"localhost": 2, "other": 1})
+    await s.settle()
+    assert sorted(told()) == [A, B]
+    s.discovery.push({"localhost": 2, "other": 1})
+    await s.settle()
+    assert len(told()) == 2
+
+
 def test_what_goes_into_the_journal_is_noted_too(tmp_path):
     noted: list[str] = []
 

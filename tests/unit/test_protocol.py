@@ -56,6 +56,7 @@ FROM_DRIVER = [
     protocol.End("failed"),
     protocol.ClockTold(2**62, 1, 2),
     protocol.ReportsTaken(7),
+    protocol.HostsListed(),
     protocol.Tracing(1, True, True),
     protocol.TracesTaken(1),
     protocol.TimelineAnswer(1, 1, "/t.json", "no room"),
