@@ -194,7 +194,6 @@ def _submit(
     if len(tensors) > 1 and any(tensor.device != device for tensor in tensors):
         devices = sorted({str(tensor.device) for tensor in tensors})
         raise ValueError(f"{kind}: all tensors of a group must be on one device, not on {devices}")
-    construct.check_device(device.type)  # what fails later has been promised to the others
     rt = runtime.current()
     pending = Pending(
         kind,
@@ -215,6 +214,7 @@ def _submit(
             if group_size(device, members) == 1:
                 run_alone(pending, rt.alone_group())
             else:
+                construct.check_device(device.type)  # what fails later has been promised to others
                 rt.engine().submit(pending, soon)
     except BaseException:
         _handles.release(handle)

@@ -83,10 +83,10 @@ def _making(
     native: bool,
 ) -> tuple[Abortable, _Connect]:
     """What can be aborted from now on, and what connects it."""
-    check_device(device_type)
     if size == 1:
         alone = LocalCollectives()
         return alone, lambda store, purpose, bind_host: alone
+    check_device(device_type)
     # Imported here, because each needs its backend in torch's build.
     if device_type == "cpu":
         from elastic.collectives.cpu import CpuGroup

@@ -184,7 +184,7 @@ def test_all_ranks_are_a_set_of_their_own_only_where_the_world_may_change(world)
 
 def test_before_init_the_sentence_is_the_usual_one():
     for ask in lambda: add_process_set([0]), lambda: remove_process_set(ProcessSet([0])):
-        with pytest.raises(NotInitialized, match=r"call init\(\) first"):
+        with pytest.raises(NotInitialized, match="has not been initialized"):
             ask()
 
 

@@ -67,7 +67,7 @@ def worker(monkeypatch):
 
 def test_before_init_and_after_shutdown_it_is_an_error_as_everything_is(monkeypatch):
     monkeypatch.setattr(runtime, "_initialized", False)
-    with pytest.raises(NotInitialized, match=r"call init\(\) first"):
+    with pytest.raises(NotInitialized, match="has not been initialized"):
         elastic.report({"loss": 1.0})
 
 
