@@ -52,6 +52,7 @@ from elastic.ops import (
 )
 from elastic.process_sets import ProcessSet, add_process_set, remove_process_set
 from elastic.tracing import start_timeline, stop_timeline
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.built_with import (
     ccl_built,
     cuda_built,
@@ -68,6 +69,7 @@ from horovod.torch.built_with import (
 __all__ = [
     "Adasum",
     "Average",
+    "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.optimizer import DistributedOptimizer
+from elastic.optimizer import Distributed, DistributedOptimizer
 
-__all__ = ["DistributedOptimizer"]
+_DistributedOptimizer = Distributed  # for isinstance(): every optimizer that was wrapped is one
+
+__all__ = ["DistributedOptimizer", "_DistributedOptimizer"]

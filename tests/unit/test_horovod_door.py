@@ -10,13 +10,20 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import horovod
 import horovod.torch as hvd
 from elastic import launching
 from elastic.errors import Invalid
 from elastic.horovod_errors import HorovodVersionMismatchError
+from elastic.optimizer import _subclass
+from horovod.common import util
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript, HostManager
+from horovod.runner.elastic.worker import HostUpdateResult
+from horovod.runner.launch import run_commandline
+from horovod.torch.optimizer import _DistributedOptimizer
 
 NAMES = """
     elastic Compression allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
@@ -56,6 +63,18 @@ def test_everything_can_be_imported_by_star():
 @pytest.mark.parametrize(
     ("path", "names"),
     [
+        (
+            "horovod.common.util",
+            "gloo_built mpi_built nccl_built ddl_built ccl_built cuda_built rocm_built",
+        ),
+        ("horovod.common.util", "extension_available gpu_available"),
+        ("horovod.runner.launch", "run_commandline"),
+        (
+            "horovod.runner.elastic.discovery",
+            "HostDiscovery HostDiscoveryScript FixedHosts HostManager",
+        ),
+        ("horovod.torch.optimizer", "_DistributedOptimizer"),
+        ("horovod.torch.mpi_ops", "HorovodInternalError"),
         ("horovod.torch.elastic", "run TorchState ElasticSampler State ObjectState"),
         ("horovod.torch.elastic.sampler", "ElasticSampler"),
         (
@@ -186,3 +205,49 @@ def test_what_has_no_meaning_here_is_refused(launched, options):
     with pytest.raises(Invalid):
         horovod.run(print, **options)
     assert launched == []
+
+
+def test_what_is_built_in_can_be_asked_without_a_framework():
+    assert util.gloo_built() and not util.mpi_built(verbose=True)
+    assert util.extension_available("torch") and not util.extension_available("mxnet")
+    assert [n for n in range(9) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8]
+    assert util.split_list(list(range(5)), 3) == [[0, 1], [2, 3], [4]]
+
+
+def test_the_command_line_runs_under_its_path(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["horovodrun", "--version"])
+    assert run_commandline() == 0
+    assert metadata.version("hvd-elastic") in capsys.readouterr().out
+
+
+def test_a_wrapped_optimizer_is_found_by_its_class():
+    for with_adasum in (False, True):
+        assert issubclass(_subclass(torch.optim.SGD, with_adasum), _DistributedOptimizer)
+    assert not issubclass(torch.optim.SGD, _DistributedOptimizer)
+
+
+def test_a_discovery_script_is_asked(tmp_path):
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\necho h1:3\necho h2\n")
+    with pytest.raises(Invalid, match="chmod"):
+        HostDiscoveryScript(str(script)).find_available_hosts_and_slots()
+    script.chmod(0o755)
+    found = HostDiscoveryScript(str(script), default_slots=2).find_available_hosts_and_slots()
+    assert found == {"h1": 3, "h2": 2}
+    script.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        HostDiscoveryScript(str(script)).find_available_hosts_and_slots()
+
+
+def test_a_host_manager_says_what_has_changed():
+    hosts = FixedHosts({"a": 2, "b": 1})
+    manager = HostManager(hosts)
+    assert manager.update_available_hosts() is HostUpdateResult.added
+    assert manager.update_available_hosts() is HostUpdateResult.no_update
+    hosts.set({"a": 2})
+    assert manager.update_available_hosts() is HostUpdateResult.removed
+    hosts.set({"a": 1, "c": 1})
+    assert manager.update_available_hosts() is HostUpdateResult.mixed
+    assert (manager.available_hosts, manager.host_slots) == ({"a", "c"}, {"a": 1, "c": 1})
+    with pytest.raises(Invalid, match="find_available_hosts_and_slots"):
+        HostManager(object())

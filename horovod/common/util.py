@@ -1,0 +1,62 @@
+"""What is built in, under the path that does not name a framework, and Horovod's small functions that scripts import."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from horovod.torch.built_with import (
+    ccl_built,
+    check_has_gpu,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    mpi_built,
+    nccl_built,
+    rocm_built,
+)
+
+Value = TypeVar("Value")
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether there is a Horovod for this framework: for "torch" there is."""
+    return ext_base_name == "torch"
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether this framework finds a GPU here."""
+    return extension_available(ext_base_name) and check_has_gpu()
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether so many ranks can use Adasum."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(l: Sequence[Value], n: int) -> list[Sequence[Value]]:  # noqa: E741, as in Horovod
+    """``n`` parts in order, which differ in length by 1 at most."""
+    least, more = divmod(len(l), n)
+    ends = [part * least + min(part, more) for part in range(n + 1)]
+    return [l[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def is_iterable(x: Any) -> bool:
+    return isinstance(x, Iterable)
+
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "extension_available",
+    "gloo_built",
+    "gpu_available",
+    "is_iterable",
+    "mpi_built",
+    "nccl_built",
+    "num_rank_is_power_2",
+    "rocm_built",
+    "split_list",
+]
