@@ -120,6 +120,8 @@ class WorkerPaced(Event):
     collectives: int
     waited_s: Finite
     over_s: Finite
+    commits: int = 0
+    commit: Commit | None = None
 
 
 class WorkerFrozen(Event):

@@ -7,6 +7,7 @@ that a scrape never holds up the driver. Every name begins with ``elastic_``; la
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,10 +41,12 @@ from elastic.driver.events import (
 from elastic.driver.stragglers import Stragglers
 from elastic.errors import Invalid
 from elastic.protocol import Commit, Worker
+from elastic.report_values import Report
 
 VISITORS = 32  # scrapes at the same time
 VISIT_S = 5.0
 STAGES = ("starting", "connected", "ready", "training", "returned", "leaving", "killed")
+RANKS, NAMES = 64, 64  # of reported values: this many of the first ranks, and names of each
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histogram
 # How the reason of a kill begins that is a fence, and its kind.
 FENCES = {
@@ -101,12 +104,27 @@ class Figures:
         self.waits: dict[Worker, Waits] = {}
         self.stragglers: frozenset[Worker] = frozenset()
         self.commit: Commit | None = None
+        self.committed_at = 0.0  # seconds since 1970: when the driver heard of it
+        self.commits = 0  # of the whole job
+        self.commits_per_s = 0.0
+        self.reported: dict[int, dict[str, float]] = {}  # by rank and name
         self.over = False
         self._expected_to_go: set[Worker] = set()
         self._judge = Stragglers()
+        self._now = 0.0
 
-    def note(self, event: Event, actions: Sequence[Action]) -> None:
-        """One event, and what was decided about it."""
+    def report(self, report: Report) -> None:
+        """The numbers of the outermost dict. Of a rank that is no more, or too far behind, nothing is kept."""
+        if report.rank >= min(RANKS, self.size):
+            return
+        mine = self.reported.setdefault(report.rank, {})
+        for name, value in report.metrics.items():
+            if isinstance(value, int | float) and (name in mine or len(mine) < NAMES):
+                mine[name] = float(value)
+
+    def note(self, event: Event, actions: Sequence[Action], now: float = 0.0) -> None:
+        """One event, and what was decided about it, ``now`` seconds since 1970."""
+        self._now = now
         self._happened(event)
         for action in actions:
             self._decided(action)
@@ -143,6 +161,8 @@ class Figures:
             case PublishWorld(generation, members):
                 self.generation, self.size = generation, len(members)
                 self._judge, self.stragglers = Stragglers(size=len(members)), frozenset()
+                for rank in [rank for rank in self.reported if rank >= self.size]:
+                    del self.reported[rank]
                 for member in members:
                     self._move(member.worker, "training")
             case LetGo(worker):
@@ -167,12 +187,17 @@ class Figures:
             self.stages[worker] = stage
 
     def _committed(self, commit: Commit | None) -> None:
-        if commit is not None and (self.commit is None or commit > self.commit):
-            self.commit = commit
+        if commit is None or (self.commit is not None and commit <= self.commit):
+            return
+        same = self.commit is not None and self.commit.generation == commit.generation
+        self.commits += commit.number - (self.commit.number if self.commit and same else 0)
+        self.commit, self.committed_at = commit, self._now
 
     def _paced(self, event: WorkerPaced) -> None:
         if event.worker not in self.stages or event.generation != self.generation:
             return
+        self._committed(event.commit)
+        self.commits_per_s = event.commits / event.over_s if event.over_s > 0 else 0.0
         waits = self.waits.setdefault(event.worker, Waits())
         waits.collectives += event.collectives
         waits.waited_s += event.waited_s
@@ -228,17 +253,36 @@ def families(figures: Figures) -> Iterator[Metric]:
         ("reported_seconds", "Time that was reported about.", [(w, x.over_s) for w, x in waits]),
     ):
         yield _counter(name, text, "worker", values)
+    yield CounterMetricFamily("elastic_commits", "Commits of the job.", value=figures.commits)
     if figures.commit is not None:
-        yield GaugeMetricFamily(
-            "elastic_commit_number",
-            "The newest commit that workers told of, counted in its generation. They tell when a world begins.",
-            value=figures.commit.number,
-        )
-        yield GaugeMetricFamily(
-            "elastic_commit_generation",
-            "The generation of the newest commit known.",
-            value=figures.commit.generation,
-        )
+        for name, text, value in (
+            (
+                "commit_number",
+                "The newest commit known, counted in its generation.",
+                figures.commit.number,
+            ),
+            (
+                "commit_generation",
+                "The generation of the newest commit known.",
+                figures.commit.generation,
+            ),
+            (
+                "last_commit_timestamp_seconds",
+                "When the driver last heard of a new commit, in seconds since 1970.",
+                figures.committed_at,
+            ),
+            ("commits_per_second", "By the newest report of a worker.", figures.commits_per_s),
+        ):
+            yield GaugeMetricFamily(f"elastic_{name}", text, value=value)
+    reported = GaugeMetricFamily(
+        "elastic_reported",
+        "The last number under this name by elastic.report.",
+        labels=["name", "rank"],
+    )
+    for rank, values_of_rank in sorted(figures.reported.items()):
+        for name, value in values_of_rank.items():
+            reported.add_metric([name, str(rank)], value)
+    yield reported
 
 
 def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
@@ -297,7 +341,11 @@ class Metrics(Collector):
 
     def note(self, event: Event, actions: Sequence[Action]) -> None:
         with self._changing:
-            self._figures.note(event, actions)
+            self._figures.note(event, actions, time.time())
+
+    def report(self, report: Report) -> None:
+        with self._changing:
+            self._figures.report(report)
 
     def collect(self) -> Iterable[Metric]:
         with self._changing:

@@ -119,7 +119,7 @@ async def _alone(
         log=console,
         noted=around.noted,
         tracing=around.tracing,
-        reported=job.reported,
+        reported=lambda report: around.told(report, job.reported),
     )
     if job.begun is not None:
         job.begun(driver)

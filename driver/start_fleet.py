@@ -201,7 +201,7 @@ class _Run:
             tracing=self.around.tracing,
             past=self._adopted(writer.offset_s),
             listening=self._announce,
-            reported=job.reported,
+            reported=lambda report: self.around.told(report, job.reported),
         )
         if past is not None:
             count = len(past.membership.roster)

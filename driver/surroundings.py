@@ -17,6 +17,7 @@ from elastic.driver.job import Job
 from elastic.driver.output import Output
 from elastic.driver.tracing import Tracing
 from elastic.protocol import Place, Worker
+from elastic.report_values import Report
 
 if TYPE_CHECKING:
     from elastic.driver.metrics import Metrics
@@ -48,6 +49,13 @@ class Surroundings:
     stopped: bool = (
         False  # the job was told to end: nobody wants to wait for whoever reads its output
     )
+
+    def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
+        """A worker has reported something; ``reported`` is whoever else hears it."""
+        if self.metrics is not None:
+            self.metrics.report(report)
+        if reported is not None:
+            reported(report)
 
     def noted(self, event: Event, actions: Sequence[Action]) -> None:
         if self.metrics is not None:

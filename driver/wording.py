@@ -47,8 +47,8 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerResumed(worker, generation, phases_ms, copied_bytes)
         case protocol.Progress(generation, entered, inside, waited_s, phase):
             return WorkerProgressed(worker, generation, entered, inside, waited_s, phase)
-        case protocol.Pace(generation, collectives, waited_s, over_s):
-            return WorkerPaced(worker, generation, collectives, waited_s, over_s)
+        case protocol.Pace(generation, collectives, waited_s, over_s, commits, commit):
+            return WorkerPaced(worker, generation, collectives, waited_s, over_s, commits, commit)
         case protocol.Digested(generation, commit, digest, buffers, samples, epoch):
             return WorkerDigested(worker, generation, commit, digest, buffers, samples, epoch)
         case protocol.Raised(generation, commit, summary, traceback):

@@ -30,6 +30,7 @@ class Progress:
         self._completed = 0  # since the last report of the pace, as is what follows
         self._waited_s = 0.0
         self._window: tuple[int, float] | None = None  # generation, when it began
+        self._begun_with: protocol.Commit | None = None
 
     # ---- the training thread ---------------------------------------------------------------------
 
@@ -73,22 +74,31 @@ class Progress:
             said.append(self._progress(inside if waits else "", now - since if waits else 0.0))
         return said
 
-    def pace(self, now: float) -> list[protocol.Message]:
-        """How it went in the last half minute, if anything was done in it and the world is the same."""
+    def pace(self, now: float, commit: protocol.Commit | None = None) -> list[protocol.Message]:
+        """How it went in the last half minute, if anything was done in it and the world is the same.
+
+        ``commit``: the newest of this worker.
+        """
         if self._window is None or self._window[0] != self.generation:
-            self._begin_window(now)
+            self._begin_window(now, commit)
             return []
         over_s = now - self._window[1]
         if over_s < PACE_S:
             return []
-        completed, waited_s = self._completed, self._waited_s
-        self._begin_window(now)
-        if not completed:
+        completed, waited_s, before = self._completed, self._waited_s, self._begun_with
+        self._begin_window(now, commit)
+        commits = 0
+        if commit is not None and commit != before:
+            same = before is not None and before.generation == commit.generation
+            commits = commit.number - (before.number if before is not None and same else 0)
+        if not completed and not commits:
             return []
-        return [protocol.Pace(self.generation, completed, min(waited_s, over_s), over_s)]
+        waited_s = min(waited_s, over_s)
+        return [protocol.Pace(self.generation, completed, waited_s, over_s, commits, commit)]
 
-    def _begin_window(self, now: float) -> None:
+    def _begin_window(self, now: float, commit: protocol.Commit | None) -> None:
         self._window = self.generation, now
+        self._begun_with = commit
         self._completed, self._waited_s = 0, 0.0
 
     # ---- long phases -----------------------------------------------------------------------------

@@ -228,6 +228,8 @@ class Pace(Message):
     collectives: int  # completed
     waited_s: Finite  # seconds of them in which the training thread was inside a collective
     over_s: Finite  # seconds
+    commits: int = 0  # made in that time
+    commit: Commit | None = None  # the newest, of those that all agree on
 
 
 class Digested(Message):

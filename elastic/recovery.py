@@ -281,6 +281,11 @@ class Recovery:
         if self.running:
             self.newest = Commit(self.generation, ALONE - self.place.rank)
 
+    def agreed(self) -> Commit | None:
+        """The newest commit, unless it is this worker's alone. Any thread may ask."""
+        newest = self.newest
+        return newest if newest is None or newest.number < ALONE // 2 else None
+
     def adopt(self) -> Commit:
         """All members hold the same state now: commit 0 of this generation."""
         self.newest = Commit(self.generation, 0)

@@ -219,7 +219,7 @@ class Runtime:
             self._perform(actions)
         news = self._progress.tell(now)
         if self.elastic and self._recovery.phase is Phase.TRAINING:
-            news += self._progress.pace(now)
+            news += self._progress.pace(now, self._recovery.agreed())
         for message in news:
             self._send(message)
         self.tracing.due()

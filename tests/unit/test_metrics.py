@@ -25,9 +25,10 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerReturned,
 )
-from elastic.driver.metrics import Figures, Metrics, families, kind_of
+from elastic.driver.metrics import NAMES, Figures, Metrics, families, kind_of
 from elastic.errors import Invalid
 from elastic.protocol import Address, Commit, Place, Worker
+from elastic.report_values import Report
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
 PLACE = Place(0, 3, 0, 3, 0, 1)
@@ -147,10 +148,48 @@ def test_workers_that_are_gone_leave_no_lines():
 
 def test_the_newest_commit():
     figures = training(A, B)
-    assert not [line for line in lines(figures) if "commit" in line]
+    assert not [line for line in lines(figures) if "elastic_commit_" in line]
     for worker, commit in ((A, Commit(2, 5)), (B, Commit(2, 4))):
         figures.note(WorkerDigested(worker, 2, commit, 17), [])
     assert {"elastic_commit_number 5.0", "elastic_commit_generation 2.0"} <= lines(figures)
+
+
+def test_commits_are_counted_while_the_world_stays_the_same_and_after_it():
+    figures = training(A, B)
+    figures.note(WorkerPaced(A, 1, 300, 1.0, 30.0, 60, Commit(1, 60)), [], 1000.0)
+    figures.note(WorkerPaced(B, 1, 300, 1.0, 30.0, 59, Commit(1, 59)), [], 1001.0)
+    figures.note(WorkerPaced(A, 1, 300, 1.0, 30.0, 90, Commit(1, 150)), [], 1030.0)
+    assert {
+        "elastic_commits_total 150.0",
+        "elastic_commit_number 150.0",
+        "elastic_last_commit_timestamp_seconds 1030.0",
+        "elastic_commits_per_second 3.0",
+    } <= lines(figures)
+    figures.note(TimePassed(), [published(A, B, generation=2)], 1031.0)
+    figures.note(WorkerPaced(A, 2, 300, 1.0, 30.0, 10, Commit(2, 10)), [], 1061.0)
+    assert {"elastic_commits_total 160.0", "elastic_commit_number 10.0"} <= lines(figures)
+
+
+def test_reported_numbers_are_gauges_and_bounded():
+    def said(rank: int, **metrics) -> Report:
+        return Report(rank, 2, 1, "h:0#1", metrics, 1.0)
+
+    figures = training(A, B)
+    figures.report(said(0, loss=0.5, step=7, note="text", nested={"x": 1.0}))
+    figures.report(said(1, loss=float("nan")))
+    figures.report(said(2, loss=1.0))  # there are two
+    figures.report(said(0, loss=0.25))
+    found = {line for line in lines(figures) if line.startswith("elastic_reported{")}
+    assert found == {
+        'elastic_reported{name="loss",rank="0"} 0.25',
+        'elastic_reported{name="step",rank="0"} 7.0',
+        'elastic_reported{name="loss",rank="1"} NaN',
+    }
+    for n in range(10 * NAMES):
+        figures.report(said(0, **{f"{n}": 1.0}))
+    assert len(figures.reported[0]) == NAMES
+    figures.note(TimePassed(), [published(A, generation=2)])
+    assert list(figures.reported) == [0]
 
 
 def test_they_are_served_on_loopback_until_the_end():

@@ -100,6 +100,18 @@ def test_the_pace_is_how_much_was_waited_in_half_a_minute():
     assert progress.pace(2 * PACE_S) == [], "nothing was done since"
 
 
+def test_the_pace_tells_of_commits_without_a_message_of_their_own():
+    progress = Progress()
+    progress.enter(2, "gradients", 0.0)
+    progress.leave(0.5)
+    assert progress.pace(1.0, protocol.Commit(2, 4)) == []
+    assert progress.pace(2.0, protocol.Commit(2, 5)) == []
+    (pace,) = progress.pace(1.0 + PACE_S, protocol.Commit(2, 64))  # and no collective since
+    assert isinstance(pace, protocol.Pace)
+    assert (pace.commits, pace.commit) == (60, protocol.Commit(2, 64))
+    assert progress.pace(1.0 + 2 * PACE_S, protocol.Commit(2, 64)) == []
+
+
 def test_a_pace_never_spans_two_worlds():
     progress = Progress()
     progress.enter(2, "gradients", 0.0)
