@@ -4,7 +4,8 @@
 complaint waits a moment for an exit, and the first that did not complain itself is the culprit.
 
 `Exceptions`: an exception that one worker raised is its own trouble, and the others go on. The same one again at the
-same commit is the script's, and would come for ever.
+same commit is the script's, and would come for ever. What a worker reports as the hardware's fault is not asked here:
+one fault of a host's fabric reaches all its GPUs. Its slot cools down, as after any other loss.
 """
 
 from __future__ import annotations

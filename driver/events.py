@@ -159,6 +159,7 @@ class WorkerRaised(Event):
     commit: Commit | None
     summary: str
     traceback: str
+    hardware: bool = False  # a GPU or NCCL has failed, and not the script
 
 
 class WorkerQuit(Event):

@@ -66,13 +66,14 @@ class Failures(Worlds):
                 self._inquest = Inquest(by, by, "")
             self._inquest.accuse(event.worker, f"{raised}:\n{trace}")
             return
-        if event.worker in self._world.places:
+        if event.worker in self._world.places and not event.hardware:
             earlier = self._exceptions.repeats(event)
             if earlier is not None:
                 both = f"{earlier} and {event.worker} raised the same exception"
                 self._end(1, f"{both} at commit {event.commit or 'none'}:\n{trace}")
         self._staff.last_output = trace
-        self._orders.say("error", raised)
+        blamed = ": its GPU failed, or NCCL, and not the script" if event.hardware else ""
+        self._orders.say("error", f"{raised}{blamed}")
         self._staff.dismiss(standing, "it raised an exception", self.settings.leave_s)
         self._lose(standing, f"{event.worker} raised {event.summary}")
 

@@ -51,8 +51,8 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerPaced(worker, generation, collectives, waited_s, over_s, commits, commit)
         case protocol.Digested(generation, commit, digest, buffers, samples, epoch):
             return WorkerDigested(worker, generation, commit, digest, buffers, samples, epoch)
-        case protocol.Raised(generation, commit, summary, traceback):
-            return WorkerRaised(worker, generation, commit, summary, traceback)
+        case protocol.Raised(generation, commit, summary, traceback, hardware):
+            return WorkerRaised(worker, generation, commit, summary, traceback, hardware)
         case protocol.Quit(generation, code):
             return WorkerQuit(worker, generation, code)
         case protocol.Returned(generation):

@@ -250,6 +250,7 @@ class Raised(Message):
     commit: Commit | None
     summary: str
     traceback: str
+    hardware: bool = False  # a GPU or NCCL has failed: see `elastic.hardware`
 
 
 class Quit(Message):

@@ -326,12 +326,12 @@ class Recovery:
         self._hold_at = self._stop_at = None
         return [Send(protocol.Returned(self.generation))]
 
-    def raised(self, summary: str, traceback: str) -> list[Action]:
+    def raised(self, summary: str, traceback: str, hardware: bool = False) -> list[Action]:
         """User code raised: the process will exit with this."""
         generation = self.generation
         self.phase = Phase.OVER
         self.reason = summary
-        self._last_word = protocol.Raised(generation, self.newest, summary, traceback)
+        self._last_word = protocol.Raised(generation, self.newest, summary, traceback, hardware)
         return [Send(self._last_word), Cut(generation, summary)]
 
     def quit(self, code: int) -> list[Action]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic import host_news, process_sets, runtime, timeline
+from elastic import hardware, host_news, process_sets, runtime, timeline
 from elastic.errors import (
     CollectiveFailed,
     HorovodInternalError,
@@ -76,7 +76,8 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
         except Exception as error:
             # The traceback is worded before the process ends, because the driver quotes it if the
             # job fails.
-            rt.raised(f"{type(error).__name__}: {error}", traceback.format_exc())
+            summary, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+            rt.raised(summary, trace, hardware.at_fault(error))
             raise
         finally:
             rt.leave()

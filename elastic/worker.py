@@ -428,12 +428,12 @@ class Runtime:
         if phase is Phase.OVER:
             self._raise_over()
 
-    def raised(self, summary: str, traceback: str) -> None:
-        """Tells the driver why this process is about to end."""
+    def raised(self, summary: str, traceback: str, hardware: bool = False) -> None:
+        """Tells the driver why this process is about to end. ``hardware``: see `elastic.hardware`."""
         if self._link is None:
             return
         with self._lock:
-            actions = self._recovery.raised(summary, traceback)
+            actions = self._recovery.raised(summary, traceback, hardware)
         self._perform(actions)
 
     def quits(self, code: object) -> None:

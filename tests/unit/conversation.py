@@ -93,10 +93,16 @@ def resumed(name: str, generation: int) -> Event:
 
 
 def raised(
-    name: str, generation: int, commit: tuple[int, int] | None, summary: str = "ValueError: x"
+    name: str,
+    generation: int,
+    commit: tuple[int, int] | None,
+    summary: str = "ValueError: x",
+    *,
+    hardware: bool = False,
 ) -> Event:
     held = Commit(*commit) if commit else None
-    return WorkerRaised(worker(name), generation, held, summary, f"Traceback ...\n{summary}\n")
+    trace = f"Traceback ...\n{summary}\n"
+    return WorkerRaised(worker(name), generation, held, summary, trace, hardware)
 
 
 def has_quit(name: str, generation: int, code: int = 0) -> Event:

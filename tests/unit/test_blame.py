@@ -14,6 +14,7 @@ from unit.conversation import (
     has_quit,
     hosts,
     names,
+    order,
     raised,
     ready,
     returned,
@@ -121,6 +122,29 @@ def test_another_exception_is_another_one():
     talk = running(4)
     talk.tell(raised("h:1", 2, (2, 4), "ValueError: x"))
     assert not has(EndJob, talk.tell(raised("h:2", 2, (2, 4), "ValueError: y")))
+
+
+def test_gpus_that_fail_alike_are_not_the_scripts_fault():
+    """One fault of the fabric reaches all GPUs of a host, with one text at one commit."""
+    talk = running(4)
+    illegal = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    actions = talk.tell(
+        raised("h:1", 2, (2, 4), illegal, hardware=True),
+        raised("h:2", 2, (2, 4), illegal, hardware=True),
+    )
+    assert not has(EndJob, actions)
+    assert "its GPU failed" in said(actions)
+    actions = talk.tell(exited("h:1", 1), exited("h:2", 1))
+    assert "h:2#1 ended with exit code 1; its slot may return in 1 s" in said(actions)
+    world = the(PublishWorld, talk.ready("h:0", "h:3", commit=(2, 4)))
+    assert order(world) == ["h:0#1", "h:3#1"]
+
+
+def test_a_gpus_failure_does_not_stand_for_the_scripts_own_later():
+    talk = running(4)
+    talk.tell(raised("h:1", 2, (2, 4), hardware=True), exited("h:1", 1))
+    assert not has(EndJob, talk.tell(raised("h:2", 2, (2, 4))))
+    assert has(EndJob, talk.tell(raised("h:3", 2, (2, 4))))
 
 
 def test_newcomers_that_fail_alike_do_not_end_a_job_that_trains():
