@@ -60,6 +60,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives every rank the options and the state of rank ``root_rank``'s optimizer. Never steps it.
 
+    Where an optimizer has no state yet, parameters without a gradient get one of zeros, as with Horovod.
     State entries that this rank lacks are allocated, those that the root lacks are dropped; existing tensors are
     overwritten in place. Raises ValueError for LBFGS, and on every rank if the parameters differ in number or shape.
     ``model`` is not needed, and accepted because Horovod takes it.
@@ -74,6 +75,11 @@ def broadcast_optimizer_state(
     lengths = [str(len(group["params"])) for group in optimizer.param_groups]
     described = [_describe("", parameter) for parameter in parameters]
     _compare("optimizers", lengths + described, process_set)
+    # SparseAdam takes no dense ones.
+    if not optimizer.state and not isinstance(optimizer, torch.optim.SparseAdam):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     here = is_root(root_rank, _CPU, resolve(process_set))
     outline = broadcast_object(
         _outline(optimizer, parameters) if here else None,

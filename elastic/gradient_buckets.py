@@ -127,8 +127,12 @@ class FlatBucket:
         ]
         large = [offset for offset, small in zip(offsets, self._small, strict=True) if not small]
         self._smalls = self._wire[: min(large, default=elements)]
+        # Positions of gradients that come sparse and travel dense, with the number of sparse dimensions: optimizers
+        # that ask for sparse ones get them so.
+        self._sparse: dict[int, int] = {}
         self._waiting: list[int] = []  # small ones, to be filled in together
-        self._watch_waiting = False
+        self._waiting_watched: list[_Watched] = []
+        self._changed: int | None = None  # the position of one that was changed while it waited
         self._watched: list[_Watched] = []
         self._work: Work | None = None
 
@@ -138,14 +142,16 @@ class FlatBucket:
     def fill(self, position: int, *, watch: bool) -> None:
         if self._small[position]:
             self._waiting.append(position)
-            self._watch_waiting = watch
+            waits = self.parameters[position].grad
+            if watch and waits is not None:
+                self._waiting_watched.append((position, waits, waits._version))
             return
         scale, wire = self.scales.filling, self._wires[position]
         gradient = self.parameters[position].grad
         if gradient is None:
             wire.zero_()
         elif not self._in_place or not self._is_given(gradient, position):
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            gradient = self._dense(gradient, position)
             if scale == 1.0:
                 self._copy(position, gradient)
             else:
@@ -164,19 +170,31 @@ class FlatBucket:
         else:
             wire.copy_(gradient)
 
+    def _dense(self, gradient: torch.Tensor, position: int) -> torch.Tensor:
+        if not gradient.is_sparse:
+            return gradient
+        self._sparse[position] = gradient.sparse_dim()
+        return gradient.to_dense()
+
     def _fill_small(self) -> None:
         """All small ones at once: for each alone the call would cost more than its few bytes."""
         wires, gradients = [], []
+        watched = set()
+        for position, seen, version in self._waiting_watched:
+            watched.add(position)
+            if _changed(self.parameters[position], seen, version):
+                self._changed = position
+        self._waiting_watched.clear()
         for position in self._waiting:
             gradient = self.parameters[position].grad
             if gradient is None:
                 self._wires[position].zero_()
             elif not self._in_place or not self._is_given(gradient, position):
                 wires.append(self._wires[position])
-                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                gradients.append(self._dense(gradient, position))
             if self._in_place:
                 gradient = self._give(position)
-            if self._watch_waiting and gradient is not None:
+            if position in watched and gradient is not None:
                 self._watched.append((position, gradient, gradient._version))
         if wires:
             torch._foreach_copy_(wires, gradients)
@@ -203,24 +221,30 @@ class FlatBucket:
                 torch.mul(self._wire, scale, out=self._flat)
         elif scale != 1.0:
             self._flat.mul_(scale)
-        changed = None
+        changed, self._changed = self._changed, None
         for position, gradient, version in self._watched:
             if _changed(self.parameters[position], gradient, version):
                 changed = position
         self._watched.clear()
         for position in range(len(self.parameters)):
             # Again, because a model.zero_grad() since backward takes them away.
-            self._give(position)
+            given = self._give(position)
+            if position in self._sparse:
+                self.parameters[position].grad = given.to_sparse(self._sparse[position])
         return changed
 
     def discard(self, position: int) -> None:
-        parameter = self.parameters[position]
-        if parameter.grad is not None and self._is_given(parameter.grad, position):
-            parameter.grad = None
+        gradient = self.parameters[position].grad
+        if gradient is not None and (
+            position in self._sparse or self._is_given(gradient, position)
+        ):
+            self.parameters[position].grad = None
 
     def drop(self) -> list[Work]:
         self._waiting.clear()
+        self._waiting_watched.clear()
         self._watched.clear()
+        self._changed = None
         works = [] if self._work is None else [self._work]
         self._work = None
         return works
@@ -248,7 +272,9 @@ class CompressedGradient:
         self._compression = compression
         self._wire: torch.Tensor | None = None
         self._context: Any = None
-        self._watch = False
+        self._sparse: int | None = None  # as in a FlatBucket
+        self._waits: _Watched | None = None  # until the launch
+        self._changed = False  # while it waited
         self._watched: _Watched | None = None
         self._work: Work | None = None
 
@@ -257,13 +283,19 @@ class CompressedGradient:
         return wire_of(self._compression.compress(torch.zeros_like(parameter))[0])
 
     def fill(self, position: int, *, watch: bool) -> None:
-        self._watch = watch
+        (parameter,) = self.parameters
+        if watch and parameter.grad is not None:
+            self._waits = (0, parameter.grad, parameter.grad._version)
 
     def launch(self, group: Collectives, op: Op) -> None:
         (parameter,) = self.parameters
+        watch = self._waits is not None
+        self._changed = self._waits is not None and _changed(parameter, *self._waits[1:])
+        self._waits = None
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.grad.is_sparse:
+            self._sparse = parameter.grad.sparse_dim()
             parameter.grad = parameter.grad.to_dense()
         # Scaled before it is compressed, as sums in a small dtype may overflow.
         scale = self.scales.filling
@@ -271,7 +303,7 @@ class CompressedGradient:
         wire, self._context = self._compression.compress(gradient)
         # Where the compression leaves the gradient as it is, the reduction is no change of the script's.
         self._wire = wire.contiguous().data
-        if self._watch:
+        if watch:
             # Not earlier: a compression may add to the gradient what it left out of the last one.
             self._watched = (0, parameter.grad, parameter.grad._version)
         self._work = _reduce(group, self._wire, op, self.scales)
@@ -282,10 +314,13 @@ class CompressedGradient:
         self._work.wait()
         self._work = None
         (parameter,) = self.parameters
-        changed = self._watched is not None and _changed(parameter, *self._watched[1:])
+        changed = self._changed or (
+            self._watched is not None and _changed(parameter, *self._watched[1:])
+        )
         result = self._compression.decompress(self._wire, self._context)
         scale = self.scales.finishing
-        parameter.grad = result if scale == 1.0 else result * scale
+        result = result if scale == 1.0 else result * scale
+        parameter.grad = result if self._sparse is None else result.to_sparse(self._sparse)
         self._wire = self._context = self._watched = None
         return 0 if changed else None
 
@@ -295,7 +330,7 @@ class CompressedGradient:
 
     def drop(self) -> list[Work]:
         works = [] if self._work is None else [self._work]
-        self._work = self._watched = None
+        self._work = self._watched = self._waits = None
         return works
 
 

@@ -1,8 +1,9 @@
-"""Has backward call whoever follows the gradients of an optimizer's parameters. Decides nothing."""
+"""Has backward call whoever follows the gradients of an optimizer's parameters, also when it ends. Decides nothing."""
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Protocol
@@ -16,6 +17,56 @@ class Follower(Protocol):
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """``parameter.grad`` has received one backward pass."""
+
+
+class Waiter(Protocol):
+    """Who is told when a backward pass ends that gave it a gradient, in the thread that ends it.
+
+    What either method raises, backward() raises.
+    """
+
+    number: int  # equal on all ranks; they are told in this order
+
+    def backward_ended(self, inner: bool) -> None:
+        """The first call: it may meet other ranks, but waits for no gradients of theirs.
+
+        ``inner``: it was within another backward pass, as with a checkpoint that is re-entrant.
+        """
+
+    def wait_after_backward(self) -> None:
+        """Called when all waiters of the pass have had the first call."""
+
+
+class _Pass:
+    """One run of autograd's engine."""
+
+    def __init__(self) -> None:
+        self.waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+
+    def ended(self) -> None:
+        waiters = sorted(self.waiters, key=lambda waiter: waiter.number)
+        inner = torch._C._current_autograd_node() is not None
+        # All start what they have before any waits: another rank may wait for them in another order.
+        for waiter in waiters:
+            waiter.backward_ended(inner)
+        for waiter in waiters:
+            waiter.wait_after_backward()
+
+
+# By the engine's number for it. The engine alone keeps them, and drops those that end by an error.
+_passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+_lock = threading.Lock()  # each device has its own backward thread
+
+
+def tell_end(waiter: Waiter) -> None:
+    """Tell it once when the present backward pass has ended. For hooks."""
+    number = torch._C._current_graph_task_id()
+    with _lock:
+        current = _passes.get(number)
+        if current is None:
+            current = _passes[number] = _Pass()
+            torch.autograd.Variable._execution_engine.queue_callback(current.ended)
+        current.waiters.add(waiter)
 
 
 class GradientHooks:

@@ -2,16 +2,24 @@
 
 The plan is a function of the parameters and of the order in which their gradients became ready in one rank's first
 step. It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has
-been launched. Before a plan is first used in a generation the ranks compare it once, in two small messages; that step
-launches nothing before `GradientReducer.finish`. Each reducer has a group of its own, so two optimizers may launch in
-any order; and ranks that have joined can follow each of them: see `elastic.plans`.
+been launched. Before a plan is first used in a generation the ranks compare it once, in two small messages, and launch
+nothing earlier. Each reducer has a group of its own, so two optimizers may launch in any order; and ranks that have
+joined can follow each of them: see `elastic.plans`.
 
-Gradient hooks run inside backward, where nobody could handle an interruption: they never raise one. A hook that
-cannot launch marks the generation broken and returns; `finish` raises.
+The reduction is over when the last backward pass of a step returns, so what the script does to gradients then is done
+to the reduced ones. Which pass is the last? The one after which no gradient is missing. Where some are, parameters may
+be unused, or another loss may follow: the last is then the one that was the last in other steps, by its number.
+If no pass turns out to be the last, as in the first such step, or where ranks run the passes of two optimizers in
+different orders, `GradientReducer.finish` completes the step.
+
+Gradient hooks run inside backward, half way: they never raise an interruption. A hook that cannot launch marks the
+generation broken and returns; `finish` raises. What is waited for at the end of a pass raises from backward() itself.
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,7 +32,7 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialized, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.gradient_buckets import Compressor, GradientBucket
-from elastic.gradient_hooks import GradientHooks
+from elastic.gradient_hooks import GradientHooks, tell_end
 from elastic.gradient_options import Options
 from elastic.gradient_plan import GradientPlan, Slot
 from elastic.process_sets import ProcessSet, global_process_set, resolve
@@ -35,6 +43,9 @@ FULL_BYTES = buckets.FULL_BYTES
 
 # Those of this process, wherever they are in their steps.
 reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_numbers = itertools.count()
+# By the shapes of their parameters: those with equal ones can't be told apart by their plans.
+_made: collections.Counter[int] = collections.Counter()
 
 
 class GradientReducer:
@@ -53,8 +64,13 @@ class GradientReducer:
         sparse_as_dense: bool,
         process_set: ProcessSet = global_process_set,
     ) -> None:
+        self.number = next(_numbers)
         # Weak, so that an optimizer that is dropped takes its hooks with it, without waiting for the collector.
         self._optimizer = weakref.ref(optimizer)
+        shapes = (each.shape for each in self._parameters())
+        self._kind = hash((id(runtime.current()), *shapes))
+        self._twin = _made[self._kind]
+        _made[self._kind] += 1
         self._names = names
         self._options = Options(op, predivide_factor, compression, groups)
         self._passes = self._passes_given = passes
@@ -78,6 +94,14 @@ class GradientReducer:
         self._begun = False
         self._ready: list[int] = []  # slots, as long as the plan is not agreed
         self._launched = 0  # buckets
+        self._complete = 0  # slots that have all their gradients
+        self._partial = 0  # slots that have some of their gradients
+        self._ended = 0  # backward passes that brought any
+        self._usual = 0  # such passes in other steps; 0: not known
+        self._late = False  # no pass is the last of this step: all ranks reduce in finish()
+        self._never: int | None = None  # the generation in which none is the last of any step
+        self._early = False  # the last pass is over, and nothing is missing or to come
+        self._reduced = False
         self._stale: list[Work] = []  # of an abandoned step; they may still write into the buffers
         reducers.add(self)
 
@@ -130,9 +154,9 @@ class GradientReducer:
     def finish(self) -> None:
         """Make every parameter's ``grad`` the reduced one. Raises PeerLost, StateMismatch, Invalid, NotInitialized.
 
-        Parameters without a gradient contribute zeros and get one. Does nothing on a rank outside the process set.
-        Invalid if the script has changed a gradient that was taken in before: raised at the end, so that no other rank
-        is left waiting.
+        Parameters without a gradient contribute zeros and get one. Does nothing if that was done when the last backward
+        pass ended, nor on a rank outside the process set. Invalid if the script has changed a gradient that was taken
+        in before: raised at the end, so that no other rank is left waiting.
         """
         changed: Slot | None = None
         world = runtime.current()
@@ -141,30 +165,29 @@ class GradientReducer:
                 self.forget()
                 self._generation = world.generation
             included = self._locate(world)
-            if self._size > 1:
+            if self._reduced:
+                pass
+            elif self._size > 1:
                 if not self._begun:
                     self._begin(world.generation)
                 if self._plan.slots and self._agreed != world.generation:
                     try:
-                        self._agree(world)
+                        self._agree(world, plans.Moment.STEP)
                     except Exception:
                         self._clear()  # nothing is under way
                         raise
                 if self._agreed == world.generation:
-                    changed = self._reduce(world)
+                    self._launch_rest(world)
+                    changed = self._wait(world)
             elif world.elastic and included:
                 # As in a larger world, so that an optimizer does the same whatever the size is.
                 for parameter in self._parameters():
                     if parameter.requires_grad and parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
+            self._usual = max(self._usual, self._ended)
             self._clear()
         if changed is not None:
-            raise Invalid(
-                f"the gradient of {changed.name} was changed after backward(), when its reduction had begun, so that"
-                " change is lost or garbled; call optimizer.synchronize() first, then clip or change gradients, then"
-                " call optimizer.step() inside `with optimizer.skip_synchronize():` (a hook that changes gradients has"
-                " to be registered before DistributedOptimizer is made, and a parameter belongs to one of them only)"
-            )
+            raise Invalid(_too_early(changed))
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
@@ -192,8 +215,9 @@ class GradientReducer:
                 return
             if slot.passes_left == 0:
                 raise AssertionError(
-                    f"{slot.name} received more than backward_passes_per_step={self._passes} gradients before step();"
-                    " to accumulate over several backward passes, increase backward_passes_per_step"
+                    f"{slot.name} received more than backward_passes_per_step={self._passes} gradients before step(),"
+                    " or its first one after as many backward passes as other steps had; increase"
+                    " backward_passes_per_step to the most backward passes that there are before a step()"
                 )
             gradient = parameter.grad
             if gradient is not None and gradient.requires_grad:
@@ -201,8 +225,14 @@ class GradientReducer:
                     f"the gradient of {slot.name} requires a gradient itself; create_graph=True cannot be combined"
                     " with DistributedOptimizer, take such gradients with torch.autograd.grad()"
                 )
+            tell_end(self)
+            self._partial += slot.passes_left == self._passes
             slot.passes_left -= 1
             if slot.passes_left:
+                return
+            self._partial -= 1
+            self._complete += 1
+            if self._late:
                 return
             if self._agreed == world.generation:
                 self._fill(slot, watch=True)
@@ -210,6 +240,50 @@ class GradientReducer:
                     self._launch_full(world)
             else:
                 self._ready.append(slot.number)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def backward_ended(self, inner: bool) -> None:
+        """Launch all that is left if this was the step's last pass. Raises PeerLost, StateMismatch."""
+        world = runtime.current()
+        if not self._begun or self._reduced or self._generation != world.generation or world.broken:
+            return  # finish() says why, where that has to be said
+        complete = self._complete == len(self._plan.slots)
+        if inner and not complete:
+            return
+        self._ended += 1
+        if self._partial or self._late or self._never == world.generation:
+            return
+        last = complete or 0 < self._usual <= self._ended
+        with world.guard("gradients"), torch.no_grad():
+            if self._agreed == world.generation:
+                self._early = last
+            else:
+                # Also with gradients missing: ranks that have all of theirs wait here.
+                moment = plans.Moment.LAST_PASS if last else plans.Moment.PASS
+                try:
+                    self._early = self._agree(world, moment)
+                except Exception:
+                    self._clear()  # nothing is under way
+                    raise
+                self._late = not self._early
+            if self._early:
+                self._launch_rest(world)
+                if not complete:
+                    for slot in self._plan.slots:
+                        slot.passes_left = 0  # it is too late for one
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def wait_after_backward(self) -> None:
+        """Make the gradients the reduced ones if this was the step's last pass. Raises PeerLost, Invalid."""
+        world = runtime.current()
+        if not self._early or self._reduced or self._generation != world.generation:
+            return
+        with world.guard("gradients"), torch.no_grad():
+            changed = self._wait(world)
+        self._reduced = True
+        if changed is not None:
+            self._clear()
+            raise Invalid(_too_early(changed))
 
     def _locate(self, world: runtime.Runtime) -> bool:
         """With whom to average in this step. Whether this rank is one of them. Raises Invalid."""
@@ -239,6 +313,7 @@ class GradientReducer:
         if signature != self._signature:
             self.install_hooks()
             self._signature = signature
+            self._usual = 0
             trainable = [
                 (self._name(parameter, number), parameter)
                 for number, parameter in enumerate(self._parameters())
@@ -285,15 +360,17 @@ class GradientReducer:
         assert self._number is not None
         return world.group(self._number.purpose, device, self._members)
 
-    def _reduce(self, world: runtime.Runtime) -> Slot | None:
+    def _launch_rest(self, world: runtime.Runtime) -> None:
+        for slot in self._plan.slots:
+            if not slot.filled:
+                self._fill(slot, watch=False)
+        while self._launched < len(self._plan.buckets):
+            self._launch_next(world)
+
+    def _wait(self, world: runtime.Runtime) -> Slot | None:
         """Returns one whose gradient the script has changed meanwhile, if there is any."""
         plan = self._plan
         changed: tuple[GradientBucket, int] | None = None
-        for slot in plan.slots:
-            if not slot.filled:
-                self._fill(slot, watch=False)
-        while self._launched < len(plan.buckets):
-            self._launch_next(world)
         freed_memory.of_process().filled()
         if plan.sparse:
             self._reduce_sparse(world)
@@ -332,23 +409,27 @@ class GradientReducer:
     def _clear(self) -> None:
         self._plan.begin_step(self._passes)
         self._launched = 0
-        self._begun = False
+        self._complete = self._partial = self._ended = 0
+        self._begun = self._late = self._early = self._reduced = False
         self._ready.clear()
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
-    def _agree(self, world: runtime.Runtime) -> None:
+    def _agree(self, world: runtime.Runtime, moment: plans.Moment) -> bool:
         """Compare the plan with the other members'; learn their order, and which gradients are sparse on any of them.
 
-        Changes nothing in a world of one, which is also what a newcomer has before it joined.
+        Changes nothing in a world of one, which is also what a newcomer has before it joined, nor if ranks compare
+        different plans at the end of a backward pass: they do so again in step(). Returns whether this is the end of
+        the step's last pass on all ranks.
         """
         known = plans.of(world, self._members)
         digest = self._plan.digest()
+        last = moment is plans.Moment.LAST_PASS
         agreed = known.adopt(self, digest, self._version)
         if agreed is None:
-            agreed = self._negotiate(world, known, digest)
+            agreed, last = self._negotiate(world, known, digest, moment)
             if agreed is None:
-                return
+                return False
         else:
             sparse = {each.number: each.dims for each in agreed.layout.sparse}
             self._plan.arrange(sparse, agreed.layout.order)
@@ -357,11 +438,13 @@ class GradientReducer:
             inside = self._group(world, bucket.device).scales_inside
             bucket.scales = self._options.scales(self._size, inside)
         self._agreed = world.generation
+        self._usual = 0  # the same on all ranks
+        return last
 
     def _negotiate(
-        self, world: runtime.Runtime, known: plans.Plans, digest: int
-    ) -> plans.Agreed | None:
-        """Compare with all others, also with those that have joined. None in a world of one."""
+        self, world: runtime.Runtime, known: plans.Plans, digest: int, moment: plans.Moment
+    ) -> tuple[plans.Agreed | None, bool]:
+        """Compare with all others, also with those that have joined. See `_agree`, for None as well."""
         plan = self._plan
         found = dict(plan.sparse)
         for number, slot in enumerate(plan.slots):
@@ -372,12 +455,19 @@ class GradientReducer:
         device = shadow.channel_device(known, plan.slots[0].parameter.device)
         group = world.group(known.channel, device, self._members)
         if group.size == 1:
-            return None
+            return None, False
         replaces = -1 if before is None else before.number
         own = plans.Outline(digest, len(plan.slots), plan.elements, replaces)
-        verdict = shadow.compare(
-            group, device, plans.proposal(own, len(found), group.rank, known.taken())
+        proposal = plans.proposal(
+            own, len(found), group.rank, known.taken(), moment, *self._twins()
         )
+        verdict = shadow.compare(group, device, proposal)
+        while verdict.again:
+            # Ranks run the backward passes of optimizers in different orders. In step() the order is one.
+            self._never = world.generation
+            if moment is not plans.Moment.STEP:
+                return None, False
+            verdict = shadow.compare(group, device, proposal)
         if not verdict.equal:
             raise StateMismatch(_difference(world, verdict, own))
         order = shadow.share_order(
@@ -398,7 +488,7 @@ class GradientReducer:
             shadow.tell_layout(group, device, verdict.source, layout)
             if number < len(known.agreed):
                 shadow.end_plan(world, known.agreed[number], self._members)
-        return known.record(number, layout, self)
+        return known.record(number, layout, self), verdict.last
 
     def plan_replaced(self) -> None:
         """See `plans.Owner`."""
@@ -411,6 +501,10 @@ class GradientReducer:
         groups = [] if optimizer is None else optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
+    def _twins(self) -> tuple[int, int]:
+        """How many this process made before for parameters of equal shapes, and how many of all these are left."""
+        return self._twin, sum(other._kind == self._kind for other in list(reducers))
+
     def _name(self, parameter: torch.Tensor, number: int) -> str:
         return self._names.get(parameter, f"parameter {number}")
 
@@ -419,6 +513,18 @@ def bucket_bytes() -> tuple[int, int]:
     """When the first bucket, and when any other, is full: HOROVOD_FUSION_THRESHOLD, or what was measured."""
     given = runtime.current().env.fusion_bytes
     return (FIRST_BYTES, FULL_BYTES) if given is None else (min(FIRST_BYTES, given), given)
+
+
+def _too_early(slot: Slot) -> str:
+    return (
+        f"the gradient of {slot.name} was changed when its reduction had begun and was not over, so that change is lost"
+        " or garbled. The reduction is over when the backward pass returns that brings the last gradient of a step, or"
+        " after as many passes as other steps had. This step had fewer, or fewer than backward_passes_per_step for"
+        " some parameters: run the same number of backward passes in every step, or call optimizer.synchronize()"
+        " before gradients are clipped or changed, and optimizer.step() inside"
+        " `with optimizer.skip_synchronize():`. A hook that changes gradients has to be registered before"
+        " DistributedOptimizer is made, and a parameter belongs to one of them only"
+    )
 
 
 def _difference(world: runtime.Runtime, verdict: plans.Verdict, own: plans.Outline) -> str:

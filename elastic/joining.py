@@ -134,6 +134,10 @@ class _Company:
         if verdict.source is None:
             self._nobody_proposes = True
             return
+        if verdict.again:
+            neutral = plans.proposal(None, 0, group.rank, self._known.taken())
+            self._proposed = (group, device, *shadow.propose(group, device, neutral))
+            return
         if not verdict.equal:
             raise StateMismatch(
                 "the optimizers of the ranks that have not joined differ; their own errors say how"

@@ -60,7 +60,10 @@ def DistributedOptimizer(
       for each dtype. Other parameters are put together by size.
     - ``process_set``: the ranks that average among themselves. On other ranks the optimizer steps with their own
       gradients, as if it had not been wrapped.
-    - ``sparse_as_dense``: sparse gradients (of embeddings) become dense ones; else indices and values are gathered.
+    - ``sparse_as_dense``: sparse gradients (of embeddings) travel as dense ones, and are sparse again after that; else
+      indices and values are gathered.
+
+    The reduction is over when the last backward pass of a step returns: clip after it. See docs/migration.md.
 
     All ranks give the same parameters in the same order. This is checked at the first step of a world, where a
     difference raises StateMismatch. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
@@ -152,7 +155,8 @@ class Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is the reduced one. Raises PeerLost when the world broke.
 
-        Every rank must call it equally often. Follow it with ``step()`` inside `skip_synchronize`.
+        Every rank must call it equally often. Follow it with ``step()`` inside `skip_synchronize`. Not needed where the
+        last backward pass of a step has done it: see `elastic.gradients`.
         """
         self._reducer.finish()
         self._synchronized = True
@@ -262,7 +266,8 @@ class Distributed(torch.optim.Optimizer):
 @functools.cache
 def _subclass(optimizer_class: type[torch.optim.Optimizer], with_adasum: bool) -> type[Distributed]:
     attributes = {
-        "__module__": optimizer_class.__module__,
+        # As in Horovod: frameworks tell a wrapped optimizer by str(type(optimizer)).
+        "__module__": "horovod.torch.optimizer",
         "__qualname__": optimizer_class.__qualname__,
         "__doc__": optimizer_class.__doc__,
     }

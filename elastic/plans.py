@@ -123,14 +123,36 @@ class Outline(NamedTuple):
 
 _NOTHING = -(1 << 62)
 _COMPARED = len(Outline._fields)
-VERDICT = 2 * _COMPARED + 3 + BOARD  # elements
+VERDICT = 2 * _COMPARED + 8 + BOARD  # elements
 
 
-def proposal(outline: Outline | None, sparse: int, rank: int, taken: Sequence[int]) -> list[int]:
-    """A rank's part in the comparison. ``outline``: None for a rank that has joined. ``sparse``: how many gradients."""
+class Moment(enum.Enum):
+    """When a rank compares its plan."""
+
+    LAST_PASS = 0  # at the end of the last backward pass of a step
+    PASS = 1  # at the end of another one, as far as this rank knows
+    STEP = 2  # in step() or synchronize()
+
+
+def proposal(
+    outline: Outline | None,
+    sparse: int,
+    rank: int,
+    taken: Sequence[int],
+    moment: Moment = Moment.STEP,
+    twin: int = 0,
+    twins: int = 1,
+) -> list[int]:
+    """A rank's part in the comparison. ``outline``: None for a rank that has joined. ``sparse``: how many gradients.
+
+    ``twin``: its number among the optimizers made with equal parameters, of which ``twins`` are left.
+    """
     if outline is None:
-        return [_NOTHING] * (2 * _COMPARED) + [0, 1, _NOTHING, *taken]
-    return [*outline, *(-number for number in outline), sparse, 0, -rank, *taken]
+        nothing = [_NOTHING] * (2 * _COMPARED)
+        return [*nothing, 0, 1, _NOTHING, 0, 0, _NOTHING, _NOTHING, 0, *taken]
+    moments = [int(moment is not Moment.LAST_PASS), int(moment is not Moment.STEP)]
+    same = [twin, -twin, twins]
+    return [*outline, *(-number for number in outline), sparse, 0, -rank, *moments, *same, *taken]
 
 
 class Verdict(NamedTuple):
@@ -141,6 +163,8 @@ class Verdict(NamedTuple):
     sparse: int
     joined: bool  # somebody has
     source: int | None
+    last: bool  # it is the end of the step's last backward pass on all ranks
+    again: bool  # to be compared in step(): here one rank's backward pass meets that of another optimizer
     taken: list[int]
 
     @property
@@ -151,10 +175,18 @@ class Verdict(NamedTuple):
 def verdict(reduced: list[int]) -> Verdict:
     greatest = Outline(*reduced[:_COMPARED])
     least = Outline(*(-number for number in reduced[_COMPARED : 2 * _COMPARED]))
-    sparse, joined, source = reduced[2 * _COMPARED : 2 * _COMPARED + 3]
-    nobody = source == _NOTHING
+    sparse, joined, source, not_last, passed, last_twin, first_twin, twins = reduced[
+        2 * _COMPARED : -BOARD
+    ]
     return Verdict(
-        least, greatest, sparse, bool(joined), None if nobody else -source, reduced[-BOARD:]
+        least,
+        greatest,
+        sparse,
+        bool(joined),
+        None if source == _NOTHING else -source,
+        not not_last,
+        bool(passed) and (least != greatest or (last_twin != -first_twin and twins > 1)),
+        reduced[-BOARD:],
     )
 
 

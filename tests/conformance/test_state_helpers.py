@@ -64,7 +64,7 @@ def test_entries_that_are_none_are_left_out(rank, size):
 
 @everywhere()
 def test_optimizer_state_of_every_kind(rank, size):
-    """Only the root has trained; options differ, too. Weights and gradients stay as they are."""
+    """Only the root has trained; options differ, too. Weights stay as they are."""
     makers = {
         "SGD": lambda p: torch.optim.SGD(p, lr=0.1 * (rank + 1)),
         "momentum": lambda p: torch.optim.SGD(
@@ -91,9 +91,12 @@ def test_optimizer_state_of_every_kind(rank, size):
                 optimizer.step()
         optimizer.zero_grad()
         before = [p.detach().clone() for p in model.parameters()]
+        had_state = bool(optimizer.state)
         hvd.broadcast_optimizer_state(optimizer, root_rank=1)
         assert all(map(torch.equal, before, model.parameters())), f"{told}: weights moved"
-        assert all(p.grad is None for p in model.parameters()), f"{told}: gradients appeared"
+        for parameter in model.parameters():
+            left = None if parameter.grad is None else parameter.grad.any().item()
+            assert left is (None if had_state else False), f"{told}: {left}"
         assert same_everywhere(optimizer.state_dict()), told
     lbfgs = torch.optim.LBFGS(model_of(0).parameters())
     with raises(ValueError, "LBFGS"):
