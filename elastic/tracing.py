@@ -34,7 +34,9 @@ class Tracing(Protocol):
     """Where records go. One per process."""
 
     def begin(self, place: Place) -> None:
-        """The place is known. Raises Invalid if HOROVOD_TIMELINE names a file that can't be written."""
+        """The place is known. Raises Invalid if HOROVOD_TIMELINE names a file that can't be written, DriverLost if the
+        driver does not answer.
+        """
 
     def start(self, path: str, mark_cycles: bool) -> None:
         """See `start_timeline`."""
@@ -72,7 +74,15 @@ class TracingThroughDriver:
         self._known: int | None = None
 
     def begin(self, place: Place) -> None:
-        """Nothing to do: the driver says when."""
+        """Asks for the timeline that the script has named by HOROVOD_TIMELINE. One that the job has anyway was told
+        of before the place, and stays.
+        """
+        path = self._env.timeline
+        if path and path != DYNAMIC and self._known is None and place.rank == 0:
+            try:
+                self.start(os.path.abspath(path), self._env.timeline_mark_cycles)
+            except Invalid as error:
+                raise Invalid(f"HOROVOD_TIMELINE={path}: {error}") from error
 
     def receive(self, message: Message) -> bool:
         match message:

@@ -1,4 +1,4 @@
-"""What is built in, under the path that does not name a framework, and Horovod's small functions that scripts import."""
+"""What is built in, under the path that names no framework, and small functions of Horovod that scripts import."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from elastic.driver.tracing import Tracing
 from elastic.errors import Invalid
 from elastic.protocol import Place, Worker
 from elastic.trace_file import TraceFile
-from elastic.tracing import TracingToFile
+from elastic.tracing import TracingThroughDriver, TracingToFile
 
 A, B = Worker("h", 0), Worker("h", 1)
 DEADLINE_S = 10.0
@@ -243,3 +243,44 @@ def test_without_a_driver_a_bad_path_fails_init():
     with pytest.raises(Invalid, match=r"no/such/folder.*can't be written"):
         own(0, HOROVOD_TIMELINE="/no/such/folder/t.json")
     assert not timeline.on
+
+
+# ---- named by the script, before init() ----------------------------------------------------------
+
+
+@pytest.fixture
+def asking(monkeypatch):
+    """A worker's side, in whose environment a timeline is named; what it says; and what the driver answers."""
+    said: list = []
+    errors = [""]
+
+    def answer(message) -> None:
+        said.append(message)
+        made.receive(protocol.TimelineAnswer(message.request, 1, message.path, errors[0]))
+
+    env = environment.read({"HOROVOD_TIMELINE": "/t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
+    made = TracingThroughDriver(env, answer, lambda: None)
+    yield made, said, errors
+    timeline.stop()
+
+
+def test_a_timeline_that_the_script_has_named_is_asked_for_by_rank_0(asking):
+    made, said, _ = asking
+    made.begin(Place(1, 2, 1, 2, 0, 1))
+    assert said == []
+    made.begin(Place(0, 2, 0, 2, 0, 1))
+    assert said == [protocol.TimelineWanted(1, "/t.json", True)]
+
+
+def test_the_jobs_own_timeline_is_not_asked_for_again(asking):
+    made, said, _ = asking
+    made.receive(protocol.Tracing(1, True))
+    made.begin(Place(0, 2, 0, 2, 0, 1))
+    assert not any(isinstance(message, protocol.TimelineWanted) for message in said)
+
+
+def test_a_timeline_that_cannot_be_written_is_told_by_its_variable(asking):
+    made, _, errors = asking
+    errors[0] = "no room"
+    with pytest.raises(Invalid, match=r"HOROVOD_TIMELINE=/t\.json: .*no room"):
+        made.begin(Place(0, 2, 0, 2, 0, 1))
