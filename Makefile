@@ -16,7 +16,7 @@ help:
 	@echo "make install   create .venv with everything that tests, examples and benchmarks need"
 	@echo "make native    build the C++ library of native/ again, with warnings as errors; make install builds it too"
 	@echo "make sanitize  test the C++ under AddressSanitizer, UBSan and ThreadSanitizer"
-	@echo "make train     two minutes: train a small GPT, lose a worker, gain one, write out/report.html"
+	@echo "make train     two to five minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make test      install, then every test"
 	@echo "make check     format, lint, types, unit and simulation tests: two minutes on 2 cores"
 	@echo "make fix       apply the formatter and the linter's safe fixes"

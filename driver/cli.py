@@ -199,11 +199,6 @@ def make_job(
     this_host = this_host or ThisHost()
     hosts = _hosts(options, workers_max) if provider is None else None
     elsewhere = {host for host in hosts or () if this_host.elsewhere(host) is not None}
-    by_ssh = options.ssh_port is not None or options.ssh_identity_file is not None
-    if by_ssh and hosts is not None and not elsewhere:
-        raise Invalid(
-            "-p and -i are for other hosts, and all hosts are this machine; leave them out"
-        )
     fleet = fleet_plan(options, environ, elsewhere=bool(elsewhere))
     if provider is not None:
         fleet = provided(fleet, provider)

@@ -23,6 +23,10 @@ def check_command(command: Sequence[str], *, path: str | None) -> None:
         raise Invalid(_why_not(program))
     if os.path.basename(program).startswith("python") and len(command) > 1:
         script = command[1]
+        if script == "-":
+            raise Invalid(
+                "workers have no standard input, so python - would run nothing; save the script to a file"
+            )
         if script.endswith(".py") and not script.startswith("-") and not os.path.isfile(script):
             raise Invalid(
                 f"there is no file {script} in {os.getcwd()}; give the path of the script"

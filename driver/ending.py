@@ -65,8 +65,8 @@ class Ending:
             Report(
                 "error",
                 f"rank {place.rank} ({event.worker} on {event.worker.host}) ended with"
-                f" {event.reason or describe_exit(event.code)} after training had"
-                " succeeded: the job fails with exit code 1",
+                f" {event.reason or describe_exit(event.code)} in code that"
+                " runs after training, which had succeeded: the job fails with exit code 1",
             )
         ]
 

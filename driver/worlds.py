@@ -32,6 +32,11 @@ from elastic.driver.workforce import Workforce
 from elastic.driver.world import World
 from elastic.protocol import Commit, Place, Worker
 
+NO_INIT = (
+    "no worker has called init(), so nothing was trained together: does the script call it, and was it run at all?"
+    " (workers have no standard input)"
+)
+
 
 class Phase(enum.Enum):
     GATHERING = "gathering"  # waiting for those expected, and for enough; a world of init() may still be in use
@@ -131,6 +136,8 @@ class Worlds:
             return  # one that failed is started again
         if self._slots.any_given_up():
             self._end(1, self._patience.spent())
+        if self._staff.settings.elastic and not self.generation:
+            self._orders.say("warning", NO_INIT)
         self._end(0, f"{counted(len(self._slots.completed), 'worker')} ended with exit code 0")
 
     def _try_to_publish(self) -> None:

@@ -22,6 +22,7 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.hosts import parse_lines, show
 from elastic.errors import Invalid
 
+QUIET = 30  # tries without a line about another trouble than the one that was told
 _OUTPUT_LIMIT = 1 << 20  # bytes of each of stdout and stderr that are kept
 
 
@@ -103,21 +104,22 @@ class ScriptDiscovery:
         if self._known is not None:
             yield dict(self._known)
             await self._sleep(self._interval_s)
-        trouble = ""
+        trouble, tries = "", 0
         while True:
             try:
                 hosts = await self._ask()
                 if not hosts and self._known:
                     raise Invalid(f"discovery script {self._command[0]} printed no host")
             except Invalid as error:
-                # One line for each kind of trouble, not one a second.
-                if str(error) != trouble:
-                    trouble = str(error)
+                # One line for each trouble, not one a second, and garbage may be another each time.
+                tries += 1
+                if not trouble or (str(error) != trouble and tries > QUIET):
+                    trouble, tries = str(error), 0
                     kept = f"keeping {show(self._known)}" if self._known else "waiting for hosts"
                     self._log("warning", f"{trouble}; {kept}")
             else:
                 if trouble:
-                    trouble = ""
+                    trouble, tries = "", 0
                     self._log("info", f"discovery script {self._command[0]} works again")
                 # The order is the preference, so a list in another order is another list.
                 if self._known is None or list(hosts.items()) != list(self._known.items()):

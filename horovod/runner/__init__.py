@@ -49,12 +49,9 @@ def run(
     Raises Invalid (a ValueError) for arguments that have no meaning here, JobFailed (a RuntimeError) if the job does
     not succeed.
     """
-    unknown = {"ssh_port": ssh_port, "ssh_identity_file": ssh_identity_file}
-    unknown |= {"use_mpi": use_mpi, "mpi_args": mpi_args}
-    for name, value in unknown.items():
+    for name, value in {"use_mpi": use_mpi, "mpi_args": mpi_args}.items():
         if value:
-            why = "MPI is not used" if "mpi" in name else "hosts are not reached over ssh"
-            raise Invalid(f"horovod.run({name}=...): {why} here; leave it out")
+            raise Invalid(f"horovod.run({name}=...): MPI is not used here; leave it out")
     if network_interface and network_interfaces:
         raise Invalid("network_interface and network_interfaces mean the same; give one of them")
 
@@ -78,6 +75,8 @@ def run(
         output_filename=output_filename,
         verbose=bool(verbose),
         network_interface=network_interface or _joined(network_interfaces),
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
         executable=executable,
     )
 

@@ -199,8 +199,6 @@ def test_a_script_is_found_and_not_yet_run(folder):
     ("line", "said"),
     [
         ("-np 2 -H gpu7:2 -i key", "--ssh-identity-file key can't be read"),
-        ("-np 2 -p 22", "-p and -i are for other hosts, and all hosts are this machine"),
-        ("-np 2 -i key", "-p and -i are for other hosts"),
         ("-np 2 -H a:1 --hostfile b", "-H and --hostfile are given together; keep one of them"),
         ("-np 2 --hostfile nowhere", "hostfile nowhere can't be read: No such file"),
         ("-np 2 --host-discovery-script ./train.py", "is not executable; run: chmod +x ./train.py"),
@@ -331,6 +329,12 @@ def test_the_drivers_environment_is_handed_on_but_not_shown():
     made = job("-np 2", TOKEN="hush")
     assert made.environ["TOKEN"] == "hush"
     assert "hush" not in repr(made)
+
+
+def test_schedulers_give_the_port_of_ssh_for_this_machine_too():
+    made = job("-p 12350 -H localhost:2 -np 2")
+    assert made.hosts == {"localhost": 2}
+    assert made.fleet is not None and not made.fleet.needed
 
 
 def test_threads_are_shared_unless_the_user_has_chosen():

@@ -20,7 +20,7 @@ from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
 from elastic.driver.discovery.local import LocalDiscovery
 from elastic.driver.discovery.ray import RayDiscovery, Wanted
-from elastic.driver.discovery.script import ScriptDiscovery, find_script
+from elastic.driver.discovery.script import QUIET, ScriptDiscovery, find_script
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.etcd import Item
 from elastic.driver.job import Job, first_hosts, script_discovery
@@ -289,12 +289,13 @@ def test_trouble_is_told_once_and_so_is_its_end():
     )
 
 
-def test_another_trouble_is_told_again():
-    _, log = watched(A, Invalid("it is down"), Invalid("it hangs"), Invalid("it is down"))
+def test_another_trouble_is_told_again_but_garbage_is_not_told_each_time():
+    _, log = watched(A, *(Invalid(f"garbage {n}") for n in range(2 * QUIET + 3)), A)
     assert [text for _, text in log] == [
-        "it is down; keeping a:2",
-        "it hangs; keeping a:2",
-        "it is down; keeping a:2",
+        "garbage 0; keeping a:2",
+        f"garbage {QUIET + 1}; keeping a:2",
+        f"garbage {2 * QUIET + 2}; keeping a:2",
+        "discovery script /hosts.sh works again",
     ]
 
 

@@ -50,7 +50,9 @@ def test_a_member_that_fails_after_success_fails_the_job():
     e = ending(alive=(A, B))
     said = report(e.exited(WorkerExited(B, 3)))
     assert said.level == "error"
-    assert "rank 1 (h1:1#1 on h1) ended with exit code 3 after training had succeeded" in said.text
+    assert (
+        "rank 1 (h1:1#1 on h1) ended with exit code 3 in code that runs after training" in said.text
+    )
     e.exited(WorkerExited(A, 0))
     assert e.over and e.code == 1
 

@@ -191,12 +191,17 @@ def test_old_names_warn_and_work(launched):
     assert launched[0][1]["np"] == 2
 
 
+def test_how_other_hosts_are_reached_is_passed_on(launched):
+    horovod.run(print, num_proc=2, hosts="h1:1,h2:1", ssh_port=2222, ssh_identity_file="key")
+    given = launched[0][1]
+    assert (given["ssh_port"], given["ssh_identity_file"]) == (2222, "key")
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"use_mpi": True},
         {"mpi_args": "--x"},
-        {"ssh_port": 22},
         {"network_interface": "a", "network_interfaces": ["a"]},
         {"np": 2, "num_proc": 2},
     ],

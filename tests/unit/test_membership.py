@@ -135,7 +135,9 @@ def test_programs_that_never_call_init_end_with_0_when_all_have():
     talk.tell(hosts(h=2))
     assert talk.wait(100_000) == []  # nobody waits for anybody
     assert talk.tell(exited("h:0", 0)) == []
-    assert the(EndJob, talk.tell(exited("h:1", 0))).code == 0
+    actions = talk.tell(exited("h:1", 0))
+    assert the(EndJob, actions).code == 0
+    assert "no worker has called init()" in the(Report, actions).text
 
 
 def test_a_program_that_fails_where_another_has_succeeded_fails_the_job():

@@ -118,6 +118,8 @@ def test_files_get_the_bytes_as_they_were(tmp_path):
     assert (logs / "h2.3" / "stdout").read_bytes() == b"importing\r\n\xff\n"
     assert (logs / "rank.2" / "stdout").read_bytes() == b"y" * (LINE_LIMIT + 1) + b"\nz"
     assert (logs / "rank.2" / "stderr").read_bytes() == b"oops\n"
+    # What scripts print may hold a token.
+    assert (logs / "rank.2" / "stderr").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_closed_pipe_is_told_once_and_the_rest_goes_on():
