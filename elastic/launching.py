@@ -16,6 +16,7 @@ import cloudpickle
 
 from elastic.errors import Invalid, JobFailed
 from elastic.report_values import Report
+from elastic.run_function import carried
 
 
 def launch(
@@ -50,7 +51,8 @@ def launch(
 
     The arguments are those of ``elasticrun``, seconds where they are times; giving ``min_np``,
     ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with
-    cloudpickle. ``env`` replaces the environment that workers inherit (default: this process's).
+    cloudpickle; to hosts that do not share this one's TMPDIR up to 512 KiB of it are sent, over the job's own
+    connections. ``env`` replaces the environment that workers inherit (default: this process's).
     ``on_report`` is called here with a `Report` for each `elastic.report` of a worker, one after the other; it holds up
     the driver for as long as it takes. If it raises, that is said once in the log, and the job goes on.
 
@@ -99,10 +101,14 @@ def launch(
 
     with tempfile.TemporaryDirectory(prefix="elastic-launch-") as folder:  # mode 0700
         call = Path(folder) / "call"
-        call.write_bytes(cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
+        pickled = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
+        call.write_bytes(pickled)
         command = [executable or sys.executable, "-m", "elastic.run_function", str(call)]
         job = cli.make_job(cli.read_options([*flags, *command], environ), environ)
-        job = replace(job, reported=on_report)
+        fleet = job.fleet
+        if fleet is not None:  # other machines may not see this folder
+            fleet = replace(fleet, forwarded={**fleet.forwarded, **carried(pickled)})
+        job = replace(job, reported=on_report, fleet=fleet)
         outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))
     if outcome.code != 0:
         raise JobFailed(f"the job ended with exit code {outcome.code}: {outcome.reason}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import threading
 
 import cloudpickle
@@ -10,6 +12,7 @@ import pytest
 
 from elastic import launching, run_function, runtime
 from elastic.driver.agent_process import _at_addresses, read_bootstrap
+from elastic.driver.start import Outcome
 from elastic.errors import Invalid, JobFailed
 from elastic.protocol import RESULT_LIMIT
 
@@ -30,6 +33,35 @@ def test_the_call_is_in_the_file_that_is_named_or_else_in_that_of_the_environmen
     run_function.main(str(tmp_path / "one"))
     run_function.main()
     assert sent == ["ONE", "TWO"]
+
+
+def test_a_machine_without_the_file_has_the_call_in_its_environment(tmp_path, monkeypatch, sent):
+    text = random.Random(0).randbytes(300_000).hex()[:500_000]
+    parts = run_function.carried(cloudpickle.dumps((str.upper, (text,), {})))
+    assert len(parts) > 1 and max(map(len, parts.values())) < 128 * 1024
+    for name, part in parts.items():
+        monkeypatch.setenv(name, part)
+    run_function.main(str(tmp_path / "not here"))
+    assert sent == [text.upper()]
+    assert not [name for name in os.environ if name in parts], "children inherit none of it"
+    assert run_function.carried(bytes(run_function.CARRIED_LIMIT + 1)) == {}
+    with pytest.raises(Invalid, match="is not on this machine, and it is too large to be sent"):
+        run_function.main(str(tmp_path / "not here"))
+
+
+def test_a_launched_job_forwards_the_call_to_other_hosts(monkeypatch):
+    begun = []
+
+    async def start(job):
+        begun.append(job)
+        return Outcome(0, "", [])
+
+    monkeypatch.setattr("elastic.driver.start.start", start)
+    launching.launch(str.upper, ("a",), np=2, hosts="192.0.2.77:1,192.0.2.78:1")
+    (job,) = begun
+    forwarded = job.fleet.forwarded
+    assert run_function._call("", forwarded) == cloudpickle.dumps((str.upper, ("a",), {}))
+    assert "ELASTIC_CALL_PART_0" not in job.environ
 
 
 def test_without_a_call_it_says_so(monkeypatch, sent):
