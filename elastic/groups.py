@@ -10,6 +10,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -20,11 +21,15 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.store import Listener, Store, listen
 from elastic.engine import Engine
 from elastic.environment import Environment
-from elastic.errors import CollectiveFailed
+from elastic.errors import CollectiveFailed, DeviceLost
 from elastic.protocol import Address, Place
 from elastic.requests import Members
 from elastic.star import KEY
 
+if TYPE_CHECKING:  # it needs a torch that was built with NCCL
+    from elastic.collectives.nccl import NcclCollectives
+
+DEVICE_S = 10.0  # for a GPU to end what was aborted on it, which takes milliseconds
 CLOSE_S = 2.0  # at exit, for the groups to end
 _FORM_S = 0.5  # at exit, for those that are being formed; then they are cut
 
@@ -212,8 +217,22 @@ class Groups:
                 abortable.abort()
 
     def drain(self, timeout_s: float) -> int:
-        """After a cut: waits until no collective writes into any tensor. How many groups still do."""
-        return sum(not group.drain(timeout_s) for group in list(self._made.values()))
+        """After a cut: waits until no collective writes into any tensor. How many groups were late.
+
+        A GPU has `DEVICE_S`: whatever came next on it would wait behind its kernels for ever. Raises DeviceLost then.
+        """
+        late = 0
+        for (_, device_type, _), group in list(self._made.items()):
+            if group.drain(timeout_s):
+                continue
+            late += 1
+            if device_type == "cuda" and not cast("NcclCollectives", group).ended(
+                DEVICE_S - timeout_s
+            ):
+                raise DeviceLost(
+                    f"its GPU did not come back within {DEVICE_S:g} s: an aborted collective still runs on it"
+                )
+        return late
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from elastic import hardware, host_news, process_sets, runtime, timeline
 from elastic.errors import (
     CollectiveFailed,
+    DeviceLost,
     HorovodInternalError,
     HostsUpdatedInterrupt,
     Invalid,
@@ -73,6 +75,8 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
             raise
         except StateMismatch:
             raise
+        except DeviceLost as lost:
+            _end_now(rt, lost)
         except Exception as error:
             # The traceback is worded before the process ends, because the driver quotes it if the
             # job fails.
@@ -83,6 +87,15 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
             rt.leave()
 
     return wrapper
+
+
+def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
+    """Every other way out of the process would wait for the device."""
+    trace = traceback.format_exc()
+    rt.raised(f"{type(lost).__name__}: {lost}", trace, True)
+    print(trace, end="", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwargs: Any) -> Value:

@@ -645,7 +645,7 @@ class Runtime:
     # ---- phases of a recovery, for the report ----------------------------------------------------
 
     def drain(self) -> None:
-        """After a loss: waits until no collective of the old world writes into any tensor any more."""
+        """After a loss: waits until no collective of the old world writes into any tensor. Raises DeviceLost."""
         for _ in range(self._groups.drain(DRAIN_S)):
             warnings.warn(
                 f"a collective of generation {self.generation} still ran {DRAIN_S:g} s after"

@@ -195,11 +195,18 @@ class NcclCollectives:
         ending = [thread for thread in (self._aborting, self._building) if thread is not None]
         for thread in ending:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if not self.ended(max(0.0, deadline - time.monotonic())):
+            return False
+        return not any(thread.is_alive() for thread in ending)
+
+    def ended(self, timeout_s: float) -> bool:
+        """After `abort`: whether no collective's kernel runs any more. Waits ``timeout_s`` at most."""
+        deadline = time.monotonic() + timeout_s
         while any(not work.finished() for work in list(self._under_way)):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_STEP_S)
-        return not any(thread.is_alive() for thread in ending)
+        return True
 
     def close(self) -> None:
         self.abort()

@@ -1,0 +1,93 @@
+"""A GPU that does not come back from what was aborted on it: its process ends at once, and says why."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from elastic import environment, run, runtime
+from elastic.collectives import nccl
+from elastic.collectives.gloo import GlooCollectives
+from elastic.collectives.nccl import NcclCollectives, NcclWork
+from elastic.errors import DeviceLost, PeerLost
+from elastic.groups import Groups
+from elastic.state import ObjectState
+from elastic.worker import Runtime
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """One group that was aborted, and the time that passes while it is waited for."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    clock = SimpleNamespace(now=100.0)
+    passing = SimpleNamespace(
+        monotonic=lambda: clock.now,
+        sleep=lambda seconds: setattr(clock, "now", clock.now + max(seconds, 0.01)),
+    )
+    monkeypatch.setattr(nccl, "time", passing)
+    kernel = create_autospec(c10d.Work, instance=True)
+    kernel.is_completed.return_value = False
+    group = NcclCollectives(rank=0, size=2, timeout_s=10.0)
+    group._under_way.append(NcclWork(group, kernel, None))
+    group.abort()
+    made = Groups(environment.read({}), over=lambda: True)
+    made._made["named", "cuda", (0, 1)] = group
+    return SimpleNamespace(groups=made, group=group, kernel=kernel, clock=clock)
+
+
+def test_a_kernel_that_outlives_its_abort_is_given_ten_seconds_and_no_more(gpu):
+    with pytest.raises(DeviceLost, match="its GPU did not come back within 10 s"):
+        gpu.groups.drain(1.0)
+    assert 110.0 <= gpu.clock.now < 110.5
+
+
+def test_a_kernel_that_ends_late_is_only_late(gpu):
+    gpu.kernel.is_completed.side_effect = lambda: gpu.clock.now > 104.0
+    assert gpu.groups.drain(1.0) == 1
+    assert gpu.clock.now < 104.5
+
+
+def test_an_abort_that_takes_long_spoils_nothing_once_all_kernels_have_ended(gpu):
+    gpu.kernel.is_completed.return_value = True
+    gpu.group._aborting = SimpleNamespace(join=lambda timeout: None, is_alive=lambda: True)
+    assert gpu.groups.drain(1.0) == 1
+
+
+def test_a_group_on_the_cpu_is_not_waited_for_any_longer(gpu):
+    late = create_autospec(GlooCollectives, instance=True)
+    late.drain.return_value = False
+    gpu.groups._made = {("named", "cpu", (0, 1)): late}
+    assert gpu.groups.drain(1.0) == 1
+
+
+def test_the_process_ends_at_once_and_has_said_why(monkeypatch, capsys):
+    """The interpreter's own end would wait for the GPU."""
+    rt = Runtime(environment.read({}), None)
+    monkeypatch.setattr(runtime, "_runtime", rt)
+    monkeypatch.setattr(runtime, "_initialized", True)
+    said: list[tuple[str, bool]] = []
+    monkeypatch.setattr(rt, "raised", lambda summary, trace, blame: said.append((summary, blame)))
+
+    def drain(timeout_s: float) -> int:
+        raise DeviceLost("its GPU did not come back within 10 s")
+
+    monkeypatch.setattr(rt._groups, "drain", drain)
+
+    def leaves(code: int) -> None:
+        raise SystemExit(f"os._exit({code})")
+
+    monkeypatch.setattr(os, "_exit", leaves)
+
+    @run
+    def train(state: ObjectState) -> None:
+        raise PeerLost("a collective broke")
+
+    with pytest.raises(SystemExit, match=r"os._exit\(1\)"):
+        train(ObjectState(step=0))
+    assert said == [("DeviceLost: its GPU did not come back within 10 s", True)]
+    assert "DeviceLost: its GPU did not come back" in capsys.readouterr().err
