@@ -1,6 +1,7 @@
 """What does it save to reduce on each host first? Beside Gloo over all ranks at once, between hosts with slow links.
 
     python benchmarks/hierarchy.py [--hosts 4] [--workers 2] [--rate 1gbit] [--sizes-mb 1 10 100] [--orders hosts dealt]
+        [--congestion reno]
 
 Hosts are network namespaces on one switch, and each link passes so many bits in a second, in either direction. Needs
 root. Our group and torch's ProcessGroupGloo with its defaults take turns in the same processes. Ranks are numbered host
@@ -11,7 +12,9 @@ group, only hosts are in the ring, so that is what leaves each host. Gloo's ring
 rank of each host sends to another host, so it too fills every link once, and 4 hosts of 2 ranks can gain no more than
 1.17 by bytes; dealt out, all ranks do, and they can gain 2.33. What is gained beside that are fewer messages, and fewer
 bytes that this machine's few cores have to push through sockets. A link passes what it takes 4 ms for at once, so that
-short messages can be faster than its rate. Both ways have to prove first that they sum.
+short messages can be faster than its rate. TCP's congestion control is reno, which every kernel allows here, whatever
+this machine has: bbr takes the short bursts of two lanes on one link for a slow link, and sends every fifth 1 MB so
+slowly that it takes 50 to 100 ms. Both ways have to prove first that they sum.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ ORDERS = {"hosts": "host by host", "dealt": "dealt out"}
 WANTED = 1.5  # times as fast as over all ranks at once
 OURS_PORT, TORCHS_PORT = 29610, 29611  # of the first host, which has all of them to itself
 LONGEST_S = 900.0
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the namespace of who opens it
 # Torch would say of every connection that the address has no name.
 QUIET = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -114,6 +118,7 @@ def _call(reduce: Any, tensor: torch.Tensor) -> Any:
 
 def work(given: dict[str, Any]) -> None:
     """What a process on one of the hosts does."""
+    CONGESTION.write_text(given["congestion"])
     meeting = groups.Meeting(given["first"], OURS_PORT, TORCHS_PORT)
     groups.enter(given["rank"], given["ranks"], meeting, {"ELASTIC_BIND": given["address"]})
     answers = measure(given["sizes"], given["rounds"])
@@ -126,7 +131,13 @@ def work(given: dict[str, Any]) -> None:
 
 
 def ask(
-    order: str, hosts: int, workers: int, rate: str, sizes: list[int], rounds: int
+    order: str,
+    hosts: int,
+    workers: int,
+    rate: str,
+    sizes: list[int],
+    rounds: int,
+    congestion: str,
 ) -> list[dict[str, Any]]:
     names = [f"h{number}" for number in range(1, hosts + 1)]
     with tempfile.TemporaryDirectory(prefix="hierarchy-") as text:
@@ -139,6 +150,7 @@ def ask(
                 "ranks": hosts * workers,
                 "sizes": sizes,
                 "rounds": rounds,
+                "congestion": congestion,
                 "out": str(folder / "answer.json"),
             }
             processes = []
@@ -212,6 +224,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="of each host")
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=[*ORDERS], help="of ranks")
     parser.add_argument("--rate", default="1gbit", help="of each link, as in 100mbit")
+    parser.add_argument(
+        "--congestion", default="reno", help="TCP's congestion control in the hosts"
+    )
     parser.add_argument("--sizes-mb", type=float, nargs="+", default=[1.0, 10.0, 100.0])
     parser.add_argument("--rounds", type=int, default=15, help="of each way, for each size")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
@@ -229,9 +244,10 @@ def main() -> None:
     answers = []
     for order in options.orders:
         job = (order, options.hosts, options.workers, options.rate)
-        answers += answers_of(ask(*job, sizes, options.rounds), *job)
+        answers += answers_of(ask(*job, sizes, options.rounds, options.congestion), *job)
     console = groups.console()
     title = f"{options.hosts} hosts with {options.workers} workers each, links of {options.rate}"
+    title += f", {options.congestion}"
     console.print(table(answers, f"{title}, {options.rounds} rounds: median (quartiles)"))
     marks = [
         Mark(

@@ -78,7 +78,7 @@ class Follower:
         on_output: OnOutput | None = None,
         on_report: OnReport | None = None,
     ) -> None:
-        self.actor = actor
+        self._actor = actor
         self._on_output = on_output or to_streams
         self._on_report = on_report
         self._complained = False
@@ -145,6 +145,16 @@ class Follower:
         except RayError as error:
             raise JobFailed(f"the driver's actor can't be started: {brief(error)}") from error
         return follower
+
+    @property
+    def actor(self) -> Any:
+        """Raises JobFailed after ``ray.shutdown()``: a call would begin another cluster, which does not know it."""
+        if not ray.is_initialized():
+            raise JobFailed(
+                "this process has left Ray (ray.shutdown()), and so its driver and its workers have"
+                " ended; call shutdown() and start() of the executor again"
+            )
+        return self._actor
 
     # ---- what it says ------------------------------------------------------------------------------------------------
 
@@ -241,9 +251,9 @@ class Follower:
         try:
             ray.get(self.actor.close.remote(), timeout=CLOSE_S)
             self.drain()
-        except (RayError, JobFailed, GetTimeoutError):
-            pass
-        finally:
+        except (RayError, JobFailed, GetTimeoutError, ValueError):
+            pass  # ValueError: this process has left Ray, and has begun anew
+        with contextlib.suppress(RayError, JobFailed, ValueError):
             ray.kill(self.actor, no_restart=True)
 
 
