@@ -181,6 +181,13 @@ class Engine:
         if line is not None and self._driving.locked():
             line.nudge()  # who drives may be waiting for decisions about something else
 
+    def reach(self) -> None:
+        """Connects to rank 0 before there is anything to say. Blocks; whoever can't do without says why it failed."""
+        with contextlib.suppress(CollectiveFailed), self._driving:
+            if self._line is None and not (self._failure or self._resting):
+                self._connect()
+        self._tell()
+
     def leave(self) -> None:
         """``shutdown()``, or the end of the process: the others need not wait for this rank."""
         if self._failure or self._left:

@@ -2,9 +2,9 @@
 
 The plan is a function of the parameters and of the order in which their gradients became ready in one rank's first
 step. It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has
-been launched. Before a plan is first used in a generation the ranks compare it once, in two small messages, and launch
-nothing earlier. Each reducer has a group of its own, so two optimizers may launch in any order; and ranks that have
-joined can follow each of them: see `elastic.plans`.
+been launched. Before a plan is first used in a generation the ranks compare it once, in one or two small messages, and
+launch nothing earlier. Each reducer has a group of its own, so two optimizers may launch in any order; and ranks
+that have joined can follow each of them: see `elastic.plans`.
 
 The reduction is over when the last backward pass of a step returns, so what the script does to gradients then is done
 to the reduced ones. Which pass is the last? The one after which no gradient is missing. Where some are, parameters may
@@ -458,8 +458,9 @@ class GradientReducer:
             return None, False
         replaces = -1 if before is None else before.number
         own = plans.Outline(digest, len(plan.slots), plan.elements, replaces)
+        order = plan.own_order(self._ready)
         proposal = plans.proposal(
-            own, len(found), group.rank, known.taken(), moment, *self._twins()
+            own, len(found), group.rank, known.taken(), moment, *self._twins(), order
         )
         verdict = shadow.compare(group, device, proposal)
         while verdict.again:
@@ -470,9 +471,8 @@ class GradientReducer:
             verdict = shadow.compare(group, device, proposal)
         if not verdict.equal:
             raise StateMismatch(_difference(world, verdict, own))
-        order = shadow.share_order(
-            group, device, verdict.source, plan.own_order(self._ready), len(plan.slots)
-        )
+        if not verdict.same_order:
+            order = shadow.share_order(group, device, verdict.source, order, len(plan.slots))
         if verdict.sparse:
             found = shadow.compare_sparse(group, device, found, len(plan.slots))
             if self._options.wire_op not in shadow.GATHERED:

@@ -6,6 +6,7 @@ Which ranks a group has is not decided here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
@@ -32,6 +33,9 @@ if TYPE_CHECKING:  # it needs a torch that was built with NCCL
 DEVICE_S = 10.0  # for a GPU to end what was aborted on it, which takes milliseconds
 CLOSE_S = 2.0  # at exit, for the groups to end
 _FORM_S = 0.5  # at exit, for those that are being formed; then they are cut
+# What all ranks need in their first step, if they have needed it before.
+NAMED = "named"
+_AHEAD = frozenset({NAMED, "gradients"})
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
 
@@ -74,6 +78,7 @@ class Groups:
         self._listener: Listener | None = None
         self._engine: Engine | None = None
         self._place: Place | None = None
+        self._used: set[str] = set()  # of _AHEAD, in worlds before
         # What is cut when the world breaks, with its generation. Appended to before anything blocks.
         self._cuttable: list[tuple[int, Abortable]] = []
         self._graveyard = Graveyard()
@@ -111,6 +116,33 @@ class Groups:
             self._store.provide(KEY, self._engine.rules)
         self._store.open()
         self._cut_with(world.generation, self._store)
+        if world.place.cross_size > 1:
+            self._hurry(world, broken)
+
+    def _hurry(self, world: protocol.World, broken: Callable[[str], None]) -> None:
+        """Over a network, what worlds before came to use is connected at once, all at the same time: where the way is
+        long, each of them takes many round trips. Nobody waits for it here, and a rank that lacks it comes in its time.
+        """
+        generation, place = world.generation, world.place
+        for purpose in self._used:
+            key = (purpose, "cpu", tuple(range(place.size)))
+            threads.begin("elastic-ahead", self._form_ahead, key, generation, place)
+        if NAMED in self._used and place.rank != 0:
+            with contextlib.suppress(CollectiveFailed):
+                engine = self.engine(generation, place, broken)
+                threading.Thread(target=engine.reach, name="elastic-reach", daemon=True).start()
+
+    def _form_ahead(self, key: GroupKey, generation: int, place: Place) -> None:
+        made = self._made
+        try:
+            group = self.form(key, generation, place)
+        except CollectiveFailed:
+            return  # whoever needs it tries again, and is told
+        with self._forming:
+            retired = self._made is not made
+        if retired and made.pop(key, None) is not None:  # too late for `retire` to see it
+            group.abort()
+            group.close()
 
     @property
     def store(self) -> Store | None:
@@ -134,7 +166,11 @@ class Groups:
             return made[key]
 
     def wanted(self, key: GroupKey, generation: int, place: Place) -> bool:
-        """Whether other ranks are forming this group now, and wait for this one. One message to rank 0."""
+        """Whether other ranks are forming this group now, and wait for this one, or have it with this one. One message
+        to rank 0.
+        """
+        if self.find(key) is not None:
+            return True
         purpose, device_type, members = key
         store = self._store
         if store is None or store.generation != generation:
@@ -197,6 +233,7 @@ class Groups:
             timeout_s=self._env.timeout_s,
             collective_timeout_s=self._env.collective_timeout_s,
             native=self._env.native,
+            apart=place.cross_size == place.size,
         )
         self._connecting.add(connecting)
         try:
@@ -240,6 +277,9 @@ class Groups:
         """Closes what belonged to the last world, off the critical path."""
         with self._forming:
             groups, store, engine = list(self._made.values()), self._store, self._engine
+            for purpose, device_type, members in self._made:
+                if self._place is not None and len(members) == self._place.size:
+                    self._used |= {purpose} & _AHEAD if device_type == "cpu" else set()
             self._made, self._store, self._engine, self._cuttable = {}, None, None, []
 
         def close() -> None:

@@ -143,7 +143,8 @@ class _Company:
                 "the optimizers of the ranks that have not joined differ; their own errors say how"
             )
         parameters = verdict.greatest.parameters
-        shadow.share_order(group, device, verdict.source, None, parameters)
+        if not verdict.same_order:
+            shadow.share_order(group, device, verdict.source, None, parameters)
         if verdict.sparse:
             shadow.compare_sparse(group, device, {}, parameters)
         layout = shadow.hear_layout(group, device, verdict.source)

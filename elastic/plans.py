@@ -12,6 +12,7 @@ in one element more, the mark: it says whether anybody takes a step. Nothing her
 from __future__ import annotations
 
 import enum
+import hashlib
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -123,7 +124,7 @@ class Outline(NamedTuple):
 
 _NOTHING = -(1 << 62)
 _COMPARED = len(Outline._fields)
-VERDICT = 2 * _COMPARED + 8 + BOARD  # elements
+VERDICT = 2 * _COMPARED + 10 + BOARD  # elements
 
 
 class Moment(enum.Enum):
@@ -142,17 +143,22 @@ def proposal(
     moment: Moment = Moment.STEP,
     twin: int = 0,
     twins: int = 1,
+    order: Sequence[int] = (),
 ) -> list[int]:
     """A rank's part in the comparison. ``outline``: None for a rank that has joined. ``sparse``: how many gradients.
 
     ``twin``: its number among the optimizers made with equal parameters, of which ``twins`` are left.
+    ``order``: in which its gradients become ready here.
     """
     if outline is None:
         nothing = [_NOTHING] * (2 * _COMPARED)
-        return [*nothing, 0, 1, _NOTHING, 0, 0, _NOTHING, _NOTHING, 0, *taken]
+        return [*nothing, 0, 1, _NOTHING, 0, 0, _NOTHING, _NOTHING, 0, _NOTHING, _NOTHING, *taken]
     moments = [int(moment is not Moment.LAST_PASS), int(moment is not Moment.STEP)]
     same = [twin, -twin, twins]
-    return [*outline, *(-number for number in outline), sparse, 0, -rank, *moments, *same, *taken]
+    digest = hashlib.blake2b(repr(tuple(order)).encode(), digest_size=7).digest()
+    seen = int.from_bytes(digest, "big")
+    bounds = [*outline, *(-number for number in outline)]
+    return [*bounds, sparse, 0, -rank, *moments, *same, seen, -seen, *taken]
 
 
 class Verdict(NamedTuple):
@@ -165,6 +171,7 @@ class Verdict(NamedTuple):
     source: int | None
     last: bool  # it is the end of the step's last backward pass on all ranks
     again: bool  # to be compared in step(): here one rank's backward pass meets that of another optimizer
+    same_order: bool  # who has data left has seen one order of gradients, and need not be told it
     taken: list[int]
 
     @property
@@ -175,9 +182,9 @@ class Verdict(NamedTuple):
 def verdict(reduced: list[int]) -> Verdict:
     greatest = Outline(*reduced[:_COMPARED])
     least = Outline(*(-number for number in reduced[_COMPARED : 2 * _COMPARED]))
-    sparse, joined, source, not_last, passed, last_twin, first_twin, twins = reduced[
-        2 * _COMPARED : -BOARD
-    ]
+    sparse, joined, source, not_last, passed, last_twin, first_twin, twins, most, least_seen = (
+        reduced[2 * _COMPARED : -BOARD]
+    )
     return Verdict(
         least,
         greatest,
@@ -186,6 +193,7 @@ def verdict(reduced: list[int]) -> Verdict:
         None if source == _NOTHING else -source,
         not not_last,
         bool(passed) and (least != greatest or (last_twin != -first_twin and twins > 1)),
+        most == -least_seen,
         reduced[-BOARD:],
     )
 

@@ -88,9 +88,10 @@ def slow_link(bench: Bench) -> Outcome:
 
 
 def long_way(bench: Bench) -> Outcome:
-    """A host is 200 ms away, there and back; each step then takes ten times that, as always."""
+    """A host is 200 ms away, there and back; each step then takes a few times that."""
     delay, how = bench.network.delay, "200 ms there and back"
-    recovers = Mark(interrupted=True)  # its next step is as slow as all others
+    # Ten times there and back: to regroup, to connect, and for the four collectives of a first step.
+    recovers = Mark(next_step_ms=2000, interrupted=True)
     return _bad_link(bench, "long way", how, lambda host: delay(host, 0.1), recovers)
 
 

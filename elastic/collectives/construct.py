@@ -33,7 +33,8 @@ class Connecting:
     ``purpose`` tells groups of one generation apart: equal on all its ranks, different from any other group's.
     ``rank`` and ``size`` count within the group. ``bind_host`` is the numeric address that peers connect to.
     ``timeout_s`` bounds the connecting, ``collective_timeout_s`` every single collective (by default the same).
-    ``native``: on the CPU, ranks of one host may share memory. Raises ValueError for a device without a backend.
+    ``native``: on the CPU, ranks of one host may share memory; ``apart``: see `cpu.CpuGroup`. Raises ValueError for a
+    device without a backend.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Connecting:
         timeout_s: float,
         collective_timeout_s: float | None = None,
         native: bool = True,
+        apart: bool = False,
     ) -> None:
         self._store = store
         self._purpose = purpose
@@ -55,7 +57,7 @@ class Connecting:
         if collective_timeout_s is None:
             collective_timeout_s = timeout_s
         self._group, self._connect = _making(
-            rank, size, device_type, timeout_s, collective_timeout_s, native
+            rank, size, device_type, timeout_s, collective_timeout_s, native, apart
         )
 
     def connect(self) -> Collectives:
@@ -81,6 +83,7 @@ def _making(
     timeout_s: float,
     collective_timeout_s: float,
     native: bool,
+    apart: bool,
 ) -> tuple[Abortable, _Connect]:
     """What can be aborted from now on, and what connects it."""
     if size == 1:
@@ -91,7 +94,7 @@ def _making(
     if device_type == "cpu":
         from elastic.collectives.cpu import CpuGroup
 
-        chosen = CpuGroup(rank, size, timeout_s, collective_timeout_s, native)
+        chosen = CpuGroup(rank, size, timeout_s, collective_timeout_s, native, apart)
         return chosen, chosen.connect
     if device_type == "cuda":
         from elastic.collectives.nccl import NcclCollectives

@@ -33,16 +33,25 @@ class CpuGroup:
     """`connect` once; `abort` works at any time, from any thread.
 
     ``timeout_s`` is to connect; ``collective_timeout_s`` is for a rank that is late, to its first collective as to any.
+    ``apart``: each rank was started on a host of its own, as all ranks of the group know, so that it will come to Gloo:
+    they swap what that needs at once, and not in a second exchange.
     """
 
     def __init__(
-        self, rank: int, size: int, timeout_s: float, collective_timeout_s: float, native: bool
+        self,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        collective_timeout_s: float,
+        native: bool,
+        apart: bool = False,
     ) -> None:
         self._rank = rank
         self._size = size
         self._timeout_s = timeout_s
         self._collective_timeout_s = collective_timeout_s
         self._native = native
+        self._apart = apart
         self._swapping = Call()
         self._parts: list[_Part] = []
         self._aborted = False
@@ -51,7 +60,19 @@ class CpuGroup:
         """Blocks until this rank is connected to every other. Raises CollectiveFailed, also on `abort`."""
         # What was mapped of processes that have gone is given back at every change of the world.
         neighbours.sweep()
-        plan, host = self._meet(store, purpose)
+        found = library.load() if self._native else None
+        missing = library.missing() if self._native else ""
+        offer = Offer(self._size, self._native, found, missing)
+        try:
+            if self._apart:
+                gloo, rows = self._connect_apart(store, purpose, bind_host, offer)
+                if gloo is not None:
+                    return gloo
+            else:
+                rows = self._introduce(store, purpose, offer)
+            plan, host = self._meet(store, purpose, offer, rows)
+        finally:
+            offer.withdraw()
         self._say(plan)
         if host is None:
             gloo = self._gloo(self._rank, self._size)
@@ -73,36 +94,58 @@ class CpuGroup:
             raise
         return group
 
+    def _introduce(self, store: Store, purpose: str, offer: Offer) -> list[Row]:
+        """Every rank's row, once all have come: one that is late is waited for here. See `construct.meeting`."""
+        said = self._swap(
+            store,
+            f"{purpose}/{self._size}",
+            msgspec.msgpack.encode(offer.row),
+            self._collective_timeout_s,
+        )
+        return _rows(said)
+
+    def _connect_apart(
+        self, store: Store, purpose: str, bind_host: str, offer: Offer
+    ) -> tuple[GlooCollectives | None, list[Row]]:
+        """As `_introduce`, with the addresses for Gloo, and connects them unless the ranks are to share memory: hosts
+        by two names may be one machine.
+        """
+        rows: list[Row] = []
+
+        def heard(words: list[bytes]) -> None:
+            rows[:] = _rows(words)
+            if topology.plan(rows).way is not Way.GLOO:
+                raise CollectiveFailed("ranks of one host share memory")
+
+        gloo = self._gloo(self._rank, self._size)
+        self._adopt(gloo)
+        word = msgspec.msgpack.encode(offer.row)
+        try:
+            gloo.connect(store, purpose, bind_host, word=word, heard=heard)
+        except CollectiveFailed:
+            if self._aborted or not rows or topology.plan(rows).way is Way.GLOO:
+                raise
+            self._drop(gloo)
+            return None, rows
+        self._say(topology.plan(rows))
+        return gloo, rows
+
     def _meet(
-        self, store: Store, purpose: str
+        self, store: Store, purpose: str, offer: Offer, rows: Sequence[Row]
     ) -> tuple[Plan, SharedCollectives | LocalCollectives | None]:
         """What all ranks have decided, and the group of this host, if it is to be one."""
-        found = library.load() if self._native else None
-        missing = library.missing() if self._native else ""
-        offer = Offer(self._size, self._native, found, missing)
+        plan = topology.plan(rows)
+        if plan.way is Way.GLOO:
+            return plan, None
+        host, why = self._join(offer, rows, plan.beside(self._rank))
         try:
-            # One that is late comes late to this, and the others wait for it here: see `construct.meeting`.
             said = self._swap(
-                store,
-                f"{purpose}/{self._size}",
-                msgspec.msgpack.encode(offer.row),
-                self._collective_timeout_s,
+                store, f"{purpose}/shared/{self._size}", why.encode(), self._timeout_s
             )
-            rows = [msgspec.msgpack.decode(each, type=Row) for each in said]
-            plan = topology.plan(rows)
-            if plan.way is Way.GLOO:
-                return plan, None
-            host, why = self._join(offer, rows, plan.beside(self._rank))
-            try:
-                said = self._swap(
-                    store, f"{purpose}/shared/{self._size}", why.encode(), self._timeout_s
-                )
-            except BaseException:
-                self._drop(host)
-                host = None  # or the exception would keep its memory
-                raise
-        finally:
-            offer.withdraw()
+        except BaseException:
+            self._drop(host)
+            host = None  # or the exception would keep its memory
+            raise
         why = next((each.decode() for each in said if each), "")
         if why:
             self._drop(host)
@@ -175,6 +218,10 @@ class CpuGroup:
     def forget(self) -> None:
         for part in list(self._parts):
             part.forget()
+
+
+def _rows(words: Sequence[bytes]) -> list[Row]:
+    return [msgspec.msgpack.decode(each, type=Row) for each in words]
 
 
 class _Part(Protocol):

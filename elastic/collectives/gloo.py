@@ -59,9 +59,9 @@ _REDUCE = {
     Op.PRODUCT: c10d.ReduceOp.PRODUCT,
 }
 
-# What a rank publishes: its listener, and what Gloo stored under which key.
-_decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes]] = msgspec.msgpack.Decoder(
-    tuple[Endpoint, str, bytes]
+# What a rank publishes: its listener, what Gloo stored under which key, and its word.
+_decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes, bytes]] = msgspec.msgpack.Decoder(
+    tuple[Endpoint, str, bytes, bytes]
 )
 
 
@@ -89,12 +89,27 @@ class GlooCollectives:
         self._failed: str | None = None
         self._built = threading.Event()  # or given up
         self._swapping = Call()
+        self._word = b""
+        self._heard: Callable[[list[bytes]], None] = lambda words: None
         self._under_way: collections.deque[Any] = collections.deque()
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
-    def connect(self, store: Store, purpose: str, bind_host: str) -> None:
-        """Blocks until this rank is connected to every other. Raises CollectiveFailed, also on `abort`."""
+    def connect(
+        self,
+        store: Store,
+        purpose: str,
+        bind_host: str,
+        *,
+        word: bytes = b"",
+        heard: Callable[[list[bytes]], None] = lambda words: None,
+    ) -> None:
+        """Blocks until this rank is connected to every other. Raises CollectiveFailed, also on `abort`.
+
+        ``word`` travels with this rank's address. ``heard`` is given every rank's, by rank, before anything is
+        connected, in another thread; if it raises, nothing is.
+        """
+        self._word, self._heard = word, heard
         threads.begin("elastic-gloo", self._build, store, purpose, bind_host)
         # The exchange and the connections have a deadline each; this third one is for what has none.
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
@@ -141,7 +156,7 @@ class GlooCollectives:
             raise CollectiveFailed("the listener of this group is not among the open sockets")
         self._own = own
         self._raise_if_failed()
-        mine = msgspec.msgpack.encode((own, key, value))
+        mine = msgspec.msgpack.encode((own, key, value, self._word))
         published = store.exchange(
             f"{purpose}/{self.size}",
             self.rank,
@@ -150,9 +165,8 @@ class GlooCollectives:
             self._collective_timeout_s,
             self._swapping,
         )
-        rows = [
-            msgspec.msgpack.decode(blob, type=tuple[Endpoint, str, bytes]) for blob in published
-        ]
+        rows = [_decoder.decode(blob) for blob in published]
+        self._heard([row[3] for row in rows])
         self._peers = frozenset(row[0] for row in rows) - {own}
         self._raise_if_failed()
         return {row[1]: row[2] for row in rows}
@@ -161,10 +175,30 @@ class GlooCollectives:
 
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
         reducing.check(tensor, op)
+        carried, then = reducing.carried(tensor, op, scale)
+        if reducing.goes_directly(carried, self.size):
+            return self._allreduce_directly(carried, op, then)
         options = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE[op]  # type: ignore[assignment]
-        carried, then = reducing.carried(tensor, op, scale)
         return self._submit("allreduce", [carried], options, then=then)
+
+    def _allreduce_directly(
+        self, tensor: torch.Tensor, op: Op, then: Callable[[], object] | None
+    ) -> Work:
+        """Every rank sends all to every other, and adds up by itself: one way there, where Gloo's ring takes twice as
+        many, one after another, as there are ranks.
+        """
+        flat = tensor.detach().reshape(-1)
+        parts = flat.new_empty((self.size, len(flat)))
+        split = [parts[0].nbytes] * self.size
+        own = _bytes(flat).repeat(self.size)
+
+        def reduce() -> None:
+            tensor.detach().copy_(reducing.total(parts, op).view(tensor.shape))
+            if then is not None:
+                then()
+
+        return self._submit("alltoall_base", _bytes(parts), own, split, split, then=reduce)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         options = c10d.BroadcastOptions()

@@ -59,7 +59,7 @@ class CollectivesContract:
     @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
     def test_allreduce_is_exact_for_small_numbers(self, world, dtype, op):
         def reduced(group):
-            tensors = [small(group.rank, length, dtype) for length in (0, 1, 7, 1000)]
+            tensors = [small(group.rank, length, dtype) for length in (0, 1, 7, 1000, 150_000)]
             works = [group.allreduce(tensor, op) for tensor in tensors]
             for work in works:
                 work.wait()

@@ -985,3 +985,22 @@ def test_a_removed_process_set_says_so_at_the_step(threads):
             optimizer.step()
 
     threads(2, train)
+
+
+def test_the_first_step_of_a_world_takes_one_message_besides_the_gradients(world):
+    """Where ranks are far from each other, each message is a step's time."""
+
+    class Telling(Twins):
+        def broadcast(self, tensor, root):
+            self.calls.append(("broadcast", tensor.numel()))
+            return super().broadcast(tensor, root)
+
+    model = net(3, 2)
+    optimizer = sgd(model, lr=0.0)
+    for _ in range(2):
+        group = Telling(2)
+        world.become(2, group=group)
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [name for name, _ in group.calls] == ["MAX", "SUM"]

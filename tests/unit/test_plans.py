@@ -91,6 +91,18 @@ def test_a_difference_is_seen_by_all_with_its_bounds():
     assert (verdict.least.elements, verdict.greatest.elements) == (90, 100)
 
 
+def test_an_order_that_all_have_seen_need_not_be_told():
+    own, free = Outline(7, 3, 100, -1), Plans().taken()
+    joined = plans.proposal(None, 0, 0, free)
+    first, same, other = [
+        plans.proposal(own, 0, rank + 1, free, order=order)
+        for rank, order in enumerate([(2, 1, 0), (2, 1, 0), (0, 1, 2)])
+    ]
+    assert reduced(joined, first, same).same_order
+    verdict = reduced(joined, first, same, other)
+    assert not verdict.same_order and verdict.equal  # it is told, and nothing is wrong
+
+
 def test_nobody_is_left_to_propose():
     verdict = reduced(*[plans.proposal(None, 0, rank, Plans().taken()) for rank in range(3)])
     assert verdict.source is None
