@@ -178,7 +178,7 @@ class BackwardPasses:
         # Weak, so that an optimizer that is dropped takes its hooks with it.
         self._optimizer = weakref.ref(optimizer)
         self._names = names
-        self._passes = self._passes_given = passes
+        self._passes = passes
         self._counts: dict[int, int] = {}  # by id of the parameter
         self._generation: int | None = None  # in which they were counted
         self._hooks = GradientHooks(self)
@@ -190,10 +190,6 @@ class BackwardPasses:
     def set_passes(self, passes: int) -> None:
         self._passes = passes
         self.forget()
-
-    def layout(self) -> list[str]:
-        """See `elastic.gradients.GradientReducer.layout`."""
-        return ["op Adasum", f"backward_passes_per_step {self._passes_given}"]
 
     def install_hooks(self) -> None:
         """Have backward call us for every parameter that requires a gradient. Safe to repeat."""

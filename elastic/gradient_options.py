@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -64,26 +63,6 @@ class Options:
             [index_of[id(parameter)] for parameter in group if id(parameter) in index_of]
             for group in self.groups
         ]
-
-    def layout(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-        """What has to be the same on every rank, one line each, its name first. ``named``: all parameters, in order."""
-        given = self.compression
-        kind = given if isinstance(given, type) else type(given)
-        groups: Any = self.groups or None
-        if groups is not None and not isinstance(groups, int):
-            groups = self.grouped([parameter for _, parameter in named])
-        lines = [
-            f"op {self.op.name.title()}",
-            f"compression {kind.__qualname__}",
-            f"gradient_predivide_factor {self.predivide_factor}",
-            f"groups {groups}",
-        ]
-        for number, (name, parameter) in enumerate(named):
-            strides = gradient_strides(parameter)
-            laid = "" if parameter.is_contiguous() else f" strides {list(strides)}"
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            lines.append(f"parameter.{number} {name} {dtype} {list(parameter.shape)}{laid}")
-        return lines
 
     def digest(self, named: Sequence[tuple[str, torch.Tensor]], full_at: tuple[int, int]) -> int:
         """62 bits of everything that must be the same on every rank. ``full_at``: the sizes of buckets."""

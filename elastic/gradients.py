@@ -73,7 +73,7 @@ class GradientReducer:
         _made[self._kind] += 1
         self._names = names
         self._options = Options(op, predivide_factor, compression, groups)
-        self._passes = self._passes_given = passes
+        self._passes = passes
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._lock = threading.Lock()  # each device has its own backward thread
@@ -121,20 +121,6 @@ class GradientReducer:
         """Backward passes per step, from now on. What has been counted in this step is forgotten."""
         self._passes = passes
         self.forget()
-
-    def layout(self) -> list[str]:
-        """What has to be the same on every rank, one line each.
-
-        Without what may change meanwhile and travels with a state: which parameters require a gradient, and the number
-        of passes where the script sets another.
-        """
-        named = [(self._name(each, number), each) for number, each in enumerate(self._parameters())]
-        return [
-            f"backward_passes_per_step {self._passes_given}",
-            f"sparse_as_dense {self._sparse_as_dense}",
-            f"process_set {'global' if self._process_set is global_process_set else 'of its own'}",
-            *self._options.layout(named),
-        ]
 
     def install_hooks(self) -> None:
         """Have backward call us for every parameter that requires a gradient. Safe to repeat."""

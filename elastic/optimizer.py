@@ -225,10 +225,6 @@ class Distributed(torch.optim.Optimizer):
             self._parameter_names.setdefault(parameter, UNNAMED.format(number, index))
         self._reducer.install_hooks()
 
-    def _layout(self) -> list[str]:
-        """For `TorchState`: what has to be the same on all workers, one line each."""
-        return self._reducer.layout()
-
     def _reset_passes(self) -> None:
         """Abandon the present step. `State.restore` calls this: no gradient of an aborted step is ever used."""
         self._reducer.forget()

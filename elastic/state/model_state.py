@@ -1,7 +1,6 @@
 """Takes a model apart: parameters, buffers, extra state. Works on the modules themselves, not on ``state_dict()``.
 
-Committed and restored: every parameter, frozen ones too, and which of them require a gradient, every buffer,
-``get_extra_state()``. Buffers registered with
+Committed and restored: every parameter, frozen ones too, every buffer, ``get_extra_state()``. Buffers registered with
 ``persistent=False`` are committed and restored, and sent to a worker that has the same buffer in the same shape; they
 are neither part of the layout nor of a digest, because models make them when they first need them. Meta tensors have
 no values and are left alone. A buffer's shape may change (observers do that), a parameter's may not differ from the
@@ -89,7 +88,6 @@ class ModelStateHandler(Part):
         extra = self._skeleton.extra
         structure = {
             "names": self._names,
-            "trained": bytes(found[name].requires_grad for name in self._names["parameters"]),
             "opaque": _Opaque(opaque),
             "extra": {path: module.get_extra_state() for path, module in extra.items()},
         }
@@ -160,12 +158,6 @@ class ModelStateHandler(Part):
         for path, state in structure["extra"].items():
             if path in anatomy.extra:
                 anatomy.extra[path].set_extra_state(state)
-        for name, trained in zip(
-            structure["names"]["parameters"], structure["trained"], strict=True
-        ):
-            known = anatomy.parameters.get(name)
-            if known is not None and known.requires_grad != bool(trained):
-                known.requires_grad_(bool(trained))
         for parameter in anatomy.parameters.values():
             parameter.grad = None
 

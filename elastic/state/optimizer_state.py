@@ -108,13 +108,7 @@ class OptimizerStateHandler(Part):
 
     def layout(self) -> list[str]:
         sizes = [len(group["params"]) for group in self.value.param_groups]
-        lines = [f"{self.name} {type(self.value).__name__} groups {sizes}"]
-        distributed = getattr(self.value, "_layout", None)  # of a DistributedOptimizer
-        return (
-            lines
-            if distributed is None
-            else lines + [f"{self.name}.{each}" for each in distributed()]
-        )
+        return [f"{self.name} {type(self.value).__name__} groups {sizes}"]
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         if self._by_dict:
@@ -132,7 +126,6 @@ class OptimizerStateHandler(Part):
             "values": entries.values,
             "origins": entries.origins,
             "loose": entries.loose,
-            "passes": getattr(self.value, "backward_passes_per_step", None),
         }
         return structure, tensors
 
@@ -173,9 +166,6 @@ class OptimizerStateHandler(Part):
         self._clear_gradients()
         reset_passes = getattr(self.value, "_reset_passes", None)
         if reset_passes is not None:
-            passes = structure.get("passes")
-            if passes is not None and passes != self.value.backward_passes_per_step:  # type: ignore[attr-defined]
-                self.value.set_backward_passes_per_step(passes)  # type: ignore[attr-defined]
             reset_passes()
 
     def _place_options(self, options: list[dict[str, Any]]) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-import elastic
-from elastic import environment, runtime
-from elastic.driver.layouts import difference
 from elastic.state import TorchState
 
 
@@ -94,69 +90,3 @@ def test_a_digest_does_not_depend_on_strides():
     one.p = nn.Parameter(content.clone())
     two.p = nn.Parameter(content.t().contiguous().t())
     assert TorchState(model=one).digest() == TorchState(model=two).digest()
-
-
-@pytest.fixture
-def world(monkeypatch):
-    """Of one rank: a DistributedOptimizer needs one."""
-    monkeypatch.setattr(runtime, "_runtime", runtime.Runtime(environment.read({}), None))
-    monkeypatch.setattr(runtime, "_initialized", True)
-
-
-def described(model: nn.Module, **options: Any) -> str:
-    optimizer = elastic.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        named_parameters=model.named_parameters(),
-        **options,
-    )
-    return TorchState(model=model, optimizer=optimizer).layout()
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"op": elastic.Sum}, "optimizer.op: Sum here, Average in the world"),
-        (
-            {"compression": elastic.Compression.fp16},
-            "optimizer.compression: FP16Compressor here, NoneCompressor in the world",
-        ),
-        (
-            {"backward_passes_per_step": 2},
-            "optimizer.backward_passes_per_step: 2 here, 1 in the world",
-        ),
-        ({"groups": 2}, "optimizer.groups: 2 here, None in the world"),
-        ({"gradient_predivide_factor": 2.0}, "factor: 2.0 here, 1.0 in the world"),
-        ({"sparse_as_dense": True}, "optimizer.sparse_as_dense: True here, False in the world"),
-        ({"op": elastic.Adasum}, "optimizer.op: Adasum here, Average in the world"),
-    ],
-)
-def test_what_a_distributed_optimizer_was_made_with_is_compared_before_anybody_joins(
-    world, options, told
-):
-    expected = described(nn.Linear(3, 2))
-    assert told in difference(described(nn.Linear(3, 2), **options), expected)
-
-
-def test_the_order_and_the_memory_format_of_parameters_are_compared_by_name(world):
-    def made(model: nn.Module, order: int) -> str:
-        named = list(model.named_parameters())[::order]
-        optimizer = elastic.DistributedOptimizer(
-            torch.optim.SGD([each for _, each in named], lr=0.1), named_parameters=named
-        )
-        return TorchState(model=model, optimizer=optimizer).layout()
-
-    expected = made(nn.Conv2d(2, 2, 2), 1)
-    assert (
-        "optimizer.parameter.0: bias float32 [2] here, weight float32 [2, 2, 2, 2] in the world"
-        in difference(made(nn.Conv2d(2, 2, 2), -1), expected)
-    )
-    last: Any = nn.Conv2d(2, 2, 2)
-    last = last.to(memory_format=torch.channels_last)
-    assert "strides [8, 1, 4, 2] here" in difference(made(last, 1), expected)
-
-
-def test_what_may_change_meanwhile_is_not_compared(world):
-    model = nn.Linear(3, 2)
-    expected = described(nn.Linear(3, 2))
-    model.bias.requires_grad_(False)
-    assert described(model) == expected

@@ -541,21 +541,6 @@ def test_defect_h_sync_commits_what_it_brought():
     assert_bits(model, expected)
 
 
-def test_a_restore_freezes_and_thaws_as_the_commit_had_it():
-    model = nn.Linear(2, 2)
-    model.bias.requires_grad_(False)
-    state = TorchState(model=model)
-    model.bias.requires_grad_(True)
-    model.weight.requires_grad_(False)
-    state.restore()
-    assert (model.weight.requires_grad, model.bias.requires_grad) == (True, False)
-    model.bias.requires_grad_(True)
-    state.save()
-    model.requires_grad_(False)
-    state.restore()
-    assert (model.weight.requires_grad, model.bias.requires_grad) == (True, True)
-
-
 @pytest.mark.gpu
 def test_a_cuda_model_is_committed_and_restored():
     model = mlp(norm=True).cuda()

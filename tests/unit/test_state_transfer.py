@@ -322,20 +322,3 @@ def test_parameters_that_should_have_been_equal_are_named(caplog):
 
 def test_a_world_of_one_copies_nothing():
     assert sgd(0).transfer(fake.world(1)[0], 0) == 0
-
-
-def test_which_parameters_are_frozen_travels_with_a_model():
-    def make(rank: int) -> TorchState:
-        state = sgd(rank)
-        state.model[0].requires_grad_(rank == 0)
-        return state
-
-    states = pair(make)
-    assert states[0].layout() == states[1].layout()
-    states[0].model[2].bias.requires_grad_(False)
-    assert all(isinstance(each, int) for each in transfer(states))
-    frozen = [
-        [name for name, each in state.model.named_parameters() if not each.requires_grad]
-        for state in states
-    ]
-    assert frozen == [["2.bias"], ["2.bias"]]
