@@ -117,6 +117,11 @@ class GradientReducer:
     def passes(self) -> int:
         return self._passes
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """None once it is gone."""
+        return self._optimizer()
+
     def set_passes(self, passes: int) -> None:
         """Backward passes per step, from now on. What has been counted in this step is forgotten."""
         self._passes = passes

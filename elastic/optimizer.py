@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic import adasum, runtime
+from elastic import adasum, gradient_layout, runtime
 from elastic.collectives.interface import Op
 from elastic.compression import Compression
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.gradient_buckets import Compressor
-from elastic.gradients import GradientReducer
+from elastic.gradients import GradientReducer, bucket_bytes
 from elastic.process_sets import ProcessSet, global_process_set, require_global, resolve
 
 if TYPE_CHECKING:
@@ -112,6 +112,16 @@ def DistributedOptimizer(
     # A scheduler made before patched the optimizer's step(): that one knows nothing of gradients on other ranks.
     distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     distributed._parameter_names = names
+    distributed.gradients_made = gradient_layout.Made(
+        reduction,
+        gradient_predivide_factor,
+        compression,
+        backward_passes_per_step,
+        groups,
+        sparse_as_dense,
+        process_set is global_process_set,
+        bucket_bytes(),
+    )
     distributed._synchronized = False
     distributed._synchronized_for_scaler = False
     distributed._should_synchronize = True
@@ -137,6 +147,7 @@ def DistributedOptimizer(
 class Distributed(torch.optim.Optimizer):
     """What `DistributedOptimizer` adds to an optimizer's class; comes before that class in the method order."""
 
+    gradients_made: gradient_layout.Made
     _parameter_names: dict[torch.Tensor, str]
     _synchronized: bool  # since the last step, by the user
     _synchronized_for_scaler: bool
@@ -151,6 +162,11 @@ class Distributed(torch.optim.Optimizer):
         """From the next backward on. Call it between steps, on all ranks. Raises Invalid for less than 1."""
         _check_passes(passes)
         self._reducer.set_passes(passes)
+
+    def gradient_layout(self, name: str) -> list[str]:
+        """What must be the same on every rank, as lines of a state's layout: see `elastic.gradient_layout`."""
+        parameters = (each for group in self.param_groups for each in group["params"])
+        return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
 
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is the reduced one. Raises PeerLost when the world broke.

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from elastic import hardware, host_news, process_sets, runtime, timeline
+from elastic import gradient_layout, hardware, host_news, process_sets, runtime, timeline
 from elastic.errors import (
     CollectiveFailed,
     DeviceLost,
@@ -100,9 +100,11 @@ def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
 
 def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwargs: Any) -> Value:
     first = True
+    # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
+    beside = gradient_layout.beside(state.handled())
     while True:
         try:
-            _enter_world(rt, state, first=first)
+            _enter_world(rt, state, beside, first=first)
             first = False
             value = func(state, *args, **kwargs)
             rt.returned()
@@ -152,15 +154,15 @@ def _go_back(rt: Runtime, state: State) -> None:
     rt.mark_restored()
 
 
-def _enter_world(rt: Runtime, state: State, *, first: bool) -> None:
+def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None:
     """Waits for a world and brings the state to those of its members that lack it. Raises
-    PeerLost.
+    PeerLost. ``beside``: what the layout says of optimizers that are not in the state.
     """
     if rt.alone:
         if first:
             state.sync()
         return
-    text = state.layout()
+    text = "\n".join(filter(None, (state.layout(), beside)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
     world = rt.next_world(digest, text)
     for news in process_sets.bring(rt, _lacking(world)):

@@ -1,10 +1,10 @@
 """Takes a model apart: parameters, buffers, extra state. Works on the modules themselves, not on ``state_dict()``.
 
-Committed and restored: every parameter, frozen ones too, every buffer, ``get_extra_state()``. Buffers registered with
-``persistent=False`` are committed and restored, and sent to a worker that has the same buffer in the same shape; they
-are neither part of the layout nor of a digest, because models make them when they first need them. Meta tensors have
-no values and are left alone. A buffer's shape may change (observers do that), a parameter's may not differ from the
-world's.
+Committed, restored and sent: every parameter, frozen ones too, and which ones are (``requires_grad``), every buffer,
+``get_extra_state()``. Buffers registered with ``persistent=False`` are committed and restored, and sent to a worker
+that has the same buffer in the same shape; they are neither part of the layout nor of a digest, because models make
+them when they first need them. Meta tensors have no values and are left alone. A buffer's shape may change (observers
+do that), a parameter's may not differ from the world's.
 """
 
 from __future__ import annotations
@@ -88,6 +88,9 @@ class ModelStateHandler(Part):
         extra = self._skeleton.extra
         structure = {
             "names": self._names,
+            "frozen": tuple(
+                name for name in self._names["parameters"] if not found[name].requires_grad
+            ),
             "opaque": _Opaque(opaque),
             "extra": {path: module.get_extra_state() for path, module in extra.items()},
         }
@@ -158,6 +161,11 @@ class ModelStateHandler(Part):
         for path, state in structure["extra"].items():
             if path in anatomy.extra:
                 anatomy.extra[path].set_extra_state(state)
+        frozen = {*structure["frozen"]}
+        for name in structure["names"]["parameters"]:
+            live = anatomy.parameters.get(name)
+            if live is not None and live.requires_grad == (name in frozen):
+                live.requires_grad_(name not in frozen)
         for parameter in anatomy.parameters.values():
             parameter.grad = None
 

@@ -108,7 +108,9 @@ class OptimizerStateHandler(Part):
 
     def layout(self) -> list[str]:
         sizes = [len(group["params"]) for group in self.value.param_groups]
-        return [f"{self.name} {type(self.value).__name__} groups {sizes}"]
+        of_gradients = getattr(self.value, "gradient_layout", None)  # a DistributedOptimizer's
+        reduced = [] if of_gradients is None else of_gradients(self.name)
+        return [f"{self.name} {type(self.value).__name__} groups {sizes}", *reduced]
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         if self._by_dict:

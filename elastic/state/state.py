@@ -130,6 +130,10 @@ class State:
         """63-bit digest of the committed parameters; 0 if there are none."""
         return 0
 
+    def handled(self) -> list[object]:
+        """The models, optimizers and the like whose layout is part of the state's."""
+        return []
+
     def digest_buffers(self) -> int:
         """The same of the committed buffers."""
         return 0

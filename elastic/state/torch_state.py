@@ -170,6 +170,9 @@ class TorchState(ObjectState):
         """``model.0.weight float32 [10, 20]``, ``optimizer SGD groups [4]``; no values, no optimizer entries."""
         return "\n".join(line for part in self._parts().values() for line in part.layout())
 
+    def handled(self) -> list[object]:
+        return [part.value for part in self._parts().values()]
+
     def sync(self) -> None:
         """Makes everything equal to rank 0's present state, everywhere, and commits it. Raises StateMismatch."""
         for handler in self._foreign_handlers().values():
