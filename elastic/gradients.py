@@ -205,6 +205,12 @@ class GradientReducer:
             if slot is None:
                 return
             if slot.passes_left == 0:
+                if any(other.follows(parameter) for other in reducers if other is not self):
+                    raise AssertionError(
+                        f"two DistributedOptimizers hold {slot.name}, and one of them got its gradient"
+                        f" more than backward_passes_per_step={self._passes} times before its step(); keep one:"
+                        " drop the old one also where a scheduler or a state holds it"
+                    )
                 raise AssertionError(
                     f"{slot.name} received more than backward_passes_per_step={self._passes} gradients before step(),"
                     " or its first one after as many backward passes as other steps had; increase"
@@ -275,6 +281,10 @@ class GradientReducer:
         if changed is not None:
             self._clear()
             raise Invalid(_too_early(changed))
+
+    def follows(self, parameter: torch.Tensor) -> bool:
+        """Whether this optimizer, too, takes the gradients of a parameter."""
+        return any(each is parameter for each in self._parameters())
 
     def _locate(self, world: runtime.Runtime) -> bool:
         """With whom to average in this step. Whether this rank is one of them. Raises Invalid."""
@@ -413,6 +423,13 @@ class GradientReducer:
         different plans at the end of a backward pass: they do so again in step(). Returns whether this is the end of
         the step's last pass on all ranks.
         """
+        if self._options.casts:
+            for slot in self._plan.slots:
+                if slot.parameter.is_complex():
+                    raise TypeError(
+                        f"{slot.name} is {slot.parameter.dtype}, which can't be reduced; keep its real and imaginary"
+                        " parts as a parameter, and make the complex tensor of that with torch.view_as_complex()"
+                    )
         known = plans.of(world, self._members)
         digest = self._plan.digest()
         last = moment is plans.Moment.LAST_PASS

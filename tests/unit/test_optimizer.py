@@ -362,6 +362,25 @@ def test_one_pass_too_many_says_what_to_do(world):
     assert sgd_._reducer.pending
 
 
+def test_two_optimizers_of_one_model_are_named_as_what_they_are(world):
+    model = net(3, 2)
+    old, new = sgd(model), sgd(model)
+    backward(model)
+    new.step()
+    with pytest.raises(AssertionError, match=r"two DistributedOptimizers hold 0\.(weight|bias)"):
+        backward(model)
+    del old
+
+
+def test_a_complex_parameter_is_named(world):
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("phase", parameter)])
+    parameter.abs().sum().backward()
+    with pytest.raises(TypeError, match=r"phase is torch\.complex64, which can't be reduced"):
+        optimizer.step()
+    assert world.gradients.calls == []
+
+
 def test_gradients_of_gradients_are_refused(world):
     model = net(3, 2)
     optimizer = sgd(model)
