@@ -20,7 +20,7 @@ import torch
 from elastic import host_copy
 from elastic.collectives import arena
 from elastic.collectives.interface import Collectives, Op, Work
-from elastic.plans import Mark, Wire, mark_value
+from elastic.plans import Mark, Wire, mark_value, read_mark
 
 SMALL_BYTES = 32 << 10  # of a gradient that is cheaper to copy together with others
 # Of one that is copied past the caches: until its bucket is reduced, others have taken its place there. Takes 5 % off
@@ -66,8 +66,11 @@ class GradientBucket(Protocol):
         ``watch``: the script may run before `finish`, and must not change what has been taken in.
         """
 
-    def launch(self, group: Collectives, op: Op) -> None:
-        """Start the reduction. Raises CollectiveFailed."""
+    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+        """Start the reduction. Raises CollectiveFailed. ``mark``: for the bucket that carries one."""
+
+    def heard(self, op: Op) -> Mark:
+        """After `finish`, of the bucket that carries the mark: what all sent came to. Waits for the bucket's device."""
 
     def finish(self) -> int | None:
         """Wait, and make the results the parameters' gradients. Raises CollectiveFailed.
@@ -202,11 +205,11 @@ class FlatBucket:
             self._smalls.mul_(self.scales.filling)
         self._waiting.clear()
 
-    def launch(self, group: Collectives, op: Op) -> None:
+    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
         if self._waiting:
             self._fill_small()
         if self._mark is not None:
-            self._mark.fill_(mark_value(op, Mark.STEP))  # there is the last step's result
+            self._mark.fill_(mark_value(op, mark))  # there is the last step's result
         self._work = _reduce(group, self._wire, op, self.scales)
 
     def finish(self) -> int | None:
@@ -232,6 +235,10 @@ class FlatBucket:
             if position in self._sparse:
                 self.parameters[position].grad = given.to_sparse(self._sparse[position])
         return changed
+
+    def heard(self, op: Op) -> Mark:
+        assert self._mark is not None, "this bucket carries no mark"
+        return read_mark(op, float(self._mark))
 
     def discard(self, position: int) -> None:
         gradient = self.parameters[position].grad
@@ -287,7 +294,7 @@ class CompressedGradient:
         if watch and parameter.grad is not None:
             self._waits = (0, parameter.grad, parameter.grad._version)
 
-    def launch(self, group: Collectives, op: Op) -> None:
+    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
         (parameter,) = self.parameters
         watch = self._waits is not None
         self._changed = self._waits is not None and _changed(parameter, *self._waits[1:])
@@ -324,6 +331,9 @@ class CompressedGradient:
         self._wire = self._context = self._watched = None
         return 0 if changed else None
 
+    def heard(self, op: Op) -> Mark:
+        raise AssertionError("this bucket carries no mark")
+
     def discard(self, position: int) -> None:
         if self._work is not None:
             self.parameters[position].grad = None
@@ -351,8 +361,8 @@ class MarkBucket:
     def fill(self, position: int, *, watch: bool) -> None:
         raise AssertionError("no gradient has its place here")
 
-    def launch(self, group: Collectives, op: Op) -> None:
-        self._wire.fill_(mark_value(op, Mark.STEP))
+    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+        self._wire.fill_(mark_value(op, mark))
         self._work = _reduce(group, self._wire, op, self.scales)
 
     def finish(self) -> int | None:
@@ -360,6 +370,9 @@ class MarkBucket:
         self._work.wait()
         self._work = None
         return None
+
+    def heard(self, op: Op) -> Mark:
+        return read_mark(op, float(self._wire))
 
     def discard(self, position: int) -> None:
         pass

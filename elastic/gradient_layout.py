@@ -8,27 +8,22 @@ them: it may change while a job runs, and travels with the state. Talks to nobod
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from elastic import gradients
-from elastic.collectives.interface import Op
-from elastic.compression import Compression
-from elastic.gradient_buckets import Compressor, gradient_strides
+from elastic.gradient_options import Options
 
 
 @dataclass(frozen=True)
 class Made:
     """What `elastic.optimizer.DistributedOptimizer` was given. ``passes`` may have been changed since, on all ranks."""
 
-    op: Op
-    predivide_factor: float
-    compression: Compressor
+    options: Options
     passes: int
-    groups: int | Sequence[Sequence[torch.Tensor]] | None
     sparse_as_dense: bool
     whole_world: bool  # else a process set, and which one may depend on the rank
     fusion_bytes: tuple[int, int]
@@ -43,36 +38,14 @@ def lines(
     """``optimizer.compression fp16``, ``optimizer.parameter.3 layer.bias float32 [20] strides [1]``."""
     if not made.whole_world:
         return [f"{name}.process_set some of the ranks"]
-    parameters = list(parameters)
+    named = [(names.get(parameter, "without a name"), parameter) for parameter in parameters]
     found = [
-        f"{name}.op {made.op.name}",
-        f"{name}.gradient_predivide_factor {float(made.predivide_factor)}",
-        f"{name}.compression {compression_name(made.compression)}",
-        f"{name}.backward_passes_per_step {made.passes}",
-        f"{name}.sparse_as_dense {bool(made.sparse_as_dense)}",
-        f"{name}.process_set all ranks",
-        f"{name}.groups {_groups(made, parameters)}",
-        f"{name}.fusion_bytes {list(made.fusion_bytes)}",
+        "process_set all ranks",
+        f"backward_passes_per_step {made.passes}",
+        f"sparse_as_dense {bool(made.sparse_as_dense)}",
+        *made.options.lines(named, made.fusion_bytes),
     ]
-    for number, parameter in enumerate(parameters):
-        described = describe(names.get(parameter, "without a name"), parameter)
-        found.append(f"{name}.parameter.{number} {described}")
-    return found
-
-
-def describe(name: str, parameter: torch.Tensor) -> str:
-    """``layer.weight float32 [10, 20] strides [20, 1]``: the memory format is in the strides."""
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return f"{name} {dtype} {list(parameter.shape)} strides {list(gradient_strides(parameter))}"
-
-
-def compression_name(compression: Compressor) -> str:
-    """As scripts write it."""
-    for name in ("none", "fp16", "bf16"):
-        if compression is getattr(Compression, name):
-            return name
-    kind = compression if isinstance(compression, type) else type(compression)
-    return kind.__qualname__
+    return [f"{name}.{line}" for line in found]
 
 
 def beside(handled: Collection[object]) -> str:
@@ -101,10 +74,3 @@ def beside(handled: Collection[object]) -> str:
 def _optimizers() -> list[Any]:
     found = [reducer.optimizer for reducer in gradients.reducers]
     return [each for each in found if each is not None]
-
-
-def _groups(made: Made, parameters: Sequence[torch.Tensor]) -> str:
-    if not made.groups or isinstance(made.groups, int):
-        return str(made.groups or 0)
-    number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
-    return str([[number_of.get(id(each), -1) for each in group] for group in made.groups])

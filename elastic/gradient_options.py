@@ -64,14 +64,47 @@ class Options:
             for group in self.groups
         ]
 
-    def digest(self, named: Sequence[tuple[str, torch.Tensor]], full_at: tuple[int, int]) -> int:
-        """62 bits of everything that must be the same on every rank. ``full_at``: the sizes of buckets."""
-        compression = self.compression
-        kind = compression if isinstance(compression, type) else type(compression)
-        lines = [f"{self.op} {self.predivide_factor} {kind.__qualname__} {full_at}"]
-        for name, parameter in named:
-            strides = gradient_strides(parameter)
-            lines.append(f"{name} {parameter.dtype} {tuple(parameter.shape)} {strides}")
-        lines += [str(group) for group in self.grouped([parameter for _, parameter in named])]
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 2
+    def lines(
+        self, named: Sequence[tuple[str, torch.Tensor]], full_at: tuple[int, int]
+    ) -> list[str]:
+        """Everything that must be the same on every rank, a name and a value each: ``compression fp16``,
+        ``parameter.3 layer.bias float32 [20] strides [1]``. ``full_at``: bytes, the sizes of buckets.
+        """
+        groups = self.groups or 0
+        if not isinstance(groups, int):
+            number_of = {id(parameter): number for number, (_, parameter) in enumerate(named)}
+            shown: object = [[number_of.get(id(each), -1) for each in group] for group in groups]
+        else:
+            shown = groups
+        return [
+            f"op {self.op.name}",
+            f"gradient_predivide_factor {float(self.predivide_factor)}",
+            f"compression {_compression_name(self.compression)}",
+            f"groups {shown}",
+            f"fusion_bytes {list(full_at)}",
+            *(
+                f"parameter.{number} {_described(name, parameter)}"
+                for number, (name, parameter) in enumerate(named)
+            ),
+        ]
+
+
+def digest_of(lines: Sequence[str]) -> int:
+    """62 bits."""
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def _described(name: str, parameter: torch.Tensor) -> str:
+    """``layer.weight float32 [10, 20] strides [20, 1]``: the memory format is in the strides."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"{name} {dtype} {list(parameter.shape)} strides {list(gradient_strides(parameter))}"
+
+
+def _compression_name(compression: Compressor) -> str:
+    """As scripts write it."""
+    for name in ("none", "fp16", "bf16"):
+        if compression is getattr(Compression, name):
+            return name
+    kind = compression if isinstance(compression, type) else type(compression)
+    return kind.__qualname__

@@ -31,34 +31,49 @@ class Slot:
 
 
 class GradientPlan:
-    """The slots of these named parameters, which never change, and their buckets once they are arranged."""
+    """These named parameters, which never change; slots of those that are trained, and buckets once they are arranged.
+
+    Trained are at first those that require a gradient here, then those that do on any rank.
+    """
 
     def __init__(
         self, options: Options, named: Sequence[tuple[str, torch.Tensor]], full_at: tuple[int, int]
     ) -> None:
         self._options = options
         self._full_at = full_at  # bytes at which the first bucket, and any other, is closed
-        self.slots = [Slot(number, name, each) for number, (name, each) in enumerate(named)]
-        self.slot_of = {id(slot.parameter): slot for slot in self.slots}
+        self.named = named
+        self._train(tuple(int(parameter.requires_grad) for _, parameter in named))
         self.sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
         self.order: tuple[int, ...] | None = None  # the slots as they become ready, agreed on
         self.buckets: list[GradientBucket] = []  # empty: nothing is arranged yet
         self.rows: list[str] = []  # what each bucket is called in the timeline
 
     @property
-    def elements(self) -> int:
-        return sum(slot.parameter.numel() for slot in self.slots)
+    def device(self) -> torch.device:
+        return self.named[0][1].device
 
-    def digest(self) -> int:
-        """Of all that has to be the same on every rank before anything is arranged."""
-        return self._options.digest(
-            [(slot.name, slot.parameter) for slot in self.slots], self._full_at
-        )
+    def lines(self) -> list[str]:
+        """All that has to be the same on every rank before anything is arranged, a name and a value each."""
+        return self._options.lines(self.named, self._full_at)
 
-    def own_order(self, ready: Sequence[int]) -> tuple[int, ...]:
+    def own_order(self, ready: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """What this rank would have all use: what was agreed before, else what it has seen in this step."""
         count = len(self.slots)
-        return self.order or buckets.seen_order(ready, count) or buckets.expected_order(count)
+        slots = [self.slot_of[id(each)] for each in ready if id(each) in self.slot_of]
+        numbers = list(dict.fromkeys(slot.number for slot in slots))
+        return self.order or buckets.seen_order(numbers, count) or buckets.expected_order(count)
+
+    def train(self, trained: tuple[int, ...]) -> None:
+        """Slots for these parameters, 1 for each. What is arranged for others is forgotten."""
+        if trained != self.trained:
+            self._train(trained)
+            self.sparse, self.order, self.buckets, self.rows = {}, None, [], []
+
+    def _train(self, trained: tuple[int, ...]) -> None:
+        self.trained = trained
+        chosen = [pair for pair, wanted in zip(self.named, trained, strict=True) if wanted]
+        self.slots = [Slot(number, name, each) for number, (name, each) in enumerate(chosen)]
+        self.slot_of = {id(slot.parameter): slot for slot in self.slots}
 
     def arrange(self, sparse: dict[int, int], order: tuple[int, ...]) -> None:
         """Buckets for this; those that are there already are kept."""
@@ -83,6 +98,7 @@ class GradientPlan:
             sparse.append(plans.Sparse(number, tuple(parameter.shape), dims, dtype, device))
         return plans.Layout(
             digest,
+            self.trained,
             int(self._options.wire_op),
             self._options.scales(size, inside=True).reducing,
             self.order,
@@ -109,7 +125,7 @@ class GradientPlan:
         self.buckets, self.rows = [], []
         planned = self._planned(dense)
         if not self._options.casts or not planned:
-            self._add(MarkBucket(self.slots[0].parameter.device), [])
+            self._add(MarkBucket(self.device), [])
         for each in planned:
             slots = [dense[member] for member in each.members]
             self._add(self._bucket(each, [slot.parameter for slot in slots]), slots)

@@ -23,18 +23,28 @@ import itertools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from elastic import buckets, freed_memory, plans, runtime, shadow, sparse_gradients, timeline
+from elastic import (
+    buckets,
+    freed_memory,
+    plan_difference,
+    plans,
+    runtime,
+    shadow,
+    sparse_gradients,
+    timeline,
+)
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialized, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.gradient_buckets import Compressor, GradientBucket
 from elastic.gradient_hooks import GradientHooks, tell_end
-from elastic.gradient_options import Options
+from elastic.gradient_options import Options, digest_of
 from elastic.gradient_plan import GradientPlan, Slot
+from elastic.plans import Mark
 from elastic.process_sets import ProcessSet, global_process_set, resolve
 
 FIRST_BYTES = buckets.FIRST_BYTES
@@ -82,6 +92,9 @@ class GradientReducer:
 
         # The plan.
         self._signature: list[tuple[Any, ...]] | None = None
+        self._own: tuple[int, ...] = ()  # 1 for each parameter that requires a gradient here
+        self._told: tuple[int, ...] = ()  # the same, as the others know it
+        self._next: GradientPlan | None = None  # what the agreed one is given up for, in this step
         self._plan = GradientPlan(self._options, [], (FIRST_BYTES, FULL_BYTES))
         self._agreed: int | None = None  # the generation whose members have compared this plan
         self._number: plans.Agreed | None = None  # which one it is there
@@ -92,7 +105,9 @@ class GradientReducer:
         self._size = 1  # of those that it averages over
         self._members: tuple[int, ...] | None = None  # None: the whole world
         self._begun = False
-        self._ready: list[int] = []  # slots, as long as the plan is not agreed
+        self._ready: list[
+            torch.Tensor
+        ] = []  # as long as the plan is not agreed, or not the last word
         self._launched = 0  # buckets
         self._complete = 0  # slots that have all their gradients
         self._partial = 0  # slots that have some of their gradients
@@ -102,6 +117,7 @@ class GradientReducer:
         self._never: int | None = None  # the generation in which none is the last of any step
         self._early = False  # the last pass is over, and nothing is missing or to come
         self._reduced = False
+        self._absent: list[torch.Tensor] = []  # had no gradient in this step
         self._stale: list[Work] = []  # of an abandoned step; they may still write into the buffers
         reducers.add(self)
 
@@ -161,15 +177,19 @@ class GradientReducer:
             elif self._size > 1:
                 if not self._begun:
                     self._begin(world.generation)
-                if self._plan.slots and self._agreed != world.generation:
+                anew = self._next is not None and self._agreed == world.generation
+                if self._next is not None:
+                    self._give_up(world)
+                if self._plan.named and self._agreed != world.generation:
                     try:
-                        self._agree(world, plans.Moment.STEP)
+                        self._agree(world, plans.Moment.STEP, anew)
                     except Exception:
                         self._clear()  # nothing is under way
                         raise
                 if self._agreed == world.generation:
                     self._launch_rest(world)
                     changed = self._wait(world)
+                    self._heed_change(world)
             elif world.elastic and included:
                 # As in a larger world, so that an optimizer does the same whatever the size is.
                 for parameter in self._parameters():
@@ -201,8 +221,9 @@ class GradientReducer:
                 if self._size == 1:
                     return
                 self._begin(world.generation)
-            slot = self._plan.slot_of.get(id(parameter))
+            slot = None if self._next else self._plan.slot_of.get(id(parameter))
             if slot is None:
+                self._ready.append(parameter)  # the next plan may have it
                 return
             if slot.passes_left == 0:
                 if any(other.follows(parameter) for other in reducers if other is not self):
@@ -231,12 +252,12 @@ class GradientReducer:
             self._complete += 1
             if self._late:
                 return
+            if self._agreed != world.generation or self._own != self._told:
+                self._ready.append(parameter)
             if self._agreed == world.generation:
                 self._fill(slot, watch=True)
                 if slot.bucket is not None and not slot.bucket.missing:
                     self._launch_full(world)
-            else:
-                self._ready.append(slot.number)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def backward_ended(self, inner: bool) -> None:
@@ -244,7 +265,10 @@ class GradientReducer:
         world = runtime.current()
         if not self._begun or self._reduced or self._generation != world.generation or world.broken:
             return  # finish() says why, where that has to be said
-        complete = self._complete == len(self._plan.slots)
+        if self._next is not None:
+            return  # finish() tells the others
+        # Those that only other ranks train get no gradient here.
+        complete = self._complete == sum(slot.parameter.requires_grad for slot in self._plan.slots)
         if inner and not complete:
             return
         self._ended += 1
@@ -277,7 +301,8 @@ class GradientReducer:
             return
         with world.guard("gradients"), torch.no_grad():
             changed = self._wait(world)
-        self._reduced = True
+            self._heed_change(world)
+        self._begun = self._reduced = True
         if changed is not None:
             self._clear()
             raise Invalid(_too_early(changed))
@@ -307,22 +332,26 @@ class GradientReducer:
 
     def _begin(self, generation: int) -> None:
         """The first gradient, or finish(), of a step."""
-        signature = [
-            (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device)
-            for parameter in self._parameters()
-        ]
-        if signature != self._signature:
+        parameters = self._parameters()
+        signature = [_trait(parameter) for parameter in parameters]
+        own = tuple(int(parameter.requires_grad) for parameter in parameters)
+        if signature != self._signature or own != self._own:
             self.install_hooks()
+            self._own = own
+        if signature != self._signature:
             self._signature = signature
             self._usual = 0
-            trainable = [
-                (self._name(parameter, number), parameter)
-                for number, parameter in enumerate(self._parameters())
-                if parameter.requires_grad
-            ]
-            self._plan = GradientPlan(self._options, trainable, bucket_bytes())
+            named = [(self._name(each, number), each) for number, each in enumerate(parameters)]
+            plan = GradientPlan(self._options, named, bucket_bytes())
+            plan.begin_step(self._passes)
+            if self._agreed == generation and self._size > 1:
+                self._next = plan  # the others have to be told, with the plan that they have
+            else:
+                self._plan = plan
+                self._agreed = None
+        elif self._agreed != generation and own != self._told:
+            self._plan.train(own)
             self._plan.begin_step(self._passes)
-            self._agreed = None
         elif not all(work.done() for work in self._stale):
             self._plan.renew()
         self._stale = []
@@ -351,17 +380,21 @@ class GradientReducer:
             row = self._plan.rows[self._launched]
             timeline.begin(row, "ALLREDUCE")
             began_ns = timeline.now_ns()
-            bucket.launch(self._group(world, bucket.device), self._options.wire_op)
+            bucket.launch(self._group(world, bucket.device), self._options.wire_op, self._mark())
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", began_ns, timeline.now_ns())
         else:
-            bucket.launch(self._group(world, bucket.device), self._options.wire_op)
+            bucket.launch(self._group(world, bucket.device), self._options.wire_op, self._mark())
         self._launched += 1
+
+    def _mark(self) -> Mark:
+        return Mark.STEP if self._own == self._told else Mark.CHANGE
 
     def _group(self, world: runtime.Runtime, device: torch.device) -> Collectives:
         assert self._number is not None
         return world.group(self._number.purpose, device, self._members)
 
     def _launch_rest(self, world: runtime.Runtime) -> None:
+        self._absent = [slot.parameter for slot in self._plan.slots if slot.parameter.grad is None]
         for slot in self._plan.slots:
             if not slot.filled:
                 self._fill(slot, watch=False)
@@ -413,10 +446,15 @@ class GradientReducer:
         self._complete = self._partial = self._ended = 0
         self._begun = self._late = self._early = self._reduced = False
         self._ready.clear()
+        if (
+            self._next is not None
+        ):  # the step was abandoned: the next one begins with what has changed
+            self._next = None
+            self._signature = None
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
-    def _agree(self, world: runtime.Runtime, moment: plans.Moment) -> bool:
+    def _agree(self, world: runtime.Runtime, moment: plans.Moment, anew: bool = False) -> bool:
         """Compare the plan with the other members'; learn their order, and which gradients are sparse on any of them.
 
         Changes nothing in a world of one, which is also what a newcomer has before it joined, nor if ranks compare
@@ -431,16 +469,18 @@ class GradientReducer:
                         " parts as a parameter, and make the complex tensor of that with torch.view_as_complex()"
                     )
         known = plans.of(world, self._members)
-        digest = self._plan.digest()
+        digest = digest_of(self._plan.lines())
         last = moment is plans.Moment.LAST_PASS
         agreed = known.adopt(self, digest, self._version)
         if agreed is None:
-            agreed, last = self._negotiate(world, known, digest, moment)
+            agreed, last = self._negotiate(world, known, digest, moment, anew)
             if agreed is None:
                 return False
         else:
             sparse = {each.number: each.dims for each in agreed.layout.sparse}
+            self._plan.train(agreed.layout.trained)
             self._plan.arrange(sparse, agreed.layout.order)
+            self._told = agreed.layout.trained
         self._number, self._version = agreed, agreed.version
         for bucket in self._plan.buckets:
             inside = self._group(world, bucket.device).scales_inside
@@ -450,25 +490,34 @@ class GradientReducer:
         return last
 
     def _negotiate(
-        self, world: runtime.Runtime, known: plans.Plans, digest: int, moment: plans.Moment
+        self,
+        world: runtime.Runtime,
+        known: plans.Plans,
+        digest: int,
+        moment: plans.Moment,
+        anew: bool,
     ) -> tuple[plans.Agreed | None, bool]:
         """Compare with all others, also with those that have joined. See `_agree`, for None as well."""
         plan = self._plan
-        found = dict(plan.sparse)
-        for number, slot in enumerate(plan.slots):
+        dims: dict[int, int] = {  # by id, because the numbers may change
+            id(plan.slots[number].parameter): count for number, count in plan.sparse.items()
+        }
+        for slot in plan.slots:
             gradient = slot.parameter.grad
             if gradient is not None and gradient.is_sparse and not self._sparse_as_dense:
-                found[number] = gradient.sparse_dim()
+                dims[id(slot.parameter)] = gradient.sparse_dim()
         before = known.find(self)
-        device = shadow.channel_device(known, plan.slots[0].parameter.device)
+        device = shadow.channel_device(known, plan.device)
         group = world.group(known.channel, device, self._members)
         if group.size == 1:
             return None, False
         replaces = -1 if before is None else before.number
-        own = plans.Outline(digest, len(plan.slots), plan.elements, replaces)
+        own = plans.Outline(digest, len(plan.named), replaces, int(anew))
+        trains = digest_of([str(self._own)])
+        plan.train(self._own)
         order = plan.own_order(self._ready)
         proposal = plans.proposal(
-            own, len(found), group.rank, known.taken(), moment, *self._twins(), order
+            own, trains, len(dims), group.rank, known.taken(), moment, *self._twins(), order
         )
         verdict = shadow.compare(group, device, proposal)
         while verdict.again:
@@ -478,8 +527,19 @@ class GradientReducer:
                 return None, False
             verdict = shadow.compare(group, device, proposal)
         if not verdict.equal:
-            raise StateMismatch(_difference(world, verdict, own))
+            self._refuse(world, plan_difference.find(group, device, verdict.source, plan.lines()))
+        trained = self._own
+        if verdict.joined or not verdict.alike:
+            trained = shadow.compare_trained(group, device, self._own)
+        plan.train(trained)
+        self._told = self._own
+        found = {
+            slot.number: dims[id(slot.parameter)]
+            for slot in plan.slots
+            if id(slot.parameter) in dims
+        }
         if not verdict.same_order:
+            order = plan.own_order(self._ready)
             order = shadow.share_order(group, device, verdict.source, order, len(plan.slots))
         if verdict.sparse:
             found = shadow.compare_sparse(group, device, found, len(plan.slots))
@@ -494,9 +554,67 @@ class GradientReducer:
         layout, number = plan.layout(digest, self._size), known.number(verdict)
         if verdict.joined:
             shadow.tell_layout(group, device, verdict.source, layout)
-            if number < len(known.agreed):
+            if number < len(known.agreed) and number != replaces:
                 shadow.end_plan(world, known.agreed[number], self._members)
         return known.record(number, layout, self), verdict.last
+
+    def _give_up(self, world: runtime.Runtime) -> None:
+        """Parameters are other ones than in the plan: this rank takes its last step with zeros, and has a new plan."""
+        assert self._next is not None
+        if self._agreed == world.generation and self._number is not None:
+            shadow.end_plan(world, self._number, self._members)
+        self._plan, self._next = self._next, None
+        self._agreed = None
+
+    def _heed_change(self, world: runtime.Runtime) -> None:
+        """On some rank, as the mark may say, other parameters require a gradient than before; the step has been taken
+        without those. Agrees on all that are trained on any rank, and reduces the gradients of those that are new.
+
+        Raises StateMismatch, PeerLost.
+        """
+        if self._plan.buckets[0].heard(self._options.wire_op) is not Mark.CHANGE:
+            return
+        absent = self._absent
+        reduced = {
+            id(slot.parameter): (slot.parameter, slot.parameter.grad) for slot in self._plan.slots
+        }
+        ready = list(self._ready)
+        self._clear()
+        self._agreed, self._ready = None, ready
+        self._agree(world, plans.Moment.STEP)
+        self._ready.clear()
+        for parameter in absent:
+            if id(parameter) not in self._plan.slot_of:
+                parameter.grad = None  # frozen on every rank now: the optimizer leaves it alone
+        if self._plan.slot_of.keys() <= reduced.keys():
+            return
+        kept = [
+            (parameter, gradient.clone())
+            for parameter, gradient in reduced.values()
+            if gradient is not None and id(parameter) in self._plan.slot_of
+        ]
+        self._launch_rest(world)
+        self._wait(world)
+        for parameter, gradient in kept:
+            if gradient.is_sparse or parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)
+
+    def _refuse(self, world: runtime.Runtime, found: plan_difference.Found) -> NoReturn:
+        """Raises StateMismatch; CollectiveFailed on those that are to go on, without newcomers that differ."""
+        rank, members = world.place.rank, self._members
+        if members is not None and found.other is not None:
+            found = found._replace(first=members[found.first], other=members[found.other])
+        said = f"the ranks' optimizers differ: {plan_difference.words(found)}"
+        place = world.world
+        holders = 0 if place is None or not world.elastic else place.holders
+        newcomers = found.other is not None and found.first < holders <= found.other
+        if newcomers and self._plan.lines() == found.lines:
+            raise CollectiveFailed(f"{said}; what differs from rank {found.first} leaves")
+        raise StateMismatch(
+            f"{said} (this is rank {rank}); give DistributedOptimizer the same parameters and options on every rank"
+        )
 
     def plan_replaced(self) -> None:
         """See `plans.Owner`."""
@@ -535,18 +653,6 @@ def _too_early(slot: Slot) -> str:
     )
 
 
-def _difference(world: runtime.Runtime, verdict: plans.Verdict, own: plans.Outline) -> str:
-    least, greatest = verdict.least, verdict.greatest
-    if least.digest == greatest.digest:
-        return (
-            "the ranks step different optimizers at the same time, or change the trainable parameters of one at"
-            f" different steps: rank {world.place.rank} compares plan {own.replaces}, others {least.replaces} .."
-            f" {greatest.replaces}; step them in the same order on every rank"
-        )
-    return (
-        f"the ranks' optimizers differ: rank {world.place.rank} has {own.parameters}"
-        f" trainable parameters with {own.elements} elements, all ranks have"
-        f" {least.parameters} .. {greatest.parameters} with {least.elements} .. {greatest.elements} elements; give"
-        " DistributedOptimizer the same parameters, in the same order and with the same"
-        " names, shapes, dtypes, requires_grad and options, on every rank"
-    )
+def _trait(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Of a parameter whose gradient finds its place in the plan that was made for it."""
+    return (id(parameter), parameter.dtype, parameter.device, parameter.shape, parameter.stride())

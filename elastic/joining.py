@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from elastic import gradients, plans, runtime, shadow, submission
+from elastic import gradients, plan_difference, plans, runtime, shadow, submission
 from elastic.collectives.interface import Collectives, Work
 from elastic.errors import StateMismatch
 from elastic.shadow import Members, Shadow
@@ -120,7 +120,7 @@ class _Company:
         for type in types:
             device = torch.device(type)
             group = self._rt.group(self._known.channel, device, self._members)
-            neutral = plans.proposal(None, 0, group.rank, self._known.taken())
+            neutral = plans.proposal(None, 0, 0, group.rank, self._known.taken())
             self._proposed = (group, device, *shadow.propose(group, device, neutral))
             return True
         return False
@@ -135,14 +135,16 @@ class _Company:
             self._nobody_proposes = True
             return
         if verdict.again:
-            neutral = plans.proposal(None, 0, group.rank, self._known.taken())
+            neutral = plans.proposal(None, 0, 0, group.rank, self._known.taken())
             self._proposed = (group, device, *shadow.propose(group, device, neutral))
             return
         if not verdict.equal:
+            found = plan_difference.find(group, device, verdict.source, None)
             raise StateMismatch(
-                "the optimizers of the ranks that have not joined differ; their own errors say how"
+                f"the optimizers of the ranks that have not joined differ: {plan_difference.words(found)}"
             )
-        parameters = verdict.greatest.parameters
+        trained = shadow.compare_trained(group, device, [0] * verdict.greatest.parameters)
+        parameters = sum(trained)
         if not verdict.same_order:
             shadow.share_order(group, device, verdict.source, None, parameters)
         if verdict.sparse:

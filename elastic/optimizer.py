@@ -21,6 +21,7 @@ from elastic.compression import Compression
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.gradient_buckets import Compressor
+from elastic.gradient_options import Options
 from elastic.gradients import GradientReducer, bucket_bytes
 from elastic.process_sets import ProcessSet, global_process_set, require_global, resolve
 
@@ -113,11 +114,8 @@ def DistributedOptimizer(
     distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     distributed._parameter_names = names
     distributed.gradients_made = gradient_layout.Made(
-        reduction,
-        gradient_predivide_factor,
-        compression,
+        Options(reduction, gradient_predivide_factor, compression, groups),
         backward_passes_per_step,
-        groups,
         sparse_as_dense,
         process_set is global_process_set,
         bucket_bytes(),

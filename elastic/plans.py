@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -34,13 +35,13 @@ class Mark(enum.Enum):
 
     JOINED = 0  # it has no more data; as a sum: nobody has
     STEP = 1
-    CHANGE = 2  # this plan is over, another one takes its place
+    CHANGE = 2  # the last step with this plan: somebody has other parameters to train, or none takes this step at all
 
 
 # By reduction, so that a mark survives it among any number of joined ranks, in any floating dtype: a sum may lose
 # precision or become infinite, and be scaled, but not lose its sign.
 _VALUES: dict[Op, dict[Mark, float]] = {
-    Op.SUM: {Mark.JOINED: 0.0, Mark.STEP: 1.0, Mark.CHANGE: -1.0},
+    Op.SUM: {Mark.JOINED: 0.0, Mark.STEP: 1.0, Mark.CHANGE: -math.inf},
     Op.MAX: {Mark.JOINED: 0.0, Mark.STEP: 1.0, Mark.CHANGE: 2.0},
     Op.MIN: {Mark.JOINED: 0.0, Mark.STEP: -1.0, Mark.CHANGE: -2.0},
     Op.PRODUCT: {Mark.JOINED: 1.0, Mark.STEP: 2.0, Mark.CHANGE: 0.0},
@@ -53,7 +54,7 @@ def mark_value(op: Op, mark: Mark) -> float:
 
 
 def read_mark(op: Op, reduced: float) -> Mark:
-    """What arrived, from ranks that all sent STEP or JOINED, or all CHANGE or JOINED."""
+    """What arrived. One CHANGE is heard among any number of others, one STEP among ranks that joined."""
     values = _VALUES[op]
     if reduced == values[Mark.JOINED]:
         return Mark.JOINED
@@ -63,7 +64,7 @@ def read_mark(op: Op, reduced: float) -> Mark:
         case Op.MAX | Op.MIN:
             changed = abs(reduced) > 1.5
         case _:
-            changed = reduced < 1.0
+            changed = not reduced > 1.0  # no number is what zero makes of too many steps
     return Mark.CHANGE if changed else Mark.STEP
 
 
@@ -92,10 +93,12 @@ class Layout(msgspec.Struct, frozen=True):
     """All that travels in a step, in order: the buffers, then the sparse gradients.
 
     The last element of the first buffer is the mark. ``op`` is the reduction as it is sent, ``scale`` what a group that
-    scales inside multiplies its results with, ``order`` the one in which gradients become ready.
+    scales inside multiplies its results with, ``order`` the one in which gradients become ready. ``trained``: which of
+    the optimizer's parameters have a gradient, on any rank.
     """
 
     digest: int
+    trained: tuple[int, ...]
     op: int
     scale: float
     order: tuple[int, ...]
@@ -114,17 +117,21 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Outline(NamedTuple):
-    """What must be equal. ``replaces``: the number that the optimizer's plan had before in this generation, or -1."""
+    """What must be equal. ``replaces``: the number that the optimizer's plan had before in this generation, or -1.
+
+    ``parameters`` counts all, frozen ones too. ``anew``: 1 if the step that is under way was taken back, because the
+    parameters are other ones.
+    """
 
     digest: int
     parameters: int
-    elements: int
     replaces: int
+    anew: int
 
 
 _NOTHING = -(1 << 62)
 _COMPARED = len(Outline._fields)
-VERDICT = 2 * _COMPARED + 10 + BOARD  # elements
+VERDICT = 2 * _COMPARED + 12 + BOARD  # elements
 
 
 class Moment(enum.Enum):
@@ -137,6 +144,7 @@ class Moment(enum.Enum):
 
 def proposal(
     outline: Outline | None,
+    trains: int,
     sparse: int,
     rank: int,
     taken: Sequence[int],
@@ -148,16 +156,16 @@ def proposal(
     """A rank's part in the comparison. ``outline``: None for a rank that has joined. ``sparse``: how many gradients.
 
     ``twin``: its number among the optimizers made with equal parameters, of which ``twins`` are left.
-    ``order``: in which its gradients become ready here.
+    ``trains``: a digest of which parameters require a gradient here. ``order``: in which its gradients become ready.
     """
     if outline is None:
-        nothing = [_NOTHING] * (2 * _COMPARED)
+        nothing = [_NOTHING] * (2 * _COMPARED + 2)
         return [*nothing, 0, 1, _NOTHING, 0, 0, _NOTHING, _NOTHING, 0, _NOTHING, _NOTHING, *taken]
     moments = [int(moment is not Moment.LAST_PASS), int(moment is not Moment.STEP)]
     same = [twin, -twin, twins]
     digest = hashlib.blake2b(repr(tuple(order)).encode(), digest_size=7).digest()
     seen = int.from_bytes(digest, "big")
-    bounds = [*outline, *(-number for number in outline)]
+    bounds = [*outline, *(-number for number in outline), trains, -trains]
     return [*bounds, sparse, 0, -rank, *moments, *same, seen, -seen, *taken]
 
 
@@ -166,6 +174,7 @@ class Verdict(NamedTuple):
 
     least: Outline
     greatest: Outline
+    alike: bool  # the same parameters require a gradient on every rank
     sparse: int
     joined: bool  # somebody has
     source: int | None
@@ -182,18 +191,19 @@ class Verdict(NamedTuple):
 def verdict(reduced: list[int]) -> Verdict:
     greatest = Outline(*reduced[:_COMPARED])
     least = Outline(*(-number for number in reduced[_COMPARED : 2 * _COMPARED]))
-    sparse, joined, source, not_last, passed, last_twin, first_twin, twins, most, least_seen = (
-        reduced[2 * _COMPARED : -BOARD]
-    )
+    trained, same_trained, sparse, joined, source, *moments = reduced[2 * _COMPARED : -BOARD]
+    not_last, passed, last_twin, first_twin, twins, seen, same_seen = moments
+    alike = trained == -same_trained
     return Verdict(
         least,
         greatest,
+        alike,
         sparse,
         bool(joined),
         None if source == _NOTHING else -source,
         not not_last,
         bool(passed) and (least != greatest or (last_twin != -first_twin and twins > 1)),
-        most == -least_seen,
+        alike and seen == -same_seen,
         reduced[-BOARD:],
     )
 
@@ -292,8 +302,8 @@ class Plans:
                 return None
             if agreed.layout.digest != digest:
                 raise StateMismatch(
-                    "while this rank had joined, the other ranks' optimizer got other trainable parameters than"
-                    " this rank's has; freeze and thaw the same parameters on every rank before the next step"
+                    "while this rank had joined, the other ranks' optimizer got other parameters than this rank's"
+                    " has; add and change the same on every rank before the next step"
                 )
             return agreed
         for agreed in self.agreed:

@@ -57,6 +57,8 @@ def share_order(
 ) -> tuple[int, ...]:
     """The order of the gradients as rank ``source`` knows it. ``own``: None on a rank that has joined."""
     assert source is not None
+    if not parameters:
+        return ()
     order = torch.zeros(parameters, dtype=torch.int32, device="cpu")
     if group.rank == source:
         assert own is not None
@@ -64,6 +66,15 @@ def share_order(
     order = order.to(device)
     group.broadcast(order, source).wait()
     return tuple(order.tolist())
+
+
+def compare_trained(
+    group: Collectives, device: torch.device, own: Sequence[int]
+) -> tuple[int, ...]:
+    """1 for each parameter that requires a gradient on any rank."""
+    trained = torch.tensor(own, dtype=torch.int32, device=device)
+    group.allreduce(trained, Op.MAX).wait()
+    return tuple(trained.tolist())
 
 
 def compare_sparse(
@@ -111,10 +122,8 @@ def hear_layout(group: Collectives, device: torch.device, source: int) -> Layout
 
 
 def end_plan(rt: runtime.Runtime, agreed: Agreed, members: Members) -> None:
-    """Meets the buffer that joined ranks wait in with, of a plan that is about to be replaced."""
-    wire = agreed.layout.wires[0]
-    group = rt.group(agreed.purpose, torch.device(wire.device), members)
-    _marked(group, _zeros(wire), agreed.layout, Mark.CHANGE).wait()
+    """A step of nothing but zeros, and the last with this plan. Meets those that joined, or that do take the step."""
+    Shadow(rt, agreed, members, Mark.CHANGE).take()
 
 
 def _marked(group: Collectives, buffer: torch.Tensor, layout: Layout, mark: Mark) -> Work:
@@ -134,7 +143,9 @@ def _reduced(group: Collectives, buffer: torch.Tensor, layout: Layout) -> Work:
 class Shadow:
     """One plan as long as it lasts. It waits in the plan's first buffer: that is complete when the others step."""
 
-    def __init__(self, rt: runtime.Runtime, agreed: Agreed, members: Members) -> None:
+    def __init__(
+        self, rt: runtime.Runtime, agreed: Agreed, members: Members, mark: Mark = Mark.JOINED
+    ) -> None:
         self.agreed = agreed
         self.over = False  # nobody has data left
         self.ended = False  # the others have replaced the plan
@@ -146,14 +157,14 @@ class Shadow:
         # Made before anything is under way: a GPU may refuse memory while a collective waits on it.
         self._buffer = _zeros(self._first)
         self._spare = _buffers(self._rest)
-        self._work = self._wait_again()
+        self._work = self._wait_again(mark)
 
     def done(self) -> bool:
         """Whether `take` returns at once."""
         return not self.over and not self.ended and self._work.done()
 
     def take(self) -> Mark:
-        """What the others did. Blocks; raises CollectiveFailed. STEP has been followed to its end."""
+        """What the others did. Blocks; raises CollectiveFailed. A step has been followed to its end."""
         self._work.wait()
         mark = plans.read_mark(self._op, float(self._buffer[-1]))
         match mark:
@@ -163,13 +174,14 @@ class Shadow:
             case Mark.JOINED:
                 self.over = True
             case Mark.CHANGE:
+                self._follow()
                 self.ended = True
         return mark
 
-    def _wait_again(self) -> Work:
+    def _wait_again(self, mark: Mark = Mark.JOINED) -> Work:
         self._buffer.zero_()
         group = self._rt.group(self.agreed.purpose, torch.device(self._first.device), self._members)
-        return _marked(group, self._buffer, self._layout, Mark.JOINED)
+        return _marked(group, self._buffer, self._layout, mark)
 
     def _follow(self) -> None:
         """The rest of a step, of which the first buffer is complete."""

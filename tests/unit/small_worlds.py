@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic import environment, runtime
+from elastic import environment, protocol, runtime
 from elastic.collectives import fake
 from elastic.collectives.interface import Op
 from elastic.collectives.local import LocalCollectives
@@ -84,6 +84,7 @@ class World:
         self.activity = 0
         self.broken = False
         self.reason = ""
+        self.world: protocol.World | None = None
         self.generation = 0
         self.become(size, rank, group)
 

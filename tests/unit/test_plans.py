@@ -27,7 +27,7 @@ class Optimizer:
 
 
 def layout(digest: int) -> Layout:
-    return Layout(digest, int(Op.SUM), 0.5, (0,), (Wire(17, "float32", "cpu"),), ())
+    return Layout(digest, (1,), int(Op.SUM), 0.5, (0,), (Wire(17, "float32", "cpu"),), ())
 
 
 def reduced(*proposals: list[int]) -> plans.Verdict:
@@ -63,39 +63,47 @@ def test_a_sum_or_product_too_large_for_its_dtype_is_still_understood():
     assert plans.read_mark(Op.SUM, math.inf) is Mark.STEP
     assert plans.read_mark(Op.SUM, -math.inf) is Mark.CHANGE
     assert plans.read_mark(Op.PRODUCT, math.inf) is Mark.STEP
+    assert plans.read_mark(Op.PRODUCT, math.inf * 0.0) is Mark.CHANGE
+
+
+@pytest.mark.parametrize("op", FOLDS)
+def test_one_change_is_heard_among_any_number_of_steps(op):
+    for others in (1, 2, 30, 300):
+        sent = [plans.mark_value(op, mark) for mark in (Mark.CHANGE, *[Mark.STEP] * others)]
+        assert plans.read_mark(op, FOLDS[op](sent)) is Mark.CHANGE
 
 
 # ---- comparing -----------------------------------------------------------------------------------
 
 
 def test_ranks_that_joined_have_no_say_in_what_must_be_equal():
-    own = Outline(7, 3, 100, -1)
+    own = Outline(7, 3, -1, 0)
     free = Plans().taken()
     verdict = reduced(
-        plans.proposal(None, 0, 0, free),
-        plans.proposal(own, 1, 1, free),
-        plans.proposal(own, 2, 2, free),
+        plans.proposal(None, 0, 0, 0, free),
+        plans.proposal(own, 5, 1, 1, free),
+        plans.proposal(own, 5, 2, 2, free),
     )
-    assert verdict.equal and verdict.greatest == own
+    assert verdict.equal and verdict.alike and verdict.greatest == own
     assert verdict.joined and verdict.source == 1 and verdict.sparse == 2
-    assert len(plans.proposal(own, 0, 1, free)) == plans.VERDICT
+    assert len(plans.proposal(own, 5, 0, 1, free)) == plans.VERDICT
 
 
 def test_a_difference_is_seen_by_all_with_its_bounds():
     free = Plans().taken()
     verdict = reduced(
-        plans.proposal(Outline(7, 3, 100, -1), 0, 0, free),
-        plans.proposal(Outline(8, 4, 90, -1), 0, 1, free),
+        plans.proposal(Outline(7, 3, -1, 0), 5, 0, 0, free),
+        plans.proposal(Outline(8, 3, -1, 0), 6, 0, 1, free),
     )
-    assert not verdict.equal and not verdict.joined
-    assert (verdict.least.elements, verdict.greatest.elements) == (90, 100)
+    assert not verdict.equal and not verdict.alike and not verdict.joined
+    assert (verdict.least.digest, verdict.greatest.digest) == (7, 8)
 
 
 def test_an_order_that_all_have_seen_need_not_be_told():
     own, free = Outline(7, 3, 100, -1), Plans().taken()
-    joined = plans.proposal(None, 0, 0, free)
+    joined = plans.proposal(None, 0, 0, 0, free)
     first, same, other = [
-        plans.proposal(own, 0, rank + 1, free, order=order)
+        plans.proposal(own, 5, 0, rank + 1, free, order=order)
         for rank, order in enumerate([(2, 1, 0), (2, 1, 0), (0, 1, 2)])
     ]
     assert reduced(joined, first, same).same_order
@@ -104,13 +112,14 @@ def test_an_order_that_all_have_seen_need_not_be_told():
 
 
 def test_nobody_is_left_to_propose():
-    verdict = reduced(*[plans.proposal(None, 0, rank, Plans().taken()) for rank in range(3)])
+    verdict = reduced(*[plans.proposal(None, 0, 0, rank, Plans().taken()) for rank in range(3)])
     assert verdict.source is None
 
 
 def test_a_layout_survives_the_wire():
     sent = Layout(
         1 << 61,
+        (1, 0, 1),
         int(Op.SUM),
         1 / 3,
         (2, 0, 1),
@@ -127,10 +136,10 @@ def agree(
     known: Plans, digest: int, owner: Optimizer, others_taken: list[int] | None = None
 ) -> int:
     before = known.find(owner)
-    own = Outline(digest, 1, 1, -1 if before is None else before.number)
-    proposals = [plans.proposal(own, 0, 0, known.taken())]
+    own = Outline(digest, 1, -1 if before is None else before.number, 0)
+    proposals = [plans.proposal(own, 5, 0, 0, known.taken())]
     if others_taken is not None:
-        proposals.append(plans.proposal(own, 0, 1, others_taken))
+        proposals.append(plans.proposal(own, 5, 0, 1, others_taken))
     number = known.number(reduced(*proposals))
     known.record(number, layout(digest), owner)
     return number
@@ -186,7 +195,7 @@ def test_an_optimizer_whose_plan_was_replaced_has_to_have_changed_alike():
     agree(known, 5, own)
     known.record(0, layout(6), None)
     assert own.replaced == 1
-    with pytest.raises(StateMismatch, match="freeze and thaw the same parameters"):
+    with pytest.raises(StateMismatch, match="add and change the same on every rank"):
         known.adopt(own, 5, 0)
     agreed = known.adopt(own, 6, 0)
     assert agreed is known.agreed[0] and agreed.version == 1
