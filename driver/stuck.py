@@ -24,7 +24,7 @@ from elastic.driver.roster import Stage, Standing
 from elastic.driver.settings import Settings
 from elastic.driver.stragglers import Stragglers
 from elastic.driver.worlds import Phase
-from elastic.protocol import COPY, Worker
+from elastic.protocol import COPY, GRADIENTS, Worker
 
 SOON_S = 0.001
 ALL_INSIDE_S = 30.0  # in which all that are left wait, before it is asked what for
@@ -331,6 +331,8 @@ class Stuck(Frozen):
             self._break(text)
         else:
             why = "nobody is missing: is the network between them broken, or this much to send?"
+            if any(s.inside == GRADIENTS for s in inside):
+                why += " Or do they step different optimizers?"
             self._orders.say("warning", f"{text} for {patience:g} s; {why}")
 
     def _where_all(self, inside: list[Standing]) -> str:

@@ -46,6 +46,7 @@ from elastic.gradient_options import Options, digest_of
 from elastic.gradient_plan import GradientPlan, Slot
 from elastic.plans import Mark
 from elastic.process_sets import ProcessSet, global_process_set, resolve
+from elastic.protocol import GRADIENTS
 
 FIRST_BYTES = buckets.FIRST_BYTES
 FULL_BYTES = buckets.FULL_BYTES
@@ -167,7 +168,7 @@ class GradientReducer:
         """
         changed: Slot | None = None
         world = runtime.current()
-        with world.guard("gradients"), torch.no_grad():
+        with world.guard(GRADIENTS), torch.no_grad():
             if self._generation != world.generation:
                 self.forget()
                 self._generation = world.generation

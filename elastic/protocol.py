@@ -26,6 +26,7 @@ SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
 REPORT_LIMIT = 64 * 1024  # bytes of what a script reports at once
 COPY = "copy of the state"  # by this name a worker waits in one
+GRADIENTS = "gradients"  # and by this one in a step of a DistributedOptimizer
 STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal at which a worker writes its stacks
 
 

@@ -27,6 +27,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership import Phase
 from elastic.driver.roster import Roster, Stage, Standing
+from elastic.protocol import GRADIENTS
 from unit.conversation import (
     Talk,
     checked,
@@ -380,6 +381,12 @@ def test_all_in_one_collective_is_not_the_scripts_fault():
         "all 2 members wait in 'loss' (collective 7) for 30 s; nobody is missing:"
         " is the network between them broken, or this much to send?"
     )
+
+
+def test_all_in_their_gradients_may_step_different_optimizers():
+    talk = running(2)
+    talk.tell(inside("h:0", 2, GRADIENTS), inside("h:1", 2, GRADIENTS))
+    assert said(talk.wait(100)).endswith("to send? Or do they step different optimizers?")
 
 
 # ---- while the survivors gather -----------------------------------------------------------------
