@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic.collectives.interface import Collectives
-from elastic.errors import Invalid
+from elastic.errors import Unsupported, UnsupportedType
 
 # Tensors lie in rows of so many elements that no row belongs to two: dot products and factors are then found for all
 # tensors at once, however small they are.
@@ -34,18 +34,18 @@ _NO_NORM = torch.finfo(torch.float64).tiny ** 0.5
 
 
 def check(size: int) -> None:
-    """Raises Invalid (a ValueError) if ``size`` ranks can't be taken in pairs of pairs."""
+    """Raises Unsupported (a ValueError, too) if ``size`` ranks can't be taken in pairs of pairs."""
     if size < 1 or size & (size - 1):
-        raise Invalid(
+        raise Unsupported(
             f"Adasum works among 1, 2, 4, 8, ... ranks, and here are {size}; use Average, or another number of workers"
         )
 
 
 def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises TypeError for a dtype in which Adasum has no meaning, such as integers."""
+    """Raises UnsupportedType for a dtype in which Adasum has no meaning, such as integers."""
     for tensor in tensors:
         if not tensor.is_floating_point():
-            raise TypeError(
+            raise UnsupportedType(
                 f"Adasum can't reduce a tensor of {tensor.dtype}; convert it to floating point first, or use Sum"
             )
 
@@ -58,7 +58,7 @@ def reduce_(group: Collectives, tensors: Sequence[torch.Tensor]) -> None:
     computed in float32 and rounded once, at the end. The results are bitwise equal on all ranks. A vector of zeros
     adds nothing: Adasum(0, b) = b.
 
-    Raises Invalid (a ValueError) if the number of ranks is no power of two and TypeError for other dtypes, both before
+    Raises Unsupported if the number of ranks is no power of two and UnsupportedType for other dtypes, both before
     anything is sent; CollectiveFailed.
     """
     check(group.size)

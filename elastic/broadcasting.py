@@ -17,6 +17,7 @@ import cloudpickle
 import torch
 
 from elastic.collectives.interface import Op
+from elastic.errors import Invalid
 from elastic.ops import allgather, allreduce, broadcast_
 from elastic.process_sets import ProcessSet, global_process_set, resolve
 from elastic.submission import is_root
@@ -24,7 +25,11 @@ from elastic.submission import is_root
 _CPU = torch.device("cpu")
 _CHUNK_BYTES = 64 << 20  # what is packed into one broadcast; larger tensors travel alone
 
-Parameters = Mapping[str, torch.Tensor | None] | Iterable[tuple[str, torch.Tensor | None]]
+Parameters = (
+    Mapping[str, torch.Tensor | None]
+    | Iterable[tuple[str, torch.Tensor | None]]
+    | list[torch.nn.Parameter]
+)
 
 
 def broadcast_parameters(
@@ -32,12 +37,17 @@ def broadcast_parameters(
 ) -> None:
     """Overwrites all tensors with rank ``root_rank``'s, in place.
 
-    ``params``: a ``state_dict()``, or (name, tensor) pairs as from ``named_parameters()``, with the same names, shapes
-    and dtypes on every rank, else ValueError on every rank. Entries that are None are left out.
+    ``params``: a ``state_dict()``, (name, tensor) pairs as from ``named_parameters()``, or a list of tensors; with the
+    same names, shapes and dtypes on every rank, else ValueError on every rank. Entries that are None are left out.
     """
     if isinstance(params, torch.nn.Module):
-        raise TypeError("broadcast_parameters needs model.state_dict(), not the model itself")
+        raise Invalid("broadcast_parameters needs model.state_dict(), not the model itself")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    if isinstance(params, list):  # of parameters, without names
+        pairs = [
+            (str(index), each) if isinstance(each, torch.Tensor) else each
+            for index, each in enumerate(pairs)
+        ]
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(

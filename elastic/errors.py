@@ -107,3 +107,15 @@ class TensorMismatch(ElasticError, HorovodInternalError):
 
 class Invalid(ElasticError, ValueError):
     """Bad input: a flag, a file, an argument. The message says what to do."""
+
+
+class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
+    """A collective can't do what it is asked for, such as a reducescatter of maxima. Raised before anything is sent.
+
+    Horovod raises some of these as a HorovodInternalError or a NotImplementedError. Here it is never recovered: the
+    same lines would ask for the same again.
+    """
+
+
+class UnsupportedType(Invalid, TypeError):
+    """A collective can't carry tensors of this dtype; a ValueError in Horovod."""

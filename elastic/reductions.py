@@ -14,6 +14,7 @@ import torch
 from elastic import adasum
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.reducing import DTYPES
+from elastic.errors import UnsupportedType
 
 Started = tuple[list[Work], Callable[[], Any]]
 
@@ -22,10 +23,10 @@ _SMALL = (torch.uint8, torch.int8, torch.int16)  # an average fits, the sum befo
 
 
 def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> None:
-    """Raises TypeError for dtypes that can't be reduced, ValueError for the rest."""
+    """Raises UnsupportedType for dtypes that can't be reduced, ValueError for the rest."""
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
-            raise TypeError(
+            raise UnsupportedType(
                 f"{kind} can't reduce a tensor of {tensor.dtype}; convert it first, a bool with"
                 " tensor.to(torch.uint8), a complex one with torch.view_as_real(tensor)"
             )

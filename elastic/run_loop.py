@@ -31,6 +31,7 @@ from elastic.errors import (
     PeerLost,
     StateMismatch,
     TensorMismatch,
+    Unsupported,
     WorldChanging,
 )
 from elastic.protocol import COPY, World
@@ -117,7 +118,7 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             rt.committed()
             state.report_commit()
             rt.mark_restored()
-        except (TensorMismatch, CollectiveFailed):
+        except (TensorMismatch, Unsupported, CollectiveFailed):
             raise  # the second only where a world of a fixed size has lost a worker
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
             kept = isinstance(error, HostsUpdatedInterrupt) and _keep(rt, state)

@@ -15,7 +15,7 @@ import torch
 from elastic import adasum, reductions, runtime
 from elastic.collectives import construct
 from elastic.collectives.interface import Op
-from elastic.errors import TensorMismatch
+from elastic.errors import TensorMismatch, Unsupported
 from elastic.handles import Handles
 from elastic.pending import Pending, run_alone
 from elastic.requests import (
@@ -81,7 +81,7 @@ def start_reducescatter(
 ) -> int:
     _need_rows(REDUCESCATTER, tensors)
     if op not in (Op.AVERAGE, Op.SUM):
-        raise ValueError(f"reducescatter can't use {op.name.title()}; use Average or Sum")
+        raise Unsupported(f"reducescatter can't use {op.name.title()}; use Average or Sum")
     reductions.check(REDUCESCATTER, tensors, op, (prescale, postscale) != (1.0, 1.0))
 
     scales = (float(prescale), float(postscale))
@@ -242,7 +242,7 @@ def _need_rows(kind: str, tensors: Tensors) -> None:
     _need_tensors(kind, tensors)
     for tensor in tensors:
         if tensor.dim() == 0:
-            raise ValueError(
+            raise Unsupported(
                 f"{kind} needs tensors with at least 1 dimension; use tensor.reshape(1)"
             )
 

@@ -99,6 +99,21 @@ def test_scales_are_applied_before_and_after_the_sum(rank, size):
         assert result.tolist() == [int(3.75 * size), -int(3.75 * size)], dtype
 
 
+@everywhere(3)
+def test_a_scaled_half_is_rounded_as_horovod_does_and_added_no_worse(rank, size):
+    """Scaled in float32 and rounded, once; then added. With equal tensors that is Horovod's sum, bit for bit."""
+    torch.manual_seed(0)
+    drawn = [torch.randn(4096).mul(30).half() for _ in range(size)]
+    for factor in (3.0, 1 / 3, 0.7):
+        scaled = [(tensor.float() * factor).half() for tensor in drawn]
+        alike = hvd.allreduce(drawn[0], op=hvd.Sum, prescale_factor=factor)
+        assert torch.equal(alike, scaled[0] * size)
+        total = hvd.allreduce(drawn[rank], op=hvd.Sum, prescale_factor=factor).double()
+        exact = sum(tensor.double() * factor for tensor in drawn)
+        horovods = ((scaled[0] + scaled[1]) + scaled[2]).double()
+        assert (total - exact).abs().sum() <= (horovods - exact).abs().sum()
+
+
 @everywhere()
 def test_half_precision_is_scaled_in_single(rank, size):
     """1e-8 is zero in float16: scaling there would lose the result."""

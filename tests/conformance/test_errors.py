@@ -160,3 +160,23 @@ def test_unknown_handles(rank, size):
     with raises(ValueError):
         hvd.poll(10**9)
     works(size)
+
+
+@everywhere(3)
+def test_what_a_collective_cannot_do_has_horovods_type_too(rank, size):
+    """Scripts catch HorovodInternalError where Horovod raises it; ours are ValueErrors as well, and nothing is sent."""
+    for op in (hvd.Adasum, hvd.Min, hvd.Max, hvd.Product):
+        for call in (hvd.reducescatter, hvd.reducescatter_async):
+            with raises(hvd.HorovodInternalError, "reducescatter can't use"):
+                call(torch.ones(size), op=op)
+    for call in (hvd.allgather, hvd.reducescatter):
+        with raises(hvd.HorovodInternalError, "at least 1 dimension"):
+            call(torch.tensor(1.0))
+    with raises(NotImplementedError, "Adasum works among 1, 2, 4, 8"):
+        hvd.allreduce(torch.ones(2), op=hvd.Adasum)
+    for kind in (TypeError, ValueError):
+        with raises(kind, "can't reduce a tensor of torch.complex64"):
+            hvd.allreduce(torch.ones(2, dtype=torch.complex64))
+    with raises(ValueError, "state_dict"):
+        hvd.broadcast_parameters(torch.nn.Linear(1, 1), root_rank=0)
+    works(size)

@@ -41,6 +41,14 @@ def test_parameters_from_every_root(rank, size):
 
 
 @everywhere(2)
+def test_a_list_of_parameters_needs_no_names(rank, size):
+    model, wanted = model_of(rank), model_of(1)
+    hvd.broadcast_parameters(list(model.parameters()), root_rank=1)
+    for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@everywhere(2)
 def test_a_sync_deals_out_what_is_left_on_every_rank(rank, size):
     for synced in (hvd.elastic.TorchState.sync, lambda state: state._handlers["sampler"].sync()):
         sampler = hvd.elastic.ElasticSampler(list(range(16)), shuffle=False)

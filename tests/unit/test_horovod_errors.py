@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from elastic import environment, errors, host_news, runtime
-from elastic.errors import CollectiveFailed, ElasticError, PeerLost, TensorMismatch, WorldChanging
+from elastic.errors import (
+    CollectiveFailed,
+    ElasticError,
+    PeerLost,
+    TensorMismatch,
+    Unsupported,
+    WorldChanging,
+)
 from elastic.horovod_errors import (
     HorovodPeerLost,
     HorovodVersionMismatchError,
@@ -106,6 +113,7 @@ def test_failures_that_end_a_job_bear_horovods_name_too():
         HostsUpdatedInterrupt(skip_sync=True),
         HorovodVersionMismatchError("torch", "2.8", "2.9"),
         TensorMismatch("shapes"),
+        Unsupported("no such reducescatter"),
         CollectiveFailed("reset"),
         PeerLost("lost"),
     ],
@@ -153,7 +161,13 @@ def test_a_lost_peer_that_is_caught_and_raised_again_is_recovered(world_of_one):
 
 
 @pytest.mark.parametrize(
-    "raises", [TensorMismatch("shapes differ"), ValueError("a bug"), CollectiveFailed("reset")]
+    "raises",
+    [
+        TensorMismatch("shapes differ"),
+        Unsupported("no such reducescatter"),
+        ValueError("a bug"),
+        CollectiveFailed("reset"),
+    ],
 )
 def test_what_would_only_happen_again_ends_the_script(world_of_one, raises):
     with pytest.raises(type(raises), match=str(raises)):

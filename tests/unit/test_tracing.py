@@ -256,6 +256,8 @@ def asking(monkeypatch):
 
     def answer(message) -> None:
         said.append(message)
+        if not isinstance(message, protocol.TimelineWanted):
+            return
         made.receive(protocol.TimelineAnswer(message.request, 1, message.path, errors[0]))
 
     env = environment.read({"HOROVOD_TIMELINE": "/t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
