@@ -587,7 +587,12 @@ class Driver:
         if outcome.code == 0:
             return ("info", f"training has ended: {outcome.reason}")
         level = "info" if self._stop_code is not None else "error"
-        return (level, f"the job ends with exit code {outcome.code}: {outcome.reason}")
+        said = f"the job ends with exit code {outcome.code}: {outcome.reason}"
+        if "\n" in outcome.reason:  # what a worker wrote may fill the screen
+            said += (
+                f"\nwhy the job ends with exit code {outcome.code} stands above what was written"
+            )
+        return (level, said)
 
 
 def _some(workers: Sequence[Worker]) -> str:

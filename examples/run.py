@@ -99,7 +99,8 @@ def happenings(story: Path, start: float, written: Sequence[Json]) -> Iterable[H
             text = f"{action['size']} workers after {action['total_ms']:.0f} ms ({phases})"
             if copied:
                 text += f", {copied:.1f} MB copied"
-            yield Happening(at - start, kind, text, pause_ms(at - start, written))
+            # The first world may stand an instant before its first step.
+            yield Happening(max(0.0, at - start), kind, text, pause_ms(at - start, written))
 
 
 def pause_ms(at: float, written: Sequence[Json]) -> float | None:

@@ -15,6 +15,7 @@ from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.events import (
     BreakWorld,
     DumpStacks,
+    EndJob,
     LetGo,
     ProbeWorkers,
     RejectWorker,
@@ -339,9 +340,19 @@ async def test_an_exit_code_after_success_is_not_lost(s):
     await s.exit(A)
     await s.exit(B, 3)
     assert await s.code() == 1
-    assert any(
-        "rank 1 (localhost:1#1 on localhost) ended with exit code 3 after" in x for x in s.log
-    )
+    text = "rank 1 (localhost:1#1 on localhost) ended with exit code 3 in code that runs after training"
+    assert any(text in x for x in s.log)
+
+
+@story()
+async def test_what_a_worker_wrote_does_not_come_last(s):
+    await s.train(A, B)
+    _, said = s.driver._end(EndJob(1, "rank 0 ended; it wrote:\nTraceback"))
+    assert said.splitlines()[0] == "the job ends with exit code 1: rank 0 ended; it wrote:"
+    assert said.splitlines()[-1].startswith("why the job ends with exit code 1 stands above")
+    for worker in (A, B):
+        await s.exit(worker, 1)
+    assert await s.code() == 1
 
 
 @story()
