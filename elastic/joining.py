@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from elastic import gradients, plan_difference, plans, runtime, shadow, submission
+from elastic import gradients, own_gpu, plan_difference, plans, runtime, shadow, submission
 from elastic.collectives.interface import Collectives, Work
 from elastic.errors import StateMismatch
 from elastic.shadow import Members, Shadow
@@ -34,6 +34,7 @@ def join(device: int = -1) -> int:
     StateMismatch if the others' optimizers don't fit together, NotInitialized before ``init()``.
     """
     rt = runtime.current()
+    own_gpu.settle()
     handle = submission.start_join()
     last: int | None = None
     companies: list[_Company] | None = None
@@ -118,7 +119,7 @@ class _Company:
             purpose = self._known.channel
             types = [each for each in types if self._rt.wanted(purpose, each, self._members)]
         for type in types:
-            device = torch.device(type)
+            device = own_gpu.of(type)
             group = self._rt.group(self._known.channel, device, self._members)
             neutral = plans.proposal(None, 0, 0, group.rank, self._known.taken())
             self._proposed = (group, device, *shadow.propose(group, device, neutral))

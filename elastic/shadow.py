@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from elastic import plans, runtime, sparse_gradients
+from elastic import own_gpu, plans, runtime, sparse_gradients
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import StateMismatch
 from elastic.gradient_buckets import zeros
@@ -31,7 +31,7 @@ def channel_device(known: Plans, device: torch.device) -> torch.device:
     if not known.agreed:
         return device
     type = known.agreed[0].layout.wires[0].device
-    return device if device.type == type else torch.device(type)
+    return device if device.type == type else own_gpu.of(type)
 
 
 def compare(group: Collectives, device: torch.device, proposal: list[int]) -> Verdict:
@@ -210,7 +210,7 @@ class Shadow:
 
 
 def _zeros(wire: Wire) -> torch.Tensor:
-    return zeros(wire.elements, getattr(torch, wire.dtype), torch.device(wire.device))
+    return zeros(wire.elements, getattr(torch, wire.dtype), own_gpu.of(wire.device))
 
 
 def _buffers(wires: list[Wire]) -> dict[str, list[torch.Tensor]]:
@@ -224,5 +224,5 @@ def _buffers(wires: list[Wire]) -> dict[str, list[torch.Tensor]]:
 
 
 def _no_entries(sparse: Sparse) -> torch.Tensor:
-    like = torch.empty(1, dtype=getattr(torch, sparse.dtype), device=sparse.device)
+    like = torch.empty(1, dtype=getattr(torch, sparse.dtype), device=own_gpu.of(sparse.device))
     return sparse_gradients.empty(like.expand(sparse.shape), sparse.dims)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from elastic import reductions, timeline
+from elastic import own_gpu, reductions, timeline
 from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.pending import Batch, Pending
@@ -119,7 +119,7 @@ def _mark(rows: list[str], began_ns: int) -> None:
 
 
 def _device(request: Request) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if request.device == "cuda" else _CPU
+    return own_gpu.of(request.device)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic import adasum, reductions, runtime
+from elastic import adasum, own_gpu, reductions, runtime
 from elastic.collectives import construct
 from elastic.collectives.interface import Op
 from elastic.errors import TensorMismatch, Unsupported
@@ -214,12 +214,17 @@ def _submit(
             if group_size(device, members) == 1:
                 run_alone(pending, rt.alone_group())
             else:
-                construct.check_device(device.type)  # what fails later has been promised to others
-                rt.engine().submit(pending, soon)
+                _to_engine(rt, pending, soon)
     except BaseException:
         _handles.release(handle)
         raise
     return handle
+
+
+def _to_engine(rt: runtime.Runtime, pending: Pending, soon: bool) -> None:
+    construct.check_device(pending.device.type)  # what fails later has been promised to others
+    own_gpu.meet(pending.device)
+    rt.engine().submit(pending, soon)
 
 
 def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int] | None:

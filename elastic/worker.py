@@ -23,6 +23,7 @@ import torch
 from elastic import (
     host_news,
     meeting,
+    own_gpu,
     protocol,
     quiet_end,
     recovery,
@@ -504,6 +505,7 @@ class Runtime:
         members = tuple(range(place.size)) if ranks is None else ranks
         if len(members) == 1:
             return LocalCollectives()
+        own_gpu.meet(device)
         key = (purpose, device.type, members)
         group = self._groups.find(key)
         if group is not None:

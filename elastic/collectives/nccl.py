@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from elastic import own_gpu
 from elastic.collectives import reducing, threads
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.store import Call, Store, listen
@@ -56,7 +57,7 @@ class NcclCollectives:
         self._collective_timeout_s = (
             timeout_s if collective_timeout_s is None else collective_timeout_s
         )
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = own_gpu.device()
         self._backend: Any = None
         self._failed: str | None = None
         self._lock = threading.Lock()
@@ -252,7 +253,8 @@ class NcclWork:
 
     def finished(self) -> bool:
         """Whether its kernels have ended, with or without success."""
-        return bool(self._work.is_completed())
+        with torch.cuda.device(self._group._device):  # any thread asks, and most are on device 0
+            return bool(self._work.is_completed())
 
     def within(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -24,6 +25,7 @@ from elastic.worker import Runtime
 def gpu(monkeypatch):
     """One group that was aborted, and the time that passes while it is waited for."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     clock = SimpleNamespace(now=100.0)
     passing = SimpleNamespace(
         monotonic=lambda: clock.now,

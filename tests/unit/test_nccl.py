@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from elastic import own_gpu
 from elastic.collectives.interface import Op
 from elastic.collectives.nccl import NcclCollectives
 from elastic.collectives.store import Store
@@ -61,6 +64,23 @@ class Backend:
         self.kernel.completed = True
 
 
+@pytest.fixture(autouse=True)
+def devices(monkeypatch) -> list[torch.device]:
+    """The devices that threads have turned to, in order; without CUDA torch's own guard can't be used."""
+    turned: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        turned.append(device)
+        yield
+        turned.append(torch.device("cpu"))
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(own_gpu, "_index", None)
+    monkeypatch.setattr(own_gpu, "_chosen", None)
+    return turned
+
+
 @pytest.fixture
 def nccl(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -68,6 +88,14 @@ def nccl(monkeypatch) -> SimpleNamespace:
     backend = Backend()
     group._backend = backend.torchs
     return SimpleNamespace(group=group, backend=backend, kernel=backend.kernel)
+
+
+def test_a_collective_is_asked_on_its_own_gpu_whichever_thread_asks(nccl, devices):
+    """CUDA would begin to use GPU 0 there, which costs hundreds of megabytes of it."""
+    work = nccl.group.allreduce(torch.ones(3), Op.SUM)
+    nccl.kernel.work.is_completed.side_effect = lambda: devices[-1:] == [nccl.group._device]
+    assert work.done()
+    assert nccl.group.ended(0.0)
 
 
 def test_a_completed_collective_orders_the_stream_behind_it(nccl):

@@ -1,0 +1,80 @@
+"""One process trains on one GPU: which one is known in every thread, and a second one is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic import own_gpu, starting, submission
+from elastic.collectives.interface import Op
+from elastic.collectives.nccl import NcclCollectives
+from elastic.errors import Invalid
+from elastic.requests import ALLREDUCE, Request
+
+
+@pytest.fixture(autouse=True)
+def current(monkeypatch) -> Iterator[SimpleNamespace]:
+    """CUDA's current device, which each thread has for itself, and which is 0 until it says otherwise."""
+    chosen = threading.local()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(chosen, "index", 0))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(own_gpu, "_index", None)
+    monkeypatch.setattr(own_gpu, "_chosen", None)
+    yield SimpleNamespace(choose=lambda index: setattr(chosen, "index", index))
+
+
+def elsewhere(work: Any) -> Any:
+    """In the engine's thread, say, where nobody has chosen a device."""
+    box: list[Any] = []
+    thread = threading.Thread(target=lambda: box.append(work()))
+    thread.start()
+    thread.join()
+    return box[0]
+
+
+def test_a_rank_that_joins_has_its_part_on_its_own_gpu(current):
+    current.choose(2)
+    own_gpu.settle()
+    request = Request(ALLREDUCE, "x", (("float32", (3,)),), "cuda", int(Op.SUM))
+    assert elsewhere(lambda: starting._device(request)) == torch.device("cuda", 2)
+
+
+def test_a_group_is_on_the_gpu_of_the_first_tensor_whichever_thread_forms_it(current):
+    own_gpu.meet(torch.device("cuda", 1))
+    group = elsewhere(lambda: NcclCollectives(rank=0, size=2, timeout_s=10.0))
+    assert group._device == torch.device("cuda", 1)
+
+
+def test_a_second_gpu_is_refused_with_a_sentence():
+    own_gpu.meet(torch.device("cuda", 1))
+    own_gpu.meet(torch.device("cpu"))
+    own_gpu.meet(torch.device("cuda"))  # whichever it is
+    with pytest.raises(Invalid, match="on cuda:1 so far, and now on cuda:0: start one worker for"):
+        own_gpu.meet(torch.device("cuda", 0))
+
+
+def test_what_was_settled_gives_way_to_what_tensors_say(current):
+    """A script may join, or form a group, on the CPU before it chooses."""
+    own_gpu.settle()
+    own_gpu.meet(torch.device("cuda", 1))
+    assert own_gpu.device() == torch.device("cuda", 1)
+
+
+def test_a_cpu_job_does_not_begin_to_use_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("it was begun"))
+    own_gpu.settle()
+    own_gpu.meet(torch.device("cpu"))
+
+
+def test_a_submission_of_a_second_gpu_reaches_nobody(monkeypatch):
+    own_gpu.meet(torch.device("cuda", 1))
+    rt = SimpleNamespace(engine=lambda: pytest.fail("it was submitted"))
+    pending = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(Invalid):
+        submission._to_engine(rt, pending, True)  # type: ignore[arg-type]
