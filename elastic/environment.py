@@ -154,6 +154,12 @@ def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -
         environ.setdefault(name, value)
 
 
+def gpus_are_shared(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether NCCL (from 2.30 on) was told that several ranks may have one GPU."""
+    env = os.environ if environ is None else environ
+    return _switch(env, "NCCL_MULTI_RANK_GPU_ENABLE")
+
+
 def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
     """Whether somebody has chosen how this process's memory is allocated and given back."""
     env = os.environ if environ is None else environ

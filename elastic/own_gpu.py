@@ -5,6 +5,8 @@ What tensors say in the training thread decides; before there are any, what that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from elastic.errors import Invalid
@@ -32,6 +34,26 @@ def settle() -> None:
     global _chosen
     if torch.cuda.is_initialized():
         _chosen = torch.cuda.current_device()
+
+
+def uuid(device: torch.device) -> str:
+    """By which it is known in all processes, whatever numbers they have for it; empty if it has none."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def refuse_shared(uuids: Sequence[str], visible: int) -> None:
+    """Of the GPUs of all ranks of a group. Raises Invalid where two have the same, and so on every rank.
+
+    ``visible``: how many GPUs this process sees.
+    """
+    first: dict[str, int] = {}
+    for rank, each in enumerate(uuids):
+        if each and first.setdefault(each, rank) != rank:
+            raise Invalid(
+                f"ranks {first[each]} and {rank} use the same GPU ({each}), and NCCL needs one for each worker: call"
+                " torch.cuda.set_device(local_rank()) before anything is put there, and start no more workers on a"
+                f" host than it has GPUs ({visible} are visible here)"
+            )
 
 
 def of(type: str) -> torch.device:

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic import own_gpu
+from elastic import environment, own_gpu
 from elastic.collectives import reducing, threads
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.store import Call, Store, listen
-from elastic.errors import CollectiveFailed
+from elastic.errors import CollectiveFailed, Invalid
 
 _SPIN_S = 0.001  # a step's collectives usually end within this: do not sleep before
 _STEP_S = 0.0001
@@ -60,6 +60,7 @@ class NcclCollectives:
         self._device = own_gpu.device()
         self._backend: Any = None
         self._failed: str | None = None
+        self._invalid: Invalid | None = None  # what the script has to change
         self._lock = threading.Lock()
         self._building: threading.Thread | None = None
         self._aborting: threading.Thread | None = None
@@ -70,17 +71,23 @@ class NcclCollectives:
     # ---- connecting ------------------------------------------------------------------------------------------------
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None:
-        """Blocks until the communicator's making has begun on all ranks. Raises CollectiveFailed, also on `abort`."""
+        """Blocks until the communicator's making has begun on all ranks. Raises CollectiveFailed, also on `abort`.
+
+        Raises Invalid, on every rank, where two of them use one GPU.
+        """
         self._building = threads.begin("elastic-nccl", self._build, store, purpose, bind_host)
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
         if not self._built.wait(longest_s):
             self._fail(f"NCCL did not connect {self.size} ranks within {longest_s:g} s")
+        if self._invalid is not None:
+            raise self._invalid
         self._raise_if_failed()
 
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
         try:
             self._make(store, purpose, bind_host)
         except Exception as error:  # whatever happens here must reach the thread that waits
+            self._invalid = error if isinstance(error, Invalid) else None
             self._fail(f"{error}")
         finally:
             self._built.set()
@@ -118,15 +125,18 @@ class NcclCollectives:
         host = b"" if listener is None else bind_host.encode()
         key = f"{purpose}/nccl/{self.size}"
         # A rank that comes late is waited for as long as in a collective.
-        served_at = store.exchange(
+        told = store.exchange(
             key,
             self.rank,
             self.size,
-            host + b" " + port,
+            b" ".join([host, port, own_gpu.uuid(self._device).encode()]),
             self._collective_timeout_s,
             self._swapping,
-        )[0]
-        server_host, _, server_port = served_at.decode().rpartition(" ")
+        )
+        served_at, gpus = zip(*(each.decode().rsplit(" ", 1) for each in told), strict=True)
+        if not environment.gpus_are_shared():
+            own_gpu.refuse_shared(gpus, torch.cuda.device_count())
+        server_host, _, server_port = served_at[0].rpartition(" ")
         ids = c10d.TCPStore(
             server_host,
             int(server_port),

@@ -6,13 +6,16 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
+from torch._C import _distributed_c10d as c10d
 
 from elastic import own_gpu, starting, submission
 from elastic.collectives.interface import Op
 from elastic.collectives.nccl import NcclCollectives
+from elastic.collectives.store import Store
 from elastic.errors import Invalid
 from elastic.requests import ALLREDUCE, Request
 
@@ -78,3 +81,48 @@ def test_a_submission_of_a_second_gpu_reaches_nobody(monkeypatch):
     pending = SimpleNamespace(device=torch.device("cuda", 0))
     with pytest.raises(Invalid):
         submission._to_engine(rt, pending, True)  # type: ignore[arg-type]
+
+
+def test_two_workers_on_one_gpu_are_refused_with_a_sentence():
+    own_gpu.refuse_shared(["GPU-a", "GPU-b"], visible=2)
+    with pytest.raises(Invalid) as refused:
+        own_gpu.refuse_shared(["GPU-a", "GPU-b", "GPU-a"], visible=2)
+    assert str(refused.value) == (
+        "ranks 0 and 2 use the same GPU (GPU-a), and NCCL needs one for each worker: call"
+        " torch.cuda.set_device(local_rank()) before anything is put there, and start no more workers on a host"
+        " than it has GPUs (2 are visible here)"
+    )
+
+
+def test_what_is_no_uuid_proves_nothing():
+    own_gpu.refuse_shared(["", ""], visible=2)
+
+
+@pytest.fixture
+def same_gpu(monkeypatch) -> NcclCollectives:
+    """A group of two that find each other on one GPU."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(own_gpu, "uuid", lambda device: "GPU-a")
+    options = SimpleNamespace(config=SimpleNamespace(blocking=1))
+    torchs = create_autospec(type("ProcessGroupNCCL", (c10d.Backend,), {}))
+    torchs.Options = lambda: options
+    torchs.side_effect = lambda *_: pytest.fail("it came to NCCL")
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", torchs, raising=False)
+    return NcclCollectives(rank=1, size=2, timeout_s=10.0)
+
+
+def test_it_is_said_before_nccl_is_asked_on_every_rank(same_gpu):
+    store = create_autospec(Store, instance=True)
+    store.exchange.side_effect = lambda key, rank, size, blob, *_: [b"127.0.0.1 1 GPU-a", blob]
+    with pytest.raises(Invalid, match="ranks 0 and 1 use the same GPU"):
+        same_gpu.connect(store, "gradients", "127.0.0.1")
+
+
+def test_nccl_may_be_told_to_allow_it(same_gpu, monkeypatch):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    store = create_autospec(Store, instance=True)
+    store.exchange.side_effect = lambda key, rank, size, blob, *_: [b"127.0.0.1 1 GPU-a", blob]
+    monkeypatch.setattr(c10d, "TCPStore", lambda *_, **__: c10d.HashStore())
+    with pytest.raises(BaseException, match="it came to NCCL"):
+        same_gpu._make(store, "gradients", "127.0.0.1")
