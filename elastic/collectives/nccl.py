@@ -185,6 +185,11 @@ class NcclCollectives:
     ) -> NcclWork:
         backend = self._backend
         self._raise_if_failed()
+        if torch.cuda.is_current_stream_capturing():
+            raise Invalid(
+                "a collective can be no part of a CUDA graph: capture forward and backward without the collectives,"
+                " or train without graphs"
+            )
         try:
             work = NcclWork(self, getattr(backend, name)(*arguments), then)
         except RuntimeError as error:

@@ -19,7 +19,7 @@ from elastic import own_gpu
 from elastic.collectives.interface import Op
 from elastic.collectives.nccl import NcclCollectives
 from elastic.collectives.store import Store
-from elastic.errors import CollectiveFailed
+from elastic.errors import CollectiveFailed, Invalid
 
 
 class Kernel:
@@ -76,6 +76,7 @@ def devices(monkeypatch) -> list[torch.device]:
         turned.append(torch.device("cpu"))
 
     monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(own_gpu, "_index", None)
     monkeypatch.setattr(own_gpu, "_chosen", None)
     return turned
@@ -254,3 +255,13 @@ def test_making_a_group_leaves_the_environment_alone(monkeypatch):
     torchs.connect.start()
     torchs.connect.join(10.0)
     assert torchs.environment == before == dict(os.environ)
+
+
+def test_a_collective_in_a_cuda_graph_is_refused_with_a_sentence(nccl, monkeypatch):
+    """Replayed, it would go by everything that tells whether a step was whole."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        Invalid, match="no part of a CUDA graph: capture forward and backward without"
+    ):
+        nccl.group.allreduce(torch.ones(3), Op.SUM)
+    assert not nccl.backend.reduced
