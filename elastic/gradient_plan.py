@@ -59,8 +59,7 @@ class GradientPlan:
     def own_order(self, ready: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """What this rank would have all use: what was agreed before, else what it has seen in this step."""
         count = len(self.slots)
-        slots = [self.slot_of[id(each)] for each in ready if id(each) in self.slot_of]
-        numbers = list(dict.fromkeys(slot.number for slot in slots))
+        numbers = [self.slot_of[id(each)].number for each in ready if id(each) in self.slot_of]
         return self.order or buckets.seen_order(numbers, count) or buckets.expected_order(count)
 
     def train(self, trained: tuple[int, ...]) -> None:
