@@ -169,14 +169,14 @@ def test_what_a_collective_cannot_do_has_horovods_type_too(rank, size):
         for call in (hvd.reducescatter, hvd.reducescatter_async):
             with raises(hvd.HorovodInternalError, "reducescatter can't use"):
                 call(torch.ones(size), op=op)
-    for call in (hvd.allgather, hvd.reducescatter):
+    for refused in (hvd.allgather, hvd.reducescatter):
         with raises(hvd.HorovodInternalError, "at least 1 dimension"):
-            call(torch.tensor(1.0))
+            refused(torch.tensor(1.0))
     with raises(NotImplementedError, "Adasum works among 1, 2, 4, 8"):
         hvd.allreduce(torch.ones(2), op=hvd.Adasum)
     for kind in (TypeError, ValueError):
         with raises(kind, "can't reduce a tensor of torch.complex64"):
             hvd.allreduce(torch.ones(2, dtype=torch.complex64))
     with raises(ValueError, "state_dict"):
-        hvd.broadcast_parameters(torch.nn.Linear(1, 1), root_rank=0)
+        hvd.broadcast_parameters(torch.nn.Linear(1, 1), root_rank=0)  # type: ignore[arg-type]
     works(size)

@@ -143,7 +143,7 @@ def place() -> list[int]:
 def test_a_forked_child_knows_its_workers_place(rank, size):
     """Workers of a DataLoader shard a stream by it."""
     assert in_a_fork(place) == place()
-    assert in_a_fork(lambda: [hvd.init(), place()]) == [None, place()]
+    assert in_a_fork(lambda: (hvd.init(), place())[1]) == place()  # type: ignore[func-returns-value]
     assert in_a_fork(lambda: in_a_fork(place)) == place()
     sampler = hvd.elastic.ElasticSampler(list(range(10)), shuffle=False)
     assert in_a_fork(lambda: list(sampler)) == list(sampler)
@@ -156,7 +156,8 @@ def test_a_forked_child_knows_its_workers_place(rank, size):
         kind, text = in_a_fork(call)
         assert kind == "NotInitialized", kind
         assert "forked from a worker" in text and "init" not in text, text
-    assert in_a_fork(lambda: [hvd.shutdown(), hvd.is_initialized()]) == [None, False]
+    ended = in_a_fork(lambda: (hvd.shutdown(), hvd.is_initialized())[1])  # type: ignore[func-returns-value]
+    assert ended is False
     works(size)
 
 

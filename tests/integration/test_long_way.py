@@ -43,13 +43,14 @@ class Counted:
             self.by_thread.setdefault(threading.get_ident(), []).append(key)
             return exchange(store, key, *arguments, **named)
 
-        Store.exchange = counting  # type: ignore[method-assign]
+        Store.exchange = counting  # type: ignore[method-assign,assignment]
 
 
 def address(rank: int, size: int) -> Address:
     if "groups" not in ranks.kept:
         ranks.kept["groups"] = Groups(environment.read({"ELASTIC_NATIVE": "0"}), lambda: False)
-    return ranks.kept["groups"].listen()
+    groups: Groups = ranks.kept["groups"]
+    return groups.listen()
 
 
 def enter(rank: int, size: int, generation: int, hosts: int, store: Address) -> Place:

@@ -255,4 +255,4 @@ def test_a_host_manager_says_what_has_changed():
     assert manager.update_available_hosts() is HostUpdateResult.mixed
     assert (manager.available_hosts, manager.host_slots) == ({"a", "c"}, {"a": 1, "c": 1})
     with pytest.raises(Invalid, match="find_available_hosts_and_slots"):
-        HostManager(object())
+        HostManager(object())  # type: ignore[arg-type]

@@ -1136,7 +1136,7 @@ def test_newcomers_that_differ_end_alone(threads):
 
     def train(rank):
         model = net(3, 2)
-        own = runtime.current()
+        own: Any = runtime.current()
         own.world = protocol.World(1, own.place, protocol.Address("", 0), 2, None, "")
         optimizer = sgd(model, op=Op.SUM if rank == 2 else Op.AVERAGE)
         with pytest.raises(StateMismatch if rank == 2 else PeerLost, match="op is SUM on rank 2"):
