@@ -26,6 +26,7 @@ class WorkerConnected(Event):
 
     worker: Worker
     pid: int
+    torch_version: str = ""
 
 
 class WorkerReconnected(Event):

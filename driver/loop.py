@@ -51,6 +51,7 @@ from elastic.driver.events import (
     TellWorld,
     TimePassed,
     WelcomeWorker,
+    WorkerConnected,
     WorkerDisconnected,
     WorkerExited,
 )
@@ -66,6 +67,7 @@ from elastic.driver.parting import Partings
 from elastic.driver.reports import Reports
 from elastic.driver.settings import Settings
 from elastic.driver.tracing import Tracing
+from elastic.driver.versions import Versions
 from elastic.driver.wording import event_of, recovery_line
 from elastic.protocol import Address, Place, Worker
 from elastic.report_values import Report as WorkerReport
@@ -171,6 +173,7 @@ class Driver:
         self.job = job
         self.results: dict[Worker, bytes] = {}
         self.places: dict[Worker, Place] = dict(past.places) if past else {}
+        self._versions = Versions()
         self._promised: dict[Worker, Place] = {}  # at their start; until there is a world
         self.generation = past.generation if past else 0
         self.outcome = ""  # why the job ended
@@ -364,6 +367,10 @@ class Driver:
         # The exit that brings the end about is membership's to judge.
         begun = self._ending is not None
         self._perform(actions)
+        if isinstance(event, WorkerConnected):
+            told = self._versions.heard(event.worker.host, event.torch_version)
+            if told:
+                self._log("warning", told)
         unseen = self._unseen(event)
         self._running -= unseen
         if self._ending is not None:

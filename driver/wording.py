@@ -29,8 +29,8 @@ from elastic.protocol import Worker
 def event_of(worker: Worker, message: Any) -> Event:
     """What a worker said, word for word as an event. Layout, Result and Reported are none."""
     match message:
-        case protocol.Hello(_, pid):
-            return WorkerConnected(worker, pid)
+        case protocol.Hello(_, pid, torch_version):
+            return WorkerConnected(worker, pid, torch_version)
         case protocol.Reconnected(generation, welcomed):
             return WorkerReconnected(worker, generation, welcomed)
         case protocol.Ready(generation, commit, store, layout, running, number):

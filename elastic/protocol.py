@@ -138,10 +138,11 @@ class TurnedAway(Message):
 
 
 class Hello(Message):
-    """First message after the handshake."""
+    """First message after the handshake. ``torch_version``: empty if not told."""
 
     worker: Worker
     pid: int
+    torch_version: str = ""
 
 
 class Reconnected(Message):

@@ -134,7 +134,7 @@ class Runtime:
         self._link.start(self._receive, self._poked, self._driver_lost)
         with self._lock:
             self._recovery.place = Place(-1, 0, 0, 0, 0, 0)
-        self._link.send(protocol.Hello(self.env.worker, os.getpid()))
+        self._link.send(protocol.Hello(self.env.worker, os.getpid(), str(torch.__version__)))
         deadline = time.monotonic() + CONNECT_S
         with self._changed:
             while self._recovery.place.rank < 0 and self._recovery.phase is not Phase.OVER:

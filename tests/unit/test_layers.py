@@ -56,6 +56,7 @@ PURE = [
     "driver/ending.py",
     "driver/placement.py",
     "driver/cooldown.py",
+    "driver/versions.py",
     "driver/settings.py",
     "driver/events.py",
     "driver/etcd_contact.py",

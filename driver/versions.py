@@ -1,0 +1,27 @@
+"""Decides whether to say that hosts have different versions of torch. Pure.
+
+They may train together, and mostly do. But a difference in the numbers, or an error on one host only, is then no
+riddle.
+"""
+
+from __future__ import annotations
+
+
+class Versions:
+    """The first host that was heard of with each version."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+
+    def heard(self, host: str, version: str) -> str:
+        """What to say of it, once for each version after the first; else empty."""
+        if not version or version in self._first:
+            return ""
+        others = [f"{each} on {first}" for each, first in self._first.items()]
+        self._first[version] = host
+        if not others:
+            return ""
+        return (
+            f"host {host} has torch {version}, others have {', '.join(others)}: they train together, but results and"
+            " errors may differ from host to host; install one version everywhere"
+        )

@@ -1,0 +1,22 @@
+"""Hosts with different versions of torch are named, once each."""
+
+from __future__ import annotations
+
+from elastic.driver.versions import Versions
+
+
+def test_one_version_is_no_news():
+    versions = Versions()
+    assert versions.heard("a", "2.13.0+cpu") == versions.heard("b", "2.13.0+cpu") == ""
+
+
+def test_another_version_is_told_once_with_who_has_which():
+    versions = Versions()
+    versions.heard("a", "2.13.0")
+    told = versions.heard("b", "2.15.0")
+    assert "host b has torch 2.15.0" in told and "2.13.0 on a" in told
+    assert versions.heard("c", "2.15.0") == versions.heard("a", "2.13.0") == ""
+
+
+def test_a_worker_that_tells_none_is_passed_over():
+    assert Versions().heard("a", "") == ""
