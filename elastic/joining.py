@@ -107,11 +107,9 @@ class _Company:
 
     def _look(self, now: float) -> bool:
         """Comes to where the next plan is agreed, if the others are there or have been."""
-        if self._known.agreed:
-            first = self._known.agreed[0].layout.wires[0]
-            types = [first.device]
-        else:
-            types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        types = [shadow.CPU.type]
+        if not self._known.agreed and torch.cuda.is_available():
+            types.append("cuda")  # the first is agreed where its gradients are
         if not self._known.channel_open:
             if now < self._look_at:
                 return False

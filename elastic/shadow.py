@@ -18,6 +18,7 @@ from elastic.gradient_buckets import zeros
 from elastic.plans import Agreed, Layout, Mark, Plans, Sparse, Verdict, Wire
 
 GATHERED = (Op.SUM,)  # the reductions, as they are sent, that gathered gradients have
+CPU = torch.device("cpu")
 AT_ONCE = 2  # buffers of zeros under way; more would only take memory
 
 Members = tuple[int, ...] | None
@@ -27,11 +28,11 @@ Members = tuple[int, ...] | None
 
 
 def channel_device(known: Plans, device: torch.device) -> torch.device:
-    """Where the next agreement takes place: where the first one did, which was ``device`` if it is the first."""
-    if not known.agreed:
-        return device
-    type = known.agreed[0].layout.wires[0].device
-    return device if device.type == type else own_gpu.of(type)
+    """Where the next agreement takes place: the first on ``device``, as the gradients will. All others on the CPU: they
+    have a group of their own, and every communicator on a GPU costs memory, and has to be launched in one order with
+    the others.
+    """
+    return CPU if known.agreed else device
 
 
 def compare(group: Collectives, device: torch.device, proposal: list[int]) -> Verdict:
