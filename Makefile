@@ -9,7 +9,7 @@ READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install native sanitize train test check fix bench bench-ray soak matrix hosts clean
+.PHONY: help install native sanitize train test fakecuda check fix bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make sanitize  test the C++ under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make train     two to five minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make test      install, then every test"
+	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
 	@echo "make check     format, lint, types, unit and simulation tests: two minutes on 2 cores"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make bench     every benchmark: a table each"
@@ -70,6 +71,12 @@ TESTS_AT_ONCE ?= 2
 test: $(READY)
 	@tests/needs.sh
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
+
+# See tests/harness/fake_cuda/README.md. Tests marked gpu find made-up ones.
+fakecuda: $(READY)
+	$(BIN)/python tests/harness/fake_cuda/build.py
+	$(BIN)/python -m pytest -m fakecuda
+	$(BIN)/python tests/harness/fake_cuda/start.py 2 $(BIN)/python -m pytest -m gpu
 
 check: $(READY)
 	$(BIN)/ruff format --check

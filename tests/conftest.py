@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import importlib.util
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.fake_cuda import start as made_up
 from integration.job import Job
 from integration.program import Process
 
@@ -34,6 +37,7 @@ def cuda_found() -> bool:
 
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (cuda_found, "needs a CUDA device"),
+    "fakecuda": (lambda: made_up.missing() is None, "needs the made-up CUDA; run: make fakecuda"),
     "etcd": (lambda: shutil.which("etcd") is not None, "needs etcd; apt-get install etcd-server"),
     "ray": (lambda: importlib.util.find_spec("ray") is not None, "needs ray; pip install ray"),
 }
@@ -43,6 +47,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (found, reason) in NEEDS.items():
         if item.get_closest_marker(marker) and not found():
             pytest.skip(reason)
+    asked = "fakecuda" in (item.config.option.markexpr or "")
+    if item.get_closest_marker("fakecuda") and not asked and item.path.stem != "test_training":
+        pytest.skip("one module of tests/fakecuda is enough here; for all run: make fakecuda")
 
 
 @pytest.fixture
@@ -104,6 +111,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def rewrite(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written anew."""
     return bool(request.config.getoption("--rewrite"))
+
+
+@pytest.fixture
+def fake_cuda() -> Iterator[Callable[..., dict[str, str]]]:
+    """What processes on made-up GPUs need in their environment: ``fake_cuda(gpus=3, FAKE_FAULTS="...")``.
+
+    All of a test meet in NCCL: they share a folder, which is gone afterwards. See `harness.fake_cuda`.
+    """
+    reason = made_up.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        yield functools.partial(made_up.environment, Path(shared))
 
 
 @pytest.fixture

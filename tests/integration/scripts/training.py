@@ -36,6 +36,7 @@ from elastic.horovod_errors import HorovodInternalError
 DEADLINE_S = 60.0
 WORKER = os.environ["ELASTIC_WORKER"]
 HOST = WORKER.rpartition(":")[0]
+DEVICE = os.environ.get("DEVICE", "cpu")  # of each worker's own, where it is cuda
 SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
 STEPS = int(os.environ.get("STEPS", "10"))
 NEVER = -1
@@ -153,11 +154,13 @@ def digest(state: State) -> str:
     """Of everything that must be equal: parameters, the optimizer's state and options, the Python values."""
     whole = hashlib.sha256(f"{state.step} {state.seen}".encode())
     for tensor in state.model.state_dict().values():
-        whole.update(tensor.numpy().tobytes())
+        whole.update(tensor.cpu().numpy().tobytes())
     kept = state.optimizer.state_dict()
     for entries in kept["state"].values():
         for name, value in sorted(entries.items()):
-            content = value.numpy().tobytes() if isinstance(value, torch.Tensor) else str(value)
+            content = (
+                value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else str(value)
+            )
             whole.update(name.encode())
             whole.update(content if isinstance(content, bytes) else content.encode())
     for group in kept["param_groups"]:
@@ -182,7 +185,7 @@ def holding(step: int) -> bool:
 
 def one_step(state: State) -> float:
     model, optimizer = state.model, state.optimizer
-    inputs, wanted = problem.batch(state.step)
+    inputs, wanted = (each.to(DEVICE) for each in problem.batch(state.step))
     rank, size = elastic.rank(), elastic.size()
     match os.environ.get("ZERO_GRAD"):
         case "zeros":
@@ -241,7 +244,9 @@ def main() -> None:
     if "GREET" in os.environ:
         greet()
     own_weights, wider = "OWN_WEIGHTS" in os.environ, WORKER in os.environ.get("WIDER", "").split()
-    model = problem.model(SLOT if own_weights else 0, 9 if wider else 8)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(elastic.local_rank())
+    model = problem.model(SLOT if own_weights else 0, 9 if wider else 8).to(DEVICE)
     descent = problem.optimizer(os.environ.get("OPTIMIZER", "SGD"), model)
     optimizer = elastic.DistributedOptimizer(
         descent, named_parameters=model.named_parameters(), op=elastic.Sum

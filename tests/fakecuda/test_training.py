@@ -1,0 +1,22 @@
+"""Jobs on made-up GPUs: torch's own ProcessGroupNCCL, streams, events and allocator; see `harness.fake_cuda`."""
+
+from __future__ import annotations
+
+import pytest
+
+from integration.history import History, sizes, started
+
+pytestmark = pytest.mark.fakecuda
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_a_killed_worker_is_done_without_and_the_weights_are_those_of_cpus(
+    job, fake_cuda, optimizer
+):
+    dies = {"STEPS": "12", "OPTIMIZER": optimizer, "DIE": "slot=1,step=5,place=backward"}
+    on_gpus = started(job, 3, **fake_cuda(gpus=3), DEVICE="cuda", **dies)
+    on_gpus.succeed(110)
+    assert sizes(on_gpus)[-2:] == [3, 2]
+    History(on_gpus).check(steps=12, optimizer=optimizer)
+    assert "is not made up" not in on_gpus.output
+    assert "is spoilt" not in on_gpus.output

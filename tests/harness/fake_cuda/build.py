@@ -1,0 +1,202 @@
+"""Builds the made-up CUDA: ``python tests/harness/fake_cuda/build.py``. A second call does only what is missing.
+
+Downloads the CUDA build of torch and the headers of the CUDA runtime and of NCCL, 735 MB in all, none of NVIDIA's
+libraries. In the place of these come our own runtime and NCCL, and for the rest empty ones that say what was called.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from harness.fake_cuda.start import BUILT, FOLDER, HERE, sources
+
+# Three equals signs: the build of exactly this name, which has CUDA, not one marked "+cpu".
+TORCH = "2.13.0"
+WHEELS = (
+    f"torch==={TORCH}",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-nccl-cu13==2.29.7",
+)
+SITE, INCLUDE, LIB, OBJECTS = (FOLDER / name for name in ("site", "include", "lib", "objects"))
+
+CUDART, NCCL, CUDA = "libcudart.so.13", "libnccl.so.2", "libcuda.so.1"
+OURS = {
+    CUDART: ("faults", "devices", "streams", "memory", "launches"),
+    NCCL: ("nccl", "shared"),
+    CUDA: ("driver",),
+}
+OPERATORS = "libfakeoperators.so"
+# By which the libraries' symbols begin; the first that fits.
+PREFIXES = {
+    "cublasLt": "libcublasLt.so.13",
+    "cublas": "libcublas.so.13",
+    "cudnn": "libcudnn.so.9",
+    "cufft": "libcufft.so.12",
+    "curand": "libcurand.so.10",
+    "cusparseLt": "libcusparseLt.so.0",
+    "cusparse": "libcusparse.so.12",
+    "cusolver": "libcusolver.so.12",
+    "cuFile": "libcufile.so.0",
+    "nvrtc": "libnvrtc.so.13",
+    "nvshmem": "libnvshmem_host.so.3",
+    "cupti": "libcupti.so.13",
+    "nccl": NCCL,
+    "__cuda": CUDART,
+    "cuda": CUDART,
+    "cu": CUDA,
+}
+
+
+def main() -> None:
+    if BUILT.exists() and BUILT.read_text() == sources():
+        print(f"built already: {FOLDER}")
+        return
+    unpack()
+    shutil.rmtree(LIB, ignore_errors=True)
+    LIB.mkdir()
+    OBJECTS.mkdir(exist_ok=True)
+    modules = [each for names in OURS.values() for each in names]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(compiled, ["operators", *modules]))
+    needed = symbols()
+    for library in [CUDART, *sorted(needed.keys() - {CUDART})]:
+        link(library, needed[library])
+    run(
+        *("g++", "-shared", "-o", LIB / OPERATORS, OBJECTS / "operators.o"),
+        *(f"-L{SITE / 'torch' / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda"),
+        *(f"-L{LIB}", f"-l:{CUDART}"),
+    )
+    BUILT.write_text(sources())
+    print(f"built: {FOLDER}")
+
+
+def run(*words: str | Path) -> str:
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, words))}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+# ---- what is downloaded ----------------------------------------------------------------------------------------------
+
+
+def unpack() -> None:
+    """Torch into ``site``, where it can be imported from; of NVIDIA's wheels only headers. The wheels are not kept."""
+    stamp = FOLDER / "unpacked"
+    if stamp.exists() and stamp.read_text() == " ".join(WHEELS):
+        return
+    for folder in (SITE, INCLUDE):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
+        run(
+            *(
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--only-binary=:all:",
+            ),
+            *("--dest", temporary, *WHEELS),
+        )
+        for path in sorted(Path(temporary).glob("*.whl")):
+            with zipfile.ZipFile(path) as wheel:
+                if path.name.startswith("torch-"):
+                    wheel.extractall(SITE)
+                else:
+                    headers(wheel)
+    # By this entry torch finds what to call at the end of its import.
+    entry = SITE / "fake_cuda-1.dist-info"
+    entry.mkdir()
+    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-cuda\nVersion: 1\n")
+    (entry / "entry_points.txt").write_text("[torch.backends]\nfake_cuda = fake_cuda:install\n")
+    stamp.write_text(" ".join(WHEELS))
+
+
+def headers(wheel: zipfile.ZipFile) -> None:
+    for name in wheel.namelist():
+        _, found, inner = name.partition("/include/")
+        if not found or not inner or name.endswith("/"):
+            continue
+        content = wheel.read(name)
+        if inner == "nccl.h":  # of the narrow floats it needs only the names of the dtypes
+            content = re.sub(rb"#include <cuda_(fp16|bf16|fp8)\.h>", b"", content)
+        path = INCLUDE / inner
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+# ---- what is built ---------------------------------------------------------------------------------------------------
+
+
+def compiled(module: str) -> None:
+    """Only torch's own headers need a newer C++."""
+    include = SITE / "torch" / "include"
+    system = [INCLUDE]
+    if module == "operators":
+        system += [include, include / "torch/csrc/api/include"]
+    run(
+        *("g++", "-c", "-fPIC", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"),
+        "-std=c++20" if module == "operators" else "-std=c++17",
+        *(word for folder in system for word in ("-isystem", folder)),
+        *(HERE / f"{module}.cpp", "-o", OBJECTS / f"{module}.o"),
+    )
+
+
+def symbols() -> dict[str, dict[str, str]]:
+    """What torch's libraries need of NVIDIA's: library, symbol, version."""
+    needed: dict[str, dict[str, str]] = {library: {} for library in PREFIXES.values()}
+    for library in (SITE / "torch" / "lib").glob("*.so*"):
+        for line in run("readelf", "--dyn-syms", "--wide", library).splitlines():
+            words = line.split()
+            if len(words) < 8 or words[6] != "UND":
+                continue
+            name, _, version = words[7].partition("@")
+            found = next((PREFIXES[each] for each in PREFIXES if name.startswith(each)), None)
+            if found:
+                needed[found][name] = version.strip("@")
+    return needed
+
+
+def link(library: str, needed: dict[str, str]) -> None:
+    """Our objects, if there are any, and for the other symbols functions that say that they are not made up."""
+    objects = [OBJECTS / f"{module}.o" for module in OURS.get(library, ())]
+    have = run("nm", "--defined-only", "--format=posix", *objects) if objects else ""
+    defined = {line.split()[0] for line in have.splitlines() if line}
+    code = (
+        801 if library == CUDART else 1
+    )  # an error in each of these interfaces; 801: not supported
+    lines = ["#include <stdio.h>"]
+    for name in sorted(needed.keys() - defined):
+        said = f'fputs("[fake cuda] {name} was called, which is not made up\\n", stderr);'
+        lines.append(f"long {name}(void) {{ {said} return {code}; }}")
+    source = OBJECTS / f"{library}.c"
+    source.write_text("\n".join(lines) + "\n")
+    run("gcc", "-c", "-fPIC", "-w", source, "-o", source.with_suffix(".o"))
+    versions = {version for version in needed.values() if version}
+    assert len(versions) <= 1, f"{library} has several versions: {versions}"
+    script = OBJECTS / f"{library}.map"
+    script.write_text("".join(f"{version} {{ global: *; }};\n" for version in versions))
+    run(
+        *("g++", "-shared", "-pthread", "-o", LIB / library, f"-Wl,-soname,{library}"),
+        *([f"-Wl,--version-script={script}"] if versions else []),
+        *(*objects, source.with_suffix(".o")),
+        *([f"-L{LIB}", f"-l:{CUDART}"] if objects and library != CUDART else []),
+    )
+
+
+if __name__ == "__main__":
+    main()

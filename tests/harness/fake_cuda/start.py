@@ -1,0 +1,63 @@
+"""Starts processes on made-up GPUs: `environment` is what they need. See README.md.
+
+By hand: ``python tests/harness/fake_cuda/start.py 3 python train.py`` runs a command on three.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+FOLDER = Path(os.environ.get("FAKE_CUDA_FOLDER", ROOT / "build" / "fakecuda"))  # outside of git
+BUILT = FOLDER / "built"  # holds the digest of what it was built from
+
+
+def sources() -> str:
+    """A digest of all that decides how it is built."""
+    files = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "build.py"])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def missing() -> str | None:
+    """Why nothing can be started; None if all is there."""
+    if not BUILT.exists():
+        return "the made-up CUDA is not built; run: make fakecuda"
+    if BUILT.read_text() != sources():
+        return "the made-up CUDA is older than its sources; run: make fakecuda"
+    return None
+
+
+def environment(shared: Path, *, gpus: int = 2, **settings: str) -> dict[str, str]:
+    """Variables for a process, to be added to its others. ``import torch`` then gives the CUDA build.
+
+    Processes that are to meet in NCCL have the same folder ``shared``: best in /dev/shm. Settings go by the names in
+    README.md, in capitals: ``environment(folder, FAKE_FAULTS="kernel:die,rank=1,nth=5")``.
+    """
+    reason = missing()
+    if reason is not None:
+        raise FileNotFoundError(reason)
+    return {
+        "LD_LIBRARY_PATH": str(FOLDER / "lib"),
+        "PYTHONPATH": os.pathsep.join([str(FOLDER / "site"), str(HERE / "worker")]),
+        "FAKE_GPUS": str(gpus),
+        "FAKE_CUDA_SHARED": str(shared),
+        "OMP_NUM_THREADS": "1",
+        **settings,
+    }
+
+
+def main() -> int:
+    gpus, *command = sys.argv[1:]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        variables = os.environ | environment(Path(shared), gpus=int(gpus))
+        return subprocess.run(command, env=variables).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+// Streams, events and host functions of the made-up CUDA runtime: a stream is a thread.
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "faults.h"
+#include "runtime.h"
+
+namespace fake {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kLook = std::chrono::milliseconds(5);  // how often who waits looks whether the device is spoilt
+
+std::mutex& lock = *new std::mutex;
+std::vector<Stream*>& streams = *new std::vector<Stream*>;
+std::map<int, Stream*>& defaults = *new std::map<int, Stream*>;
+
+Stream* made(int device, int priority) {
+  auto* stream = new Stream(device, priority);
+  std::lock_guard<std::mutex> guard(lock);
+  streams.push_back(stream);
+  return stream;
+}
+
+}  // namespace
+
+Stream::Stream(int device_number, int priority_number) : device(device_number), priority(priority_number) {
+  std::thread([this] { run(); }).detach();
+}
+
+void Stream::run() {
+  for (;;) {
+    std::function<void()> work;
+    {
+      std::unique_lock<std::mutex> guard(mutex_);
+      changed_.wait(guard, [this] { return ending_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      work = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    switch (strike("work", device, -1)) {
+      case Blow::error: spoil(device, cudaErrorIllegalAddress, "FAKE_FAULTS"); break;
+      case Blow::hang:
+        for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+      case Blow::none: break;
+    }
+    if (spoilt(device) == cudaSuccess) work();
+    work = nullptr;  // what it holds is let go before anybody hears that it is done
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      done_++;
+    }
+    changed_.notify_all();
+  }
+}
+
+void Stream::add(std::function<void()> work) {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    queue_.push_back(std::move(work));
+    added_++;
+  }
+  changed_.notify_all();
+}
+
+bool Stream::idle() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return done_ == added_;
+}
+
+cudaError_t Stream::wait() {
+  std::unique_lock<std::mutex> guard(mutex_);
+  const unsigned long until = added_;
+  while (done_ < until && spoilt(device) == cudaSuccess) changed_.wait_for(guard, kLook);
+  return spoilt(device);
+}
+
+void Stream::end() {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    ending_ = true;
+  }
+  changed_.notify_all();
+}
+
+Stream* stream_of(cudaStream_t handle) {
+  if (reinterpret_cast<uintptr_t>(handle) > 2) return reinterpret_cast<Stream*>(handle);
+  const int device = current_device();
+  std::lock_guard<std::mutex> guard(lock);
+  auto& found = defaults[device];
+  if (!found) {
+    found = new Stream(device, 0);
+    streams.push_back(found);
+  }
+  return found;
+}
+
+cudaError_t enqueue(cudaStream_t handle, std::function<void()> work) {
+  if (cudaError_t error = enter()) return error;
+  auto* stream = stream_of(handle);
+  if (cudaError_t error = spoilt(stream->device)) return error;
+  stream->add(std::move(work));
+  return cudaSuccess;
+}
+
+cudaError_t wait_for_all_streams(int device) {
+  std::vector<Stream*> all;
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    all = streams;
+  }
+  for (Stream* stream : all)
+    if (stream->device == device) stream->wait();
+  return spoilt(device);
+}
+
+namespace {
+
+// Counts how often it was recorded, and how many of these records the stream has come to.
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  unsigned long recorded = 0, reached = 0;
+  int device = 0;
+  Clock::time_point at;
+
+  cudaError_t wait(unsigned long until, int waiter) {
+    std::unique_lock<std::mutex> guard(mutex);
+    while (reached < until) {
+      if (cudaError_t error = spoilt(waiter)) return error;
+      if (cudaError_t error = spoilt(device)) return error;
+      changed.wait_for(guard, kLook);
+    }
+    return cudaSuccess;
+  }
+};
+
+using Held = std::shared_ptr<Event>;  // destroyed by its owner while a stream has still to come to it
+Held& held(cudaEvent_t event) { return *reinterpret_cast<Held*>(event); }
+
+}  // namespace
+
+}  // namespace fake
+
+using namespace fake;
+
+CUDA_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
+  if (cudaError_t error = enter()) return error;
+  *stream = reinterpret_cast<cudaStream_t>(made(current_device(), std::clamp(priority, -5, 0)));
+  return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+
+CUDA_API cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  return cudaStreamCreateWithPriority(stream, 0, 0);
+}
+
+CUDA_API cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  stream_of(stream)->end();
+  return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = stream_of(stream)->priority;
+  return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  if (cudaError_t error = enter()) return error;
+  auto* stream = stream_of(handle);
+  if (cudaError_t error = spoilt(stream->device)) return error;
+  return stream->idle() ? cudaSuccess : cudaErrorNotReady;
+}
+
+CUDA_API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (cudaError_t error = enter()) return error;
+  return stream_of(stream)->wait();
+}
+
+CUDA_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  if (cudaError_t error = enter()) return error;
+  auto made_event = std::make_shared<Event>();
+  made_event->device = current_device();
+  *event = reinterpret_cast<cudaEvent_t>(new Held(std::move(made_event)));
+  return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+
+CUDA_API cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete &held(event);
+  return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
+  if (cudaError_t error = enter()) return error;
+  Held event = held(handle);
+  unsigned long number = 0;
+  {
+    std::lock_guard<std::mutex> guard(event->mutex);
+    number = ++event->recorded;
+    event->device = stream_of(stream)->device;
+  }
+  return enqueue(stream, [event, number] {
+    {
+      std::lock_guard<std::mutex> guard(event->mutex);
+      event->reached = std::max(event->reached, number);
+      event->at = Clock::now();
+    }
+    event->changed.notify_all();
+  });
+}
+
+CUDA_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+
+CUDA_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  if (cudaError_t error = enter()) return error;
+  Held event = held(handle);
+  std::lock_guard<std::mutex> guard(event->mutex);
+  if (cudaError_t error = spoilt(event->device)) return error;
+  return event->reached >= event->recorded ? cudaSuccess : cudaErrorNotReady;
+}
+
+CUDA_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  if (cudaError_t error = enter()) return error;
+  Held event = held(handle);
+  unsigned long until = 0;
+  {
+    std::lock_guard<std::mutex> guard(event->mutex);
+    until = event->recorded;
+  }
+  return event->wait(until, event->device);
+}
+
+CUDA_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned) {
+  Held event = held(handle);
+  unsigned long until = 0;
+  {
+    std::lock_guard<std::mutex> guard(event->mutex);
+    until = event->recorded;
+  }
+  const int device = stream_of(stream)->device;
+  return enqueue(stream, [event, until, device] { event->wait(until, device); });
+}
+
+CUDA_API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
+  *ms = std::chrono::duration<float, std::milli>(held(end)->at - held(begin)->at).count();
+  return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+  return enqueue(stream, [function, argument] { function(argument); });
+}
+
+CUDA_API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function,
+                                           void* argument, unsigned) {
+  return enqueue(stream, [=] { function(stream, cudaSuccess, argument); });
+}
+
+CUDA_API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                              unsigned long long* id, cudaGraph_t*,
+                                              const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                              size_t*) {
+  *status = cudaStreamCaptureStatusNone;
+  if (id) *id = 0;
+  return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }

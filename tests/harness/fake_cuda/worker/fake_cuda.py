@@ -1,0 +1,30 @@
+"""In a process on the made-up GPUs: torch calls `install` at the end of its import (its entry point for backends).
+
+Test scripts may ask for more: ``import fake_cuda; fake_cuda.contexts()``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+
+def install() -> None:
+    import torch
+
+    operators = ctypes.CDLL("libfakeoperators.so")
+    assert operators.fake_cuda_install() > 1000, (
+        "torch has too few operators for CUDA: is this the CUDA build?"
+    )
+    # Nobody computes these kernels. Torch then takes those that `operators.cpp` stands in for.
+    torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def contexts() -> list[int]:
+    """The devices that this process has touched: each costs hundreds of megabytes on a real GPU."""
+    runtime = ctypes.CDLL("libcudart.so.13")
+    runtime.fake_cuda_contexts.restype = ctypes.c_ulong
+    bits = runtime.fake_cuda_contexts()
+    return [device for device in range(64) if bits >> device & 1]
