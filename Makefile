@@ -77,6 +77,8 @@ fakecuda: $(READY)
 	$(BIN)/python tests/harness/fake_cuda/build.py
 	$(BIN)/python -m pytest -m fakecuda
 	$(BIN)/python tests/harness/fake_cuda/start.py 2 $(BIN)/python -m pytest -m gpu
+	CONFORMANCE_DEVICE=cuda $(BIN)/python tests/harness/fake_cuda/start.py 4 \
+	  $(BIN)/python -m pytest -k "not sparse" tests/conformance
 
 check: $(READY)
 	$(BIN)/ruff format --check

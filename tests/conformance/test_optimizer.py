@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import horovod.torch as hvd
-from conformance.worlds import everywhere, raises, works
+from conformance.worlds import DEVICE, everywhere, raises, works
 
 
 def build(seed: int = 0, *, sparse: bool = False) -> Any:
@@ -82,8 +82,9 @@ def test_it_trains_as_one_process_with_the_whole_batch(rank, size):
         "listed groups",
         groups=lambda m: [list(m[0].parameters()), list(m[2].parameters())],
     )
-    compare(rank, size, "sparse", sparse=True)
-    compare(rank, size, "sparse as dense", sparse=True, sparse_as_dense=True)
+    if DEVICE == "cpu":  # made-up GPUs have no sparse tensors
+        compare(rank, size, "sparse", sparse=True)
+        compare(rank, size, "sparse as dense", sparse=True, sparse_as_dense=True)
 
 
 @everywhere()

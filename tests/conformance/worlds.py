@@ -6,6 +6,7 @@ seconds to start; what a test leaves broken is replaced before the next one.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ import horovod.torch as hvd
 from integration.ranks import Ranks
 
 SIZES = (2, 3, 4)
+DEVICE = os.environ.get(
+    "CONFORMANCE_DEVICE", "cpu"
+)  # cuda: needs as many GPUs as the largest world has ranks
 TEST_S = 20.0  # a test that takes longer waits for something that will not come
 FORM_S = 60.0  # with the imports that come first
 
@@ -82,6 +86,9 @@ def _enter(rank: int, size: int, address: Any) -> None:
     from elastic import runtime
     from integration.scripts import light  # noqa: F401
 
+    if DEVICE == "cuda":  # what tests make without saying where lies on the rank's own GPU
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
     runtime.init_static(rank, size, address)
     hvd.init(process_sets="dynamic")  # it is initialized; from now on sets can be added
 

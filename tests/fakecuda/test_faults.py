@@ -1,0 +1,49 @@
+"""What a job makes of faults inside NCCL and CUDA, named by place; see `harness.fake_cuda`."""
+
+from __future__ import annotations
+
+import pytest
+
+from integration.history import History, started
+
+pytestmark = [pytest.mark.fakecuda, pytest.mark.slow]
+
+
+def trained(job, fake_cuda, fault: str, np: int = 3) -> History:
+    """After a job in which one process suffers, and which ends well."""
+    training = started(
+        job,
+        np,
+        **fake_cuda(gpus=np, FAKE_FAULTS=f"{fault},once=suffered"),
+        DEVICE="cuda",
+        STEPS="12",
+    )
+    training.succeed(110)
+    assert (training.folder / "suffered").exists(), "nothing went wrong"
+    history = History(training)
+    history.check(steps=12)
+    return history
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "init:die,rank=1",
+        "init:die,rank=2,nth=2",
+        "connect:die,rank=1,nth=2",
+        "kernel:die,rank=1,nth=12",
+        "kernel:die,rank=0,nth=20",
+        "abort:slow,ms=800",
+    ],
+)
+def test_a_death_inside_nccl_is_one_like_any_other(job, fake_cuda, fault):
+    trained(job, fake_cuda, fault if "die" in fault else f"{fault};kernel:die,rank=1,nth=12")
+
+
+def test_a_gpu_that_fails_takes_its_worker_with_it_and_nobody_else(job, fake_cuda):
+    history = trained(job, fake_cuda, "work:error,device=1,nth=250")
+    assert len(history.all("done")) == 2
+
+
+def test_slow_copies_lose_nothing(job, fake_cuda):
+    trained(job, fake_cuda, "copy:slow,ms=3;kernel:die,rank=1,nth=15")
