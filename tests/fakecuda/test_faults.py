@@ -40,6 +40,16 @@ def test_a_death_inside_nccl_is_one_like_any_other(job, fake_cuda, fault):
     trained(job, fake_cuda, fault if "die" in fault else f"{fault};kernel:die,rank=1,nth=12")
 
 
+def test_an_error_that_nccl_reports_costs_a_world_and_no_worker(job, fake_cuda):
+    history = trained(job, fake_cuda, "kernel:error,rank=1,nth=12")
+    assert {record["rank"] for record in history.all("done")} == {0, 1, 2}
+
+
+def test_a_frozen_peer_is_replaced_by_nobody_and_the_others_go_on(job, fake_cuda):
+    history = trained(job, fake_cuda, "kernel:freeze,rank=1,nth=12")
+    assert len(history.all("done")) == 2
+
+
 def test_a_gpu_that_fails_takes_its_worker_with_it_and_nobody_else(job, fake_cuda):
     history = trained(job, fake_cuda, "work:error,device=1,nth=250")
     assert len(history.all("done")) == 2

@@ -518,16 +518,19 @@ NCCL_API ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* resul
 }
 
 NCCL_API ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {
+  if (!comm) return ncclInvalidArgument;
   *rank = comm->rank;
   return ncclSuccess;
 }
 
 NCCL_API ncclResult_t ncclCommCount(ncclComm_t comm, int* count) {
+  if (!comm) return ncclInvalidArgument;
   *count = comm->size;
   return ncclSuccess;
 }
 
 NCCL_API ncclResult_t ncclCommCuDevice(ncclComm_t comm, int* device) {
+  if (!comm) return ncclInvalidArgument;
   *device = comm->device;
   return ncclSuccess;
 }
@@ -559,12 +562,14 @@ NCCL_API ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   return ncclSuccess;
 }
 
+// Of no communicator these two are a success, as in NCCL. Torch does it.
 NCCL_API ncclResult_t ncclCommDestroy(ncclComm_t comm) {
-  reclaim(comm);
+  if (comm) reclaim(comm);
   return ncclSuccess;
 }
 
 NCCL_API ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  if (!comm) return ncclSuccess;
   log("abort of rank %d of %d", comm->rank, comm->size);
   comm->aborted = true;
   if (depth)
