@@ -48,8 +48,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if item.get_closest_marker(marker) and not found():
             pytest.skip(reason)
     asked = "fakecuda" in (item.config.option.markexpr or "")
-    if item.get_closest_marker("fakecuda") and not asked and item.path.stem != "test_training":
-        pytest.skip("one module of tests/fakecuda is enough here; for all run: make fakecuda")
+    if item.get_closest_marker("fakecuda") and item.get_closest_marker("slow") and not asked:
+        pytest.skip("slow, on made-up GPUs; run: make fakecuda")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from integration.history import History, started
 
-pytestmark = [pytest.mark.fakecuda, pytest.mark.slow]
+pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def trained(job, fake_cuda, fault: str, np: int = 3) -> History:

@@ -6,10 +6,10 @@ import pytest
 
 from integration.history import History, sizes, started
 
-pytestmark = pytest.mark.fakecuda
+pytestmark = [pytest.mark.fakecuda, pytest.mark.timeout(240)]
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("Adam", marks=pytest.mark.slow)])
 def test_a_killed_worker_is_done_without_and_the_weights_are_those_of_cpus(
     job, fake_cuda, optimizer
 ):
@@ -17,6 +17,10 @@ def test_a_killed_worker_is_done_without_and_the_weights_are_those_of_cpus(
     on_gpus = started(job, 3, **fake_cuda(gpus=3), DEVICE="cuda", **dies)
     on_gpus.succeed(110)
     assert sizes(on_gpus)[-2:] == [3, 2]
+    on_cpus = started(job, 3, **dies)
+    on_cpus.succeed()
     History(on_gpus).check(steps=12, optimizer=optimizer)
+    digests = [{done["sha"] for done in History(each).all("done")} for each in (on_gpus, on_cpus)]
+    assert digests[0] == digests[1] and len(digests[0]) == 1
     assert "is not made up" not in on_gpus.output
     assert "is spoilt" not in on_gpus.output
