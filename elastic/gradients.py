@@ -178,12 +178,11 @@ class GradientReducer:
             elif self._size > 1:
                 if not self._begun:
                     self._begin(world.generation)
-                anew = self._next is not None and self._agreed == world.generation
                 if self._next is not None:
-                    self._give_up(world)
-                if self._plan.named and self._agreed != world.generation:
+                    self._agree_anew(world)
+                elif self._plan.named and self._agreed != world.generation:
                     try:
-                        self._agree(world, plans.Moment.STEP, anew)
+                        self._agree(world, plans.Moment.STEP)
                     except Exception:
                         self._clear()  # nothing is under way
                         raise
@@ -225,6 +224,8 @@ class GradientReducer:
             slot = None if self._next else self._plan.slot_of.get(id(parameter))
             if slot is None:
                 self._ready.append(parameter)  # the next plan may have it
+                if self._next is not None:
+                    tell_end(self)
                 return
             if slot.passes_left == 0:
                 if any(other.follows(parameter) for other in reducers if other is not self):
@@ -267,7 +268,13 @@ class GradientReducer:
         if not self._begun or self._reduced or self._generation != world.generation or world.broken:
             return  # finish() says why, where that has to be said
         if self._next is not None:
-            return  # finish() tells the others
+            self._ended += not inner
+            if not inner and 0 < self._usual <= self._ended:  # else finish() tells the others
+                with world.guard("gradients"), torch.no_grad():
+                    self._agree_anew(world)
+                    self._early = True
+                    self._launch_rest(world)
+            return
         # Those that only other ranks train get no gradient here.
         complete = self._complete == sum(slot.parameter.requires_grad for slot in self._plan.slots)
         if inner and not complete:
@@ -340,8 +347,9 @@ class GradientReducer:
             self.install_hooks()
             self._own = own
         if signature != self._signature:
+            if [each[0] for each in signature] != [each[0] for each in self._signature or ()]:
+                self._usual = 0  # others may come with passes of their own
             self._signature = signature
-            self._usual = 0
             named = [(self._name(each, number), each) for number, each in enumerate(parameters)]
             plan = GradientPlan(self._options, named, bucket_bytes())
             plan.begin_step(self._passes)
@@ -559,13 +567,23 @@ class GradientReducer:
                 shadow.end_plan(world, known.agreed[number], self._members)
         return known.record(number, layout, self), verdict.last
 
-    def _give_up(self, world: runtime.Runtime) -> None:
-        """Parameters are other ones than in the plan: this rank takes its last step with zeros, and has a new plan."""
+    def _agree_anew(self, world: runtime.Runtime) -> None:
+        """Parameters are other ones than in the plan: this rank takes its last step with zeros, and has a new plan.
+
+        Raises StateMismatch, PeerLost.
+        """
         assert self._next is not None
-        if self._agreed == world.generation and self._number is not None:
+        anew = self._agreed == world.generation
+        if anew and self._number is not None:
             shadow.end_plan(world, self._number, self._members)
         self._plan, self._next = self._next, None
-        self._agreed = None
+        self._agreed, usual = None, self._usual
+        try:
+            self._agree(world, plans.Moment.STEP, anew)
+        except Exception:
+            self._clear()  # nothing is under way
+            raise
+        self._usual = usual
 
     def _heed_change(self, world: runtime.Runtime) -> None:
         """On some rank, as the mark may say, other parameters require a gradient than before; the step has been taken
@@ -579,11 +597,13 @@ class GradientReducer:
         reduced = {
             id(slot.parameter): (slot.parameter, slot.parameter.grad) for slot in self._plan.slots
         }
-        ready = list(self._ready)
+        ready, usual, ended = list(self._ready), self._usual, self._ended
         self._clear()
         self._agreed, self._ready = None, ready
         self._agree(world, plans.Moment.STEP)
         self._ready.clear()
+        # The same passes bring the gradients of the steps to come.
+        self._usual, self._ended = usual, ended
         for parameter in absent:
             if id(parameter) not in self._plan.slot_of:
                 parameter.grad = None  # frozen on every rank now: the optimizer leaves it alone

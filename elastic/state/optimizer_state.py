@@ -128,6 +128,7 @@ class OptimizerStateHandler(Part):
             "values": entries.values,
             "origins": entries.origins,
             "loose": entries.loose,
+            "passes": getattr(self.value, "backward_passes_per_step", None),
         }
         return structure, tensors
 
@@ -168,6 +169,10 @@ class OptimizerStateHandler(Part):
         self._clear_gradients()
         reset_passes = getattr(self.value, "_reset_passes", None)
         if reset_passes is not None:
+            value: Any = self.value
+            passes = structure.get("passes")
+            if passes is not None and passes != value.backward_passes_per_step:
+                value.set_backward_passes_per_step(passes)
             reset_passes()
 
     def _place_options(self, options: list[dict[str, Any]]) -> None:

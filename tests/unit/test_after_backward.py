@@ -338,3 +338,45 @@ def test_a_step_that_was_reduced_can_be_abandoned(world):
         optimizer.step()
         assert model[0].bias.grad.tolist() == [1.0, 1.0]
         optimizer.zero_grad()
+
+
+def seen_after_backward(threads: Any, change: Any, steps: int = 6) -> list[list[list[float]]]:
+    """What each rank sees of its gradients after each backward pass. One parameter is never used."""
+
+    def train(rank: int) -> list[list[float]]:
+        model, unused = net(3, 2, 2), torch.nn.Parameter(torch.ones(2))
+        named = [*model.named_parameters(), ("unused", unused)]
+        parameters = [each for _, each in named]
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD(parameters, lr=1e-6), named)
+        seen = []
+        for number in range(steps):
+            change(model, rank, number)
+            optimizer.zero_grad()
+            model(batch(rank, number)).square().sum().backward()
+            live = [each.grad for each in model.parameters() if each.grad is not None]
+            seen.append([float(each.sum()) for each in live])
+            optimizer.step()
+        return seen
+
+    found: list[list[list[float]]] = threads(RANKS, train)
+    return found
+
+
+@pytest.mark.parametrize("who", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_freezing_and_thawing_changes_nothing_of_when_gradients_are_reduced(threads, who):
+    def freeze(model: Any, rank: int, number: int) -> None:
+        if rank in who:
+            model[0].requires_grad_(number not in (2, 3))
+
+    first, second = seen_after_backward(threads, freeze)
+    assert first[1:] == second[1:]  # in the first step nobody knows which pass is the last
+
+
+def test_the_step_in_which_parameters_grow_is_reduced_when_its_pass_ends(threads):
+    def grow(model: Any, rank: int, number: int) -> None:
+        if number == 2:
+            for parameter in model[-1].parameters():
+                parameter.data = torch.cat([parameter.data, parameter.data])
+
+    first, second = seen_after_backward(threads, grow)
+    assert first[1:] == second[1:]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from elastic import gradient_layout, runtime
+from elastic import gradient_layout, gradients, runtime
 from elastic.collectives import fake
 from elastic.collectives.interface import Op
 from elastic.compression import Compression
@@ -22,7 +22,7 @@ from unit.small_worlds import World, net, sgd
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
-    gc.collect()  # optimizers of other tests
+    monkeypatch.setattr(gradients, "reducers", weakref.WeakSet())  # without those of other tests
     world = World(2)
     monkeypatch.setattr(runtime, "current", lambda: world)
     return world

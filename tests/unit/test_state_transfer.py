@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import elastic
+from elastic import environment, runtime
 from elastic.collectives import fake
 from elastic.errors import Invalid, StateMismatch
 from elastic.state import ElasticSampler, TorchState, exchange, python_values
@@ -322,3 +324,18 @@ def test_parameters_that_should_have_been_equal_are_named(caplog):
 
 def test_a_world_of_one_copies_nothing():
     assert sgd(0).transfer(fake.world(1)[0], 0) == 0
+
+
+def test_the_passes_that_a_script_has_set_meanwhile_travel_with_an_optimizer(monkeypatch):
+    monkeypatch.setattr(runtime, "_runtime", runtime.Runtime(environment.read({}), None))
+    monkeypatch.setattr(runtime, "_initialized", True)
+
+    def make(rank: int) -> TorchState:
+        model = net()
+        optimizer = elastic.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        return TorchState(model=model, optimizer=optimizer)
+
+    states = pair(make)
+    states[0].optimizer.set_backward_passes_per_step(2)
+    assert all(isinstance(each, int) for each in transfer(states))
+    assert states[1].optimizer.backward_passes_per_step == 2
