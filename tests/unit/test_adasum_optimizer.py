@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import adasum, ops, runtime
+from elastic import adasum, environment, ops, runtime
 from elastic.adasum_optimizer import AdasumDistributed
 from elastic.collectives import fake
 from elastic.collectives.interface import Op
@@ -28,6 +28,7 @@ class World:
     """What an optimizer sees of the runtime, and the group that its deltas travel on."""
 
     def __init__(self, rank: int, size: int, group: Any = None, elastic: bool = False) -> None:
+        self.env = environment.read({})
         self.elastic = elastic
         self.activity = 0
         self.generation = 1
