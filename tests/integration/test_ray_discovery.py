@@ -141,7 +141,7 @@ def test_without_room_it_is_refused_with_what_there_is(cluster):
 
 def test_the_bundles_of_a_given_group_are_slots_and_the_group_stays(cluster):
     bundles = [ONE, ONE, {"CPU": 0.5}, ONE]
-    with watched(cluster, "given", most=9, at_least=2, bundles=bundles, skip=1) as job:
+    with watched(cluster, "given", most=9, at_least=2, bundles=bundles, in_use={"0": ONE}) as job:
         assert sum(job.next().values()) == 2
         assert claims(cluster) == {}
         job.process.send_signal(signal.SIGTERM)

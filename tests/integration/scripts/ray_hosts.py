@@ -1,7 +1,7 @@
 """Watches the hosts of one job on a Ray cluster, without any worker: prints what a driver would be told.
 
     ray_hosts.py JOB '{"most": 4, "resources": {"CPU": 1}, "at_least": 2, "within_s": 30, "detached": false,
-                       "bundles": [{"CPU": 1}, ...], "skip": 1, "answer_s": 5}'
+                       "bundles": [{"CPU": 1}, ...], "in_use": {"0": {"CPU": 1}}, "answer_s": 5}'
 
 Lines: ``hosts [["host", slots, ["gpu", ...], "node"], ...]``, ``log level: text``, ``refused: ...``. SIGTERM closes.
 With ``bundles`` the slots are in a group of our own.
@@ -28,7 +28,8 @@ async def main(job: str, plan: dict) -> None:
     group = None
     if "bundles" in plan:
         group = ray.util.placement_group(plan["bundles"], name="theirs")
-    wanted = Wanted(plan["most"], plan["resources"], group, plan.get("skip", 0))
+    in_use = {int(number): taken for number, taken in plan.get("in_use", {}).items()}
+    wanted = Wanted(plan["most"], plan["resources"], group, in_use)
     discovery = RayDiscovery(
         wanted,
         lambda level, text: say(f"log {level}: {text}"),
