@@ -38,7 +38,7 @@ class OutOfMemory:
     """``root`` is "/", or in a test a folder with a /proc and a /sys of its own."""
 
     root: Path = Path("/")
-    _counter: Path | None = field(default=None, init=False)
+    _counter: Path = field(init=False)
     _limit: Path | None = field(default=None, init=False)
     _kills: int = field(default=0, init=False)
 
@@ -53,12 +53,11 @@ class OutOfMemory:
         for path in (second, "/") if second is not None else ():
             for below in (mounted, mounted / "unified"):
                 places.append((below / path.lstrip("/"), "memory.events", "memory.max"))
+        self._counter = self.root / "proc/vmstat"
         for folder, counter, limit in places:
             if "oom_kill" in _counts(folder / counter):
                 self._counter, self._limit = folder / counter, folder / limit
                 break
-        else:
-            self._counter = self.root / "proc/vmstat"
         self._kills = self._read_kills()
 
     def look(self) -> str:
@@ -76,7 +75,7 @@ class OutOfMemory:
         return int(text) if limited else None
 
     def _read_kills(self) -> int:
-        return 0 if self._counter is None else _counts(self._counter).get("oom_kill", 0)
+        return _counts(self._counter).get("oom_kill", 0)
 
 
 def _counts(file: Path) -> Mapping[str, int]:

@@ -46,9 +46,7 @@ class Surroundings:
     place_of: Callable[[Worker], Place | None]
 
     level: str  # of the console
-    stopped: bool = (
-        False  # the job was told to end: nobody wants to wait for whoever reads its output
-    )
+    stopped: bool = False  # by a signal: nobody wants to wait for whoever reads its output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
         """A worker has reported something; ``reported`` is whoever else hears it."""

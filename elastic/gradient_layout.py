@@ -50,27 +50,23 @@ def lines(
 
 def beside(handled: Collection[object]) -> str:
     """The lines of this process's optimizers that are not in ``handled``, in an order that names no process."""
-    outside = [each for each in _optimizers() if not any(each is known for known in handled)]
-    if not outside:
+    if not _outside(handled):
         return ""
-    del outside
     gc.collect()  # one that is gone must not count on a process whose collector has yet to run
-    texts = sorted(
-        each.gradient_layout("DistributedOptimizer")
-        for each in _optimizers()
-        if not any(each is known for known in handled) and each.gradients_made.whole_world
+    texts = sorted(each.gradient_layout("") for each in _outside(handled))
+    alone = len(texts) == 1
+    return "\n".join(
+        f"DistributedOptimizer{'' if alone else f'.{number}'}{line}"
+        for number, text in enumerate(texts)
+        for line in text
     )
-    if len(texts) > 1:
-        texts = [
-            [
-                line.replace("DistributedOptimizer.", f"DistributedOptimizer.{number}.", 1)
-                for line in text
-            ]
-            for number, text in enumerate(texts)
-        ]
-    return "\n".join(line for text in texts for line in text)
 
 
-def _optimizers() -> list[Any]:
-    found = [reducer.optimizer for reducer in gradients.reducers]
-    return [each for each in found if each is not None]
+def _outside(handled: Collection[object]) -> list[Any]:
+    known = set(map(id, handled))
+    found: list[Any] = [reducer.optimizer for reducer in gradients.reducers]
+    return [
+        each
+        for each in found
+        if each is not None and id(each) not in known and each.gradients_made.whole_world
+    ]

@@ -95,6 +95,7 @@ class GradientReducer:
         self._signature: list[tuple[Any, ...]] | None = None
         self._own: tuple[int, ...] = ()  # 1 for each parameter that requires a gradient here
         self._told: tuple[int, ...] = ()  # the same, as the others know it
+        self._changing = False  # whether the two differ
         self._next: GradientPlan | None = None  # what the agreed one is given up for, in this step
         self._plan = GradientPlan(self._options, [], (FIRST_BYTES, FULL_BYTES))
         self._agreed: int | None = None  # the generation whose members have compared this plan
@@ -106,9 +107,8 @@ class GradientReducer:
         self._size = 1  # of those that it averages over
         self._members: tuple[int, ...] | None = None  # None: the whole world
         self._begun = False
-        self._ready: list[
-            torch.Tensor
-        ] = []  # as long as the plan is not agreed, or not the last word
+        # In their order, as long as the plan is not agreed, or is about to be another.
+        self._ready: list[torch.Tensor] = []
         self._launched = 0  # buckets
         self._complete = 0  # slots that have all their gradients
         self._partial = 0  # slots that have some of their gradients
@@ -181,11 +181,7 @@ class GradientReducer:
                 if self._next is not None:
                     self._agree_anew(world)
                 elif self._plan.named and self._agreed != world.generation:
-                    try:
-                        self._agree(world, plans.Moment.STEP)
-                    except Exception:
-                        self._clear()  # nothing is under way
-                        raise
+                    self._agree(world, plans.Moment.STEP)
                 if self._agreed == world.generation:
                     self._launch_rest(world)
                     changed = self._wait(world)
@@ -254,7 +250,7 @@ class GradientReducer:
             self._complete += 1
             if self._late:
                 return
-            if self._agreed != world.generation or self._own != self._told:
+            if self._agreed != world.generation or self._changing:
                 self._ready.append(parameter)
             if self._agreed == world.generation:
                 self._fill(slot, watch=True)
@@ -270,7 +266,7 @@ class GradientReducer:
         if self._next is not None:
             self._ended += not inner
             if not inner and 0 < self._usual <= self._ended:  # else finish() tells the others
-                with world.guard("gradients"), torch.no_grad():
+                with world.guard(GRADIENTS), torch.no_grad():
                     self._agree_anew(world)
                     self._early = True
                     self._launch_rest(world)
@@ -283,17 +279,13 @@ class GradientReducer:
         if self._partial or self._late or self._never == world.generation:
             return
         last = complete or 0 < self._usual <= self._ended
-        with world.guard("gradients"), torch.no_grad():
+        with world.guard(GRADIENTS), torch.no_grad():
             if self._agreed == world.generation:
                 self._early = last
             else:
                 # Also with gradients missing: ranks that have all of theirs wait here.
                 moment = plans.Moment.LAST_PASS if last else plans.Moment.PASS
-                try:
-                    self._early = self._agree(world, moment)
-                except Exception:
-                    self._clear()  # nothing is under way
-                    raise
+                self._early = self._agree(world, moment)
                 self._late = not self._early
             if self._early:
                 self._launch_rest(world)
@@ -307,7 +299,7 @@ class GradientReducer:
         world = runtime.current()
         if not self._early or self._reduced or self._generation != world.generation:
             return
-        with world.guard("gradients"), torch.no_grad():
+        with world.guard(GRADIENTS), torch.no_grad():
             changed = self._wait(world)
             self._heed_change(world)
         self._begun = self._reduced = True
@@ -346,6 +338,7 @@ class GradientReducer:
         if signature != self._signature or own != self._own:
             self.install_hooks()
             self._own = own
+            self._changing = own != self._told
         if signature != self._signature:
             if [each[0] for each in signature] != [each[0] for each in self._signature or ()]:
                 self._usual = 0  # others may come with passes of their own
@@ -358,7 +351,7 @@ class GradientReducer:
             else:
                 self._plan = plan
                 self._agreed = None
-        elif self._agreed != generation and own != self._told:
+        elif self._agreed != generation and self._changing:
             self._plan.train(own)
             self._plan.begin_step(self._passes)
         elif not all(work.done() for work in self._stale):
@@ -396,7 +389,7 @@ class GradientReducer:
         self._launched += 1
 
     def _mark(self) -> Mark:
-        return Mark.STEP if self._own == self._told else Mark.CHANGE
+        return Mark.CHANGE if self._changing else Mark.STEP
 
     def _group(self, world: runtime.Runtime, device: torch.device) -> Collectives:
         assert self._number is not None
@@ -455,11 +448,8 @@ class GradientReducer:
         self._complete = self._partial = self._ended = 0
         self._begun = self._late = self._early = self._reduced = False
         self._ready.clear()
-        if (
-            self._next is not None
-        ):  # the step was abandoned: the next one begins with what has changed
-            self._next = None
-            self._signature = None
+        if self._next is not None:  # abandoned: the next step begins with what has changed
+            self._next = self._signature = None
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
@@ -470,6 +460,13 @@ class GradientReducer:
         different plans at the end of a backward pass: they do so again in step(). Returns whether this is the end of
         the step's last pass on all ranks.
         """
+        try:
+            return self._compare(world, moment, anew)
+        except Exception:
+            self._clear()  # nothing is under way
+            raise
+
+    def _compare(self, world: runtime.Runtime, moment: plans.Moment, anew: bool) -> bool:
         if self._options.casts:
             for slot in self._plan.slots:
                 if slot.parameter.is_complex():
@@ -490,6 +487,7 @@ class GradientReducer:
             self._plan.train(agreed.layout.trained)
             self._plan.arrange(sparse, agreed.layout.order)
             self._told = agreed.layout.trained
+            self._changing = self._own != self._told
         self._number, self._version = agreed, agreed.version
         for bucket in self._plan.buckets:
             inside = self._group(world, bucket.device).scales_inside
@@ -541,7 +539,7 @@ class GradientReducer:
         if verdict.joined or not verdict.alike:
             trained = shadow.compare_trained(group, device, self._own)
         plan.train(trained)
-        self._told = self._own
+        self._told, self._changing = self._own, False
         found = {
             slot.number: dims[id(slot.parameter)]
             for slot in plan.slots
@@ -578,11 +576,7 @@ class GradientReducer:
             shadow.end_plan(world, self._number, self._members)
         self._plan, self._next = self._next, None
         self._agreed, usual = None, self._usual
-        try:
-            self._agree(world, plans.Moment.STEP, anew)
-        except Exception:
-            self._clear()  # nothing is under way
-            raise
+        self._agree(world, plans.Moment.STEP, anew)
         self._usual = usual
 
     def _heed_change(self, world: runtime.Runtime) -> None:

@@ -23,7 +23,7 @@ from elastic.collectives.store import Listener, Store, listen
 from elastic.engine import Engine
 from elastic.environment import Environment
 from elastic.errors import CollectiveFailed, DeviceLost
-from elastic.protocol import Address, Place
+from elastic.protocol import GRADIENTS, Address, Place
 from elastic.requests import Members
 from elastic.star import KEY
 
@@ -35,7 +35,7 @@ CLOSE_S = 2.0  # at exit, for the groups to end
 _FORM_S = 0.5  # at exit, for those that are being formed; then they are cut
 # What all ranks need in their first step, if they have needed it before.
 NAMED = "named"
-_AHEAD = frozenset({NAMED, "gradients"})
+_AHEAD = frozenset({NAMED, GRADIENTS})
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
 

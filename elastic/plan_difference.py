@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from elastic.collectives.interface import Collectives, Op
+from elastic.shadow import share_bytes
 
 _NOBODY = -(1 << 31)
 
@@ -64,12 +65,4 @@ def _named(line: str) -> tuple[str, str]:
 def _share(
     group: Collectives, device: torch.device, root: int, own: Sequence[str] | None
 ) -> list[str]:
-    data = "\n".join(own or ()).encode() if group.rank == root else b""
-    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    group.broadcast(length, root).wait()
-    text = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-    if group.rank == root:
-        text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    text = text.to(device)
-    group.broadcast(text, root).wait()
-    return bytes(text.tolist()).decode().split("\n")
+    return share_bytes(group, device, root, "\n".join(own or ()).encode()).decode().split("\n")

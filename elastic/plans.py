@@ -22,6 +22,7 @@ import msgspec
 
 from elastic.collectives.interface import Op
 from elastic.errors import StateMismatch
+from elastic.protocol import GRADIENTS
 
 CHANNEL = "gradients plans"  # the group on which all plans but the first of a generation are agreed
 BOARD = 64  # numbers that can be used again
@@ -230,7 +231,7 @@ class Agreed:
 
     @property
     def purpose(self) -> str:
-        return "gradients" if self.number == 0 else f"gradients {self.number + 1}"
+        return GRADIENTS if self.number == 0 else f"{GRADIENTS} {self.number + 1}"
 
     @property
     def taken(self) -> bool:
@@ -247,7 +248,7 @@ class Plans:
     @property
     def channel(self) -> str:
         """The group for the next agreement. The first needs none of its own: nothing travels there yet."""
-        return CHANNEL if self.agreed else "gradients"
+        return CHANNEL if self.agreed else GRADIENTS
 
     def taken(self) -> list[int]:
         """1 for each number that can't be used again, as this rank knows."""

@@ -90,36 +90,38 @@ def compare_sparse(
     return {number: dim for number, dim in enumerate(dims.tolist()) if dim}
 
 
+def share_bytes(group: Collectives, device: torch.device, root: int, data: bytes = b"") -> bytes:
+    """Those of rank ``root``, on every rank. Raises CollectiveFailed."""
+    mine = group.rank == root
+    length = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=device)
+    group.broadcast(length, root).wait()
+    if not int(length):
+        return b""
+    if mine:
+        text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    else:
+        text = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    group.broadcast(text, root).wait()
+    return data if mine else bytes(text.tolist())
+
+
 def tell_layout(
     group: Collectives, device: torch.device, source: int | None, layout: Layout | None
 ) -> None:
     """To those that have joined, from rank ``source``. None: there will be no plan."""
     assert source is not None
-    data = b"" if layout is None else layout.encode()
-    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    group.broadcast(length, source).wait()
-    size = int(length)
-    if not size:
-        return
-    text = torch.zeros(size, dtype=torch.uint8, device="cpu")
-    if group.rank == source:
-        text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    text = text.to(device)
-    group.broadcast(text, source).wait()
+    share_bytes(group, device, source, b"" if layout is None else layout.encode())
 
 
 def hear_layout(group: Collectives, device: torch.device, source: int) -> Layout:
     """The other side of `tell_layout`. Raises StateMismatch if there is none."""
-    length = torch.zeros(1, dtype=torch.int64, device=device)
-    group.broadcast(length, source).wait()
-    if not int(length):
+    data = share_bytes(group, device, source)
+    if not data:
         raise StateMismatch(
             "the ranks that have not joined could not agree on how to reduce an optimizer's gradients;"
             " their own errors say why"
         )
-    text = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    group.broadcast(text, source).wait()
-    return Layout.decode(bytes(text.tolist()))
+    return Layout.decode(data)
 
 
 def end_plan(rt: runtime.Runtime, agreed: Agreed, members: Members) -> None:

@@ -612,7 +612,9 @@ def test_what_a_closure_computes_is_reduced_before_it_is_applied(threads):
     assert threads(2, train) == [[1.0, 1.0], [1.0, 1.0]]
 
 
-def test_all_ranks_skip_the_step_in_which_one_found_infinities(threads):
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("bad", [0, 1], ids=["the first step", "a later one"])
+def test_all_ranks_skip_the_step_in_which_one_found_infinities(threads, clips, bad):
     def train(rank):
         model = net(3, 2)
         optimizer = sgd(model)
@@ -620,15 +622,20 @@ def test_all_ranks_skip_the_step_in_which_one_found_infinities(threads):
         scales = []
         for step in range(3):
             optimizer.zero_grad()
-            poison = float("inf") if (rank, step) == (1, 1) else 1.0
-            scaler.scale(model(torch.full((1, 3), poison)).sum()).backward()
+            sample = float("inf") if (rank, step) == (1, bad) else 1.0 + rank
+            scaler.scale(model(torch.full((1, 3), sample)).sum()).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
         assert all(bool(value.isfinite().all()) for value in values(model))
-        return scales
+        return scales, [value.tolist() for value in values(model)]
 
-    assert threads(2, train) == [[8.0, 4.0, 4.0]] * 2
+    first, second = threads(2, train)
+    assert first == second
+    assert first[0] == [8.0] * bad + [4.0] * (3 - bad)
 
 
 def test_a_scaler_with_unscaling_and_clipping_as_horovod_documents_it(threads):
