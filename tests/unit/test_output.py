@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -285,3 +287,15 @@ def test_the_drivers_own_lines():
     say = Console(out.extend, colour=True, clock=lambda: "12:01:33")
     say("warning", "slow")
     assert out.decode() == "\x1b[33melastic | 12:01:33 | warning: slow\x1b[0m\n"
+
+
+def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed():
+    """What is meant for stderr would be written into it."""
+    script = (
+        "import os, sys; from elastic.driver.console import stand_in_for_closed;"
+        "stand_in_for_closed(); opened = os.open('/dev/null', os.O_RDONLY);"
+        "sys.stderr.write('lost'); sys.stderr.flush(); print(opened, os.get_inheritable(2))"
+    )
+    command = ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, script]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=True)
+    assert said.stdout == "3 True\n"
