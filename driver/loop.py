@@ -595,10 +595,10 @@ class Driver:
             return ("info", f"training has ended: {outcome.reason}")
         level = "info" if self._stop_code is not None else "error"
         said = f"the job ends with exit code {outcome.code}: {outcome.reason}"
-        if "\n" in outcome.reason:  # what a worker wrote may fill the screen
-            said += (
-                f"\nwhy the job ends with exit code {outcome.code} stands above what was written"
-            )
+        first, *more = outcome.reason.rstrip().splitlines() or [""]
+        if more:  # what a worker wrote may fill the screen, and its last line says most
+            ended = first.removesuffix("; it wrote:")
+            said += f"\nthe job ends with exit code {outcome.code}: {ended}: {more[-1].strip()}"
         return (level, said)
 
 

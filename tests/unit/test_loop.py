@@ -347,9 +347,9 @@ async def test_an_exit_code_after_success_is_not_lost(s):
 @story()
 async def test_what_a_worker_wrote_does_not_come_last(s):
     await s.train(A, B)
-    _, said = s.driver._end(EndJob(1, "rank 0 ended; it wrote:\nTraceback"))
+    _, said = s.driver._end(EndJob(1, "rank 0 ended; it wrote:\nTraceback\nKeyError: 'x'\n"))
     assert said.splitlines()[0] == "the job ends with exit code 1: rank 0 ended; it wrote:"
-    assert said.splitlines()[-1].startswith("why the job ends with exit code 1 stands above")
+    assert said.splitlines()[-1] == "the job ends with exit code 1: rank 0 ended: KeyError: 'x'"
     for worker in (A, B):
         await s.exit(worker, 1)
     assert await s.code() == 1
