@@ -230,9 +230,11 @@ class Driver:
         if self._early_stop is not None:
             self._stop(*self._early_stop)
         with self._signals():
-            return await self._run()
+            await self._run()
+        assert self._ending is not None
+        return self._ending.code  # of a signal, too, that came while everything was closed
 
-    async def _run(self) -> int:
+    async def _run(self) -> None:
         watching: asyncio.Task[None] | None = None
         try:
             bound = await self._server.open(
@@ -254,7 +256,6 @@ class Driver:
             watching = asyncio.create_task(self._watch_hosts())
             while self._ending is None or not self._ending.over:
                 await self._handle(await self._mailbox.get())
-            return self._ending.code
         finally:
             if watching is not None:
                 watching.cancel()

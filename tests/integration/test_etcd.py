@@ -651,12 +651,12 @@ def test_a_killed_driver_is_replaced_at_once(secured, record_property):
         assert term == "1"
         standby = stage.candidate()
         waiting = asyncio.ensure_future(standby.acquire())
+        # It is there to be killed with, so it has to be up: its modules take a moment.
+        await asyncio.wait_for(until_it_watches(int(guard)), SOON_S)
         words = Path(f"/proc/{guard}/cmdline").read_bytes()
         words += Path(f"/proc/{guard}/environ").read_bytes()
         assert b"lease_guard" in words and b"pa ss" not in words
         assert os.getsid(int(guard)) == int(guard)
-        # It is there to be killed with, so it has to be up: its modules take a moment.
-        await asyncio.wait_for(until_it_watches(int(guard)), SOON_S)
         began = time.monotonic()
         leader.process.kill()
         assert await asyncio.wait_for(waiting, SOON_S) == 2

@@ -345,6 +345,21 @@ async def test_an_exit_code_after_success_is_not_lost(s):
 
 
 @story()
+async def test_a_signal_while_all_is_closed_is_not_lost(s):
+    async def close() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while s.driver._stop_code is None:
+            await asyncio.sleep(0)
+
+    s.server.close = close
+    await s.train(A, B)
+    s.driver._end(EndJob(1, "rank 0 ended"))
+    for worker in (A, B):
+        await s.exit(worker, 1)
+    assert await s.code() == 130
+
+
+@story()
 async def test_what_a_worker_wrote_does_not_come_last(s):
     await s.train(A, B)
     _, said = s.driver._end(EndJob(1, "rank 0 ended; it wrote:\nTraceback\nKeyError: 'x'\n"))

@@ -68,6 +68,13 @@ def train(state: hvd.elastic.TorchState) -> None:
         offset = state.batch
         for number, (indices, data, target) in enumerate(loader):
             state.batch = offset + number
+            waits = (state.epoch, state.batch) >= (
+                1,
+                BATCHES_PER_COMMIT,
+            )  # also who comes back here
+            while waits and hvd.size() < int(os.environ.get("FULL", "0")):
+                time.sleep(0.01)
+                commit(state)
             optimizer.zero_grad()
             F.cross_entropy(model(data), target).backward()
             optimizer.step()
@@ -79,10 +86,6 @@ def train(state: hvd.elastic.TorchState) -> None:
             state.batch += 1
             if state.batch % BATCHES_PER_COMMIT == 0:
                 commit(state)
-            if (state.epoch, state.batch) == (1, BATCHES_PER_COMMIT):
-                while hvd.size() < int(os.environ.get("FULL", "0")):
-                    time.sleep(0.01)
-                    state.commit()
         note(done)
         done.clear()
         sampler.set_epoch(state.epoch + 1)
