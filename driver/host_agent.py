@@ -143,7 +143,10 @@ class AgentProcess:
             gone=self._worker_hung_up,
             expected=lambda worker: worker in self._agent.alive(),
         )
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        ends = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup sets
+            ends.append(signal.SIGHUP)
+        for number in ends:
             loop.add_signal_handler(number, self._asked_to_end, number)
         if self._bound:
             loop.call_later(FIND_S, self._never_found)

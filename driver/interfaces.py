@@ -58,7 +58,9 @@ def route_to(address: str) -> str | None:
     """The address by which this machine would talk to another; None where there is no way there."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((address, _PORT))  # sends nothing
+        # The zone of fe80::1%eth0 counts as a number of its own: in the text, connect overlooks it.
+        found = socket.getaddrinfo(address, _PORT, family, flags=socket.AI_NUMERICHOST)
+        probe.connect(found[0][4])  # sends nothing
         return bare(probe.getsockname()[0])
     return None
 

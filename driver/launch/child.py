@@ -9,7 +9,7 @@ import elastic
 from elastic.driver.launch.attendance import Attendance, Attended
 from elastic.driver.launch.interface import Log
 from elastic.driver.launch.start_failures import why_ended, why_no_agent
-from elastic.driver.launch.starter import AGENT_MODULE, Bootstrap, StartFailed
+from elastic.driver.launch.starter import AGENT_MODULE, RUN_MODULE, Bootstrap, StartFailed
 
 READY_S = 30.0
 CLOSE_S = 10.0
@@ -53,7 +53,7 @@ class ChildStarter:
                 limit_s=self._ready_s,
             )
 
-        command = [self._python, "-m", AGENT_MODULE]
+        command = [self._python, "-c", RUN_MODULE, AGENT_MODULE]
         try:
             await self._attendance.begin(bootstrap, command, self._environ, explain)
         except OSError as error:

@@ -30,7 +30,7 @@ from elastic.driver.launch.start_failures import (
     why_no_agent,
     why_ssh_failed,
 )
-from elastic.driver.launch.starter import AGENT_MODULE, Bootstrap, StartFailed
+from elastic.driver.launch.starter import AGENT_MODULE, RUN_MODULE, Bootstrap, StartFailed
 from elastic.errors import Invalid
 
 AT_ONCE = 32  # ssh processes that log in at a time; those that have done so don't count
@@ -43,7 +43,7 @@ REMOTE = (
     "IFS= read -r a; IFS= read -r b; "
     'for p in "$a" "$b"; do '
     'case "$p" in "") false;; */*) test -f "$p" && test -x "$p";; *) command -v "$p" >/dev/null;; esac '
-    f'&& exec "$p" -m {AGENT_MODULE}; '
+    f'&& exec "$p" -c "{RUN_MODULE}" {AGENT_MODULE}; '
     "done; "
     f'echo "{NO_PYTHON}: $a $b" >&2; exit 127'
     "'"

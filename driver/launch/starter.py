@@ -15,6 +15,12 @@ from elastic.errors import ElasticError
 
 READY = "hvd-elastic agent ready"  # the agent writes this line, and its release, once it has checked its bootstrap
 AGENT_MODULE = "elastic.driver.agent_process"
+# To run a module as python -m does, but to import nothing from the folder that it starts in: a user's socket.py, say.
+# It fits between double quotes in a shell's single ones.
+RUN_MODULE = (
+    "import sys; sys.path[:] = filter(None, sys.path);"
+    " import runpy; runpy.run_module(sys.argv[1], None, __name__, True)"
+)
 
 
 class Bootstrap(msgspec.Struct, frozen=True):

@@ -209,6 +209,28 @@ def listens(pid: int) -> bool:
     return any(c.status == psutil.CONN_LISTEN for c in connections)
 
 
+def test_an_agent_under_nohup_outlives_the_terminal(tmp_path):
+    (tmp_path / "secret").write_text("ab" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    line = 'trap "" HUP; exec "$0" agent --job j --driver 127.0.0.1:9 --secret-file secret'
+    with subprocess.Popen(
+        ["sh", "-c", line, elasticrun()],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=clean_environment(),
+    ) as agent:
+        assert agent.stderr is not None
+        said = agent.stderr.readline() + agent.stderr.readline()
+        assert "no driver to serve" in said  # its handlers stand
+        agent.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            agent.wait(0.5)
+        agent.terminate()
+        assert "the agent ends: SIGTERM" in agent.communicate(timeout=20)[1]
+    assert agent.returncode == 0
+
+
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
 def test_streams_may_be_closed(closed, tmp_path):
     script = (

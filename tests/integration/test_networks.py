@@ -221,6 +221,8 @@ def test_what_a_host_without_ipv4_chooses(link: Ends):
         try:
             with pytest.raises(Invalid, match="of eth1 is a link-local IPv6 address"):
                 choose_bind(["eth1"], own_addresses(), local="::1")
+            with pytest.raises(Invalid, match="is a link-local IPv6 address"):
+                asyncio.run(listen_address([], ["fe80::1%eth1"]))
             with pytest.raises(Invalid, match="no address of this machine leads to another host"):
                 asyncio.run(listen_address([], [THERE]))
         finally:

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 import elastic
-from elastic.driver.launch.starter import READY, Bootstrap, Starter, StartFailed
+from elastic.driver.launch.starter import READY, RUN_MODULE, Bootstrap, Starter, StartFailed
 
 DEADLINE_S = 20.0
 SECRET = "5ec2e7" * 10 + "5ec2"
@@ -30,10 +30,10 @@ Log = list[tuple[str, str]]
 
 STAND_IN = """#!{python} -IS
 import json, os, signal, sys
-if sys.argv[1] == "-c":  # asked where it looks for modules
+if sys.argv[1] == "-c" and len(sys.argv) == 3:  # asked where it looks for modules
     print(json.dumps(sys.path))
     sys.exit()
-plain = sys.argv[1:] == ["-m", "elastic.driver.agent_process"]
+plain = sys.argv[1:] == ["-c", {run_module!r}, "elastic.driver.agent_process"]
 apart = sys.argv[1:3] == ["-I", "-c"] and "'elastic.driver.agent_process'" in sys.argv[3]
 assert plain or apart, sys.argv
 signal.alarm(100)  # whatever the test forgets
@@ -80,7 +80,11 @@ def stand_in(folder: Path) -> str:
     program = folder / ".python"
     program.write_text(
         STAND_IN.format(
-            python=sys.executable, release=elastic.__version__, folder=str(folder), ready=READY
+            python=sys.executable,
+            release=elastic.__version__,
+            folder=str(folder),
+            ready=READY,
+            run_module=RUN_MODULE,
         )
     )
     program.chmod(0o755)

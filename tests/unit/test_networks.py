@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -128,6 +129,15 @@ def test_this_machine_has_loopback():
     assert LO4 in own_addresses()
     assert route_to("127.0.0.1") == "127.0.0.1"
     assert all("%" not in each.address for each in own_addresses())
+
+
+def test_the_zone_of_a_link_local_address_is_kept(monkeypatch):
+    probe = create_autospec(socket.socket, instance=True)
+    probe.__enter__.return_value = probe
+    probe.getsockname.return_value = ("fe80::2%lo", 1, 0, 1)
+    monkeypatch.setattr(socket, "socket", lambda *_: probe)
+    assert route_to("fe80::1%lo") == "fe80::2"
+    probe.connect.assert_called_once_with(("fe80::1", 9, 0, socket.if_nametoindex("lo")))
 
 
 def test_a_job_on_one_machine():

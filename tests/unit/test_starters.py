@@ -8,16 +8,18 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from shutil import which
 from typing import Any
+from unittest.mock import create_autospec
 
 import psutil
 import pytest
 
 import elastic
-from elastic.driver.launch.attendance import as_logged
+from elastic.driver.launch.attendance import Attendance, as_logged
 from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.child import ChildStarter
 from elastic.driver.launch.fake_starter import FakeStarter
@@ -257,6 +259,21 @@ class TestChild(StarterContract):
             assert not bench.runs("alpha")
 
         conversation(talk)
+
+
+@pytest.mark.parametrize("by", ["child", "ssh"])
+def test_an_agent_imports_nothing_from_the_folder_that_it_starts_in(by, tmp_path, monkeypatch):
+    (tmp_path / "socket.py").write_text("raise SystemExit('not what was meant')")
+    command, told = ["/bin/sh", "-c", REMOTE], f"{sys.executable}\n\n\n"
+    if by == "child":
+        begin = create_autospec(Attendance.begin)
+        monkeypatch.setattr(Attendance, "begin", begin)
+        asyncio.run(ChildStarter(environ={}, log=print).start(bootstrap("alpha")))
+        command, told = begin.call_args.args[2], "\n"
+    ended = subprocess.run(
+        command, input=told, capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert ended.stderr.startswith("hvd-elastic agent: standard input holds no bootstrap")
 
 
 @pytest.mark.parametrize(
