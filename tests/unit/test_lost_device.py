@@ -56,8 +56,31 @@ def test_a_kernel_that_ends_late_is_only_late(gpu):
 
 def test_an_abort_that_takes_long_spoils_nothing_once_all_kernels_have_ended(gpu):
     gpu.kernel.is_completed.return_value = True
-    gpu.group._aborting = SimpleNamespace(join=lambda timeout: None, is_alive=lambda: True)
+    gpu.group._stopping = SimpleNamespace(join=lambda timeout: None, is_alive=lambda: True)
     assert gpu.groups.drain(1.0) == 1
+
+
+def test_a_world_waits_until_the_gpu_has_the_memory_of_the_world_before_the_last(gpu):
+    """Where worlds break in a row, communicators would pile up."""
+    gpu.kernel.is_completed.return_value = True
+    stuck = create_autospec(NcclCollectives, instance=True)
+    stuck.freed.side_effect = lambda timeout_s: gpu.clock.now > 103.0
+    gpu.groups._made = {("named", "cuda", (0, 1)): stuck}
+    gpu.groups.retire()
+    with pytest.raises(DeviceLost, match="did not get back the memory of an earlier world's"):
+        gpu.groups.retire()
+    gpu.clock.now = 104.0
+    gpu.groups.retire()
+
+
+def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
+    unmade = create_autospec(NcclCollectives, instance=True)
+    unmade.ended.return_value = False
+    gpu.groups._made, gpu.groups._unmade = {}, [unmade]
+    with pytest.raises(DeviceLost, match="its GPU did not come back"):
+        gpu.groups.drain(1.0)
+    gpu.groups.retire()
+    assert gpu.groups._buried == [unmade]
 
 
 def test_a_group_on_the_cpu_is_not_waited_for_any_longer(gpu):
