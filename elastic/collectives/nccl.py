@@ -237,11 +237,26 @@ class NcclCollectives:
     def ended(self, timeout_s: float) -> bool:
         """After `abort`: whether no collective's kernel runs any more. Waits ``timeout_s`` at most."""
         deadline = time.monotonic() + timeout_s
-        while any(not work.finished() for work in list(self._under_way)):
+        behind = self._behind_all()
+        while any(not work.finished() for work in list(self._under_way)) or not (
+            behind is None or behind.query()
+        ):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_STEP_S)
         return True
+
+    def _behind_all(self) -> torch.cuda.Event | None:
+        """An event that comes after all of the group's kernels. Once NCCL has noticed an error, torch takes every
+        collective for completed, whether its kernel has ended or not.
+        """
+        if not self._under_way:
+            return None
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            self._under_way[-1].order()
+            behind = torch.cuda.Event()
+            behind.record()
+        return behind
 
     def close(self, timeout_s: float | None = None) -> None:
         """Waits ``timeout_s`` at most (by default, as long as for a connection)."""
@@ -330,6 +345,10 @@ class NcclWork:
         """Whether its kernels have ended, with or without success."""
         with torch.cuda.device(self._group._device):  # any thread asks, and most are on device 0
             return bool(self._work.is_completed())
+
+    def order(self) -> None:
+        """Has the present stream wait for its kernel. Of errors it knows nothing, unlike `wait`."""
+        self._work.get_future().wait()
 
     def within(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

@@ -12,7 +12,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from elastic import environment, run, runtime
-from elastic.collectives import nccl
+from elastic.collectives import nccl, threads
 from elastic.collectives.gloo import GlooCollectives
 from elastic.collectives.nccl import NcclCollectives, NcclWork
 from elastic.errors import DeviceLost, PeerLost
@@ -32,6 +32,8 @@ def gpu(monkeypatch):
         sleep=lambda seconds: setattr(clock, "now", clock.now + max(seconds, 0.01)),
     )
     monkeypatch.setattr(nccl, "time", passing)
+    behind = create_autospec(NcclCollectives._behind_all, return_value=None)
+    monkeypatch.setattr(NcclCollectives, "_behind_all", behind)
     kernel = create_autospec(c10d.Work, instance=True)
     kernel.is_completed.return_value = False
     group = NcclCollectives(rank=0, size=2, timeout_s=10.0)
@@ -81,6 +83,18 @@ def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
         gpu.groups.drain(1.0)
     gpu.groups.retire()
     assert gpu.groups._buried == [unmade]
+
+
+def test_at_exit_groups_have_two_seconds_and_those_that_are_stuck_are_left_behind(gpu, monkeypatch):
+    left = create_autospec(threads.leave_behind)
+    monkeypatch.setattr(threads, "leave_behind", left)
+    stuck = create_autospec(NcclCollectives, instance=True)
+    stuck.freed.return_value = False
+    gpu.groups._made = {("named", "cuda", (0, 1)): stuck}
+    gpu.groups.close()
+    (waits_s,) = stuck.close.call_args.args
+    assert 1.5 < waits_s <= 2.0
+    left.assert_called_once_with(2.0)
 
 
 def test_a_group_on_the_cpu_is_not_waited_for_any_longer(gpu):

@@ -78,6 +78,11 @@ def devices(monkeypatch) -> list[torch.device]:
         turned.append(torch.device("cpu"))
 
     monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch.cuda, "Stream", create_autospec(torch.cuda.Stream))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    event = create_autospec(torch.cuda.Event)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    event.return_value.query.return_value = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(own_gpu, "_index", None)
     monkeypatch.setattr(own_gpu, "_chosen", None)
@@ -99,6 +104,18 @@ def test_a_collective_is_asked_on_its_own_gpu_whichever_thread_asks(nccl, device
     nccl.kernel.work.is_completed.side_effect = lambda: devices[-1:] == [nccl.group._device]
     assert work.done()
     assert nccl.group.ended(0.0)
+
+
+def test_a_collective_that_torch_gave_up_has_not_ended_before_its_kernel(nccl):
+    """Once NCCL has noticed an error, torch takes all of a communicator's collectives for completed."""
+    nccl.group.allreduce(torch.ones(3), Op.SUM)
+    nccl.kernel.completed = True
+    event = torch.cuda.Event()
+    event.query.return_value = False
+    assert not nccl.group.ended(0.0)
+    assert nccl.kernel.work.get_future.return_value.wait.called
+    event.query.side_effect = [False, True]
+    assert nccl.group.ended(5.0)
 
 
 def test_a_completed_collective_orders_the_stream_behind_it(nccl):
