@@ -75,9 +75,7 @@ class Groups:
         self._forming_each: dict[GroupKey, threading.Lock] = {}
         self._made: dict[GroupKey, Collectives] = {}
         self._connecting: set[Connecting] = set()
-        self._unmade: list[
-            NcclCollectives
-        ] = []  # did not connect; peers may use their memory nevertheless
+        self._unmade: list[NcclCollectives] = []  # did not connect; peers may use their memory
         self._buried: list[NcclCollectives] = []  # of the world before
         self._store: Store | None = None
         self._listener: Listener | None = None

@@ -74,9 +74,7 @@ class NcclCollectives:
         self._communicator = 0  # NCCL's own pointer, while it is connected and can be revoked
         self._revoking = threading.Lock()
         self._revoked = False
-        self._launching = (
-            threading.Lock()
-        )  # a communicator's state may be asked for outside of launches only
+        self._launching = threading.Lock()  # NCCL must not be asked for errors meanwhile
         self._built = threading.Event()  # or given up
         self._swapping = Call()
         self._under_way: collections.deque[NcclWork] = collections.deque()
@@ -266,7 +264,6 @@ class NcclCollectives:
         self._free()
         self.freed(max(0.0, deadline - time.monotonic()))
         self._under_way.clear()
-        self._backend = None
 
     def freed(self, timeout_s: float) -> bool:
         """After `close` was called, by whatever thread: whether the GPU has its memory back, ``timeout_s`` at most."""
@@ -301,14 +298,15 @@ class NcclCollectives:
         with self._lock:
             if self._freeing is None:
                 self._communicator = 0
-                self._freeing = threads.begin("elastic-nccl-free", self._give_back, self._backend)
+                self._freeing = threads.begin("elastic-nccl-free", self._give_back)
 
-    def _give_back(self, backend: Any) -> None:
-        if backend is not None:
-            _abort(backend)
+    def _give_back(self) -> None:
+        _abort(self._backend)
         for thread in (self._stopping, self._building):
             if thread is not None:
                 thread.join()
+        _abort(self._backend)  # what was connected only then
+        self._backend, self._communicator = None, 0
         self._freed.set()
 
     def _raise_if_failed(self) -> None:
@@ -401,7 +399,8 @@ def _say_once(why: str) -> None:
 def _abort(backend: Any) -> None:
     # An error while aborting changes nothing: the group has failed already.
     with contextlib.suppress(RuntimeError):
-        backend.abort()
+        if backend is not None:
+            backend.abort()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
