@@ -7,7 +7,8 @@ place costs one look at a global.
 A rule is a place, an action, and what must hold for it; rules are separated by ``;`` or by lines. A script may have
 places of its own: ``failpoint("evaluation")``. Those inside the library: rendezvous (said ready, waits for a world),
 bucket (about to send a gradient bucket), optimizer-step (gradients are averaged, parameters not changed yet), snapshot
-(half of a commit is saved), state-copy (between the header and the tensors), shutdown.
+(half of a commit is saved), state-copy (between the header and the tensors), cut (told that the world is over, its
+collectives not ended yet), shutdown.
 
 Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,
 out-of-memory, wait=FILE; see `elastic.chaos.in_process`.

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
@@ -74,6 +75,8 @@ class Groups:
         self._forming_each: dict[GroupKey, threading.Lock] = {}
         self._made: dict[GroupKey, Collectives] = {}
         self._connecting: set[Connecting] = set()
+        self._unmade: list[NcclCollectives] = []  # did not connect; peers may use their memory
+        self._buried: list[NcclCollectives] = []  # of the world before
         self._store: Store | None = None
         self._listener: Listener | None = None
         self._engine: Engine | None = None
@@ -239,6 +242,10 @@ class Groups:
         try:
             self._cut_with(generation, connecting)
             return connecting.connect()
+        except BaseException:
+            if device_type == "cuda":
+                self._unmade.append(cast("NcclCollectives", connecting.group))
+            raise
         finally:
             self._connecting.discard(connecting)
 
@@ -266,17 +273,35 @@ class Groups:
             if device_type == "cuda" and not cast("NcclCollectives", group).ended(
                 DEVICE_S - timeout_s
             ):
-                raise DeviceLost(
-                    f"its GPU did not come back within {DEVICE_S:g} s: an aborted collective still runs on it"
-                )
+                raise _did_not_come_back()
+        if not all(group.ended(DEVICE_S) for group in self._unmade):
+            raise _did_not_come_back()
         return late
 
     # ---- the end ---------------------------------------------------------------------------------
 
     def retire(self) -> None:
-        """Closes what belonged to the last world, off the critical path."""
+        """Closes what belonged to the last world, off the critical path: the next one stands, so no member's GPU uses
+        the memory of another's any more. Raises DeviceLost.
+
+        A GPU holds the communicators of two worlds at most: a world that ends soon waits here for the one before.
+        """
+        until = time.monotonic() + self._env.timeout_s
+        if not all(group.freed(max(0.0, until - time.monotonic())) for group in self._buried):
+            raise DeviceLost(
+                f"its GPU did not get back the memory of an earlier world's communicators within"
+                f" {self._env.timeout_s:g} s"
+            )
         with self._forming:
             groups, store, engine = list(self._made.values()), self._store, self._engine
+            groups += self._unmade
+            self._buried = [
+                cast("NcclCollectives", group)
+                for (_, device_type, _), group in self._made.items()
+                if device_type == "cuda"
+            ]
+            self._buried += self._unmade
+            self._unmade = []
             for purpose, device_type, members in self._made:
                 if self._place is not None and len(members) == self._place.size:
                     self._used |= {purpose} & _AHEAD if device_type == "cpu" else set()
@@ -308,8 +333,14 @@ class Groups:
                     # Freed by the interpreter, it would close its sockets, or wait for what is under way.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 else:
-                    group.abort()
-                    group.close()
+                    self._unmade.append(cast("NcclCollectives", group))
+        until = time.monotonic() + CLOSE_S
+        for each in self._unmade:
+            each.abort()
+        for each in self._unmade:
+            each.close(max(0.0, until - time.monotonic()))
+        if not all(each.freed(0.0) for each in (*self._unmade, *self._buried)):
+            threads.leave_behind(CLOSE_S)
         if self._listener is not None:
             self._listener.close()
 
@@ -327,6 +358,12 @@ class Groups:
             self._listener.close()
         for _, abortable in self._cuttable:
             abortable.forget()
+
+
+def _did_not_come_back() -> DeviceLost:
+    return DeviceLost(
+        f"its GPU did not come back within {DEVICE_S:g} s: an aborted collective still runs on it"
+    )
 
 
 def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:

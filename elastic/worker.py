@@ -288,6 +288,7 @@ class Runtime:
             self._driver_lost(str(error))
 
     def _cut(self, generation: int) -> None:
+        failpoint("cut")
         self._groups.cut(generation)
 
     # ---- worlds ----------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class Connecting:
         self._bind_host = bind_host
         if collective_timeout_s is None:
             collective_timeout_s = timeout_s
-        self._group, self._connect = _making(
+        self.group, self._connect = _making(
             rank, size, device_type, timeout_s, collective_timeout_s, native, apart
         )
 
@@ -66,11 +66,11 @@ class Connecting:
 
     def abort(self) -> None:
         """Ends the connecting, or the group if it is connected. Any thread, any number of times, never blocks."""
-        self._group.abort()
+        self.group.abort()
 
     def forget(self) -> None:
         """In a forked child: holds none of the parent's sockets."""
-        self._group.forget()
+        self.group.forget()
 
 
 _Connect = Callable[[Store, str, str], Collectives]

@@ -1,9 +1,12 @@
 """Collectives over NCCL: the seam on ``ProcessGroupNCCL``, with nonblocking communicators.
 
 The training thread never waits inside NCCL or CUDA for a peer: it asks whether a collective has completed, in small
-steps, and only then orders its stream behind it. So an abort needs no help from the thread that waits. The abort
-itself may take long and runs in a thread of its own. (Where NCCL has reported an error before anybody aborts, torch's
-`Work.wait` raises it, and aborts in the training thread.)
+steps, and only then orders its stream behind it. So an abort needs no help from the thread that waits.
+
+A group ends in two phases, each in a thread of its own. `abort` revokes the communicator: its kernels end, and nothing
+is freed, because kernels of peers may still read this rank's memory. `close` frees it; it is called once the next world
+stands, and a member says that it is ready for that only after its own kernels have ended. A communicator that is not
+connected yet, or whose NCCL can't revoke, is aborted and freed at once.
 
 After an abort the stream runs on, and whatever kernels were waiting for leaves garbage behind: no result and no
 gradient of an aborted step may be used. Nothing that reads a result is queued before its collective is known to be
@@ -17,7 +20,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +33,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from elastic import environment, own_gpu
-from elastic.collectives import reducing, threads
+from elastic.collectives import nccl_library, reducing, threads
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.store import Call, Store, listen
 from elastic.errors import CollectiveFailed, Invalid
@@ -63,7 +68,13 @@ class NcclCollectives:
         self._invalid: Invalid | None = None  # what the script has to change
         self._lock = threading.Lock()
         self._building: threading.Thread | None = None
-        self._aborting: threading.Thread | None = None
+        self._stopping: threading.Thread | None = None
+        self._freeing: threading.Thread | None = None
+        self._freed = threading.Event()
+        self._communicator = 0  # NCCL's own pointer, while it is connected and can be revoked
+        self._revoking = threading.Lock()
+        self._revoked = False
+        self._launching = threading.Lock()  # NCCL must not be asked for errors meanwhile
         self._built = threading.Event()  # or given up
         self._swapping = Call()
         self._under_way: collections.deque[NcclWork] = collections.deque()
@@ -93,7 +104,7 @@ class NcclCollectives:
             self._built.set()
         if self._failed is not None and self._backend is not None:
             # Again, whoever has aborted before: torch may have had no communicator yet that it could have ended.
-            _abort(self._backend)
+            self._stop()
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> None:
         """Everything of torch's that is used on the way is freed when this returns."""
@@ -102,6 +113,7 @@ class NcclCollectives:
         options = nccl.Options()
         options._timeout = timedelta(seconds=self._collective_timeout_s)
         options.config.blocking = 0
+        options.is_high_priority_stream = True
         ids = self._open_id_store(store, purpose, bind_host)
         self._raise_if_failed()
         backend = nccl(ids, self.rank, self.size, options)
@@ -109,6 +121,8 @@ class NcclCollectives:
             self._backend = backend
         self._raise_if_failed()
         backend.eager_connect_single_device(self._device)
+        # From here on peers may have kernels that read what this rank would free.
+        self._communicator = _revocable(backend)
         self._raise_if_failed()
         # Whatever a communicator still connects at its first collective, no training thread has to wait for.
         work = NcclWork(
@@ -116,6 +130,7 @@ class NcclCollectives:
             backend.allreduce([torch.zeros(1, dtype=torch.float32, device=self._device)]),
             None,
         )
+        self._under_way.append(work)
         work.wait()
 
     def _open_id_store(self, store: Store, purpose: str, bind_host: str) -> c10d.Store:
@@ -191,7 +206,8 @@ class NcclCollectives:
                 " or train without graphs"
             )
         try:
-            work = NcclWork(self, getattr(backend, name)(*arguments), then)
+            with self._launching:
+                work = NcclWork(self, getattr(backend, name)(*arguments), then)
         except RuntimeError as error:
             self._fail(str(error))
             raise CollectiveFailed(str(error)) from None
@@ -206,29 +222,52 @@ class NcclCollectives:
         self._fail("aborted")
 
     def drain(self, timeout_s: float) -> bool:
-        """After `abort`: whether the communicator is gone and no collective's kernel runs any more."""
+        """After `abort`: whether no collective's kernel runs any more, and nobody is about to start one."""
         deadline = time.monotonic() + timeout_s
-        ending = [thread for thread in (self._aborting, self._building) if thread is not None]
+        ending = [thread for thread in (self._stopping, self._building) if thread is not None]
         for thread in ending:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not self.ended(max(0.0, deadline - time.monotonic())):
+            self._free()  # what outlives a revoke may still hear an abort
             return False
         return not any(thread.is_alive() for thread in ending)
 
     def ended(self, timeout_s: float) -> bool:
         """After `abort`: whether no collective's kernel runs any more. Waits ``timeout_s`` at most."""
         deadline = time.monotonic() + timeout_s
-        while any(not work.finished() for work in list(self._under_way)):
+        behind = self._behind_all()
+        while any(not work.finished() for work in list(self._under_way)) or not (
+            behind is None or behind.query()
+        ):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_STEP_S)
         return True
 
-    def close(self) -> None:
+    def _behind_all(self) -> torch.cuda.Event | None:
+        """An event that comes after all of the group's kernels. Once NCCL has noticed an error, torch takes every
+        collective for completed, whether its kernel has ended or not.
+        """
+        if not self._under_way:
+            return None
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            self._under_way[-1].order()
+            behind = torch.cuda.Event()
+            behind.record()
+        return behind
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits ``timeout_s`` at most (by default, as long as for a connection)."""
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         self.abort()
-        self.drain(self._timeout_s)
+        self.drain(max(0.0, deadline - time.monotonic()))
+        self._free()
+        self.freed(max(0.0, deadline - time.monotonic()))
         self._under_way.clear()
-        self._backend = None
+
+    def freed(self, timeout_s: float) -> bool:
+        """After `close` was called, by whatever thread: whether the GPU has its memory back, ``timeout_s`` at most."""
+        return self._freed.wait(timeout_s)
 
     def forget(self) -> None:
         # CUDA does not survive a fork, so the child can't use the group; its sockets are opened close-on-exec.
@@ -237,20 +276,54 @@ class NcclCollectives:
     def _fail(self, reason: str) -> None:
         if self._failed is None:
             self._failed = reason
-        self._abort_backend()
+        with self._lock:
+            if self._backend is not None and self._stopping is None:
+                self._stopping = threads.begin("elastic-nccl-stop", self._stop)
         self._swapping.abort()
         self._built.set()
 
-    def _abort_backend(self) -> None:
-        """Once, in a thread of its own: aborting a communicator waits for its kernels and its proxy."""
+    def _stop(self) -> None:
+        """Ends what runs on the GPU. Frees nothing, where NCCL can do that."""
+        with self._revoking:
+            if self._communicator and not self._revoked:
+                error = nccl_library.revoke(self._communicator)
+                self._revoked = not error
+                if error:
+                    _say_once(f"NCCL did not revoke a communicator: {nccl_library.words(error)}")
+        if not self._revoked:
+            _abort(self._backend)
+
+    def _free(self) -> None:
+        """Once, in a thread of its own: it waits for the kernels, and for a thread of NCCL's that serves its peers."""
         with self._lock:
-            if self._backend is None or self._aborting is not None:
-                return
-            self._aborting = threads.begin("elastic-nccl-abort", _abort, self._backend)
+            if self._freeing is None:
+                self._communicator = 0
+                self._freeing = threads.begin("elastic-nccl-free", self._give_back)
+
+    def _give_back(self) -> None:
+        _abort(self._backend)
+        for thread in (self._stopping, self._building):
+            if thread is not None:
+                thread.join()
+        _abort(self._backend)  # what was connected only then
+        self._backend, self._communicator = None, 0
+        self._freed.set()
 
     def _raise_if_failed(self) -> None:
         if self._failed is not None:
             raise CollectiveFailed(self._failed)
+
+    def _heed_error(self) -> None:
+        """Fails where NCCL has noticed an error. Torch's `Work.wait` would free the communicator at once for it."""
+        if self._failed is not None or not self._launching.acquire(blocking=False):
+            return
+        try:
+            communicator = self._communicator
+            error = nccl_library.reported(communicator) if communicator else 0
+        finally:
+            self._launching.release()
+        if error:
+            self._fail(f"NCCL error: {nccl_library.words(error)}")
 
 
 class NcclWork:
@@ -271,6 +344,10 @@ class NcclWork:
         with torch.cuda.device(self._group._device):  # any thread asks, and most are on device 0
             return bool(self._work.is_completed())
 
+    def order(self) -> None:
+        """Has the present stream wait for its kernel. Of errors it knows nothing, unlike `wait`."""
+        self._work.get_future().wait()
+
     def within(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while not self.done():
@@ -288,11 +365,13 @@ class NcclWork:
                 self._group._fail(f"a collective did not complete within {waited:.0f} s")
             elif waited > _SPIN_S:
                 time.sleep(_STEP_S)
+        self._group._heed_error()
         # An aborted communicator's kernels end as if all were well: only the flag tells.
         self._group._raise_if_failed()
         try:
-            self._work.wait()  # orders the current stream behind it; raises what NCCL has reported
+            self._work.wait()  # orders the current stream behind it
         except RuntimeError as error:
+            self._group._communicator = 0  # torch has freed it
             self._group._fail(str(error))
             raise CollectiveFailed(str(error)) from None
         then, self._then = self._then, None
@@ -300,10 +379,28 @@ class NcclWork:
             then()
 
 
+def _revocable(backend: Any) -> int:
+    """NCCL's own pointer to the communicator of the present device; 0 if it can't be revoked."""
+    if not (nccl_library.can_revoke() and hasattr(backend, "_comm_ptr")):
+        _say_once("this NCCL can't revoke a communicator, which takes version 2.28 and torch 2.8")
+        return 0
+    return int(backend._comm_ptr())
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    print(
+        f"elastic: {why}: after a loss each worker frees its communicators at once, and a kernel of a slower one may"
+        " fail with an illegal memory access",
+        file=sys.stderr,
+    )
+
+
 def _abort(backend: Any) -> None:
     # An error while aborting changes nothing: the group has failed already.
     with contextlib.suppress(RuntimeError):
-        backend.abort()
+        if backend is not None:
+            backend.abort()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

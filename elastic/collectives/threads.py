@@ -6,6 +6,9 @@ whole process is aborted. So whoever ends the process waits for these first.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import faulthandler
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +47,16 @@ def finish(timeout_s: float) -> bool:
         thread.join(max(0.0, until - time.monotonic()))
     _leave_at = None
     return not any(thread.is_alive() for thread in begun)
+
+
+def leave_behind(timeout_s: float) -> None:
+    """Some of them never end. The process does nevertheless, with the exit code that it has: nothing of C++ is taken
+    down around them, and should the interpreter not come to its end in time, it is ended, with their stacks and code 1.
+    """
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
+    with contextlib.suppress(AttributeError):  # glibc has it
+        c = ctypes.CDLL(None)
+        c.on_exit(ctypes.cast(c._exit, ctypes.c_void_p), None)
 
 
 def leave_if_ending() -> None:

@@ -9,12 +9,13 @@ from integration.history import History, started
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def trained(job, fake_cuda, fault: str, np: int = 3) -> History:
+def trained(job, fake_cuda, fault: str, np: int = 3, **env: str) -> History:
     """After a job in which one process suffers, and which ends well."""
     training = started(
         job,
         np,
         **fake_cuda(gpus=np, FAKE_FAULTS=f"{fault},once=suffered"),
+        **env,
         DEVICE="cuda",
         STEPS="12",
     )
@@ -34,6 +35,7 @@ def trained(job, fake_cuda, fault: str, np: int = 3) -> History:
         "kernel:die,rank=1,nth=12",
         "kernel:die,rank=0,nth=20",
         "abort:slow,ms=800",
+        "abort:hang,rank=0",
     ],
 )
 def test_a_death_inside_nccl_is_one_like_any_other(job, fake_cuda, fault):
@@ -43,6 +45,25 @@ def test_a_death_inside_nccl_is_one_like_any_other(job, fake_cuda, fault):
 def test_an_error_that_nccl_reports_costs_a_world_and_no_worker(job, fake_cuda):
     history = trained(job, fake_cuda, "kernel:error,rank=1,nth=12")
     assert {record["rank"] for record in history.all("done")} == {0, 1, 2}
+
+
+def test_nobody_frees_what_the_kernel_of_a_peer_may_still_read(job, fake_cuda):
+    """Slot 2 is told late of the loss: its kernel runs on for most of a second after the other survivor's abort."""
+    history = trained(
+        job,
+        fake_cuda,
+        "abort:slow,rank=0,ms=300;kernel:die,rank=1,nth=12",
+        FAKE_NCCL_FREE="strict",
+        ELASTIC_FAILPOINTS="cut slow=0.7 slot=2",
+    )
+    assert len(history.all("done")) == 2
+    assert "is spoilt" not in history.job.output
+
+
+def test_who_is_told_of_an_error_by_nccl_alone_frees_nothing_either(job, fake_cuda):
+    history = trained(job, fake_cuda, "kernel:error,rank=1,nth=12", FAKE_NCCL_FREE="strict")
+    assert len(history.all("done")) == 3
+    assert "is spoilt" not in history.job.output
 
 
 def test_a_frozen_peer_is_replaced_by_nobody_and_the_others_go_on(job, fake_cuda):

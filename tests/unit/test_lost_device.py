@@ -12,7 +12,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from elastic import environment, run, runtime
-from elastic.collectives import nccl
+from elastic.collectives import nccl, threads
 from elastic.collectives.gloo import GlooCollectives
 from elastic.collectives.nccl import NcclCollectives, NcclWork
 from elastic.errors import DeviceLost, PeerLost
@@ -32,6 +32,8 @@ def gpu(monkeypatch):
         sleep=lambda seconds: setattr(clock, "now", clock.now + max(seconds, 0.01)),
     )
     monkeypatch.setattr(nccl, "time", passing)
+    behind = create_autospec(NcclCollectives._behind_all, return_value=None)
+    monkeypatch.setattr(NcclCollectives, "_behind_all", behind)
     kernel = create_autospec(c10d.Work, instance=True)
     kernel.is_completed.return_value = False
     group = NcclCollectives(rank=0, size=2, timeout_s=10.0)
@@ -56,8 +58,43 @@ def test_a_kernel_that_ends_late_is_only_late(gpu):
 
 def test_an_abort_that_takes_long_spoils_nothing_once_all_kernels_have_ended(gpu):
     gpu.kernel.is_completed.return_value = True
-    gpu.group._aborting = SimpleNamespace(join=lambda timeout: None, is_alive=lambda: True)
+    gpu.group._stopping = SimpleNamespace(join=lambda timeout: None, is_alive=lambda: True)
     assert gpu.groups.drain(1.0) == 1
+
+
+def test_a_world_waits_until_the_gpu_has_the_memory_of_the_world_before_the_last(gpu):
+    """Where worlds break in a row, communicators would pile up."""
+    gpu.kernel.is_completed.return_value = True
+    stuck = create_autospec(NcclCollectives, instance=True)
+    stuck.freed.side_effect = lambda timeout_s: gpu.clock.now > 103.0
+    gpu.groups._made = {("named", "cuda", (0, 1)): stuck}
+    gpu.groups.retire()
+    with pytest.raises(DeviceLost, match="did not get back the memory of an earlier world's"):
+        gpu.groups.retire()
+    gpu.clock.now = 104.0
+    gpu.groups.retire()
+
+
+def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
+    unmade = create_autospec(NcclCollectives, instance=True)
+    unmade.ended.return_value = False
+    gpu.groups._made, gpu.groups._unmade = {}, [unmade]
+    with pytest.raises(DeviceLost, match="its GPU did not come back"):
+        gpu.groups.drain(1.0)
+    gpu.groups.retire()
+    assert gpu.groups._buried == [unmade]
+
+
+def test_at_exit_groups_have_two_seconds_and_those_that_are_stuck_are_left_behind(gpu, monkeypatch):
+    left = create_autospec(threads.leave_behind)
+    monkeypatch.setattr(threads, "leave_behind", left)
+    stuck = create_autospec(NcclCollectives, instance=True)
+    stuck.freed.return_value = False
+    gpu.groups._made = {("named", "cuda", (0, 1)): stuck}
+    gpu.groups.close()
+    (waits_s,) = stuck.close.call_args.args
+    assert 1.5 < waits_s <= 2.0
+    left.assert_called_once_with(2.0)
 
 
 def test_a_group_on_the_cpu_is_not_waited_for_any_longer(gpu):

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from elastic import own_gpu
+from elastic.collectives import nccl_library
 from elastic.collectives.interface import Op
 from elastic.collectives.nccl import NcclCollectives
 from elastic.collectives.store import Store
@@ -76,6 +78,11 @@ def devices(monkeypatch) -> list[torch.device]:
         turned.append(torch.device("cpu"))
 
     monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch.cuda, "Stream", create_autospec(torch.cuda.Stream))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    event = create_autospec(torch.cuda.Event)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    event.return_value.query.return_value = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(own_gpu, "_index", None)
     monkeypatch.setattr(own_gpu, "_chosen", None)
@@ -97,6 +104,18 @@ def test_a_collective_is_asked_on_its_own_gpu_whichever_thread_asks(nccl, device
     nccl.kernel.work.is_completed.side_effect = lambda: devices[-1:] == [nccl.group._device]
     assert work.done()
     assert nccl.group.ended(0.0)
+
+
+def test_a_collective_that_torch_gave_up_has_not_ended_before_its_kernel(nccl):
+    """Once NCCL has noticed an error, torch takes all of a communicator's collectives for completed."""
+    nccl.group.allreduce(torch.ones(3), Op.SUM)
+    nccl.kernel.completed = True
+    event = torch.cuda.Event()
+    event.query.return_value = False
+    assert not nccl.group.ended(0.0)
+    assert nccl.kernel.work.get_future.return_value.wait.called
+    event.query.side_effect = [False, True]
+    assert nccl.group.ended(5.0)
 
 
 def test_a_completed_collective_orders_the_stream_behind_it(nccl):
@@ -265,3 +284,147 @@ def test_a_collective_in_a_cuda_graph_is_refused_with_a_sentence(nccl, monkeypat
     ):
         nccl.group.allreduce(torch.ones(3), Op.SUM)
     assert not nccl.backend.reduced
+
+
+class Revocable:
+    """An NCCL that revokes, with what torch asks of it, in the order in which it was asked."""
+
+    POINTER = 4711
+
+    def __init__(self, nccl: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.revoked = self.error = 0  # what NCCL returns
+        self.nccl, self.group = nccl, nccl.group
+        self.library = create_autospec(nccl_library)
+        self.library.revoke.side_effect = self._revoke
+        self.library.reported.side_effect = lambda communicator: self.error
+        self.library.words.side_effect = lambda error: f"error {error}"
+        monkeypatch.setattr("elastic.collectives.nccl.nccl_library", self.library)
+        nccl.backend.torchs.abort.side_effect = self._abort
+        self.group._communicator = self.POINTER
+
+    def _revoke(self, communicator: int) -> int:
+        assert communicator == self.POINTER
+        self.asked.append("revoke")
+        self.nccl.kernel.completed = not self.revoked
+        return self.revoked
+
+    def _abort(self) -> None:
+        self.asked.append("abort")
+        self.nccl.kernel.completed = True
+
+
+@pytest.fixture
+def revocable(nccl, monkeypatch) -> Revocable:
+    return Revocable(nccl, monkeypatch)
+
+
+def test_an_abort_ends_the_kernels_and_frees_nothing_before_the_group_is_closed(revocable):
+    group = revocable.group
+    work = group.allreduce(torch.ones(3), Op.SUM)
+    group.abort()
+    with pytest.raises(CollectiveFailed, match="aborted"):
+        work.wait()
+    group.abort()
+    assert group.drain(5.0)
+    assert revocable.asked == ["revoke"]
+    assert not group.freed(0.0)
+    group.close()
+    assert revocable.asked[:2] == ["revoke", "abort"]
+    assert group.freed(0.0)
+
+
+def test_a_revoke_that_fails_is_followed_by_an_abort_at_once_and_said_once(revocable, capsys):
+    revocable.revoked = 3
+    revocable.group.allreduce(torch.ones(3), Op.SUM)
+    revocable.group.abort()
+    assert revocable.group.drain(5.0)
+    assert revocable.asked == ["revoke", "abort"]
+    revocable.group.abort()
+    said = capsys.readouterr().err
+    assert "NCCL did not revoke a communicator: error 3" in said
+    assert "frees its communicators at once" in said
+
+
+def test_a_kernel_that_outlives_a_revoke_is_aborted(revocable):
+    revocable.library.revoke.side_effect = lambda communicator: (
+        revocable.asked.append("revoke") or 0
+    )
+    revocable.group.allreduce(torch.ones(3), Op.SUM)
+    revocable.group.abort()
+    assert not revocable.group.drain(0.01)
+    assert revocable.group.ended(5.0)
+    assert revocable.asked[:2] == ["revoke", "abort"]
+
+
+def test_an_error_that_nccl_has_noticed_frees_nothing_either(revocable):
+    """Torch's own wait would abort the communicator in the thread that waits."""
+    work = revocable.group.allreduce(torch.ones(3), Op.SUM)
+    revocable.nccl.kernel.completed, revocable.error = True, 6
+    with pytest.raises(CollectiveFailed, match="NCCL error: error 6"):
+        work.wait()
+    assert not revocable.nccl.kernel.waited
+    assert revocable.group.drain(5.0)
+    assert revocable.asked == ["revoke"]
+
+
+def test_who_waits_asks_for_no_error_while_a_collective_is_launched(revocable):
+    """NCCL's state is not to be asked for then by two threads."""
+    work = revocable.group.allreduce(torch.ones(3), Op.SUM)
+    revocable.nccl.kernel.completed = True
+    with revocable.group._launching:
+        work.wait()
+    revocable.library.reported.assert_not_called()
+
+
+def test_what_has_been_freed_is_asked_for_nothing(revocable):
+    revocable.group.close()
+    assert revocable.group._communicator == 0
+    revocable.group.abort()
+    assert revocable.asked.count("revoke") == 1
+
+
+def test_a_group_that_can_not_be_freed_holds_up_nobody_for_longer_than_it_may(revocable):
+    stuck = threading.Event()
+    revocable.nccl.backend.torchs.abort.side_effect = lambda: stuck.wait(30)
+    revocable.group.close(0.05)
+    assert not revocable.group.freed(0.0)
+    stuck.set()
+    assert revocable.group.freed(5.0)
+
+
+def test_what_was_connected_only_after_the_group_was_closed_is_freed_too(monkeypatch):
+    torchs = Building(monkeypatch)
+    monkeypatch.setattr("elastic.collectives.nccl._revocable", lambda backend: Revocable.POINTER)
+    monkeypatch.setattr(
+        nccl_library, "revoke", create_autospec(nccl_library.revoke, return_value=0)
+    )
+    torchs.connect.start()
+    assert torchs.connecting.wait(10.0)
+    torchs.group.close(0.01)
+    aborted = len(torchs.backend.aborted_in)
+    assert not torchs.group.freed(0.0)
+    torchs.go_on.set()
+    assert torchs.group.freed(10.0)
+    assert len(torchs.backend.aborted_in) > aborted
+
+
+def test_a_group_that_broke_while_it_was_connected_is_revoked_where_it_can_be(monkeypatch):
+    """A peer may have been quicker, and be in the first collective."""
+    torchs = Building(monkeypatch)
+    monkeypatch.setattr("elastic.collectives.nccl._revocable", lambda backend: Revocable.POINTER)
+    revoked: list[int] = []
+    monkeypatch.setattr(
+        nccl_library, "revoke", lambda communicator: revoked.append(communicator) or 0
+    )
+    monkeypatch.setattr(nccl_library, "reported", lambda communicator: 0)
+    torchs.go_on.set()
+    torchs.connect.start()
+    while not torchs.backend.reduced:
+        time.sleep(0.001)
+    torchs.group.abort()
+    torchs.connect.join(10.0)
+    torchs.backend.kernel.completed = True
+    assert torchs.group.drain(10.0)
+    assert revoked == [Revocable.POINTER]
+    assert not torchs.backend.aborted_in
