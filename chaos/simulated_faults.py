@@ -153,6 +153,23 @@ def slow_down(sim: Simulation) -> None:
         sim.note(f"{process.trouble} {process.worker} for {process.trouble_s:.1f} s")
 
 
+def hang_a_gpu(sim: Simulation) -> None:
+    """Its host goes on, launches, and waits."""
+    process = _one(sim)
+    if process is not None:
+        sim.note(f"the GPU of {process.worker} hangs")
+        process.doomed = process.gpu_hangs = sim.training.on_gpus = True
+
+
+def hang_the_network(sim: Simulation) -> None:
+    """Of GPUs: no collective of this world ends any more, and no worker is to blame."""
+    sim.training.on_gpus = True
+    if sim.training.worlds:
+        generation = max(sim.training.worlds)
+        sim.note(f"NCCL hangs in generation {generation}")
+        sim.training.hung.add(generation)
+
+
 # ---- hosts and their agents ------------------------------------------------------------------------------------------
 
 
@@ -289,6 +306,7 @@ MILD: list[Fault] = [
     freeze_driver,
 ]
 EVERY: list[Fault] = [*MILD, kill_many, raise_in_user_code]
+ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that train on GPUs
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from elastic.driver.events import PublishWorld
-from elastic.protocol import Commit, Worker
+from elastic.protocol import GRADIENTS, Commit, Launches, Worker
 
 if TYPE_CHECKING:
     from elastic.chaos.simulated_worker import SimulatedWorker
@@ -78,6 +78,8 @@ class Training:
         self._made: dict[
             int, tuple[int, list[int]]
         ] = {}  # history: the one before, and its samples
+        self.on_gpus = False
+        self.hung: set[int] = set()  # generations in which NCCL hangs
         self._losing: dict[int, set[Worker]] = {}  # by generation: who hears of a closed socket
 
     def published(self, world: PublishWorld) -> None:
@@ -135,6 +137,10 @@ class Training:
         peers = collective.came
         if not all(peer.alive for peer in peers.values()):
             return
+        if collective.key[1] == "gradients" and (
+            collective.key[0] in self.hung or any(peer.gpu_hangs for peer in peers.values())
+        ):
+            return
         hosts = {peer.worker.host for peer in peers.values()} if self.cut_off else set()
         if len(hosts) > 1 and hosts & self.cut_off:
             self._stalled.append(collective)
@@ -173,6 +179,17 @@ class Training:
                 peer.says_it_waits(collective)
         if waits:
             self.sim.clock.after(LOOK_S, self._look, collective)
+
+    # ---- GPUs ------------------------------------------------------------------------------------------------------
+
+    def launches(self, process: SimulatedWorker, collective: Collective) -> list[Launches]:
+        """How far the GPU of one that waits is: each step launches one collective."""
+        if not self.on_gpus or collective.key[1] != "gradients" or len(collective.ranks) < 2:
+            return []
+        launched = collective.key[2] + 1
+        arrived = launched - process.gpu_hangs
+        done = launched - (process.recovery.place.rank not in collective.done)
+        return [Launches(GRADIENTS, len(collective.ranks), launched, arrived, done)]
 
     # ---- peers that are gone ---------------------------------------------------------------------------------------
 

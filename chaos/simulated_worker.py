@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from elastic import protocol, recovery
 from elastic.chaos.simulated_network import Connection, Link
 from elastic.chaos.simulated_training import Collective, State
-from elastic.errors import LeaveRequested, PeerLost, WorldChanging
+from elastic.errors import DeviceLost, LeaveRequested, PeerLost, WorldChanging
+from elastic.progress import REPEAT_S
 from elastic.protocol import Address, Commit, Message, Worker
 from elastic.recovery import Cut, Phase, Recovery, Send, Verdict
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from elastic.chaos.simulator import Simulation
 
 HOLD_S = 60.0
+DEVICE_S = 10.0
 GIVE_UP_S = 40.0  # without any connection to the driver
 PACE_S, LARGE_PACE_S = 5.0, 30.0
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
@@ -53,11 +55,13 @@ class SimulatedWorker:
         self.will_raise = ""  # one of few, so that several raise the same
         self.trouble = ""  # at its next step: stuck, spinning, slow, long
         self.trouble_s = 0.0
+        self.gpu_hangs = False  # it comes to no collective any more
         self.innocent = False  # slow, or in a long phase: it must not be killed for that
         # At the n-th such place, or at the one of that name: killed, or frozen for so long.
         self.strike: tuple[int | str, float] | None = None
         self.inside: Collective | None = None
         self.entered = 0  # collectives of this generation
+        self._said_at = 0.0  # that it waits
         self._cpu_s = 0.0
         self._idle = False
         self._looked_at = sim.clock.now
@@ -210,9 +214,14 @@ class SimulatedWorker:
                     self.sim.training.peers_lose(self, generation)
 
     def says_it_waits(self, collective: Collective) -> None:
-        rank = self.recovery.place.rank
-        if self.alive and not self.frozen and rank not in collective.told:
+        rank, now = self.recovery.place.rank, self.sim.clock.now
+        if not self.alive or self.frozen:
+            return
+        # Again and again only on GPUs, whose state may change while it waits.
+        due = self.sim.training.on_gpus and now - self._said_at >= REPEAT_S
+        if rank not in collective.told or due:
             collective.told.add(rank)
+            self._said_at = now
             self._progress(collective)
 
     def _progress(self, collective: Collective | None) -> None:
@@ -220,8 +229,9 @@ class SimulatedWorker:
         if collective is not None:
             inside = collective.key[1]
             waited_s = self.sim.clock.now - collective.since[self.recovery.place.rank]
-        generation = self.recovery.generation
-        self.say(protocol.Progress(generation, self.entered, inside, waited_s, self._phase))
+        where = self.recovery.generation, self.entered, inside
+        gpu = [] if collective is None else self.sim.training.launches(self, collective)
+        self.say(protocol.Progress(*where, waited_s, self._phase, gpu))
 
     # ---- what a script does ----------------------------------------------------------------------------------------
 
@@ -246,6 +256,9 @@ class SimulatedWorker:
             code = end.code
             self.perform(self.recovery.quit(code))
             yield "interpreter ends", between(0.0, QUITTING_S)
+        except DeviceLost as error:
+            self.perform(self.recovery.raised(str(error), "Traceback ...", True))
+            code = 1
         except UserError as error:
             self.perform(self.recovery.raised(str(error), "Traceback ..."))
             code = 1
@@ -265,6 +278,9 @@ class SimulatedWorker:
                 self._raise_if_broken()
                 return
             except PeerLost:
+                if self.gpu_hangs:  # what was aborted on it does not end
+                    yield "drain", DEVICE_S
+                    raise DeviceLost("its GPU did not come back") from None
                 yield "restore", self.sim.clock.between(0.0, 0.05)
                 self.state = self.saved
                 self._samples = []

@@ -32,6 +32,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal import tell
 from elastic.driver.journal_file import FileJournal
+from elastic.driver.metrics import kind_of
 from elastic.driver.settings import Settings
 from elastic.protocol import Worker
 
@@ -73,6 +74,8 @@ def settings_for(workers: int) -> Settings:
         idle_s=9.0,
         busy_warning_s=6.0,
         busy_s=30.0,
+        gpu_hang_s=3.0,
+        gpu_limit_s=40.0,
     )
 
 
@@ -250,9 +253,13 @@ class Simulation:
             self.clock.after(self.clock.between(0.0, 0.02), simulated_faults.kill_one, self)
 
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
-        """Nobody is killed for being slow, or for a phase that was marked as long."""
+        """Nobody is killed for being slow, for a phase that was marked as long, or for another's GPU."""
         if isinstance(action, KillWorker):
             process = self.processes.get(action.worker)
+            hung = kind_of(action.reason) == "gpu"
+            assert not hung or process is None or process.gpu_hangs, (
+                f"{action.worker} is killed, whose GPU is sound: {action.reason}"
+            )
             blamed = "while the others waited" in action.reason
             assert not (blamed and process is not None and process.innocent), (
                 f"{action.worker} is killed at {process and process.point!r}: {action.reason}"

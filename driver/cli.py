@@ -8,6 +8,7 @@ that over the environment, that over the default.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import tempfile
@@ -84,6 +85,7 @@ class _Patience(NamedTuple):
     idle_s: float
     busy_warning_s: float
     busy_s: float
+    gpu_hang_s: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -248,6 +250,8 @@ def make_job(
             idle_s=patience.idle_s,
             busy_warning_s=patience.busy_warning_s,
             busy_s=patience.busy_s,
+            gpu_hang_s=patience.gpu_hang_s,
+            gpu_limit_s=_own_timeout_s(options, environ) or Settings.gpu_limit_s,
             timeline=timeline,
             env=env,
         ),
@@ -260,7 +264,7 @@ def make_job(
             **(worker_network(bind, environ) if bind and options.network_interfaces else {}),
         },
         bind=bind,
-        collective_timeout_s=_collective_timeout_s(options),
+        collective_timeout_s=_collective_timeout_s(options, environ),
         journal=_writable_file(options.journal),
         metrics=_metrics(options),
         output_dir=_writable_dir(options.output_filename),
@@ -300,21 +304,42 @@ def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
 
 def _patience(options: Options) -> _Patience:
     if options.stall_check is False:
-        return _Patience(0.0, 0.0, 0.0)
+        return _Patience(0.0, 0.0, 0.0, 0.0)
     warning_s = _given(options.busy_warning, options.stall_warning)
     busy_s = _given(options.busy_timeout, options.stall_shutdown)
     busy_s = _given(busy_s, Settings.busy_s)
     # Nobody would replace a fenced worker of a static job: one that waits for an upload is as good as a busy one there.
     idle_s = Settings.idle_s if _is_elastic(options) else busy_s
     return _Patience(
-        _given(options.idle_timeout, idle_s), _given(warning_s, Settings.busy_warning_s), busy_s
+        _given(options.idle_timeout, idle_s),
+        _given(warning_s, Settings.busy_warning_s),
+        busy_s,
+        _given(options.gpu_hang_timeout, Settings.gpu_hang_s),
     )
 
 
-def _collective_timeout_s(options: Options) -> float:
-    """Gloo knows only that somebody is late: the driver finds out who and why, and this is the last resort."""
+def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None:
+    """How long the user lets a collective take; None: that was not said. Raises Invalid."""
     if options.gloo_timeout_seconds is not None:
         return options.gloo_timeout_seconds
+    text = environ.get("ELASTIC_COLLECTIVE_TIMEOUT")
+    if not text:
+        return None
+    try:
+        given_s = float(text)
+    except ValueError:
+        given_s = math.nan
+    if not (math.isfinite(given_s) and given_s > 0):
+        name = "ELASTIC_COLLECTIVE_TIMEOUT"
+        raise Invalid(f"{name} is {text!r}; give a number of seconds, more than 0")
+    return given_s
+
+
+def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float:
+    """Gloo knows only that somebody is late: the driver finds out who and why, and this is the last resort."""
+    own_s = _own_timeout_s(options, environ)
+    if own_s is not None:
+        return own_s
     busy_s = _patience(options).busy_s
     return busy_s + _SLACK_S if busy_s else _A_DAY_S
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastic.protocol import Address, Commit, Finite, Place, Worker
+from elastic.protocol import Address, Commit, Finite, Launches, Place, Worker
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -111,6 +111,7 @@ class WorkerProgressed(Event):
     inside: str = ""
     waited_s: Finite = 0.0
     phase: str = ""
+    gpu: list[Launches] = []
 
 
 class WorkerPaced(Event):

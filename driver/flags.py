@@ -78,6 +78,7 @@ class Options:
     idle_timeout: float | None = None  # seconds; 0: never
     busy_warning: float | None = None  # seconds; 0: never
     busy_timeout: float | None = None  # seconds; 0: never
+    gpu_hang_timeout: float | None = None  # seconds; 0: never
     stall_warning: float | None = None  # seconds; 0: never; stands in for busy_warning
     stall_shutdown: float | None = None  # seconds; 0: never; stands in for busy_timeout
     stall_check: bool | None = None
@@ -275,8 +276,8 @@ def _add_communication(add: Group) -> None:
         "S",
         seconds,
         "End a collective that has waited this long, whoever is to blame (default:"
-        " HOROVOD_GLOO_TIMEOUT_SECONDS, or --busy-timeout and a minute); also the time to connect"
-        " (default: 30).",
+        " HOROVOD_GLOO_TIMEOUT_SECONDS, ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout and a minute);"
+        " also the time to connect (default: 30).",
     )
     add("--tcp", None, None, "Keep NCCL off InfiniBand (sets NCCL_IB_DISABLE=1).")
 
@@ -338,6 +339,13 @@ def _add_detection(add: Group) -> None:
         "S",
         number,
         "Fence a busy worker once others have waited for it this long; 0: never (default: 600).",
+    )
+    add(
+        "--gpu-hang-timeout",
+        "S",
+        number,
+        "Fence a worker whose GPU has not come to a collective this long after those of the others;"
+        " where all have come, form a new world after three times as long; 0: never (default: 10).",
     )
     add(
         "--stall-check-warning-time-seconds",

@@ -54,6 +54,7 @@ FENCES = {
     "it is stuck": "stuck",
     "it is cut off": "cut off",
     "its parameters differ": "digest",
+    "its GPU ": "gpu",
     "it did not call init()": "late",
 }
 

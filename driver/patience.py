@@ -33,6 +33,7 @@ class Patience:
         self._orders = orders
         self._failures = 0  # of worlds; planned changes do not count
         self._stuck_in: set[int] = set()  # generations since the last new commit
+        self._hung_in: set[int] = set()  # the same, where GPUs hung and nobody was to blame
         self._barren = 0  # recoveries in a row with nobody lost and no new commit
 
     def needed(self) -> int:
@@ -67,12 +68,22 @@ class Patience:
         """A member was fenced because it was stuck."""
         self._stuck_in.add(generation)
 
+    def hung(self, generation: int) -> None:
+        """All GPUs waited for each other, and the world was given up for that."""
+        self._hung_in.add(generation)
+
+    @property
+    def worlds_hung(self) -> int:
+        """With no new commit between."""
+        return len(self._hung_in)
+
     def in_circles(self, world: World, gathering: Gathering, commit: Commit | None) -> str:
         """The next world is about to begin with ``commit``: was there any progress in the last one?"""
         if commit is not None and commit.generation == world.generation and commit.number > 0:
             self._staff.slots.cooldown.clear((w.host, w.slot) for w in world.members)
             self._barren = 0
             self._stuck_in.clear()
+            self._hung_in.clear()
         elif len(self._stuck_in) >= self._settings.stranded_failures:
             worlds = (
                 f"in {len(self._stuck_in)} worlds a worker was stuck, with no new commit between"

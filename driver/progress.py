@@ -32,6 +32,7 @@ TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
 def probe_every_s(settings: Settings) -> float:
     """How often to look at those that others wait for, and how long to wait before the first look."""
     patience = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
+    patience += [settings.gpu_hang_s / 2] if settings.gpu_hang_s > 0 else []
     return max(0.1, min([PROBE_S, *patience]))
 
 

@@ -38,6 +38,8 @@ FLAGS = {
     "idle_s": "--idle-timeout",
     "busy_warning_s": "--busy-warning",
     "busy_s": "--busy-timeout",
+    "gpu_hang_s": "--gpu-hang-timeout",
+    "gpu_limit_s": "ELASTIC_COLLECTIVE_TIMEOUT",
     "timeline": "--timeline-filename",
 }
 BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.protocol import Address, Commit, Place, Worker
+from elastic.protocol import Address, Commit, Launches, Place, Worker
 
 INDEXED = ("stage", "leaving", "exit_by", "killed_for", "frozen", "inside")
 
@@ -57,6 +57,8 @@ class Standing:
     inside: str = ""  # the collective of the present generation that it waits in
     last_inside: str = ""  # ... or waited in before
     said_at: float = 0.0  # when it said so last
+    gpu: list[Launches] = field(default_factory=list)  # how far its GPU is, as it said then
+    gpu_since: float = 0.0  # it has said the same
     entered: int = 0  # collectives of the present generation, when it was last heard of
     phase: str = ""  # what the user marks as long
     waits_since: float = 0.0  # inside a collective, ready, or returned

@@ -42,6 +42,8 @@ class Settings:
     idle_s: float = 30.0  # idle while others wait for it: then it is stuck; 0: never
     busy_warning_s: float = 60.0  # busy while others wait for it: a warning; 0: never
     busy_s: float = 600.0  # ... and then it is stuck; 0: never
+    gpu_hang_s: float = 10.0  # behind the others with what was launched: its GPU hangs; 0: never
+    gpu_limit_s: float = 180.0  # a collective that all have launched, where it is not clear why
     dump_s: float = 0.5  # for the stacks of a stuck worker to be written before it is killed
     kill_s: float = 1.0  # from a kill to the exit; who lives longer can't be killed
     timeline: str | None = None  # absolute path of the file that tells what all ranks did when
@@ -73,9 +75,12 @@ class Settings:
             ("--idle-timeout", self.idle_s),
             ("--busy-warning", self.busy_warning_s),
             ("--busy-timeout", self.busy_s),
+            ("--gpu-hang-timeout", self.gpu_hang_s),
         ):
             if value < 0:
                 raise Invalid(f"{flag} is {value:g}; give seconds, or 0 to turn it off")
+        if self.gpu_limit_s <= 0:
+            raise Invalid(f"gpu_limit_s is {self.gpu_limit_s:g}; give a positive number of seconds")
         if self.dump_s < 0:
             raise Invalid(f"dump_s is {self.dump_s:g}; give 0 or more seconds")
         if self.kill_s <= 0:

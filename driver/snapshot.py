@@ -38,7 +38,7 @@ from elastic.driver.workforce import Workforce
 from elastic.driver.world import World
 from elastic.driver.worlds import Phase
 from elastic.errors import ElasticError, Invalid
-from elastic.protocol import Address, Commit, Place, Value, Worker
+from elastic.protocol import Address, Commit, Launches, Place, Value, Worker
 
 OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not the same
     *(Membership, Orders, Workforce, Patience, World, Gathering, Change, Exceptions, Inquest),
@@ -47,7 +47,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
 ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enums and tuples
-    *(Worker, Commit, Address, Place, Member),
+    *(Worker, Commit, Address, Place, Launches, Member),
     *Event.__subclasses__(),
     *Action.__subclasses__(),
 )

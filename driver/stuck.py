@@ -18,13 +18,15 @@ from elastic.driver.events import (
     WorkerProgressed,
 )
 from elastic.driver.frozen import Frozen
+from elastic.driver.hangs import Finding, Witness, judge
 from elastic.driver.patience import counted
 from elastic.driver.progress import Next, Suspicion, Suspicions, probe_every_s
 from elastic.driver.roster import Stage, Standing
 from elastic.driver.settings import Settings
 from elastic.driver.stragglers import Stragglers
+from elastic.driver.wording import hang_line, hang_reason
 from elastic.driver.worlds import Phase
-from elastic.protocol import COPY, GRADIENTS, Worker
+from elastic.protocol import COPY, GRADIENTS, Launches, Worker
 
 SOON_S = 0.001
 ALL_INSIDE_S = 30.0  # in which all that are left wait, before it is asked what for
@@ -63,6 +65,7 @@ class Stuck(Frozen):
             return
         before = (standing.entered, standing.phase, standing.inside)
         standing.said_at = self._now
+        self._gpu_said(standing, event)
         if event.inside and before == (event.entered, event.phase, event.inside):
             self._repeated_at = self._now
         if event.inside:
@@ -73,6 +76,13 @@ class Stuck(Frozen):
         standing.entered, standing.phase = event.entered, event.phase
         if before != (event.entered, event.phase, event.inside):
             self._got_on(standing)
+
+    def _gpu_said(self, standing: Standing, event: WorkerProgressed) -> None:
+        """How far its GPU is; since when counts within one wait only."""
+        same_wait = (standing.entered, standing.inside) == (event.entered, event.inside)
+        if not same_wait or _counts(standing.gpu) != _counts(event.gpu):
+            standing.gpu_since = self._now
+        standing.gpu = event.gpu
 
     def _paced(self, event: WorkerPaced) -> None:
         standing = self.roster.get(event.worker)
@@ -178,6 +188,10 @@ class Stuck(Frozen):
         self._lines, self._unnamed = NAMED, 0
         self._disbelieve_the_silent()
         waiters, suspects = self._sides()
+        finding = next(self._hangs(), None)
+        if finding is not None:
+            self._hung(finding)
+            return
         if not waiters or not suspects:
             self._suspicions.only(())
             self._all_inside(waiters)
@@ -274,7 +288,7 @@ class Stuck(Frozen):
         self._forget()
         self._hosts_awaited.clear()
         for standing in self.roster.values():
-            standing.waits_since = standing.moved_at = self._now
+            standing.waits_since = standing.moved_at = standing.gpu_since = self._now
             standing.frozen = ""
 
     def check(self) -> None:
@@ -348,6 +362,34 @@ class Stuck(Frozen):
         more = [f"{len(ordered) - NAMED} more groups elsewhere"] if len(ordered) > NAMED else []
         return ", ".join([*parts, *more])
 
+    # ---- GPUs that hang --------------------------------------------------------------------------------------------
+
+    def _hangs(self) -> Iterator[Finding]:
+        """Of groups whose ranks all wait. Nobody is judged in a phase that is marked as long."""
+        if self.phase is Phase.GATHERING or any(s.killed_for for s in self._live()):
+            return
+        groups: dict[str, list[Witness]] = {}
+        for standing in self.roster.inside.values():
+            for launches in standing.gpu if not standing.phase else ():
+                said = Witness(standing.worker, launches, standing.gpu_since, standing.said_at)
+                groups.setdefault(launches.group, []).append(said)
+        found = (judge(each, self.settings, self._patience.worlds_hung) for each in groups.values())
+        # Who explains it comes before what nobody explains.
+        yield from sorted((each for each in found if each is not None), key=lambda f: not f.blamed)
+
+    def _hung(self, finding: Finding) -> None:
+        for worker in finding.blamed:
+            self._patience.was_stuck(self.generation)
+            self._staff.fence(self.roster[worker], hang_reason(finding))
+        if finding.blamed:
+            return
+        text = hang_line(finding, self._patience.worlds_hung)
+        self._patience.hung(self.generation)
+        if not self.settings.elastic:
+            self._end(1, text)
+        self._orders.say("error", text)
+        self._break(text)
+
     # ---- words -----------------------------------------------------------------------------------------------------
 
     def _names(self, standings: Iterable[Standing]) -> str:
@@ -361,3 +403,8 @@ class Stuck(Frozen):
     def _name_of(self, worker: Worker) -> str:
         standing = self.roster.get(worker)
         return str(worker) if standing is None else self._named(standing)
+
+
+def _counts(gpu: Iterable[Launches]) -> list[tuple[str, int, int, int, bool]]:
+    """What shows that a GPU gets on."""
+    return [(each.group, each.launched, each.arrived, each.done, each.failed) for each in gpu]

@@ -202,6 +202,7 @@ class Worlds:
             standing.stage = Stage.MEMBER
             standing.moved(self._now)
             standing.entered, standing.phase, standing.last_inside = 0, "", ""
+            standing.gpu = []
         self._published = PublishWorld(
             generation=self.generation,
             members=self._world.placed(),

@@ -18,6 +18,8 @@ CONNECT_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 600.0  # rank 0 may prepare the data first
 # Without a driver nobody judges who is stuck, and a rank may take its time over a checkpoint. As long as torch's own.
 COLLECTIVE_TIMEOUT_S = 1800.0
+# On GPUs even that ends: all that is launched ends in seconds, and nobody else would say that a GPU hangs.
+LAUNCHED_TIMEOUT_S = 180.0
 DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: none yet, start_timeline() will say where
 
 _TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
@@ -152,6 +154,20 @@ def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -
             environ[name] = value
     for name, value in nccl_settings.DEFAULTS.items():
         environ.setdefault(name, value)
+
+
+def launched_timeout_s(
+    collective_timeout_s: float, environ: Mapping[str, str] | None = None
+) -> float:
+    """For a collective on GPUs to end once this rank has launched it.
+
+    A driver knows whether the others have launched it too, and judges; somebody who gave a timeout has judged.
+    """
+    env = os.environ if environ is None else environ
+    own = ("ELASTIC_DRIVER", "ELASTIC_COLLECTIVE_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")
+    if any(env.get(name) for name in own):
+        return collective_timeout_s
+    return min(collective_timeout_s, LAUNCHED_TIMEOUT_S)
 
 
 def gpus_are_shared(environ: Mapping[str, str] | None = None) -> bool:

@@ -278,6 +278,18 @@ class Groups:
             raise _did_not_come_back()
         return late
 
+    def launches(self) -> list[protocol.Launches]:
+        """How far each group on this worker's GPU has come. Waits for nothing; in the link thread."""
+        place, found = self._place, []
+        for (purpose, device_type, members), group in list(self._made.items()):
+            if device_type != "cuda" or len(members) < 2 or place is None:
+                continue
+            counts = cast("NcclCollectives", group).counts()
+            if counts.launched:
+                name = _named(purpose, members, place)
+                found.append(protocol.Launches(name, len(members), *counts))
+        return found[: protocol.LAUNCHES_LIMIT]
+
     # ---- the end ---------------------------------------------------------------------------------
 
     def retire(self) -> None:

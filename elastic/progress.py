@@ -7,6 +7,8 @@ long. So a step in which nobody waits costs no message.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from elastic import protocol
 
 WAIT_S = 1.0  # inside one collective, before the driver is told
@@ -61,17 +63,21 @@ class Progress:
 
     # ---- the link thread -------------------------------------------------------------------------
 
-    def tell(self, now: float) -> list[protocol.Message]:
-        """What the driver does not know yet and should."""
+    def tell(
+        self, now: float, gpu: Callable[[], list[protocol.Launches]] = list
+    ) -> list[protocol.Message]:
+        """What the driver does not know yet and should. ``gpu`` is asked at each look at a wait that lasts."""
         said: list[protocol.Message] = []
         at, inside, since = (self.generation, self.entered), self.inside, self._since
         waits = bool(inside) and now - since >= WAIT_S
         phase = self.phase
+        launches = gpu() if waits else []
         news = (at if waits else None) != self._said or phase != self._said_phase
         if news or (waits and now - self._said_at >= REPEAT_S):
             self._said, self._said_phase = at if waits else None, phase
             self._said_at = now
-            said.append(self._progress(inside if waits else "", now - since if waits else 0.0))
+            waited_s = now - since if waits else 0.0
+            said.append(self._progress(inside if waits else "", waited_s, launches))
         return said
 
     def pace(self, now: float, commit: protocol.Commit | None = None) -> list[protocol.Message]:
@@ -116,5 +122,8 @@ class Progress:
         self._said_phase, self._said = self.phase, None
         return self._progress("", 0.0)
 
-    def _progress(self, inside: str, waited_s: float) -> protocol.Progress:
-        return protocol.Progress(self.generation, self.entered, inside, waited_s, self.phase)
+    def _progress(
+        self, inside: str, waited_s: float, gpu: Sequence[protocol.Launches] = ()
+    ) -> protocol.Progress:
+        where = self.generation, self.entered, inside
+        return protocol.Progress(*where, waited_s, self.phase, list(gpu))

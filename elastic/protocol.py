@@ -24,6 +24,7 @@ HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
 PHASES_LIMIT = 1000
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
+LAUNCHES_LIMIT = 64  # groups on one GPU
 REPORT_LIMIT = 64 * 1024  # bytes of what a script reports at once
 COPY = "copy of the state"  # by this name a worker waits in one
 GRADIENTS = "gradients"  # and by this one in a step of a DistributedOptimizer
@@ -96,6 +97,18 @@ class Place(Value):
     local_size: int
     cross_rank: int
     cross_size: int
+
+
+class Launches(Value):
+    """How far a worker's GPU has come with the collectives of one group, which all its ranks launch in one order."""
+
+    group: str  # the same on all its ranks, and no other group's
+    size: int  # ranks of the group
+    launched: int
+    arrived: int  # the GPU has come to so many of them
+    done: int  # and so many have ended
+    took_s: Finite = 0.0  # the longest from a launch until the GPU had come to it, in seconds
+    failed: bool = False  # CUDA answers with an error
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
@@ -221,6 +234,7 @@ class Progress(Message):
     inside: str = ""  # the collective that it waits in, by name; empty: it does not wait
     waited_s: Finite = 0.0  # seconds it has been in there
     phase: str = ""  # the long phase that it is in; empty: none
+    gpu: Annotated[list[Launches], Meta(max_length=LAUNCHES_LIMIT)] = []  # while it waits
 
 
 class Pace(Message):

@@ -218,7 +218,7 @@ class Runtime:
             with self._lock:
                 actions = self._recovery.ask_to_leave("SIGTERM")
             self._perform(actions)
-        news = self._progress.tell(now)
+        news = self._progress.tell(now, self._groups.launches)
         if self.elastic and self._recovery.phase is Phase.TRAINING:
             news += self._progress.pace(now, self._recovery.agreed())
         for message in news:

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -48,6 +48,18 @@ _REDUCE = {
 }
 
 
+class Counts(NamedTuple):
+    """Of the collectives of one group, in their order: how many this rank has launched, how many of these its GPU has
+    come to, and how many have ended.
+    """
+
+    launched: int
+    arrived: int
+    done: int
+    took_s: float  # the longest from a launch until the GPU had come to it; what takes less than a look counts as 0
+    failed: bool  # CUDA answers with an error
+
+
 class NcclCollectives:
     """One group of one generation, on the tensors of one CUDA device. `connect` first; `abort` works at any time."""
 
@@ -62,6 +74,7 @@ class NcclCollectives:
         self._collective_timeout_s = (
             timeout_s if collective_timeout_s is None else collective_timeout_s
         )
+        self._launched_timeout_s = environment.launched_timeout_s(self._collective_timeout_s)
         self._device = own_gpu.device()
         self._backend: Any = None
         self._failed: str | None = None
@@ -78,6 +91,10 @@ class NcclCollectives:
         self._built = threading.Event()  # or given up
         self._swapping = Call()
         self._under_way: collections.deque[NcclWork] = collections.deque()
+        self._launched = 0
+        self._spare: list[torch.cuda.Event] = []  # so that a step allocates none
+        self._looked_at: tuple[int, float] | None = None  # the first that had not arrived; its age
+        self._took_s = 0.0
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
@@ -205,16 +222,42 @@ class NcclCollectives:
                 "a collective can be no part of a CUDA graph: capture forward and backward without the collectives,"
                 " or train without graphs"
             )
+        arrived = self._spare.pop() if self._spare else torch.cuda.Event()
         try:
+            arrived.record(torch.cuda.current_stream(self._device))
             with self._launching:
                 work = NcclWork(self, getattr(backend, name)(*arguments), then)
         except RuntimeError as error:
             self._fail(str(error))
             raise CollectiveFailed(str(error)) from None
+        work.is_launched(self._launched + 1, arrived)
         while self._under_way and self._under_way[0].done():
-            self._under_way.popleft()
+            self._spare += self._under_way.popleft().event_back()
         self._under_way.append(work)
+        self._launched += 1
         return work
+
+    def counts(self) -> Counts:
+        """How far its collectives have come. Waits for nothing on the GPU; one thread at a time asks, any one."""
+        launched, now = self._launched, time.monotonic()
+        works = list(self._under_way)
+        if works:
+            launched = max(launched, works[-1].number)
+        done = arrived = launched
+        failed = False
+        try:
+            waiting = next((work for work in works if not work.finished()), None)
+            late = next((work for work in works if not work.has_arrived()), None)
+        except RuntimeError:  # the device refuses every question
+            waiting, late, failed = works[0], works[0], True
+        if waiting is not None:
+            done = waiting.number - 1
+        if late is not None:
+            arrived = max(done, late.number - 1)
+        if self._looked_at is not None and self._looked_at[0] <= arrived:
+            self._took_s = max(self._took_s, self._looked_at[1])
+        self._looked_at = None if late is None else (late.number, now - late.launched_at)
+        return Counts(launched, arrived, done, self._took_s, failed)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -335,6 +378,28 @@ class NcclWork:
         self._group = group
         self._work = work
         self._then = then
+        self.number = 0  # in its group, from 1
+        self.launched_at = 0.0
+        self._arrived: torch.cuda.Event | None = (
+            None  # recorded before it on the stream it was launched from
+        )
+
+    def is_launched(self, number: int, arrived: torch.cuda.Event) -> None:
+        self.number, self._arrived, self.launched_at = number, arrived, time.monotonic()
+
+    def event_back(self) -> list[torch.cuda.Event]:
+        """It is done: others may record its event."""
+        event, self._arrived = self._arrived, None
+        return [] if event is None else [event]
+
+    def has_arrived(self) -> bool:
+        """Whether the GPU has come to it. Raises RuntimeError where the device has failed."""
+        event = self._arrived
+        if event is None:
+            return True
+        with torch.cuda.device(self._group._device):
+            come = event.query()
+        return come or self._arrived is not event  # another's meanwhile
 
     def done(self) -> bool:
         return self._group._failed is not None or self.finished()
@@ -361,7 +426,7 @@ class NcclWork:
         began = time.monotonic()
         while not self.done():
             waited = time.monotonic() - began
-            if waited > self._group._collective_timeout_s:
+            if waited > self._group._launched_timeout_s:
                 self._group._fail(f"a collective did not complete within {waited:.0f} s")
             elif waited > _SPIN_S:
                 time.sleep(_STEP_S)

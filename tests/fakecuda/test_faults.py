@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from integration.history import History, started
+from integration.history import STAY_AWAY, History, started
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def trained(job, fake_cuda, fault: str, np: int = 3, **env: str) -> History:
+SOON = "--gpu-hang-timeout 2"
+ON_GPUS = {"DEVICE": "cuda", "STEPS": "12"}
+
+
+def trained(job, fake_cuda, fault: str, np: int = 3, flags: str = "", **env: str) -> History:
     """After a job in which one process suffers, and which ends well."""
-    training = started(
-        job,
-        np,
-        **fake_cuda(gpus=np, FAKE_FAULTS=f"{fault},once=suffered"),
-        **env,
-        DEVICE="cuda",
-        STEPS="12",
-    )
+    made_up = fake_cuda(gpus=np, FAKE_FAULTS=f"{fault},once=suffered")
+    training = started(job, np, f"{STAY_AWAY} {flags}", **made_up, **env, **ON_GPUS)
     training.succeed(110)
     assert (training.folder / "suffered").exists(), "nothing went wrong"
     history = History(training)
@@ -78,3 +76,28 @@ def test_a_gpu_that_fails_takes_its_worker_with_it_and_nobody_else(job, fake_cud
 
 def test_slow_copies_lose_nothing(job, fake_cuda):
     trained(job, fake_cuda, "copy:slow,ms=3;kernel:die,rank=1,nth=15")
+
+
+def test_a_gpu_that_hangs_costs_its_own_worker(job, fake_cuda):
+    """Its stream does nothing more: all wait, and nobody has died. Far sooner than any collective times out."""
+    history = trained(job, fake_cuda, "work:hang,device=1,nth=250", flags=SOON)
+    fenced = [str(e) for e in history.job.output.splitlines() if "fencing" in e]
+    assert len(fenced) == 1 and "its GPU hangs: it has not come to" in fenced[0], fenced
+    assert {record["worker"] for record in history.all("done")} == {
+        "localhost:0#1",
+        "localhost:2#1",
+    }
+
+
+def test_kernels_that_all_hang_cost_a_world_and_no_worker(job, fake_cuda):
+    """NCCL's kernels wait for each other until they are aborted: in a new communicator all go on."""
+    stall = "kernel:slow,ms=16000,nth=20"  # and then they see that they are
+    training = started(
+        job, 3, f"{STAY_AWAY} {SOON}", **fake_cuda(gpus=3, FAKE_FAULTS=stall), **ON_GPUS
+    )
+    training.succeed(110)
+    history = History(training)
+    history.check(steps=12)
+    assert "NCCL hangs, or the network" in training.output
+    assert "fencing" not in training.output
+    assert {record["rank"] for record in history.all("done")} == {0, 1, 2}

@@ -9,7 +9,14 @@ import random
 
 import pytest
 
-from elastic.chaos.simulated_faults import EVERY, MILD, Weather
+from elastic.chaos.simulated_faults import (
+    EVERY,
+    MILD,
+    ON_GPUS,
+    Weather,
+    hang_the_network,
+    kill_one,
+)
 from elastic.chaos.simulated_network import Conditions
 from elastic.chaos.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator import Outcome, Simulation, Violation
@@ -188,6 +195,41 @@ def test_who_is_stuck_is_fenced(trouble, limit):
     assert outcome.code == 0
     assert f"KillWorker worker={victims[0].worker}" in sim.story()
     assert outcome.virtual_s < 4.0 + getattr(sim.settings, limit) + 20.0
+
+
+def test_who_is_to_blame_for_a_gpu_that_hangs_is_fenced_and_nobody_else():
+    sim = quiet_job()
+    victims = []
+
+    def hang() -> None:
+        sim.training.on_gpus = True
+        victims.append(next(iter(sim.processes.values())))
+        victims[0].gpu_hangs = True
+
+    sim.clock.at(4.0, hang)
+    outcome = sim.run()
+    assert outcome.code == 0
+    assert sim.story().count("KillWorker") == 1
+    assert f"KillWorker worker={victims[0].worker}" in sim.story()
+    assert outcome.virtual_s < 4.0 + sim.settings.gpu_hang_s + 25.0
+
+
+def test_where_nccl_hangs_nobody_is_fenced_and_all_go_on_in_a_new_world():
+    sim = quiet_job()
+    sim.clock.at(4.0, hang_the_network, sim)
+    outcome = sim.run()
+    assert outcome.code == 0 and "KillWorker" not in sim.story()
+    assert "NCCL hangs, or the network" in sim.story()
+    assert outcome.virtual_s < 4.0 + 3 * sim.settings.gpu_hang_s + 25.0
+
+
+@pytest.mark.parametrize("first", range(0, 16, 4))
+def test_gpus_and_networks_that_hang_never_cost_a_worker_whose_gpu_is_sound(first):
+    """While others are slow on their hosts. The simulator looks at each kill; the job has to come to its end."""
+    for seed in range(first, first + 4):
+        weather = Weather(faults=[*ON_GPUS, kill_one])
+        outcome = Simulation(seed, workers=6, steps=150, faults=8, mild=True, weather=weather).run()
+        assert outcome.code == 0, f"seed {seed}: {outcome}"
 
 
 def test_a_zombie_that_no_kill_can_reach_changes_nothing_when_it_wakes():

@@ -496,6 +496,25 @@ def test_a_collective_is_ended_by_gloo_only_when_the_driver_has_long_judged():
     assert job("-np 2 --min-np 1", HOROVOD_GLOO_TIMEOUT_SECONDS="6").collective_timeout_s == 6
 
 
+def test_how_long_gpus_may_hang():
+    def limits(made: Job) -> tuple[float, float]:
+        return made.settings.gpu_hang_s, made.settings.gpu_limit_s
+
+    assert limits(job("-np 2 --min-np 1")) == (10, 180)
+    assert limits(job("-np 2 --gpu-hang-timeout 3")) == (3, 180)
+    assert limits(job("-np 2 --gpu-hang-timeout 0")) == (0, 180)
+    assert limits(job("-np 2 --no-stall-check"))[0] == 0
+    assert limits(job("-np 2 --gloo-timeout-seconds 300")) == (10, 300)
+
+
+def test_ones_own_time_for_a_collective_wins():
+    made = job("-np 2 --min-np 1", ELASTIC_COLLECTIVE_TIMEOUT="900")
+    assert (made.collective_timeout_s, made.settings.gpu_limit_s) == (900, 900)
+    for wrong in ("soon", "0", "nan"):
+        said = refusal("-np 2", ELASTIC_COLLECTIVE_TIMEOUT=wrong)
+        assert said.startswith(f"ELASTIC_COLLECTIVE_TIMEOUT is {wrong!r}; give a number of seconds")
+
+
 def test_a_static_job_is_as_patient_as_an_elastic_one():
     """Rank 0 may validate or save for longer than it takes to connect: in Horovod nothing times out there."""
     assert job("-np 2").collective_timeout_s == 660

@@ -35,6 +35,7 @@ PURE = [
     "driver/worlds.py",
     "driver/failures.py",
     "driver/frozen.py",
+    "driver/hangs.py",
     "driver/reconnect.py",
     "driver/stuck.py",
     "driver/progress.py",

@@ -24,7 +24,7 @@ from elastic.driver.roster import Roster
 from elastic.driver.settings import Settings
 from elastic.driver.snapshot import NotTaken, restored, taken
 from elastic.errors import Invalid
-from elastic.protocol import Address, Worker
+from elastic.protocol import Address, Launches, Worker
 from unit.conversation import Talk, exited, hosts, leaving, raised, running, worker
 
 EVERY = 5  # entries between two snapshots of a simulated job
@@ -159,7 +159,8 @@ def trained(hosts_: int, slots: int) -> Membership:
     events += [WorkerConnected(w, 4711) for w in workers]
     events += [WorkerReady(w, 0, None, Address(w.host, 7000), "x" * 64) for w in workers]
     events += [WorkerResumed(w, 1, {"formed": 1.0, "copied": 2.0}) for w in workers]
-    events += [WorkerProgressed(w, 1, 7, "loss", 1.0) for w in workers]
+    gpu = [Launches("gradients", size, 7, 7, 6, 0.5)]
+    events += [WorkerProgressed(w, 1, 7, "loss", 1.0, "", gpu) for w in workers]
     for number, event in enumerate(events):
         m.handle(event, number * 1e-5)
     assert m.phase is Phase.TRAINING

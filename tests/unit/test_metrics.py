@@ -25,7 +25,9 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerReturned,
 )
+from elastic.driver.hangs import Finding, Hang
 from elastic.driver.metrics import NAMES, Figures, Metrics, families, kind_of
+from elastic.driver.wording import hang_reason
 from elastic.errors import Invalid
 from elastic.protocol import Address, Commit, Place, Worker
 from elastic.report_values import Report
@@ -102,6 +104,8 @@ def test_who_was_asked_to_go_is_not_lost():
 
 def test_every_fence_has_its_kind():
     assert kind_of("it is stuck: idle for 30 s while the others waited in 'loss'") == "stuck"
+    for hang in Hang:
+        assert kind_of(hang_reason(Finding(hang, "gradients", 7, 10.0))) == "gpu"
     assert kind_of("it is cut off: its host acknowledges nothing any more") == "cut off"
     assert kind_of("its parameters differ from localhost:0#1's under commit 1.2") == "digest"
     assert kind_of("it did not call init() within 120 s") == "late"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import create_autospec
 
 import pytest
@@ -66,6 +66,27 @@ class Backend:
         self.kernel.completed = True
 
 
+EVENT = torch.cuda.Event
+
+
+class MadeUpEvent:
+    """Says whether the GPU has come to where it was recorded, as it is told."""
+
+    made: ClassVar[list[MadeUpEvent]] = []
+    ended: ClassVar[list[bool]] = []  # what is answered next; then True
+
+    def __new__(cls) -> Any:
+        event = create_autospec(EVENT, instance=True)
+        event.query.return_value = False
+        event.record.side_effect = lambda *stream: setattr(
+            event.query,
+            "side_effect",
+            None if stream else lambda: cls.ended.pop(0) if cls.ended else True,
+        )
+        cls.made.append(event)
+        return event
+
+
 @pytest.fixture(autouse=True)
 def devices(monkeypatch) -> list[torch.device]:
     """The devices that threads have turned to, in order; without CUDA torch's own guard can't be used."""
@@ -80,10 +101,9 @@ def devices(monkeypatch) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(torch.cuda, "Stream", create_autospec(torch.cuda.Stream))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    event = create_autospec(torch.cuda.Event)
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    event.return_value.query.return_value = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    monkeypatch.setattr(torch.cuda, "Event", MadeUpEvent)
     monkeypatch.setattr(own_gpu, "_index", None)
     monkeypatch.setattr(own_gpu, "_chosen", None)
     return turned
@@ -110,11 +130,10 @@ def test_a_collective_that_torch_gave_up_has_not_ended_before_its_kernel(nccl):
     """Once NCCL has noticed an error, torch takes all of a communicator's collectives for completed."""
     nccl.group.allreduce(torch.ones(3), Op.SUM)
     nccl.kernel.completed = True
-    event = torch.cuda.Event()
-    event.query.return_value = False
+    MadeUpEvent.ended[:] = [False, False]
     assert not nccl.group.ended(0.0)
     assert nccl.kernel.work.get_future.return_value.wait.called
-    event.query.side_effect = [False, True]
+    assert MadeUpEvent.ended == [False]
     assert nccl.group.ended(5.0)
 
 
@@ -428,3 +447,74 @@ def test_a_group_that_broke_while_it_was_connected_is_revoked_where_it_can_be(mo
     assert torchs.group.drain(10.0)
     assert revoked == [Revocable.POINTER]
     assert not torchs.backend.aborted_in
+
+
+# ---- how far it has come -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(nccl) -> list[Kernel]:
+    """Those of five collectives, of which the GPU has come to none."""
+    MadeUpEvent.made.clear()
+    kernels = [Kernel() for _ in range(5)]
+    nccl.backend.torchs.allreduce.side_effect = [each.work for each in kernels]
+    for _ in kernels:
+        nccl.group.allreduce(torch.ones(3), Op.SUM)
+    return kernels
+
+
+def test_it_tells_how_many_are_launched_have_arrived_and_have_ended(nccl, kernels):
+    events = MadeUpEvent.made
+    assert nccl.group.counts()[:3] == (5, 0, 0)
+    for event in events[:4]:
+        event.query.return_value = True
+    assert nccl.group.counts()[:3] == (5, 4, 0)
+    kernels[0].completed = kernels[1].completed = True
+    assert nccl.group.counts()[:3] == (5, 4, 2)
+    assert not any(event.synchronize.called or event.wait.called for event in events)
+    for event, kernel in zip(events, kernels, strict=True):
+        event.query.return_value = kernel.completed = True
+    assert nccl.group.counts()[:3] == (5, 5, 5)
+
+
+def test_an_event_is_recorded_before_its_collective_and_used_again(nccl, kernels):
+    kernels[0].completed = kernels[1].completed = True
+    more = [Kernel() for _ in range(2)]
+    nccl.backend.torchs.allreduce.side_effect = [each.work for each in more]
+    nccl.group.allreduce(torch.ones(3), Op.SUM)
+    assert len(MadeUpEvent.made) == 6  # it took one before it looked
+    nccl.group.allreduce(torch.ones(3), Op.SUM)
+    assert len(MadeUpEvent.made) == 6
+    assert {event.record.call_args.args for event in MadeUpEvent.made} == {("the stream",)}
+    assert nccl.group.counts()[:3] == (7, 2, 2)
+
+
+def test_a_device_that_answers_with_an_error_is_a_value_too(nccl, kernels):
+    MadeUpEvent.made[0].query.side_effect = RuntimeError("CUDA error: an illegal memory access")
+    assert nccl.group.counts() == (5, 0, 0, 0.0, True)
+
+
+def test_it_remembers_the_longest_way_from_a_launch_to_the_gpu(nccl, kernels, monkeypatch):
+    began = nccl.group._under_way[0].launched_at
+    monkeypatch.setattr(time, "monotonic", lambda: began + 20.0)
+    assert nccl.group.counts().took_s == 0.0
+    for event in MadeUpEvent.made:
+        event.query.return_value = True
+    assert nccl.group.counts().took_s == pytest.approx(20.0, abs=0.1)
+
+
+def test_without_a_driver_a_launched_collective_has_three_minutes_and_a_given_time_wins(
+    monkeypatch,
+):
+    for name in ("ELASTIC_DRIVER", "ELASTIC_COLLECTIVE_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def timeout_s(given_s: float = 1800.0) -> float:
+        return NcclCollectives(0, 2, 30.0, given_s)._launched_timeout_s
+
+    assert timeout_s() == 180.0 and timeout_s(20.0) == 20.0
+    for name in ("ELASTIC_DRIVER", "ELASTIC_COLLECTIVE_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1800")
+            assert timeout_s() == 1800.0

@@ -25,6 +25,7 @@ FROM_WORKER = [
     protocol.Leaving("SIGTERM"),
     protocol.Resumed(3, {"formed": 2.5}, 10**9),
     protocol.Progress(3, 17, "gradients", 1.5, ""),
+    protocol.Progress(3, 17, "gradients", 1.5, "", [protocol.Launches("g", 4, 7, 6, 6, 1.0, True)]),
     protocol.Pace(3, 100, 12.5, 30.0),
     protocol.Digested(3, Commit(3, 7), 2**63 - 1, 5, [1, 2], 1),
     protocol.Raised(3, None, "ValueError: x", "Traceback"),

@@ -37,6 +37,25 @@ def test_a_wait_of_a_second_is_said_and_so_is_its_end():
     assert told(progress, 18.0) == []
 
 
+def test_while_it_waits_it_says_how_far_its_gpu_is():
+    progress, asked = Progress(), []
+    counts = protocol.Launches("gradients", 4, 7, 6, 6)
+
+    def gpu() -> list[protocol.Launches]:
+        asked.append(True)
+        return [counts]
+
+    assert progress.tell(9.0, gpu) == [] and not asked
+    progress.enter(2, "gradients", 10.0)
+    assert progress.tell(10.9, gpu) == [] and not asked
+    (said,) = progress.tell(11.2, gpu)
+    assert isinstance(said, protocol.Progress) and said.gpu == [counts]
+    assert progress.tell(12.2, gpu) == [] and len(asked) == 2  # looked at, though not told
+    progress.leave(13.0)
+    (said,) = progress.tell(13.0, gpu)
+    assert isinstance(said, protocol.Progress) and said.gpu == [] and len(asked) == 2
+
+
 def test_the_next_collective_is_another_wait():
     progress = Progress()
     progress.enter(2, "allreduce.loss", 10.0)
