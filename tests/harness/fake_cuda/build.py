@@ -62,6 +62,8 @@ def main() -> None:
         return
     BUILT.unlink(missing_ok=True)  # a folder of hard links shares it with others
     unpack()
+    # As pip does. Else each process compiles what it imports, for 10 s, and again where Python may not write bytecode.
+    compileall.compile_dir(SITE / "torch", quiet=2, workers=2)
     shutil.rmtree(LIB, ignore_errors=True)
     LIB.mkdir()
     OBJECTS.mkdir(exist_ok=True)
@@ -103,8 +105,6 @@ def unpack() -> None:
         folder.mkdir(parents=True)
     with downloaded("--no-deps", WHEEL) as wheels:
         wheels[0].extractall(SITE)
-    # As pip does: else the first processes do it, all at once, and their tests wait too long.
-    compileall.compile_dir(SITE / "torch", quiet=2, workers=2)
     with downloaded(
         f"cuda-toolkit[cudart,crt]=={pinned('cuda-toolkit')}",
         f"nvidia-nccl-cu13=={pinned('nvidia-nccl-cu13')}",
