@@ -1,33 +1,31 @@
 """Builds the made-up CUDA: ``python tests/harness/fake_cuda/build.py``. A second call does only what is missing.
 
-Downloads the CUDA build of torch and the headers of the CUDA runtime and of NCCL, 735 MB in all, none of NVIDIA's
-libraries. In the place of these come our own runtime and NCCL, and for the rest empty ones that say what was called.
+Downloads the CUDA build of torch and the headers of the CUDA runtime and of NCCL that this torch was built with, 735 MB
+in all, none of NVIDIA's libraries. In the place of these come our own runtime and NCCL, and for the rest empty ones
+that say what was called.
 """
 
 from __future__ import annotations
 
+import compileall
 import concurrent.futures
+import contextlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from harness.fake_cuda.start import BUILT, FOLDER, HERE, sources
+from harness.fake_cuda.start import BUILT, FOLDER, HERE, TORCH, sources
 
 # Three equals signs: the build of exactly this name, which has CUDA, not one marked "+cpu".
-TORCH = "2.13.0"
-WHEELS = (
-    f"torch==={TORCH}",
-    "nvidia-cuda-runtime==13.0.96",
-    "nvidia-cuda-crt==13.0.88",
-    "nvidia-nccl-cu13==2.29.7",
-)
+WHEEL = f"torch==={TORCH}"
 SITE, INCLUDE, LIB, OBJECTS = (FOLDER / name for name in ("site", "include", "lib", "objects"))
 
 CUDART, NCCL, CUDA = "libcudart.so.13", "libnccl.so.2", "libcuda.so.1"
@@ -37,9 +35,6 @@ OURS = {
     CUDA: ("driver",),
 }
 OPERATORS = "libfakeoperators.so"
-ANSWERS = {
-    "cudnnGetVersion": 92000
-}  # of functions that torch calls without wanting anything of them
 # By which the libraries' symbols begin; the first that fits.
 PREFIXES = {
     "cublasLt": "libcublasLt.so.13",
@@ -65,7 +60,10 @@ def main() -> None:
     if BUILT.exists() and BUILT.read_text() == sources():
         print(f"built already: {FOLDER}")
         return
+    BUILT.unlink(missing_ok=True)  # a folder of hard links shares it with others
     unpack()
+    # As pip does. Else each process compiles what it imports, for 10 s, and again where Python may not write bytecode.
+    compileall.compile_dir(SITE / "torch", quiet=2, workers=2)
     shutil.rmtree(LIB, ignore_errors=True)
     LIB.mkdir()
     OBJECTS.mkdir(exist_ok=True)
@@ -73,8 +71,11 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(compiled, ["operators", *modules]))
     needed = symbols()
+    # Of functions that torch calls without wanting anything of them.
+    major, minor, patch = pinned("nvidia-cudnn-cu13").split(".")[:3]
+    answers = {"cudnnGetVersion": 10000 * int(major) + 100 * int(minor) + int(patch)}
     for library in [CUDART, *sorted(needed.keys() - {CUDART})]:
-        link(library, needed[library])
+        link(library, needed[library], answers)
     run(
         *("g++", "-shared", "-o", LIB / OPERATORS, OBJECTS / "operators.o"),
         *(f"-L{SITE / 'torch' / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda"),
@@ -97,36 +98,44 @@ def run(*words: str | Path) -> str:
 def unpack() -> None:
     """Torch into ``site``, where it can be imported from; of NVIDIA's wheels only headers. The wheels are not kept."""
     stamp = FOLDER / "unpacked"
-    if stamp.exists() and stamp.read_text() == " ".join(WHEELS):
+    if stamp.exists() and stamp.read_text().split()[:1] == [WHEEL]:
         return
     for folder in (SITE, INCLUDE):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
-        run(
-            *(
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--only-binary=:all:",
-            ),
-            *("--dest", temporary, *WHEELS),
-        )
-        for path in sorted(Path(temporary).glob("*.whl")):
-            with zipfile.ZipFile(path) as wheel:
-                if path.name.startswith("torch-"):
-                    wheel.extractall(SITE)
-                else:
-                    headers(wheel)
+    with downloaded("--no-deps", WHEEL) as wheels:
+        wheels[0].extractall(SITE)
+    with downloaded(
+        f"cuda-toolkit[cudart,crt]=={pinned('cuda-toolkit')}",
+        f"nvidia-nccl-cu13=={pinned('nvidia-nccl-cu13')}",
+    ) as wheels:
+        for wheel in wheels:
+            headers(wheel)
     # By this entry torch finds what to call at the end of its import.
     entry = SITE / "fake_cuda-1.dist-info"
     entry.mkdir()
     (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-cuda\nVersion: 1\n")
     (entry / "entry_points.txt").write_text("[torch.backends]\nfake_cuda = fake_cuda:install\n")
-    stamp.write_text(" ".join(WHEELS))
+    stamp.write_text(WHEEL)
+
+
+@contextlib.contextmanager
+def downloaded(*words: str) -> Iterator[list[zipfile.ZipFile]]:
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder, contextlib.ExitStack() as opened:
+        pip = (sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:")
+        run(*pip, "--dest", folder, *words)
+        yield [opened.enter_context(zipfile.ZipFile(each)) for each in Path(folder).glob("*.whl")]
+
+
+def pinned(package: str) -> str:
+    """The version of one of NVIDIA's packages that this torch was built with."""
+    metadata = (SITE / f"torch-{TORCH}.dist-info" / "METADATA").read_text()
+    found = re.search(rf"^Requires-Dist: {package}(\[.*\])?==([\d.]+)", metadata, re.MULTILINE)
+    if not found:
+        sys.exit(
+            f"torch {TORCH} does not say which {package} it needs: is this a build for CUDA 13?"
+        )
+    return found[2]
 
 
 def headers(wheel: zipfile.ZipFile) -> None:
@@ -180,7 +189,7 @@ def symbols() -> dict[str, dict[str, str]]:
     return needed
 
 
-def link(library: str, needed: dict[str, str]) -> None:
+def link(library: str, needed: dict[str, str], answers: dict[str, int]) -> None:
     """Our objects, if there are any, and for the other symbols functions that say that they are not made up."""
     objects = [OBJECTS / f"{module}.o" for module in OURS.get(library, ())]
     have = run("nm", "--defined-only", "--format=posix", *objects) if objects else ""
@@ -191,7 +200,7 @@ def link(library: str, needed: dict[str, str]) -> None:
     lines = ["#include <stdio.h>"]
     for name in sorted(needed.keys() - defined):
         said = f'fputs("[fake cuda] {name} was called, which is not made up\\n", stderr); return {code};'
-        answer = f"return {ANSWERS[name]};" if name in ANSWERS else said
+        answer = f"return {answers[name]};" if name in answers else said
         lines.append(f"long {name}(void) {{ {answer} }}")
     source = OBJECTS / f"{library}.c"
     source.write_text("\n".join(lines) + "\n")

@@ -14,14 +14,18 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-FOLDER = Path(os.environ.get("FAKE_CUDA_FOLDER", ROOT / "build" / "fakecuda"))  # outside of git
+TORCH = os.environ.get("FAKE_CUDA_TORCH", "2.13.0")
+FOLDER = Path(  # outside of git
+    os.environ.get("FAKE_CUDA_FOLDER", ROOT / "build" / f"fakecuda-{TORCH}")
+)
 BUILT = FOLDER / "built"  # holds the digest of what it was built from
 
 
 def sources() -> str:
     """A digest of all that decides how it is built."""
     files = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "build.py"])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    content = [TORCH.encode(), *(file.read_bytes() for file in files)]
+    return hashlib.sha256(b"".join(content)).hexdigest()
 
 
 def missing() -> str | None:
@@ -29,7 +33,10 @@ def missing() -> str | None:
     if not BUILT.exists():
         return "the made-up CUDA is not built; run: make fakecuda"
     if BUILT.read_text() != sources():
-        return "the made-up CUDA is older than its sources; run: make fakecuda"
+        return (
+            f"the made-up CUDA in {FOLDER} is older than its sources, or not for torch {TORCH};"
+            " run: make fakecuda"
+        )
     return None
 
 
