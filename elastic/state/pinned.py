@@ -18,7 +18,8 @@ import torch
 from elastic.errors import DeviceLost
 
 POLL_S = 0.0002
-COPY_LIMIT_S = 120.0  # a device that takes longer hangs
+COPY_LIMIT_S = 20.0  # a device that takes longer hangs
+SLOWEST_BYTES_S = 250e6  # ... but for what the bytes themselves take over a slow or busy bus
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # on the device, pinned
 
@@ -30,6 +31,7 @@ class Transit:
 
     def __init__(self) -> None:
         self.events: list[tuple[torch.device, torch.cuda.Event]] = []
+        self.bytes = 0
 
     def complete(self) -> bool:
         """Any thread: each event is asked on its own device, or CUDA would begin to use GPU 0 there."""
@@ -40,12 +42,13 @@ class Transit:
         return True
 
     def wait(self) -> None:
-        """Until the copies are complete. Raises DeviceLost where that takes longer than `COPY_LIMIT_S`."""
-        deadline = time.monotonic() + COPY_LIMIT_S
+        """Until the copies are complete. Raises DeviceLost where that takes longer than it should."""
+        limit_s = COPY_LIMIT_S + self.bytes / SLOWEST_BYTES_S
+        deadline = time.monotonic() + limit_s
         while not self.complete():
             if time.monotonic() > deadline:
                 raise DeviceLost(
-                    f"a copy from the GPU to the host did not complete within {COPY_LIMIT_S:g} s"
+                    f"a copy from the GPU to the host did not complete within {limit_s:.0f} s"
                 )
             time.sleep(POLL_S)
         self.events.clear()
@@ -107,3 +110,4 @@ def send(pairs: list[Pair], stage: Stage, transit: Transit) -> None:
             if rooms is None:
                 training.wait_stream(side)
         transit.events.append((device, event))
+        transit.bytes += sum(source.nbytes for source in sources)

@@ -237,7 +237,7 @@ class Snapshot:
         """Copies what may have changed. ``beside`` is kept as it is; ``trust=False`` copies everything.
 
         On the CPU complete when it returns. CUDA copies are under way. Raises DeviceLost if the last ones still are
-        after two minutes.
+        after longer than a sound device takes.
         """
         self.complete()
         self.bank.take(Look(tensors), beside, self._stage, trust=trust)

@@ -131,7 +131,7 @@ class History:
 @functools.cache
 def undisturbed(steps: int, optimizer: str = "SGD") -> tuple[list[float], torch.Tensor]:
     """Losses by step and final parameters, float32 [parameters], trained here without any of our code."""
-    problem = _problem()
+    problem = training_problem()
     model = problem.model()
     descent = problem.optimizer(optimizer, model)
     losses = []
@@ -146,7 +146,7 @@ def undisturbed(steps: int, optimizer: str = "SGD") -> tuple[list[float], torch.
     return losses, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def _problem() -> ModuleType:
+def training_problem() -> ModuleType:
     spec = importlib.util.spec_from_file_location("problem", SCRIPTS / "problem.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

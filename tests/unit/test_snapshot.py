@@ -158,6 +158,23 @@ def test_a_device_that_hangs_is_not_waited_for_forever(monkeypatch):
     assert snapshot.bank.buffers()["a"].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("size, at_most_s", [(1 << 20, 30.0), (12 << 30, 90.0)])
+def test_a_copy_that_hangs_is_given_time_by_its_size(monkeypatch, size, at_most_s):
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 1.0
+
+    monkeypatch.setattr(pinned.time, "sleep", sleep)
+    monkeypatch.setattr(pinned.time, "monotonic", lambda: now)
+    transit = under_way(Devices(monkeypatch).event(lambda: False))
+    transit.bytes = size
+    with pytest.raises(DeviceLost, match="did not complete"):
+        transit.wait()
+    assert at_most_s / 2 < now <= at_most_s
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -9,8 +11,10 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -34,10 +38,11 @@ std::vector<std::string> split(const std::string& text, char by) {
   return parts;
 }
 
-std::vector<std::unique_ptr<Fault>> read() {
-  std::vector<std::unique_ptr<Fault>> faults;
-  const char* text = getenv("FAKE_FAULTS");
-  for (const std::string& each : split(text ? text : "", ';')) {
+using Faults = std::vector<std::unique_ptr<Fault>>;
+
+std::shared_ptr<Faults> parsed(const std::string& text) {
+  auto faults = std::make_shared<Faults>();
+  for (const std::string& each : split(text, ';')) {
     auto fault = std::make_unique<Fault>();
     auto words = split(each, ',');
     auto colon = words[0].find(':');
@@ -52,9 +57,26 @@ std::vector<std::unique_ptr<Fault>> read() {
       fault->keys[words[i].substr(0, equals)] =
           equals == std::string::npos ? "" : words[i].substr(equals + 1);
     }
-    faults.push_back(std::move(fault));
+    faults->push_back(std::move(fault));
   }
   return faults;
+}
+
+// What FAKE_FAULTS says. With @FILE it is what stands in that file, read again whenever another was moved into its place.
+std::shared_ptr<Faults> faults() {
+  static const std::string& text = *new std::string(getenv("FAKE_FAULTS") ? getenv("FAKE_FAULTS") : "");
+  static std::mutex& lock = *new std::mutex;
+  static auto& known = *new std::shared_ptr<Faults>(parsed(text.substr(0, 1) == "@" ? "" : text));
+  static ino_t inode = 0;
+  std::lock_guard<std::mutex> guard(lock);
+  struct stat about {};
+  if (text.substr(0, 1) != "@" || stat(text.c_str() + 1, &about) || about.st_ino == inode) return known;
+  std::ifstream file(text.substr(1));
+  std::string line;
+  std::getline(file, line);
+  inode = about.st_ino;
+  known = parsed(line);
+  return known;
 }
 
 long number(const Fault& fault, const char* key, long otherwise) {
@@ -63,7 +85,7 @@ long number(const Fault& fault, const char* key, long otherwise) {
 }
 
 // Whether this passage is the one that is meant. `once` names a file that the first process to suffer makes: so a worker
-// that is started in its place is spared. `when` names a file that has to be there.
+// that is started in its place is spared; it says which process that was, and when. `when` names a file that has to be there.
 bool meant(Fault& fault, int device, int rank) {
   if (number(fault, "device", device) != device || number(fault, "rank", rank) != rank) return false;
   auto when = fault.keys.find("when");
@@ -78,6 +100,9 @@ bool meant(Fault& fault, int device, int rank) {
   if (once == fault.keys.end()) return true;
   const int file = open(once->second.c_str(), O_CREAT | O_EXCL | O_WRONLY, 0600);
   if (file < 0) return false;
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  dprintf(file, "%d %ld.%09ld\n", getpid(), now.tv_sec, now.tv_nsec);
   close(file);
   return true;
 }
@@ -111,10 +136,14 @@ void shout(const char* format, ...) {
   va_end(arguments);
 }
 
-Blow strike(const char* place, int device, int rank, unsigned long bytes) {
-  static const auto& faults = *new std::vector<std::unique_ptr<Fault>>(read());
+void hang() {
+  for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+}
+
+Blow strike(const char* place, int device, int rank, unsigned long bytes, int* code) {
   Blow blow = Blow::none;
-  for (const auto& fault : faults) {
+  const auto now = faults();
+  for (const auto& fault : *now) {
     if (fault->place != place || !meant(*fault, device, rank)) continue;
     if (fault->what == "slow") {
       const long mbps = number(*fault, "mbps", 0);
@@ -126,6 +155,7 @@ Blow strike(const char* place, int device, int rank, unsigned long bytes) {
     if (fault->what == "die") kill(getpid(), SIGKILL);
     if (fault->what == "freeze") kill(getpid(), SIGSTOP);
     if (fault->what == "error") blow = Blow::error;
+    if (fault->what == "error" && code) *code = static_cast<int>(number(*fault, "code", *code));
     if (fault->what == "hang") blow = Blow::hang;
   }
   return blow;

@@ -13,7 +13,10 @@ void shout(const char* format, ...) __attribute__((format(printf, 1, 2)));
 enum class Blow { none, error, hang };
 
 // Called at each place where something may go wrong, with the device and, in NCCL, the rank in the communicator (-1 where
-// there is none). Dying, freezing and slowness happen in here; what the caller has to do itself is returned.
-Blow strike(const char* place, int device, int rank, unsigned long bytes = 0);
+// there is none). Dying, freezing and slowness happen in here; what the caller has to do itself is returned. `code`: of an
+// error of the device, where the fault names one.
+Blow strike(const char* place, int device, int rank, unsigned long bytes = 0, int* code = nullptr);
+
+[[noreturn]] void hang();  // whatever happens
 
 }  // namespace fake

@@ -31,7 +31,9 @@ Blocks::iterator around(Blocks& blocks, const void* at) {
 }
 
 void copy(int device, void* to, const void* from, size_t bytes) {
-  if (is_device_memory(from) != is_device_memory(to)) strike("copy", device, -1, bytes);
+  if (is_device_memory(from) != is_device_memory(to)) suffer("copy", device, bytes);
+  if (is_device_memory(from) && is_pinned(to)) suffer("fetch", device, bytes);
+  if (spoilt(device) != cudaSuccess) return;
   if (may_use(device, to, bytes) && may_use(device, from, bytes)) memmove(to, from, bytes);
 }
 
@@ -69,6 +71,14 @@ bool may_use(int device, const void* at, size_t bytes) {
 }  // namespace fake
 
 using namespace fake;
+
+// The bytes that this process has on its devices, and pinned: for tests.
+CUDA_API unsigned long fake_cuda_bytes(bool on_devices) {
+  std::lock_guard<std::mutex> guard(lock);
+  unsigned long total = 0;
+  for (const auto& [at, block] : on_devices ? on_device : pinned) total += block.bytes;
+  return total;
+}
 
 CUDA_API cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   if (cudaError_t error = enter()) return error;

@@ -71,6 +71,12 @@ bool gone(uint32_t pid) {
   return after != std::string::npos && text.size() > after + 2 && text[after + 2] == 'Z';
 }
 
+std::atomic<long> communicators{0};  // that have not been freed
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 ncclResult_t failed(ncclComm* comm, ncclResult_t result, const std::string& why) {
   comm->why = why;
   log("rank %d: %s", comm->rank, why.c_str());
@@ -96,8 +102,7 @@ ncclResult_t all(ncclComm* comm, const char* what, const Come& come) {
 ncclResult_t suffer(ncclComm* comm, const char* place) {
   switch (strike(place, comm->device, comm->rank)) {
     case Blow::error: return failed(comm, ncclSystemError, std::string("FAKE_FAULTS at ") + place);
-    case Blow::hang:
-      for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+    case Blow::hang: hang();
     case Blow::none: break;
   }
   return ncclSuccess;
@@ -112,7 +117,7 @@ ncclResult_t connect(ncclComm* comm) {
   return result;
 }
 
-ncclResult_t init(ncclComm* comm) {
+ncclResult_t init(ncclComm* comm, double began) {
   Seat& mine = comm->shared->seat(comm->rank);
   mine.pid = static_cast<uint32_t>(getpid());
   if (auto result = suffer(comm, "init")) return result;
@@ -126,7 +131,8 @@ ncclResult_t init(ncclComm* comm) {
                                                   std::to_string(a) + " both on CUDA device " + mine.gpu);
   if (comm->connect_early)
     if (auto result = connect(comm)) return result;
-  log("rank %d of %d is ready on device %d", comm->rank, comm->size, comm->device);
+  log("rank %d of %d is ready on device %d; init %.8s from %.6f to %.6f", comm->rank, comm->size, comm->device,
+      comm->shared->name().c_str(), began, now());
   return ncclSuccess;
 }
 
@@ -152,8 +158,14 @@ struct Part {
   std::function<bool()> post, finish;
 };
 
+bool freeing_is(const char* what) {
+  static const char* wanted = getenv("FAKE_NCCL_FREE");
+  return wanted && !strcmp(wanted, what);
+}
+
 // A peer that has freed its buffers while this kernel has still to write to them, or to read from them.
 bool peers_freed(ncclComm* comm) {
+  if (freeing_is("harmless")) return false;
   for (int rank = 0; rank < comm->size; rank++)
     if (comm->shared->seat(rank).freed) {
       spoil(comm->device, cudaErrorIllegalAddress, "a collective used memory that its peer had freed");
@@ -162,17 +174,11 @@ bool peers_freed(ncclComm* comm) {
   return false;
 }
 
-// With FAKE_NCCL_FREE=strict a kernel that only spins is harmed by a peer that frees, too.
-bool strict() {
-  static const bool wanted = getenv("FAKE_NCCL_FREE") && !strcmp(getenv("FAKE_NCCL_FREE"), "strict");
-  return wanted;
-}
-
 template <class Come>
 bool spin(ncclComm* comm, const Come& come) {
   for (Spin step; !come(); step.once()) {
     if (comm->stopped() || spoilt(comm->device)) return false;
-    if (strict() && peers_freed(comm)) return false;
+    if (freeing_is("strict") && peers_freed(comm)) return false;
   }
   return !comm->stopped();
 }
@@ -198,8 +204,7 @@ class Turn {
 void run(ncclComm* comm, const std::vector<Part>& parts) {
   switch (strike("kernel", comm->device, comm->rank)) {
     case Blow::error: comm->error = ncclRemoteError; break;
-    case Blow::hang:
-      for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+    case Blow::hang: hang();
     case Blow::none: break;
   }
   Turn turn(comm);
@@ -218,6 +223,7 @@ ncclResult_t launch(ncclComm* comm, cudaStream_t stream, std::vector<Part> parts
   auto kernel = [comm, parts = std::move(parts), held = busy(comm)] { run(comm, parts); };
   return perform(comm, [comm, stream, kernel = std::move(kernel)]() -> ncclResult_t {
     if (auto result = connect(comm)) return result;
+    if (auto result = suffer(comm, "launch")) return result;
     if (comm->aborted) return failed(comm, ncclInternalError, "aborted while it was launched");
     return enqueue(stream, kernel) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
   });
@@ -465,6 +471,9 @@ NCCL_API ncclResult_t ncclGroupEnd() {
 
 // ---- communicators ---------------------------------------------------------------------------------------------------
 
+// Of this process, made and not freed: for tests.
+NCCL_API long fake_nccl_communicators() { return communicators; }
+
 NCCL_API ncclResult_t ncclGetVersion(int* version) {
   *version = NCCL_VERSION_CODE;
   return ncclSuccess;
@@ -496,9 +505,10 @@ NCCL_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniq
   comm->connect_early = setting("NCCL_RUNTIME_CONNECT", 1) == 0;
   *out = comm;
   log("init of rank %d of %d on device %d, %s", rank, size, comm->device, comm->blocking ? "blocking" : "nonblocking");
-  return perform(comm, [comm] {
+  communicators++;
+  return perform(comm, [comm, began = now()] {
     std::this_thread::sleep_for(std::chrono::milliseconds(setting("FAKE_NCCL_INIT_MS", 0)));
-    return init(comm);
+    return init(comm, began);
   });
 }
 
@@ -545,13 +555,14 @@ void until_idle(ncclComm* comm) {
 // Frees what peers may still use: see peers_freed.
 void reclaim(ncclComm* comm) {
   until_idle(comm);
-  strike("abort", comm->device, comm->rank);
+  if (strike("abort", comm->device, comm->rank) == Blow::hang) hang();
   comm->shared->seat(comm->rank).freed = 1;
   for (; comm->kept_from <= comm->collectives; comm->kept_from++)
     comm->shared->remove("c" + std::to_string(comm->kept_from) + "." + std::to_string(comm->rank));
   bool last = true;
   for (int rank = 0; rank < comm->size; rank++) last &= comm->shared->seat(rank).freed != 0;
   if (last) comm->shared->remove_all();
+  communicators--;
   log("rank %d of %d has freed its communicator", comm->rank, comm->size);
 }
 

@@ -58,6 +58,9 @@ FAKE_API Stream* stream_of(cudaStream_t handle);
 FAKE_API cudaError_t enqueue(cudaStream_t handle, std::function<void()> work);
 cudaError_t wait_for_all_streams(int device);
 
+// In the thread of a stream: what FAKE_FAULTS has for this place.
+void suffer(const char* place, int device, size_t bytes = 0);
+
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
 FAKE_API bool is_device_memory(const void* at);

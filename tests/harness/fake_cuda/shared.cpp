@@ -23,7 +23,7 @@ namespace {
 
 }  // namespace
 
-Shared::Shared(const std::string& name) {
+Shared::Shared(const std::string& name) : name_(name) {
   const char* root = getenv("FAKE_CUDA_SHARED");
   folder_ = std::string(root && *root ? root : "/dev/shm") + "/fake-nccl-" + name;
   mkdir(folder_.c_str(), 0700);

@@ -28,6 +28,7 @@ class Shared {
   explicit Shared(const std::string& name);
   ~Shared();
   Seat& seat(int rank) { return seats_[rank]; }
+  const std::string& name() const { return name_; }
 
   void put(const std::string& what, const void* data, size_t bytes);
   bool there(const std::string& what) const;
@@ -36,7 +37,7 @@ class Shared {
   void remove_all();  // the last one does
 
  private:
-  std::string folder_;
+  std::string name_, folder_;
   Seat* seats_ = nullptr;
 };
 

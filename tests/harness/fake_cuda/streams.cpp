@@ -1,5 +1,6 @@
 // Streams, events and host functions of the made-up CUDA runtime: a stream is a thread.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -27,10 +28,25 @@ Stream* made(int device, int priority) {
   return stream;
 }
 
+std::atomic<long> running{0};
+
 }  // namespace
 
+void suffer(const char* place, int device, size_t bytes) {
+  int code = cudaErrorIllegalAddress;
+  switch (strike(place, device, -1, bytes, &code)) {
+    case Blow::error: spoil(device, static_cast<cudaError_t>(code), "FAKE_FAULTS"); break;
+    case Blow::hang: hang();
+    case Blow::none: break;
+  }
+}
+
 Stream::Stream(int device_number, int priority_number) : device(device_number), priority(priority_number) {
-  std::thread([this] { run(); }).detach();
+  running++;
+  std::thread([this] {
+    run();
+    running--;
+  }).detach();
 }
 
 void Stream::run() {
@@ -43,12 +59,7 @@ void Stream::run() {
       work = std::move(queue_.front());
       queue_.pop_front();
     }
-    switch (strike("work", device, -1)) {
-      case Blow::error: spoil(device, cudaErrorIllegalAddress, "FAKE_FAULTS"); break;
-      case Blow::hang:
-        for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
-      case Blow::none: break;
-    }
+    suffer("work", device);
     if (spoilt(device) == cudaSuccess) work();
     work = nullptr;  // what it holds is let go before anybody hears that it is done
     {
@@ -148,6 +159,9 @@ Held& held(cudaEvent_t event) { return *reinterpret_cast<Held*>(event); }
 }  // namespace fake
 
 using namespace fake;
+
+// The threads of streams that this process has now: for tests.
+CUDA_API long fake_cuda_streams() { return running; }
 
 CUDA_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   if (cudaError_t error = enter()) return error;

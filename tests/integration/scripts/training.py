@@ -11,6 +11,7 @@ RAISE    an exception at the place: ``error=`` value, horovod, shape, late; or e
 WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards.
 HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
          exists.
+ENDS     a file, and no number of steps, ends the training. PACE: seconds of rest after each step.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ DEADLINE_S = 60.0
 WORKER = os.environ["ELASTIC_WORKER"]
 HOST = WORKER.rpartition(":")[0]
 DEVICE = os.environ.get("DEVICE", "cpu")  # of each worker's own, where it is cuda
+if "FAKE_GPUS" in os.environ:
+    os.environ.setdefault("FAKE_HOST", HOST)  # GPUs of its own
 SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
 STEPS = int(os.environ.get("STEPS", "10"))
 NEVER = -1
@@ -183,6 +186,14 @@ def holding(step: int) -> bool:
     return False
 
 
+def ended(state: State) -> bool:
+    """The same on all ranks: the first one looks, all hear."""
+    if "ENDS" not in os.environ:
+        return state.step >= STEPS
+    found = torch.tensor([float(elastic.rank() == 0 and Path(os.environ["ENDS"]).exists())])
+    return bool(elastic.allreduce(found, op=elastic.Max, name="ends").item())
+
+
 def one_step(state: State) -> float:
     model, optimizer = state.model, state.optimizer
     inputs, wanted = (each.to(DEVICE) for each in problem.batch(state.step))
@@ -222,13 +233,19 @@ least: list[dict[str, int]] = []  # of resources, in the first worlds
 
 
 def resources() -> dict[str, int]:
-    """Open descriptors and threads, once those of the last world are gone: their end is not waited for."""
+    """Open descriptors and threads, and what it has on a made-up GPU, once those of the last world are gone: their end
+    is not waited for.
+    """
     deadline = time.monotonic() + (10 if len(least) >= 3 else 1)
     while True:
         counts = {
             "fds": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
         }
+        if "FAKE_GPUS" in os.environ:
+            import fake_cuda  # type: ignore[import-not-found]
+
+            counts |= fake_cuda.counts()
         if any(all(counts[name] <= each[name] for name in counts) for each in least):
             return counts
         if time.monotonic() > deadline:
@@ -267,7 +284,7 @@ def main() -> None:
         print(f"slot {SLOT} enters", flush=True)
         assert state.seen == list(range(state.step)), state.seen
         at("enter", state.step)
-        while state.step < STEPS:
+        while not ended(state):
             if holding(state.step):
                 time.sleep(0.01)
                 state.commit()
@@ -278,6 +295,7 @@ def main() -> None:
             state.step += 1
             at("stepped", state.step)
             state.commit()
+            time.sleep(float(os.environ.get("PACE", "0")))
         at("end", state.step)
 
     train(state)

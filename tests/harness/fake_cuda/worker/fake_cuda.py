@@ -28,3 +28,17 @@ def contexts() -> list[int]:
     runtime.fake_cuda_contexts.restype = ctypes.c_ulong
     bits = runtime.fake_cuda_contexts()
     return [device for device in range(64) if bits >> device & 1]
+
+
+def counts() -> dict[str, int]:
+    """What this process has now, and a leak makes more of: bytes, threads of streams, communicators."""
+    runtime, nccl = ctypes.CDLL("libcudart.so.13"), ctypes.CDLL("libnccl.so.2")
+    runtime.fake_cuda_bytes.restype = ctypes.c_ulong
+    for each in (runtime.fake_cuda_streams, nccl.fake_nccl_communicators):
+        each.restype = ctypes.c_long
+    return {
+        "device bytes": runtime.fake_cuda_bytes(ctypes.c_bool(True)),
+        "pinned bytes": runtime.fake_cuda_bytes(ctypes.c_bool(False)),
+        "streams": runtime.fake_cuda_streams(),
+        "communicators": nccl.fake_nccl_communicators(),
+    }

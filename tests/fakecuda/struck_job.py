@@ -1,0 +1,177 @@
+"""A job on made-up GPUs that is struck again and again, and what each fault cost. It runs `scripts/training.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fakecuda.strikes import FULL, GPUS, HOSTS, Strike
+from integration.history import RETURN, History, started
+from integration.job import Job
+
+CONNECT_S = 20.0
+START_S = 240.0  # for workers to start; the import takes long on a busy machine
+INIT = re.compile(r"init (\w{8}) from ([\d.]+) to ([\d.]+)")
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one fault: seconds until the last of the others had done its next step; in them those that NCCL itself took.
+    ``lost_too``: workers that should not have been lost by it.
+    """
+
+    number: int
+    kind: str
+    seconds: float
+    nccl_s: float
+    lost_too: int
+    load: float
+
+    @property
+    def ours_s(self) -> float:
+        return self.seconds - self.nccl_s
+
+
+class StruckJob:
+    """Two hosts with two GPUs each; who is lost comes back. Every wait has a deadline, and says what was awaited."""
+
+    def __init__(
+        self, job: Callable[..., Job], fake_cuda: Callable[..., dict[str, str]], **env: str
+    ) -> None:
+        places = ",".join(f"{host}:{GPUS}" for host in HOSTS)
+        flags = f"--max-np {FULL} -H {places} {RETURN} --slot-attempts 50"
+        variables = fake_cuda(gpus=GPUS, FAKE_FAULTS="@faults", FAKE_CUDA_LOG="1")
+        variables |= {"DEVICE": "cuda", "ENDS": "over", "PACE": "0.1"} | env
+        flags += f" --gloo-timeout-seconds {CONNECT_S:g}"
+        self.job = started(job, FULL, flags, **variables)
+        self.folder = self.job.folder
+        self._read: dict[Path, int] = {}  # bytes of each file
+        self._steps: dict[int, dict[int, list[Json]]] = defaultdict(lambda: defaultdict(list))
+        self._lines = 0
+        self._inits: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    # ---- faults ----------------------------------------------------------------------------------------------------
+
+    def suffer(self, number: int, strike: Strike) -> Cost:
+        """Returns when the world is whole again. Raises AssertionError where that takes too long."""
+        before = self.whole(START_S)
+        pids = set(self._steps[before])
+        once = f"struck.{number}"
+        self._arm("; ".join(strike.rules).replace("ONCE", once).replace("; ", ";"))
+        files = [self.folder / f"{once}.{n}" for n in range(strike.once)]
+        self._until(lambda: all(map(whole_file, files)), f"the fault, {strike}", CONNECT_S + 10)
+        struck = [file.read_text().split() for file in files]
+        at = max(float(when) for _, when in struck)
+        if strike.killed is not None:
+            victim = next(
+                pid
+                for pid, steps in self._steps[before].items()
+                if steps[0]["rank"] == strike.killed
+            )
+            at = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+        allowed_s = CONNECT_S + strike.allowed_s
+        self._until(lambda: self._resumed(before, at) is not None, "the next step", allowed_s)
+        until = self._resumed(before, at)
+        assert until is not None
+        self._until(
+            lambda: len([pid for pid in pids if alive(pid)]) <= FULL - strike.lost,
+            f"the end of {strike.lost} of the processes {sorted(pids)}",
+            allowed_s,
+        )
+        self._arm("")
+        self.whole(START_S)
+        lost = len([pid for pid in pids if not alive(pid)])
+        load = os.getloadavg()[0]
+        return Cost(
+            number, strike.kind, until - at, self._nccl_s(at, until), lost - strike.lost, load
+        )
+
+    def finish(self) -> History:
+        """Ends the training and looks at all that was written down."""
+        (self.folder / "over").touch()
+        self.job.succeed(90)
+        return History(self.job)
+
+    def _arm(self, rules: str) -> None:
+        new = self.folder / "faults.new"
+        new.write_text(rules + "\n")
+        new.rename(self.folder / "faults")
+
+    # ---- waiting ---------------------------------------------------------------------------------------------------
+
+    def whole(self, timeout_s: float) -> int:
+        """The newest generation, once it has all workers, and each has done two steps in it."""
+
+        def found() -> bool:
+            newest = self._steps.get(max(self._steps, default=0), {})
+            return len(newest) == FULL and all(len(steps) >= 2 for steps in newest.values())
+
+        self._until(found, f"steps of {FULL} workers", timeout_s)
+        return max(self._steps)
+
+    def _resumed(self, before: int, at: float) -> float | None:
+        """When the last member of a generation after this one had done its first step; the first such generation."""
+        for generation in sorted(g for g in self._steps if g > before):
+            firsts = [steps[0] for steps in self._steps[generation].values()]
+            if len(firsts) == firsts[0]["size"] and min(step["at"] for step in firsts) > at:
+                return max(float(step["at"]) for step in firsts)
+        return None
+
+    def _until(self, true: Callable[[], bool], awaited: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            over = self.job.driver.poll() is not None
+            self._look()
+            if true():
+                return
+            assert not over, self.job._story(f"the job ended without {awaited}")
+            assert time.monotonic() < deadline, self.job._story(
+                f"waited {timeout_s} s for {awaited}"
+            )
+            time.sleep(0.05)
+
+    def _look(self) -> None:
+        for path in (self.folder / "history").glob("*.jsonl"):
+            with open(path, "rb") as file:
+                file.seek(self._read.get(path, 0))
+                new, end, _ = file.read().rpartition(b"\n")
+            self._read[path] = self._read.get(path, 0) + len(new) + len(end)
+            for record in map(json.loads, new.splitlines()):
+                if record["what"] == "step":
+                    self._steps[record["generation"]][record["pid"]].append(record)
+        lines = self.job.lines
+        for line in lines[self._lines :]:
+            if found := INIT.search(line):
+                self._inits[found[1]].append((float(found[2]), float(found[3])))
+        self._lines = len(lines)
+
+    def _nccl_s(self, begin: float, end: float) -> float:
+        """What NCCL took between these times to make communicators, from when all ranks of one had come."""
+        made = [each for each in self._inits.values() if begin < max(b for _, b in each) < end]
+        return sum(max(b for _, b in each) - max(a for a, _ in each) for each in made)
+
+
+def whole_file(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text().endswith("\n")
+    return False
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
