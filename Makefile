@@ -9,7 +9,7 @@ READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install native sanitize train test fakecuda check fix bench bench-ray soak matrix hosts clean
+.PHONY: help install native sanitize train test fakecuda gpu check fix bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make train     two to five minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make test      install, then every test"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
+	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
 	@echo "make check     format, lint, types, unit and simulation tests: two minutes on 2 cores"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make bench     every benchmark: a table each"
@@ -79,6 +80,14 @@ fakecuda: $(READY)
 	$(BIN)/python tests/harness/fake_cuda/start.py 2 $(BIN)/python -m pytest -m gpu
 	CONFORMANCE_DEVICE=cuda $(BIN)/python tests/harness/fake_cuda/start.py 4 \
 	  $(BIN)/python -m pytest -k "not sparse" tests/conformance
+	FAKE_NCCL_VERSION=23007 $(BIN)/python tests/harness/fake_cuda/start.py 1 \
+	  $(BIN)/python -u -m tests.gpu --out out/made-up-gpu
+
+OUT ?= out/gpu
+
+# With a torch in .venv that is built with CUDA; with any other Python: PYTHON -m tests.gpu
+gpu: $(READY)
+	$(BIN)/python -u -m tests.gpu --out $(OUT)
 
 check: $(READY)
 	$(BIN)/ruff format --check
