@@ -9,7 +9,7 @@ READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install native sanitize train test fakecuda faults check fix bench bench-ray soak matrix hosts clean
+.PHONY: help install native sanitize train test fakecuda faults gpu check fix bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test      install, then every test"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
 	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
+	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
 	@echo "make check     format, lint, types, unit and simulation tests: two minutes on 2 cores"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make bench     every benchmark: a table each"
@@ -80,6 +81,14 @@ fakecuda: $(READY)
 	$(BIN)/python tests/harness/fake_cuda/start.py 2 $(BIN)/python -m pytest -m gpu
 	CONFORMANCE_DEVICE=cuda $(BIN)/python tests/harness/fake_cuda/start.py 4 \
 	  $(BIN)/python -m pytest -k "not sparse" tests/conformance
+	FAKE_NCCL_VERSION=23007 $(BIN)/python tests/harness/fake_cuda/start.py 1 \
+	  $(BIN)/python -u -m tests.gpu --out out/made-up-gpu
+
+OUT ?= out/gpu
+
+# With a torch in .venv that is built with CUDA; with any other Python: PYTHON -m tests.gpu
+gpu: $(READY)
+	$(BIN)/python -u -m tests.gpu --out $(OUT)
 
 FAULTS ?= 200
 

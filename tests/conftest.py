@@ -35,8 +35,16 @@ def cuda_found() -> bool:
     return torch.cuda.is_available()
 
 
+def eight_found() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.device_count() >= 8
+
+
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (cuda_found, "needs a CUDA device"),
+    "gpu1": (cuda_found, "needs a CUDA device; see tests/gpu/README.md"),
+    "gpu8": (eight_found, "needs eight CUDA devices; see tests/gpu/README.md"),
     "fakecuda": (lambda: made_up.missing() is None, "needs the made-up CUDA; run: make fakecuda"),
     "etcd": (lambda: shutil.which("etcd") is not None, "needs etcd; apt-get install etcd-server"),
     "ray": (lambda: importlib.util.find_spec("ray") is not None, "needs ray; pip install ray"),

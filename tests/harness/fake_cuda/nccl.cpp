@@ -117,6 +117,10 @@ ncclResult_t connect(ncclComm* comm) {
   return result;
 }
 
+long version() { return setting("FAKE_NCCL_VERSION", NCCL_VERSION_CODE); }
+
+int ranks_on_one_gpu() { return version() >= NCCL_VERSION(2, 30, 0) && setting("NCCL_MULTI_RANK_GPU_ENABLE", 0) ? 2 : 1; }
+
 ncclResult_t init(ncclComm* comm, double began) {
   Seat& mine = comm->shared->seat(comm->rank);
   mine.pid = static_cast<uint32_t>(getpid());
@@ -124,9 +128,9 @@ ncclResult_t init(ncclComm* comm, double began) {
   snprintf(mine.gpu, sizeof mine.gpu, "%s", identity(comm->device).c_str());
   mine.arrived = 1;
   if (auto result = all(comm, "init", [](Seat& seat) { return seat.arrived != 0; })) return result;
-  for (int a = 0; a < comm->size; a++)
-    for (int b = 0; b < a; b++)
-      if (!strcmp(comm->shared->seat(a).gpu, comm->shared->seat(b).gpu))
+  for (int a = 0, same; a < comm->size; a++)
+    for (int b = same = 0; b < a; b++)
+      if (!strcmp(comm->shared->seat(a).gpu, comm->shared->seat(b).gpu) && ++same >= ranks_on_one_gpu())
         return failed(comm, ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(b) + " and rank " +
                                                   std::to_string(a) + " both on CUDA device " + mine.gpu);
   if (comm->connect_early)
@@ -475,7 +479,7 @@ NCCL_API ncclResult_t ncclGroupEnd() {
 NCCL_API long fake_nccl_communicators() { return communicators; }
 
 NCCL_API ncclResult_t ncclGetVersion(int* version) {
-  *version = NCCL_VERSION_CODE;
+  *version = static_cast<int>(::version());
   return ncclSuccess;
 }
 

@@ -262,7 +262,7 @@ def main() -> None:
         greet()
     own_weights, wider = "OWN_WEIGHTS" in os.environ, WORKER in os.environ.get("WIDER", "").split()
     if DEVICE == "cuda":
-        torch.cuda.set_device(elastic.local_rank())
+        torch.cuda.set_device(elastic.local_rank() % torch.cuda.device_count())
     model = problem.model(SLOT if own_weights else 0, 9 if wider else 8).to(DEVICE)
     descent = problem.optimizer(os.environ.get("OPTIMIZER", "SGD"), model)
     optimizer = elastic.DistributedOptimizer(

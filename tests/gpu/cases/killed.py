@@ -1,0 +1,78 @@
+"""A rank dies at several places, time and again: how long until the other trains on, and what is left behind."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from pathlib import Path
+
+from gpu.machine import Machine
+from gpu.programs import Job, Note, spread
+from gpu.results import Result
+
+# What needs no kernel of two ranks can be tried with any NCCL.
+ALONE = ("init", "before-connect")
+TOGETHER = ("kernel", *ALONE, "own-kernel")
+GROWS_MB = 20.0
+RAISED_S = 1.0
+STEPPED_S = 5.0
+
+
+def run(machine: Machine, result: Result, folder: Path) -> None:
+    places = list(
+        islice(cycle(TOGETHER if machine.ranks > 1 else ALONE), 4 if machine.small else 10)
+    )
+    if machine.ranks == 1:
+        result.leave_out("deaths in a kernel", machine.why_few)
+    # A newcomer's CUDA context takes half a gigabyte: the survivor has looked at the memory before there is one.
+    flags = "--blacklist-cooldown-range 1.5 2 --gloo-timeout-seconds 5"
+    # Two ranks that never come to share a communicator are no trouble to an NCCL that would refuse it.
+    env = {"PLACES": ",".join(places), "SETTLE_S": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    with Job(machine, folder, "losing.py", np=2, flags=flags, **env) as job:
+        try:
+            job.done(100)
+        finally:
+            rounds = list(told(job))
+            for name in ("raised_ms", "trained_on_ms"):
+                for place in dict.fromkeys(places):
+                    values = [
+                        r[name] for r in rounds if r["place"] == place and r[name] is not None
+                    ]
+                    if values:
+                        result.figure(f"{place}: {name}", spread(values))
+            settled = job.notes("settled")
+            for name in ("used_mb", "torch_mb", "rss_mb", "threads"):
+                result.figure(f"alone: {name}", [round(each[name]) for each in settled])
+    assert len(rounds) == len(places) == len(settled), (places, rounds)
+    check(machine, rounds)
+    flat = settled[1:]  # the first loss leaves what stays for good: a context, modules, threads
+    for name, room in (("used_mb", GROWS_MB), ("threads", 1)):
+        grown = flat[-1][name] - flat[0][name]
+        assert grown <= room, f"{name} grew by {grown:g} in {len(flat) - 1} losses: {settled}"
+
+
+def told(job: Job) -> list[Note]:
+    """Of each loss in turn: where, and how many ms after it the survivor's call raised, and it had made a step."""
+    losses = job.notes("goes")
+    ends = [each["at"] for each in losses[1:]] + [float("inf")]
+    rounds = []
+    for lost, end in zip(losses, ends, strict=True):
+        found: Note = {"place": lost["place"], "at": lost["at"]}
+        for name, what in (("raised_ms", "raised"), ("trained_on_ms", "stepped")):
+            after = [
+                each["at"] - lost["at"]
+                for each in job.notes(what)
+                if lost["at"] < each["at"] < end
+                and ":0#" in each["worker"]
+                and (what == "raised" or each["size"] == 1)
+            ]
+            found[name] = after[0] * 1e3 if after else None
+        rounds.append(found)
+    return rounds
+
+
+def check(machine: Machine, rounds: list[Note]) -> None:
+    for each in rounds:
+        assert each["trained_on_ms"] is not None, f"nobody trained on after {each['place']}"
+        assert each["trained_on_ms"] <= STEPPED_S * 1e3 * machine.patience, each
+        if each["raised_ms"] is not None:
+            assert each["raised_ms"] <= RAISED_S * 1e3 * machine.patience, each

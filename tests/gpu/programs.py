@@ -1,0 +1,98 @@
+"""Starts what a case needs: a script of ``workers``, alone or under elasticrun, and reads the notes that it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from elastic.chaos.invariants import check_journal
+from elastic.driver.journal import read
+from gpu.machine import ROOT, SHARED, Machine
+from integration.program import Program, clean_environment
+
+WORKERS = Path(__file__).parent / "workers"
+STAY_AWAY = "--blacklist-cooldown-range 120 120"  # the slots of the dead stay empty
+RETURN = "--blacklist-cooldown-range 0.1 0.5"
+Note = dict[str, Any]
+
+
+def environment(machine: Machine, **others: str) -> dict[str, str]:
+    """Of a process that trains here; it finds this checkout whether or not it is installed."""
+    env = clean_environment()
+    paths = [env.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "tests")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    env |= {"PYTHONUNBUFFERED": "1", "SMALL": str(int(machine.small)), "RANKS": str(machine.ranks)}
+    if machine.shares_a_gpu:
+        env = SHARED | env
+    return env | others
+
+
+class Job(Program):
+    """``with Job(machine, folder, "gpt.py", np=2) as job``: at the end no process of it is left.
+
+    ``np`` 0: the script runs by itself. Every wait has a deadline and fails with the end of the output.
+    """
+
+    def __init__(
+        self, machine: Machine, folder: Path, script: str, *, np: int, flags: str = "", **env: str
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.machine = machine
+        self.journal = folder / "journal.jsonl"
+        command = [sys.executable, str(WORKERS / script)]
+        if np:
+            words = [*("-np", str(np), "--min-np", "1"), *flags.split()]
+            words += ["--journal", str(self.journal)]
+            command = [sys.executable, "-m", "elastic.driver.cli", *words, *command]
+        super().__init__(
+            command,
+            folder=folder,
+            env=environment(machine, **env),
+            mark="GPU_JOB",
+            called=f"{script} with {np or 'no'} workers",
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        left = self.end()
+        (self.folder / "output.txt").write_text(self.output)
+        if error is None:
+            assert not left, f"these processes outlived their job: {left}"
+            if self.journal.exists() and read(self.journal)[1]:
+                check_journal(self.journal, ended=self.process.returncode >= 0)
+
+    def done(self, limit_s: float) -> Job:
+        """Waits for its success: ``limit_s`` seconds on a GPU, more on a made-up one."""
+        self.succeed(limit_s * self.machine.patience)
+        return self
+
+    def notes(self, what: str, **fields: Any) -> list[Note]:
+        """All workers' notes of a kind with these fields, by time."""
+        found = []
+        for path in (self.folder / "notes").glob("*.jsonl"):
+            whole, _, _ = path.read_text().rpartition("\n")
+            found += [json.loads(line) for line in whole.splitlines()]
+        wanted = fields | {"what": what}
+        return sorted((n for n in found if wanted.items() <= n.items()), key=lambda n: n["at"])
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Of measured values, to three digits: the least, the median, the largest."""
+    ordered = sorted(values)
+    middle = ordered[len(ordered) // 2]
+    return {
+        name: float(f"{value:.3g}")
+        for name, value in (("min", ordered[0]), ("median", middle), ("max", ordered[-1]))
+    }

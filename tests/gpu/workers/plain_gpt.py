@@ -1,0 +1,28 @@
+"""The reference of gpt.py: the same steps by torch alone, the whole batch on one GPU, and nothing of ours imported.
+Compares its parameters at the end with those in the file SAVE.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from gpu.workers.model import GPT, batch, loss_of
+from gpu.workers.notes import note, own_gpu
+
+STEPS = int(os.environ["STEPS"])
+
+device = own_gpu(0)
+model = GPT().to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+for step in range(STEPS):
+    optimizer.zero_grad()
+    loss = loss_of(model, batch(step).to(device))
+    loss.backward()
+    optimizer.step()
+    if (step + 1) % 10 == 0:
+        note("step", step=step + 1, loss=float(loss))
+flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+theirs = torch.load(os.environ["SAVE"]).to(device)
+note("done", differ_by=float((theirs - flat).norm() / flat.norm()))
