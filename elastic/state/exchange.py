@@ -220,7 +220,8 @@ def _travel(
     roads: list[Road], root: int, where: dict[Key, torch.Tensor | Place]
 ) -> tuple[int, dict[Key, torch.Tensor]]:
     """Root's ``where`` holds what it sends. Returns bytes moved, and the tensors allocated here."""
-    moved, fresh = 0, {}
+    moved = 0
+    fresh: dict[Key, torch.Tensor] = {}
     for group, device, specs in roads:
         fresh.update(_exchange(group, device, root, specs, where))
         moved += sum(spec.nbytes for spec in specs.values())

@@ -153,7 +153,8 @@ class Part(StateHandler):
         buffers = bank.buffers()
         specs = {name: Spec.of(buffer) for name, buffer in buffers.items()}
         self.before_restore(own)
-        fresh, transit = {}, pinned.Transit()
+        fresh = {}
+        transit = pinned.Transit()
         with torch.no_grad():
             places = self.destinations(structure, specs, restoring=True)
             for name, where in places.items():
