@@ -193,9 +193,10 @@ def _copy_state(rt: Runtime, state: State, world: World) -> int:
         return 0
     if not lacking:
         return 0
-    group = rt.group("state", torch.device("cpu"), (0, *lacking))
+    group_on = functools.partial(rt.group, "state", ranks=(0, *lacking))
+    group = group_on(torch.device("cpu"))
     with rt.guard(COPY), timeline.during("state", COPY):
-        copied = state.transfer(group, root=0)
+        copied = state.transfer(group, root=0, group_on=group_on)
     if rank != 0:
         state.save()
         state.reset()  # samplers divide what is left among the ranks of this world

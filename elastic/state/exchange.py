@@ -2,7 +2,8 @@
 
 Only broadcasts, in an order that follows from the header alone, so every rank makes the same calls whatever it thinks
 of the content: a receiver that can't use the state still drains it and raises afterwards, and disturbs nobody. Large
-tensors in host memory go straight from live tensor to live tensor; small ones travel packed together.
+tensors go straight from live tensor to live tensor; small ones travel packed together. What lies on root's GPU travels
+between GPUs, if every rank has one to receive it on, and else through host memory.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 
-from elastic.collectives.interface import Collectives, Work
-from elastic.errors import Interrupted, StateMismatch
+from elastic import own_gpu
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.errors import Interrupted, Invalid, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.state import activity
 from elastic.state.part import Part, Place, Spec
@@ -33,10 +35,23 @@ DIFFERENCES = 5  # lines of a layout named in an error
 Key = tuple[str, str]  # part, tensor
 
 
+GroupOn = Callable[[torch.device], Collectives]
+Road = tuple[Collectives, torch.device, dict[Key, Spec]]  # what goes over which group, from where
+
+CPU = torch.device("cpu")
+
+
 def transfer(
-    group: Collectives, root: int, parts: dict[str, Part], values: dict[str, Any], layout: str
+    group: Collectives,
+    root: int,
+    parts: dict[str, Part],
+    values: dict[str, Any],
+    layout: str,
+    group_on: GroupOn | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Root sends, the others take over. Returns bytes copied, and root's ``values``.
+
+    ``group``: of tensors on the CPU. ``group_on``: makes the group of the same ranks on a GPU, called on all of them.
 
     Raises StateMismatch, at a receiver only and after everything was received, if its layout differs or it can't read
     the values; CollectiveFailed from the group; Invalid at root if a value can't be pickled.
@@ -44,12 +59,17 @@ def transfer(
     if group.size == 1:
         return 0, values
     if group.rank == root:
-        return _send(group, root, parts, values, layout), values
-    return _receive(group, root, parts, layout)
+        return _send(group, root, parts, values, layout, group_on), values
+    return _receive(group, root, parts, layout, group_on)
 
 
 def _send(
-    group: Collectives, root: int, parts: dict[str, Part], values: dict[str, Any], layout: str
+    group: Collectives,
+    root: int,
+    parts: dict[str, Part],
+    values: dict[str, Any],
+    layout: str,
+    group_on: GroupOn | None,
 ) -> int:
     structures: dict[str, Any] = {}
     tensors: dict[Key, torch.Tensor | Place] = {}
@@ -65,12 +85,16 @@ def _send(
     group.broadcast(length, root).wait()
     group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), root).wait()
     failpoint("state-copy")
-    moved, _ = _exchange(group, root, specs, tensors)
+    moved, _ = _travel(_roads(group, specs, tensors, group_on), root, tensors)
     return len(header) + moved
 
 
 def _receive(
-    group: Collectives, root: int, parts: dict[str, Part], layout: str
+    group: Collectives,
+    root: int,
+    parts: dict[str, Part],
+    layout: str,
+    group_on: GroupOn | None,
 ) -> tuple[int, dict[str, Any]]:
     length = torch.zeros(1, dtype=torch.int64, device="cpu")
     group.broadcast(length, root).wait()
@@ -86,12 +110,13 @@ def _receive(
         raise
     except Exception:
         # The others count on this rank: it takes what they send, and only then gives up.
-        _exchange(group, root, specs, dict.fromkeys(specs, Place.NOWHERE))
+        nowhere: dict[Key, torch.Tensor | Place] = dict.fromkeys(specs, Place.NOWHERE)
+        _travel(_roads(group, specs, nowhere, None), root, nowhere)
         raise
     # What the broadcasts write leaves no trace in the tensors' versions.
     activity.notice()
     failpoint("state-copy")
-    moved, fresh = _exchange(group, root, specs, where)
+    moved, fresh = _travel(_roads(group, specs, where, group_on), root, where)
     with torch.no_grad():
         for name, part in parts.items():
             mine = {key: tensor for (of, key), tensor in fresh.items() if of == name}
@@ -156,13 +181,61 @@ def _difference(theirs: str, ours: str) -> str:
 # ---- tensors -------------------------------------------------------------------------------------
 
 
+def _roads(
+    group: Collectives,
+    specs: dict[Key, Spec],
+    where: dict[Key, torch.Tensor | Place],
+    group_on: GroupOn | None,
+) -> list[Road]:
+    """How the tensors travel: the same on every rank, because the ranks agree on it. Raises CollectiveFailed."""
+    on_gpu = {key: spec for key, spec in specs.items() if spec.device_type == "cuda"}
+    if not on_gpu:
+        return [(group, CPU, specs)]
+    device = None if group_on is None else _gpu(where)
+    able = torch.tensor([device is not None], dtype=torch.int32, device="cpu")
+    group.allreduce(able, Op.MIN).wait()
+    if group_on is None or device is None or not int(able):
+        return [(group, CPU, specs)]
+    on_cpu = {key: spec for key, spec in specs.items() if key not in on_gpu}
+    return [(group, CPU, on_cpu), (group_on(device), device, on_gpu)]
+
+
+def _gpu(where: dict[Key, torch.Tensor | Place]) -> torch.device | None:
+    """This rank's; None if it has none, or tensors on several."""
+    if not torch.cuda.is_available():
+        return None
+    tensors = [each for each in where.values() if isinstance(each, torch.Tensor)]
+    devices = {each.device for each in tensors if each.is_cuda} or {own_gpu.device()}
+    if len(devices) > 1:
+        return None
+    device = devices.pop()
+    try:
+        own_gpu.meet(device)
+    except Invalid:  # its collectives were on another GPU
+        return None
+    return device
+
+
+def _travel(
+    roads: list[Road], root: int, where: dict[Key, torch.Tensor | Place]
+) -> tuple[int, dict[Key, torch.Tensor]]:
+    """Root's ``where`` holds what it sends. Returns bytes moved, and the tensors allocated here."""
+    moved = 0
+    fresh: dict[Key, torch.Tensor] = {}
+    for group, device, specs in roads:
+        fresh.update(_exchange(group, device, root, specs, where))
+        moved += sum(spec.nbytes for spec in specs.values())
+    return moved, fresh
+
+
 def _exchange(
     group: Collectives,
+    device: torch.device,
     root: int,
     specs: dict[Key, Spec],
     where: dict[Key, torch.Tensor | Place],
-) -> tuple[int, dict[Key, torch.Tensor]]:
-    """Root's ``where`` holds what it sends. Returns bytes moved, and the tensors allocated here (on the CPU)."""
+) -> dict[Key, torch.Tensor]:
+    """Those that travel over one group. Returns the tensors allocated here."""
     sending = group.rank == root
     fresh: dict[Key, torch.Tensor] = {}
     under_way: deque[tuple[Work, Callable[[], None]]] = deque()
@@ -181,15 +254,15 @@ def _exchange(
     for keys in _packs(specs):
         if len(keys) == 1:
             key = keys[0]
-            block, arrived = _block(specs[key], where[key], fresh, key, sending)
+            block, arrived = _block(specs[key], where[key], device, fresh, key, sending)
             for start in range(0, len(block), PIECE):
                 last = start + PIECE >= len(block)
                 submit(block[start : start + PIECE], arrived if last else _nothing)
         else:
-            submit(*_packed(keys, specs, where, fresh, sending))
+            submit(*_packed(keys, specs, where, device, fresh, sending))
     while under_way:
         finish_one()
-    return sum(spec.nbytes for spec in specs.values()), fresh
+    return fresh
 
 
 def _nothing() -> None:
@@ -220,17 +293,18 @@ def _aligned(spec: Spec) -> int:
 def _block(
     spec: Spec,
     where: torch.Tensor | Place,
+    device: torch.device,
     fresh: dict[Key, torch.Tensor],
     key: Key,
     sending: bool,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """The bytes to broadcast for one tensor, and what to do when they have arrived."""
-    if isinstance(where, torch.Tensor) and _direct(where):
+    if isinstance(where, torch.Tensor) and _direct(where, device):
         return as_bytes(where), _nothing
     if sending:
         assert isinstance(where, torch.Tensor)
-        return as_bytes(where.cpu()), _nothing
-    staged = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+        return as_bytes(where.to(device)), _nothing
+    staged = torch.empty(spec.shape, dtype=spec.dtype, device=device)
     return as_bytes(staged), lambda: _deliver(staged, where, fresh, key)
 
 
@@ -238,11 +312,12 @@ def _packed(
     keys: list[Key],
     specs: dict[Key, Spec],
     where: dict[Key, torch.Tensor | Place],
+    device: torch.device,
     fresh: dict[Key, torch.Tensor],
     sending: bool,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """The same for many small tensors, one after another in one block."""
-    block = torch.zeros(sum(_aligned(specs[key]) for key in keys), dtype=torch.uint8, device="cpu")
+    block = torch.zeros(sum(_aligned(specs[key]) for key in keys), dtype=torch.uint8, device=device)
     views: list[tuple[Key, torch.Tensor]] = []
     start = 0
     for key in keys:
@@ -273,10 +348,10 @@ def _deliver(
         fresh[key] = tensor
 
 
-def _direct(tensor: torch.Tensor) -> bool:
+def _direct(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a broadcast can read or write the tensor's own memory."""
     return (
-        tensor.device.type == "cpu"
+        tensor.device == device
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()

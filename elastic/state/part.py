@@ -7,11 +7,13 @@ structure (Python values) and named tensors, so that commits, restores and trans
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from elastic.state import pinned
 from elastic.state.python_values import copied
 from elastic.state.snapshot import Snapshot
 
@@ -53,10 +55,11 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device_type: str = "cpu"  # where it lies at the one who describes it
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Spec:
-        return cls(tuple(tensor.shape), tensor.dtype)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
     def fits(self, tensor: torch.Tensor) -> bool:
         # An inference tensor can't be written outside inference mode: it is replaced.
@@ -143,7 +146,7 @@ class Part(StateHandler):
         self.snapshot.take(tensors, beside, trust=self.seems_unchanged())
 
     def restore(self) -> None:
-        """Sets the value to exactly the bits that were saved, in place where the shapes agree."""
+        """Sets the value to exactly the bits that were saved, in place where the shapes agree. Raises DeviceLost."""
         bank = self.snapshot.bank
         saved, own = bank.beside
         structure = copied(saved, self.what)
@@ -151,13 +154,19 @@ class Part(StateHandler):
         specs = {name: Spec.of(buffer) for name, buffer in buffers.items()}
         self.before_restore(own)
         fresh = {}
+        transit = pinned.Transit()
         with torch.no_grad():
-            for name, where in self.destinations(structure, specs, restoring=True).items():
+            places = self.destinations(structure, specs, restoring=True)
+            for name, where in places.items():
                 if isinstance(where, torch.Tensor):
-                    where.copy_(buffers[name])
+                    where.copy_(buffers[name], non_blocking=True)
                 elif where is Place.NEW:
                     fresh[name] = buffers[name].clone()
             self.place(structure, fresh, own, restoring=True)
+        written = [each.device for each in places.values() if isinstance(each, torch.Tensor)]
+        for device in {device for device in written if device.type == "cuda"}:
+            transit.follow(device)
+        transit.wait()
         bank.adopt(self.live()[1])
         self.seems_unchanged()
 
@@ -173,7 +182,10 @@ class Part(StateHandler):
         if rt is not None:
             group = rt.group("state", torch.device("cpu"))
             with rt.guard(f"copy of {self.what}"):
-                exchange.transfer(group, 0, {self.name: self}, {}, "\n".join(self.layout()))
+                layout = "\n".join(self.layout())
+                exchange.transfer(
+                    group, 0, {self.name: self}, {}, layout, functools.partial(rt.group, "state")
+                )
         self.reset()
         self.save()
 

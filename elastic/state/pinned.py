@@ -7,11 +7,18 @@ on a collective that an abort could spoil.
 Where the device has room, the tensors are first copied on the device (fast, in the training stream) and from there to
 the host on a side stream. Where it has none, the training stream waits for the copies to the host: training may write
 the tensors again at any time, and a torn commit is worse than a slow one.
+
+The host memory is pinned here, all that one commit needs in one piece: torch's allocator of pinned memory rounds every
+request up to a power of two.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -20,18 +27,80 @@ from elastic.errors import DeviceLost
 POLL_S = 0.0002
 COPY_LIMIT_S = 20.0  # a device that takes longer hangs
 SLOWEST_BYTES_S = 250e6  # ... but for what the bytes themselves take over a slow or busy bus
+ALIGNMENT = 64  # bytes; of each tensor in the pinned memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # on the device, pinned
 
 _side: dict[torch.device, torch.cuda.Stream] = {}
 
 
+class _Pages(mmap.mmap):
+    """Pinned memory of its own mapping. Freed with the last tensor in it, once no device copies from or to it."""
+
+    device: torch.device | None = None
+    address = 0
+    owner = 0  # process
+
+    def __del__(self) -> None:
+        if self.device is None or self.owner != os.getpid() or sys.is_finalizing():
+            return
+        for device in {self.device, *_side}:
+            torch.cuda.synchronize(device)
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where tensors of these sizes begin, one after another, and where the last one ends; in bytes."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each CUDA tensor a pinned one of its shape, dtype and order of strides; all in one allocation.
+
+    Raises MemoryError where so much can't be pinned.
+    """
+    if not tensors:
+        return []
+    models = [torch.empty_like(each, device="meta") for each in tensors]
+    starts, total = layout([each.nbytes for each in models])
+    # The mapping is shared, so a fork leaves the parent the very pages that the GPU writes.
+    pages = _Pages(-1, max(total, ALIGNMENT))
+    block = torch.frombuffer(pages, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
+    with torch.cuda.device(tensors[0].device):
+        code = cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+    if int(code):
+        raise MemoryError(
+            f"CUDA can't pin {block.nbytes} bytes of host memory for the state's commits:"
+            f" {cudart.cudaGetErrorString(code)}"
+        )
+    pages.device, pages.address, pages.owner = tensors[0].device, block.data_ptr(), os.getpid()
+    return [
+        block[start : start + model.nbytes]
+        .view(model.dtype)
+        .as_strided(model.shape, model.stride())
+        for start, model in zip(starts, models, strict=True)
+    ]
+
+
 class Transit:
-    """The copies of one commit on their way."""
+    """Copies on their way: those of one commit, or of a restore."""
 
     def __init__(self) -> None:
         self.events: list[tuple[torch.device, torch.cuda.Event]] = []
         self.bytes = 0
+
+    def follow(self, device: torch.device) -> None:
+        """What is queued on the device's current stream so far is waited for, too."""
+        with torch.cuda.device(device):
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+        self.events.append((device, event))
 
     def complete(self) -> bool:
         """Any thread: each event is asked on its own device, or CUDA would begin to use GPU 0 there."""
@@ -48,7 +117,7 @@ class Transit:
         while not self.complete():
             if time.monotonic() > deadline:
                 raise DeviceLost(
-                    f"a copy from the GPU to the host did not complete within {limit_s:.0f} s"
+                    f"a copy between the GPU and the host did not complete within {limit_s:.0f} s"
                 )
             time.sleep(POLL_S)
         self.events.clear()
@@ -105,9 +174,7 @@ def send(pairs: list[Pair], stage: Stage, transit: Transit) -> None:
             with torch.cuda.stream(side):
                 for source, host in zip(rooms or sources, hosts, strict=True):
                     host.copy_(source, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(side)
+                transit.follow(device)
             if rooms is None:
                 training.wait_stream(side)
-        transit.events.append((device, event))
         transit.bytes += sum(source.nbytes for source in sources)

@@ -2,9 +2,9 @@
 
 Either nothing has changed, or everything is copied. Nothing has changed only if every tensor is the same storage with
 the same ``_version``, nothing was noticed since (see `activity`), and the content agrees: all of it in small tensors,
-where a forward pass leaves its traces, and a sample of large ones. On the CPU one bank of buffers is enough: until a
-copy is complete the live tensors are the state. With CUDA tensors there are two, because a copy may turn out not to
-count (`pinned`).
+where a forward pass leaves its traces, and a sample of large ones. One bank of buffers is enough, of CUDA tensors too:
+copies that were begun are waited for. If a commit ends half-way with an exception, this worker has none, and says so:
+it is given the newest one of the others.
 """
 
 from __future__ import annotations
@@ -82,10 +82,9 @@ class _Copy:
 
     __slots__ = ("buffer", "on_gpu", "pointer", "storage")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # empty_like keeps the order of dense strides, so that copying is one pass over memory both ways.
+    def __init__(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         self.on_gpu = tensor.is_cuda
-        self.buffer = torch.empty_like(tensor, device="cpu", pin_memory=self.on_gpu)
+        self.buffer = buffer
         self.pointer = -1
         self.storage: StorageWeakRef | None = None
 
@@ -130,6 +129,12 @@ class _Copy:
         return torch.equal(tensor[::step], buffer[::step])
 
 
+def _wasteful(buffers: list[torch.Tensor]) -> bool:
+    """Whether most of the pinned memory that these buffers hold belonged to others, which are gone."""
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in buffers}
+    return sum(held.values()) > 2 * pinned.layout([each.nbytes for each in buffers])[1]
+
+
 class Bank:
     """One complete set of copies, with whatever the owner wants to keep beside them."""
 
@@ -155,11 +160,7 @@ class Bank:
             return
         self._moment = None  # until the copies are complete nothing in here can be trusted
         if look.kinds != self._kinds or look.names != self._names:
-            copies: dict[str, _Copy] = {}
-            for name, tensor in zip(look.names, look.tensors, strict=True):
-                copy = self.copies.get(name)
-                copies[name] = copy if copy is not None and copy.fits(tensor) else _Copy(tensor)
-            self._arrange(look, copies)
+            self._arrange(look, self._copies_for(look))
         self._copy(look, stage)
         self._refer(look)
         self._moment = moment
@@ -174,6 +175,25 @@ class Bank:
             and look.names == self._names
             and all(map(_Copy.seems_equal, self.copies.values(), look.tensors))
         )
+
+    def _copies_for(self, look: Look) -> dict[str, _Copy]:
+        """Those that fit as they are, and new ones, pinned in one piece."""
+        tensors = dict(zip(look.names, look.tensors, strict=True))
+        kept = {n: c for n, c in self.copies.items() if n in tensors and c.fits(tensors[n])}
+        if _wasteful([copy.buffer for copy in kept.values() if copy.on_gpu]):
+            kept = {name: copy for name, copy in kept.items() if not copy.on_gpu}
+        # What goes is freed before anything is allocated.
+        self.copies, self._buffers, self._names, self._kinds = kept, [], [], []
+        missing = {name: tensor for name, tensor in tensors.items() if name not in kept}
+        pinned_ones = iter(pinned.like([each for each in missing.values() if each.is_cuda]))
+        copies = {}
+        for name, tensor in tensors.items():
+            copies[name] = kept.get(name) or _Copy(
+                tensor,
+                # empty_like keeps the order of dense strides: copying is one pass over memory both ways.
+                next(pinned_ones) if tensor.is_cuda else torch.empty_like(tensor, device="cpu"),
+            )
+        return copies
 
     def _arrange(self, look: Look, copies: dict[str, _Copy]) -> None:
         """From now on these copies are written, in the order of this look."""

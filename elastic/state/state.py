@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from elastic.errors import Invalid
 
 if TYPE_CHECKING:
     from elastic.collectives.interface import Collectives
+    from elastic.state.exchange import GroupOn
 
 log = logging.getLogger("elastic.state")
 
@@ -122,8 +124,18 @@ class State:
         """What must agree on all workers, one line each. Empty: nothing is compared."""
         return ""
 
-    def transfer(self, group: Collectives, root: int, *, expected_equal: bool = False) -> int:
-        """Rank ``root`` of the group sends its state to the others. Returns bytes copied. Does not save."""
+    def transfer(
+        self,
+        group: Collectives,
+        root: int,
+        *,
+        expected_equal: bool = False,
+        group_on: GroupOn | None = None,
+    ) -> int:
+        """Rank ``root`` of the group sends its state to the others. Returns bytes copied. Does not save.
+
+        ``group`` is one on the CPU; ``group_on`` makes one of the same ranks on a GPU.
+        """
         return 0
 
     def digest(self) -> int:
@@ -212,7 +224,14 @@ class ObjectState(State):
         if rt is not None:
             rt.committed()
 
-    def transfer(self, group: Collectives, root: int, *, expected_equal: bool = False) -> int:
+    def transfer(
+        self,
+        group: Collectives,
+        root: int,
+        *,
+        expected_equal: bool = False,
+        group_on: GroupOn | None = None,
+    ) -> int:
         """Raises StateMismatch at a receiver that can't read the values, Invalid at a root that can't pickle them."""
         from elastic.state import exchange
 
@@ -262,7 +281,7 @@ def broadcast_state(state: State) -> None:
     group = rt.group("state", torch.device("cpu"))
     if group.size > 1:
         with rt.guard("copy of the state"):
-            state.transfer(group, root=0)
+            state.transfer(group, root=0, group_on=functools.partial(rt.group, "state"))
 
 
 def refuse_method_names(names: Iterable[str]) -> None:

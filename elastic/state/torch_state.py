@@ -19,6 +19,7 @@ from elastic.state.state import ObjectState, log, refuse_method_names
 
 if TYPE_CHECKING:
     from elastic.collectives.interface import Collectives
+    from elastic.state.exchange import GroupOn
 
 
 class TorchState(ObjectState):
@@ -181,13 +182,22 @@ class TorchState(ObjectState):
         for part in self._parts().values():
             part.reset()  # rank 0 too deals out what is left, as the others did when they took it over
 
-    def transfer(self, group: Collectives, root: int, *, expected_equal: bool = False) -> int:
+    def transfer(
+        self,
+        group: Collectives,
+        root: int,
+        *,
+        expected_equal: bool = False,
+        group_on: GroupOn | None = None,
+    ) -> int:
         """Rank ``root`` sends its live state, the others receive it in place. Returns bytes copied. Does not save.
 
         ``expected_equal``: the receiver holds the same commit, so a parameter that differs from it is named in a
         warning. Raises StateMismatch at a receiver whose layout differs, after everything was received.
         """
-        moved, values = exchange.transfer(group, root, self._parts(), self._values(), self.layout())
+        moved, values = exchange.transfer(
+            group, root, self._parts(), self._values(), self.layout(), group_on
+        )
         if group.rank == root:
             return moved
         self._take_over(values)

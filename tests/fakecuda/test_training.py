@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from integration.history import History, sizes, started
+from integration.history import RETURN, History, sizes, started
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.timeout(240)]
 
@@ -33,3 +33,27 @@ def test_two_workers_train_on_one_gpu_where_nccl_is_told_to_let_them(job, fake_c
     training.succeed(110)
     assert sizes(training)[-1] == 2
     History(training).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_a_newcomer_gets_the_state_over_nccl(job, fake_cuda, optimizer):
+    """Rank 0 and the newcomer have a communicator of their own, and the digests of all are equal afterwards."""
+    training = started(
+        job,
+        3,
+        RETURN,
+        **fake_cuda(gpus=3, FAKE_CUDA_LOG="1"),
+        DEVICE="cuda",
+        OPTIMIZER=optimizer,
+        OWN_WEIGHTS="1",
+        DIE="slot=2,step=2,place=forward",
+        HOLD="6:size=3",
+        STEPS="9",
+    )
+    training.succeed(200)
+    history = History(training)
+    history.check(steps=9, optimizer=optimizer)
+    joined = [each for each in history.all("enter") if each["worker"] == "localhost:2#2"]
+    assert joined[0]["step"] == 6
+    assert "rank 1 of 2 is ready on device 2" in training.output

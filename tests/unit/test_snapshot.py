@@ -195,3 +195,58 @@ def test_bytes_are_in_logical_order(tensor):
 def test_dense_keeps_each_distinct_element_once():
     view = dense(torch.arange(3).expand(4, 3))
     assert view.tolist() == [[0, 1, 2]]
+
+
+class Pinning:
+    """CUDA's runtime, as far as it pins: which memory is pinned, by address, and in which order of calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pinned: dict[int, int] = {}
+        self.refuses = False
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def cudaHostRegister(self, at: int, nbytes: int, flags: int) -> int:
+        if not self.refuses:
+            self.pinned[at] = nbytes
+        return 2 if self.refuses else 0
+
+    def cudaHostUnregister(self, at: int) -> int:
+        del self.pinned[at]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return "out of memory"
+
+
+def test_pinned_memory_is_one_piece_as_large_as_the_tensors(monkeypatch):
+    cuda = Pinning(monkeypatch)
+    tensors = [
+        torch.randn(2**18 + 1),
+        torch.randn(7, 3).t(),
+        torch.tensor(1, dtype=torch.int8),
+        torch.empty(0, 4),
+        torch.randn(3, dtype=torch.complex128),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ]
+    rooms = pinned.like(tensors)
+    size = sum(each.nbytes for each in tensors)
+    [pinned_bytes] = cuda.pinned.values()
+    assert size <= pinned_bytes <= size + pinned.ALIGNMENT * len(tensors)
+    for room, tensor in zip(rooms, tensors, strict=True):
+        assert (room.shape, room.dtype) == (tensor.shape, tensor.dtype)
+        assert room.stride() == torch.empty_like(tensor).stride()
+        room.copy_(tensor)
+    assert all(map(same_bits, rooms, tensors))  # none lies over another
+    one = rooms[4]
+    del rooms, room
+    assert len(cuda.pinned) == 1  # while anybody has a part of it
+    del one
+    assert cuda.pinned == {}
+
+
+def test_host_memory_that_can_not_be_pinned_is_told(monkeypatch):
+    Pinning(monkeypatch).refuses = True
+    with pytest.raises(MemoryError, match=r"448 bytes.*out of memory"):
+        pinned.like([torch.zeros(100)])

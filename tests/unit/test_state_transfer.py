@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 from torch import nn
 
 import elastic
-from elastic import environment, runtime
+from elastic import environment, own_gpu, runtime
 from elastic.collectives import fake
 from elastic.errors import Invalid, StateMismatch
 from elastic.state import ElasticSampler, TorchState, exchange, python_values
+from elastic.state.part import Place, Spec
 from elastic.state.snapshot import same_bits
 
 
@@ -339,3 +341,62 @@ def test_the_passes_that_a_script_has_set_meanwhile_travel_with_an_optimizer(mon
     states[0].optimizer.set_backward_passes_per_step(2)
     assert all(isinstance(each, int) for each in transfer(states))
     assert states[1].optimizer.backward_passes_per_step == 2
+
+
+# ---- over which group ----------------------------------------------------------------------------
+
+GPU = torch.device("cuda", 1)
+SPECS = {
+    ("model", "weight"): Spec((4,), torch.float32, "cuda"),
+    ("optimizer", "0.step"): Spec((), torch.float32),
+    ("model", "bias"): Spec((2,), torch.float32, "cuda"),
+}
+
+
+def roads(monkeypatch, gpus: list[torch.device | None]) -> list[list[tuple[str, list[str]]]]:
+    """For each rank, which has this GPU: the device and the tensors of each group, in the order of their broadcasts."""
+    own = threading.local()
+    monkeypatch.setattr(exchange, "_gpu", lambda where: own.gpu)
+    found: list[Any] = [None] * len(gpus)
+
+    def one(rank: int, group: fake.FakeCollectives) -> None:
+        own.gpu = gpus[rank]
+        made = exchange._roads(group, SPECS, dict.fromkeys(SPECS, Place.NEW), lambda device: group)
+        found[rank] = [(device.type, [key for _, key in specs]) for _, device, specs in made]
+
+    threads = [
+        threading.Thread(target=one, args=(rank, group))
+        for rank, group in enumerate(fake.world(len(gpus), timeout_s=5.0))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_what_lies_on_roots_gpu_travels_between_gpus(monkeypatch):
+    expected = [("cpu", ["0.step"]), ("cuda", ["weight", "bias"])]
+    assert roads(monkeypatch, [GPU, torch.device("cuda", 0)]) == [expected] * 2
+
+
+@pytest.mark.parametrize("gpus", [[GPU, None], [None, GPU], [GPU, GPU, None]])
+def test_where_one_rank_has_no_gpu_all_goes_through_host_memory(monkeypatch, gpus):
+    assert roads(monkeypatch, gpus) == [[("cpu", [key for _, key in SPECS])]] * len(gpus)
+
+
+def test_what_lies_on_the_cpu_needs_no_agreement():
+    group = fake.world(2)[0]  # whose peer would be waited for
+    specs = {("model", "weight"): Spec((4,), torch.float32)}
+    assert exchange._roads(group, specs, {}, None) == [(group, torch.device("cpu"), specs)]
+
+
+def test_a_tensor_on_another_gpu_than_the_collectives_is_no_reason_to_hang(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(own_gpu, "_index", 0)
+    tensor = create_autospec(torch.Tensor, instance=True)
+    tensor.is_cuda, tensor.device = True, GPU
+    assert exchange._gpu({("model", "weight"): tensor}) is None
+    tensor.device = torch.device("cuda", 0)
+    assert exchange._gpu({("model", "weight"): tensor}) == tensor.device
+    assert exchange._gpu({("model", "weight"): Place.NEW}) == tensor.device

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +135,20 @@ class State(elastic.TorchState):
         at("restore", self.step)
         super().restore()
 
-    def transfer(self, group: Any, root: int, **rest: Any) -> int:
-        return super().transfer(Watched(group, self), root, **rest)
+    def transfer(self, group: Any, root: int, *, group_on: Any, **rest: Any) -> int:
+        calls = itertools.count(1)
+        on_gpu = lambda device: Watched(group_on(device), self, calls)  # noqa: E731
+        return super().transfer(Watched(group, self, calls), root, group_on=on_gpu, **rest)
 
 
 class Watched:
-    """A group in whose third broadcast, the first with tensors, a place lies."""
+    """A group in whose third broadcast, the first with tensors, a place lies. A GPU's counts on."""
 
-    def __init__(self, group: Any, state: State) -> None:
-        self._group, self._state, self._calls = group, state, 0
+    def __init__(self, group: Any, state: State, calls: Iterator[int]) -> None:
+        self._group, self._state, self._calls = group, state, calls
 
     def broadcast(self, *args: Any) -> Any:
-        self._calls += 1
-        if self._calls == 3:
+        if next(self._calls) == 3:
             at("copying", self._state.step)
         return self._group.broadcast(*args)
 
