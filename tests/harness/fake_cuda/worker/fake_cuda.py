@@ -28,3 +28,25 @@ def contexts() -> list[int]:
     runtime.fake_cuda_contexts.restype = ctypes.c_ulong
     bits = runtime.fake_cuda_contexts()
     return [device for device in range(64) if bits >> device & 1]
+
+
+COUNTS = (
+    "launches",
+    "launched_bytes",
+    "copies",
+    "copied_bytes",
+    "synchronizations",
+    "queries",
+    "events",
+    "stream_waits",
+    "allocations",
+    "collectives",
+    "collective_bytes",
+)  # in the order of `Count` in runtime.h
+
+
+def counts() -> dict[str, int]:
+    """What this process has asked of the GPU and of NCCL so far. Bytes are what a real GPU would read and write."""
+    runtime = ctypes.CDLL("libcudart.so.13")
+    runtime.fake_cuda_count.restype = ctypes.c_ulong
+    return {name: runtime.fake_cuda_count(number) for number, name in enumerate(COUNTS)}
