@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 FIRST_BYTES = 1 << 20
 FULL_BYTES = 8 << 20  # by measurement over Gloo, see the docstring of benchmarks/step.py
+# On GPUs, not measured by us: DistributedDataParallel's within a host, twice that over a network, where NCCL needs more
+# bytes for its full bandwidth.
+GPU_FULL_BYTES = 25 << 20
+GPU_FULL_BYTES_APART = 50 << 20
 ALIGNMENT = 64  # bytes: each gradient starts on a cache line, for vector loads
 
 

@@ -20,9 +20,13 @@ import torch
 from elastic import host_copy
 from elastic.collectives import arena
 from elastic.collectives.interface import Collectives, Op, Work
-from elastic.plans import Mark, Wire, mark_value, read_mark
+from elastic.gradient_mark import MarkOnHost
+from elastic.plans import Mark, Wire, mark_value
 
 SMALL_BYTES = 32 << 10  # of a gradient that is cheaper to copy together with others
+# On a GPU, by estimate: what is copied together takes two launches for all, the second one to scale it; by itself, one
+# each. So much is read and written once more in the time of a launch.
+GPU_SMALL_BYTES = 4 << 20
 # Of one that is copied past the caches: until its bucket is reduced, others have taken its place there. Takes 5 % off
 # the whole step where layers have 20 MB (benchmarks/step.py --models mlp --ranks 2).
 LARGE_BYTES = 1 << 20
@@ -120,21 +124,23 @@ class FlatBucket:
             if self._in_place and wire.nbytes >= LARGE_BYTES and host_copy.bytewise(parameter, wire)
         }
         self._mark = self._wire[elements] if marked else None
+        self._heard = MarkOnHost(self._wire[elements]) if marked else None
         self._pointers = [view.data_ptr() for view in self._views]
         # What parameters get as ``grad``. Module.to() and some scripts keep such an object and give it other memory,
         # so that these are no views of the buffer any more. Each counts its own versions, and not what happens in the
         # rest of the buffer.
         self._given = [view.data for view in self._views]
+        small = GPU_SMALL_BYTES if device.type == "cuda" else SMALL_BYTES
         self._small = [
-            parameter.numel() * parameter.element_size() < SMALL_BYTES for parameter in parameters
+            parameter.numel() * parameter.element_size() < small for parameter in parameters
         ]
         large = [offset for offset, small in zip(offsets, self._small, strict=True) if not small]
         self._smalls = self._wire[: min(large, default=elements)]
         # Positions of gradients that come sparse and travel dense, with the number of sparse dimensions: optimizers
         # that ask for sparse ones get them so.
         self._sparse: dict[int, int] = {}
-        self._waiting: list[int] = []  # small ones, to be filled in together
-        self._waiting_watched: list[_Watched] = []
+        # Small ones, to be filled in together: the position, and the gradient and its version if it is watched.
+        self._waiting: list[tuple[int, torch.Tensor | None, int]] = []
         self._changed: int | None = None  # the position of one that was changed while it waited
         self._watched: list[_Watched] = []
         self._work: Work | None = None
@@ -144,10 +150,8 @@ class FlatBucket:
 
     def fill(self, position: int, *, watch: bool) -> None:
         if self._small[position]:
-            self._waiting.append(position)
-            waits = self.parameters[position].grad
-            if watch and waits is not None:
-                self._waiting_watched.append((position, waits, waits._version))
+            waits = self.parameters[position].grad if watch else None
+            self._waiting.append((position, waits, 0 if waits is None else waits._version))
             return
         scale, wire = self.scales.filling, self._wires[position]
         gradient = self.parameters[position].grad
@@ -181,24 +185,23 @@ class FlatBucket:
 
     def _fill_small(self) -> None:
         """All small ones at once: for each alone the call would cost more than its few bytes."""
-        wires, gradients = [], []
-        watched = set()
-        for position, seen, version in self._waiting_watched:
-            watched.add(position)
-            if _changed(self.parameters[position], seen, version):
-                self._changed = position
-        self._waiting_watched.clear()
-        for position in self._waiting:
+        wires, gradients, missing = [], [], []
+        for position, seen, version in self._waiting:
             gradient = self.parameters[position].grad
             if gradient is None:
-                self._wires[position].zero_()
-            elif not self._in_place or not self._is_given(gradient, position):
-                wires.append(self._wires[position])
-                gradients.append(self._dense(gradient, position))
+                missing.append(self._wires[position])
+            else:
+                if seen is not None and (gradient is not seen or gradient._version != version):
+                    self._changed = position
+                if not self._in_place or not self._is_given(gradient, position):
+                    wires.append(self._wires[position])
+                    gradients.append(self._dense(gradient, position))
             if self._in_place:
                 gradient = self._give(position)
-            if position in watched and gradient is not None:
+            if seen is not None and gradient is not None:
                 self._watched.append((position, gradient, gradient._version))
+        if missing:
+            torch._foreach_zero_(missing)
         if wires:
             torch._foreach_copy_(wires, gradients)
         if self.scales.filling != 1.0:
@@ -214,8 +217,20 @@ class FlatBucket:
 
     def finish(self) -> int | None:
         assert self._work is not None, "a bucket is waited for that was never launched"
+        # What is left to the host comes first: a GPU is idle from the end of the last reduction to the next launch.
+        changed, self._changed = self._changed, None
+        for position, gradient, version in self._watched:
+            if _changed(self.parameters[position], gradient, version):
+                changed = position
+        self._watched.clear()
+        for position in range(len(self.parameters)):
+            self._give(
+                position
+            )  # again, because a model.zero_grad() since backward takes them away
         self._work.wait()
         self._work = None
+        if self._heard is not None:
+            self._heard.fetch()
         scale = self.scales.finishing
         if not self._in_place:
             if scale == 1.0:
@@ -224,21 +239,13 @@ class FlatBucket:
                 torch.mul(self._wire, scale, out=self._flat)
         elif scale != 1.0:
             self._flat.mul_(scale)
-        changed, self._changed = self._changed, None
-        for position, gradient, version in self._watched:
-            if _changed(self.parameters[position], gradient, version):
-                changed = position
-        self._watched.clear()
-        for position in range(len(self.parameters)):
-            # Again, because a model.zero_grad() since backward takes them away.
-            given = self._give(position)
-            if position in self._sparse:
-                self.parameters[position].grad = given.to_sparse(self._sparse[position])
+        for position, dims in self._sparse.items():
+            self.parameters[position].grad = self._given[position].to_sparse(dims)
         return changed
 
     def heard(self, op: Op) -> Mark:
-        assert self._mark is not None, "this bucket carries no mark"
-        return read_mark(op, float(self._mark))
+        assert self._heard is not None, "this bucket carries no mark"
+        return self._heard.read(op)
 
     def discard(self, position: int) -> None:
         gradient = self.parameters[position].grad
@@ -249,7 +256,6 @@ class FlatBucket:
 
     def drop(self) -> list[Work]:
         self._waiting.clear()
-        self._waiting_watched.clear()
         self._watched.clear()
         self._changed = None
         works = [] if self._work is None else [self._work]
@@ -353,6 +359,7 @@ class MarkBucket:
         self.scales = UNSCALED
         self.device = device
         self._wire = zeros(1, torch.float32, device)
+        self._heard = MarkOnHost(self._wire)
         self._work: Work | None = None
 
     def wire(self) -> Wire:
@@ -369,10 +376,11 @@ class MarkBucket:
         assert self._work is not None, "a mark is waited for that was never launched"
         self._work.wait()
         self._work = None
+        self._heard.fetch()
         return None
 
     def heard(self, op: Op) -> Mark:
-        return read_mark(op, float(self._wire))
+        return self._heard.read(op)
 
     def discard(self, position: int) -> None:
         pass

@@ -26,7 +26,7 @@ class Made:
     passes: int
     sparse_as_dense: bool
     whole_world: bool  # else a process set, and which one may depend on the rank
-    fusion_bytes: tuple[int, int]
+    fusion_bytes: int | None  # None: by default
 
 
 def lines(

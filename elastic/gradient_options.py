@@ -65,10 +65,11 @@ class Options:
         ]
 
     def lines(
-        self, named: Sequence[tuple[str, torch.Tensor]], full_at: tuple[int, int]
+        self, named: Sequence[tuple[str, torch.Tensor]], fusion_bytes: int | None
     ) -> list[str]:
         """Everything that must be the same on every rank, a name and a value each: ``compression fp16``,
-        ``parameter.3 layer.bias float32 [20] strides [1]``. ``full_at``: bytes, the sizes of buckets.
+        ``parameter.3 layer.bias float32 [20] strides [1]``. ``fusion_bytes``: None where it was not
+        chosen. What buckets then hold depends on the world, which a newcomer does not know yet.
         """
         groups = self.groups or 0
         if not isinstance(groups, int):
@@ -81,7 +82,7 @@ class Options:
             f"gradient_predivide_factor {float(self.predivide_factor)}",
             f"compression {_compression_name(self.compression)}",
             f"groups {shown}",
-            f"fusion_bytes {list(full_at)}",
+            f"fusion_bytes {'by default' if fusion_bytes is None else fusion_bytes}",
             *(
                 f"parameter.{number} {_described(name, parameter)}"
                 for number, (name, parameter) in enumerate(named)

@@ -37,10 +37,14 @@ class GradientPlan:
     """
 
     def __init__(
-        self, options: Options, named: Sequence[tuple[str, torch.Tensor]], full_at: tuple[int, int]
+        self,
+        options: Options,
+        named: Sequence[tuple[str, torch.Tensor]],
+        fusion_bytes: int | None = None,
     ) -> None:
         self._options = options
-        self._full_at = full_at  # bytes at which the first bucket, and any other, is closed
+        self._fusion_bytes = fusion_bytes
+        self._full_at = (0, 0)  # bytes at which the first bucket, and any other, is closed
         self.named = named
         self._train(tuple(int(parameter.requires_grad) for _, parameter in named))
         self.sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
@@ -54,7 +58,7 @@ class GradientPlan:
 
     def lines(self) -> list[str]:
         """All that has to be the same on every rank before anything is arranged, a name and a value each."""
-        return self._options.lines(self.named, self._full_at)
+        return self._options.lines(self.named, self._fusion_bytes)
 
     def own_order(self, ready: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """What this rank would have all use: what was agreed before, else what it has seen in this step."""
@@ -74,10 +78,13 @@ class GradientPlan:
         self.slots = [Slot(number, name, each) for number, (name, each) in enumerate(chosen)]
         self.slot_of = {id(slot.parameter): slot for slot in self.slots}
 
-    def arrange(self, sparse: dict[int, int], order: tuple[int, ...]) -> None:
-        """Buckets for this; those that are there already are kept."""
-        if not self.buckets or (sparse, order) != (self.sparse, self.order):
-            self.sparse, self.order = sparse, order
+    def arrange(
+        self, sparse: dict[int, int], order: tuple[int, ...], full_at: tuple[int, int]
+    ) -> None:
+        """Buckets for this, equal on all ranks; those that are there already are kept."""
+        wanted = sparse, order, full_at
+        if not self.buckets or wanted != (self.sparse, self.order, self._full_at):
+            self.sparse, self.order, self._full_at = wanted
             self._build()
 
     def renew(self) -> None:

@@ -97,7 +97,7 @@ class GradientReducer:
         self._told: tuple[int, ...] = ()  # the same, as the others know it
         self._changing = False  # whether the two differ
         self._next: GradientPlan | None = None  # what the agreed one is given up for, in this step
-        self._plan = GradientPlan(self._options, [], (FIRST_BYTES, FULL_BYTES))
+        self._plan = GradientPlan(self._options, [])
         self._agreed: int | None = None  # the generation whose members have compared this plan
         self._number: plans.Agreed | None = None  # which one it is there
         self._version = -1  # of that number's plan
@@ -114,6 +114,9 @@ class GradientReducer:
         self._partial = 0  # slots that have some of their gradients
         self._ended = 0  # backward passes that brought any
         self._usual = 0  # such passes in other steps; 0: not known
+        self._known_pass = (
+            -1
+        )  # of autograd's engine; it brings gradients of a step that began as agreed
         self._late = False  # no pass is the last of this step: all ranks reduce in finish()
         self._never: int | None = None  # the generation in which none is the last of any step
         self._early = False  # the last pass is over, and nothing is missing or to come
@@ -200,62 +203,86 @@ class GradientReducer:
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """``parameter.grad`` has received one backward pass."""
+        with self._lock:
+            slot = self._plan.slot_of.get(id(parameter))
+            if (
+                slot is not None
+                and slot.passes_left == 1
+                and self._passes == 1
+                and self._known_pass == torch._C._current_graph_task_id()
+                and ((gradient := parameter.grad) is None or not gradient.requires_grad)
+            ):
+                # As nearly always. Models have thousands of parameters, and for each nothing else is asked.
+                slot.passes_left = 0
+                self._complete += 1
+                self._fill(slot, watch=True)
+                if slot.bucket is not None and not slot.bucket.missing:
+                    self._launch_full()
+            else:
+                self._receive(parameter)
+
+    def _receive(self, parameter: torch.Tensor) -> None:
+        """Begins a step, or learns that it has begun; raises AssertionError where the script has made a mistake."""
         try:
             world = runtime.current()
         except NotInitialized:
             return
         if world.place.size == 1 or world.broken:
             return
-        with self._lock:
-            if self._generation != world.generation:
-                self.forget()
-            if not self._begun:
-                try:
-                    self._locate(world)
-                except Invalid:  # the process set was removed: finish() says so
-                    return
-                if self._size == 1:
-                    return
-                self._begin(world.generation)
-            slot = None if self._next else self._plan.slot_of.get(id(parameter))
-            if slot is None:
-                self._ready.append(parameter)  # the next plan may have it
-                if self._next is not None:
-                    tell_end(self)
+        if self._generation != world.generation:
+            self.forget()
+        if not self._begun:
+            try:
+                self._locate(world)
+            except Invalid:  # the process set was removed: finish() says so
                 return
-            if slot.passes_left == 0:
-                if any(other.follows(parameter) for other in reducers if other is not self):
-                    raise AssertionError(
-                        f"two DistributedOptimizers hold {slot.name}, and one of them got its gradient"
-                        f" more than backward_passes_per_step={self._passes} times before its step(); keep one:"
-                        " drop the old one also where a scheduler or a state holds it"
-                    )
-                raise AssertionError(
-                    f"{slot.name} received more than backward_passes_per_step={self._passes} gradients before step(),"
-                    " or its first one after as many backward passes as other steps had; increase"
-                    " backward_passes_per_step to the most backward passes that there are before a step()"
-                )
-            gradient = parameter.grad
-            if gradient is not None and gradient.requires_grad:
-                raise AssertionError(
-                    f"the gradient of {slot.name} requires a gradient itself; create_graph=True cannot be combined"
-                    " with DistributedOptimizer, take such gradients with torch.autograd.grad()"
-                )
-            tell_end(self)
-            self._partial += slot.passes_left == self._passes
-            slot.passes_left -= 1
-            if slot.passes_left:
+            if self._size == 1:
                 return
-            self._partial -= 1
-            self._complete += 1
-            if self._late:
-                return
-            if self._agreed != world.generation or self._changing:
-                self._ready.append(parameter)
-            if self._agreed == world.generation:
-                self._fill(slot, watch=True)
-                if slot.bucket is not None and not slot.bucket.missing:
-                    self._launch_full(world)
+            self._begin(world.generation)
+        slot = None if self._next else self._plan.slot_of.get(id(parameter))
+        if slot is None:
+            self._ready.append(parameter)  # the next plan may have it
+            if self._next is not None:
+                tell_end(self)
+            return
+        if slot.passes_left == 0:
+            self._refuse_gradient(slot)
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            raise AssertionError(
+                f"the gradient of {slot.name} requires a gradient itself; create_graph=True cannot be combined"
+                " with DistributedOptimizer, take such gradients with torch.autograd.grad()"
+            )
+        tell_end(self)
+        self._partial += slot.passes_left == self._passes
+        slot.passes_left -= 1
+        if slot.passes_left:
+            return
+        self._partial -= 1
+        self._complete += 1
+        if self._late:
+            return
+        if self._agreed != world.generation or self._changing:
+            self._ready.append(parameter)
+        else:
+            self._known_pass = torch._C._current_graph_task_id()
+        if self._agreed == world.generation:
+            self._fill(slot, watch=True)
+            if slot.bucket is not None and not slot.bucket.missing:
+                self._launch_full()
+
+    def _refuse_gradient(self, slot: Slot) -> NoReturn:
+        if any(other.follows(slot.parameter) for other in reducers if other is not self):
+            raise AssertionError(
+                f"two DistributedOptimizers hold {slot.name}, and one of them got its gradient"
+                f" more than backward_passes_per_step={self._passes} times before its step(); keep one:"
+                " drop the old one also where a scheduler or a state holds it"
+            )
+        raise AssertionError(
+            f"{slot.name} received more than backward_passes_per_step={self._passes} gradients before step(),"
+            " or its first one after as many backward passes as other steps had; increase"
+            " backward_passes_per_step to the most backward passes that there are before a step()"
+        )
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def backward_ended(self, inner: bool) -> None:
@@ -272,7 +299,10 @@ class GradientReducer:
                     self._launch_rest(world)
             return
         # Those that only other ranks train get no gradient here.
-        complete = self._complete == sum(slot.parameter.requires_grad for slot in self._plan.slots)
+        slots = self._plan.slots
+        complete = self._complete == len(slots) or self._complete == sum(
+            slot.parameter.requires_grad for slot in slots
+        )
         if inner and not complete:
             return
         self._ended += 1
@@ -344,7 +374,7 @@ class GradientReducer:
                 self._usual = 0  # others may come with passes of their own
             self._signature = signature
             named = [(self._name(each, number), each) for number, each in enumerate(parameters)]
-            plan = GradientPlan(self._options, named, bucket_bytes())
+            plan = GradientPlan(self._options, named, runtime.current().env.fusion_bytes)
             plan.begin_step(self._passes)
             if self._agreed == generation and self._size > 1:
                 self._next = plan  # the others have to be told, with the plan that they have
@@ -367,8 +397,10 @@ class GradientReducer:
         slot.filled = True
         slot.bucket.missing -= 1
 
-    def _launch_full(self, world: runtime.Runtime) -> None:
-        built = self._plan.buckets
+    def _launch_full(self) -> None:
+        world, built = runtime.current(), self._plan.buckets
+        if world.broken:
+            return  # finish() says so
         try:
             while self._launched < len(built) and not built[self._launched].missing:
                 self._launch_next(world)
@@ -445,6 +477,7 @@ class GradientReducer:
     def _clear(self) -> None:
         self._plan.begin_step(self._passes)
         self._launched = 0
+        self._known_pass = -1
         self._complete = self._partial = self._ended = 0
         self._begun = self._late = self._early = self._reduced = False
         self._ready.clear()
@@ -485,7 +518,7 @@ class GradientReducer:
         else:
             sparse = {each.number: each.dims for each in agreed.layout.sparse}
             self._plan.train(agreed.layout.trained)
-            self._plan.arrange(sparse, agreed.layout.order)
+            self._plan.arrange(sparse, agreed.layout.order, bucket_bytes(world, self._plan.device))
             self._told = agreed.layout.trained
             self._changing = self._own != self._told
         self._number, self._version = agreed, agreed.version
@@ -557,7 +590,7 @@ class GradientReducer:
                     f"sparse gradients can be reduced with Average and Sum, not with {self._options.op.name.title()};"
                     " pass sparse_as_dense=True"
                 )
-        plan.arrange(found, order)
+        plan.arrange(found, order, bucket_bytes(world, plan.device))
         layout, number = plan.layout(digest, self._size), known.number(verdict)
         if verdict.joined:
             shadow.tell_layout(group, device, verdict.source, layout)
@@ -634,6 +667,7 @@ class GradientReducer:
     def plan_replaced(self) -> None:
         """See `plans.Owner`."""
         self._agreed = None
+        self._known_pass = -1
 
     # ---- small things ----------------------------------------------------------------------------------------------
 
@@ -650,10 +684,18 @@ class GradientReducer:
         return self._names.get(parameter, f"parameter {number}")
 
 
-def bucket_bytes() -> tuple[int, int]:
-    """When the first bucket, and when any other, is full: HOROVOD_FUSION_THRESHOLD, or what was measured."""
-    given = runtime.current().env.fusion_bytes
-    return (FIRST_BYTES, FULL_BYTES) if given is None else (min(FIRST_BYTES, given), given)
+def bucket_bytes(world: runtime.Runtime, device: torch.device) -> tuple[int, int]:
+    """When the first bucket, and when any other, is full: HOROVOD_FUSION_THRESHOLD, or what suits the device.
+
+    The same on all ranks of a world, also where hosts have different numbers of them.
+    """
+    full = world.env.fusion_bytes
+    if full is None and device.type == "cuda":
+        one_host = world.place.local_size == world.place.size
+        full = buckets.GPU_FULL_BYTES if one_host else buckets.GPU_FULL_BYTES_APART
+    elif full is None:
+        full = FULL_BYTES
+    return min(FIRST_BYTES, full), full
 
 
 def _too_early(slot: Slot) -> str:

@@ -22,7 +22,7 @@ from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.gradient_buckets import Compressor
 from elastic.gradient_options import Options
-from elastic.gradients import GradientReducer, bucket_bytes
+from elastic.gradients import GradientReducer
 from elastic.process_sets import ProcessSet, global_process_set, require_global, resolve
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def DistributedOptimizer(
         backward_passes_per_step,
         sparse_as_dense,
         process_set is global_process_set,
-        bucket_bytes(),
+        world.env.fusion_bytes,
     )
     distributed._synchronized = False
     distributed._synchronized_for_scaler = False

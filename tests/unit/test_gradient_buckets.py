@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import gradient_buckets, gradients, joining, runtime
+from elastic import buckets, environment, gradient_buckets, gradients, joining, runtime
 from elastic.collectives import arena, fake, local
 from elastic.collectives.interface import Op
 from elastic.compression import Compression
 from elastic.gradient_buckets import FlatBucket, Scales
+from elastic.protocol import Place
 from unit.small_worlds import AllJoin, Twins, World, backward, net, ranks_as_threads, sgd
 
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
@@ -153,3 +154,40 @@ def test_a_gradient_that_stays_in_its_bucket_is_never_written_by_filling():
     bucket.fill(0, watch=False)
     assert bucket._flat._version == written
     assert bool((parameter.grad == 1.0).all())
+
+
+@pytest.mark.parametrize(
+    ("place", "full"),
+    [
+        (Place(0, 4, 0, 4, 0, 1), buckets.GPU_FULL_BYTES),
+        (Place(0, 4, 0, 3, 0, 2), buckets.GPU_FULL_BYTES_APART),
+        (
+            Place(2, 4, 2, 3, 0, 1),
+            buckets.GPU_FULL_BYTES_APART,
+        ),  # alone on the first host with this number
+        (Place(3, 4, 0, 1, 1, 2), buckets.GPU_FULL_BYTES_APART),
+    ],
+)
+def test_buckets_of_a_gpu_are_larger_and_every_rank_knows_how_large(world, place, full):
+    world.place = place
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    assert gradients.bucket_bytes(world, gpu) == (buckets.FIRST_BYTES, full)
+    assert gradients.bucket_bytes(world, cpu) == (gradients.FIRST_BYTES, gradients.FULL_BYTES)
+    world.env = environment.read({"HOROVOD_FUSION_THRESHOLD": "100"})
+    assert gradients.bucket_bytes(world, gpu) == (100, 100)
+
+
+def test_a_world_that_comes_to_span_hosts_arranges_its_buckets_anew(world, monkeypatch):
+    full_at = (0, 0)
+    monkeypatch.setattr(gradients, "bucket_bytes", lambda world, device: full_at)
+    optimizer = sgd(model := net(3, 4, 2), lr=0.0)
+    found = []
+    for full in (0, 1 << 20, 1 << 20):
+        full_at = (full, full)
+        world.become(2)
+        backward(model)
+        lines = optimizer._reducer._plan.lines()
+        optimizer.step()
+        found.append(len(optimizer._reducer._plan.buckets))
+        assert lines == optimizer._reducer._plan.lines()  # what the ranks compare
+    assert found == [4, 1, 1]

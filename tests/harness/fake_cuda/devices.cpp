@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -95,9 +96,15 @@ void spoil(int device, cudaError_t error, const char* why) {
   shout("device %d is spoilt: %s: %s", device, cudaGetErrorString(error), why);
 }
 
+std::atomic<unsigned long> counted[static_cast<int>(Count::end)];
+
+void count(Count what, unsigned long many) { counted[static_cast<int>(what)] += many; }
+
 }  // namespace fake
 
 using namespace fake;
+
+CUDA_API unsigned long fake_cuda_count(int what) { return counted[what]; }
 
 // The devices this process has a context on, as bits: for tests.
 CUDA_API unsigned long fake_cuda_contexts() {
@@ -194,6 +201,7 @@ CUDA_API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 CUDA_API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return enter(); }
 
 CUDA_API cudaError_t cudaDeviceSynchronize() {
+  count(Count::synchronizations);
   if (cudaError_t error = enter()) return error;
   return told(wait_for_all_streams(current));
 }

@@ -40,6 +40,16 @@ void copy(int device, void* to, const void* from, size_t bytes) {
 // Copies of pageable memory are through when the call returns.
 bool asynchronous(const void* at) { return is_device_memory(at) || is_pinned(at); }
 
+cudaError_t waited(cudaStream_t stream) {
+  count(Count::synchronizations);
+  return stream_of(stream)->wait();
+}
+
+void count_copy(size_t bytes) {
+  count(Count::copies);
+  count(Count::copied_bytes, bytes);
+}
+
 }  // namespace
 
 bool is_device_memory(const void* at) {
@@ -92,6 +102,7 @@ CUDA_API cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
 }
 
 CUDA_API cudaError_t cudaMalloc(void** at, size_t bytes) {
+  count(Count::allocations);
   if (cudaError_t error = enter()) return error;
   size_t free_bytes = 0, total = 0;
   cudaMemGetInfo(&free_bytes, &total);
@@ -177,14 +188,15 @@ CUDA_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, c
                                      cudaStream_t stream) {
   if (cudaError_t error = enter()) return error;
   const int device = stream_of(stream)->device;
+  count_copy(bytes * 2);
   if (cudaError_t error = enqueue(stream, [=] { copy(device, to, from, bytes); })) return error;
-  if (!asynchronous(to) || !asynchronous(from)) return stream_of(stream)->wait();
+  if (!asynchronous(to) || !asynchronous(from)) return waited(stream);
   return cudaSuccess;
 }
 
 CUDA_API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   if (cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr)) return error;
-  return stream_of(nullptr)->wait();
+  return waited(nullptr);
 }
 
 CUDA_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes,
@@ -197,19 +209,21 @@ CUDA_API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* fr
                                        cudaStream_t stream) {
   if (cudaError_t error = enter()) return error;
   const int device = stream_of(stream)->device;
+  count_copy(width * height * 2);
   auto rows = [=] {
     for (size_t row = 0; row < height; row++)
       copy(device, static_cast<char*>(to) + row * to_pitch,
            static_cast<const char*>(from) + row * from_pitch, width);
   };
   if (cudaError_t error = enqueue(stream, rows)) return error;
-  if (!asynchronous(to) || !asynchronous(from)) return stream_of(stream)->wait();
+  if (!asynchronous(to) || !asynchronous(from)) return waited(stream);
   return cudaSuccess;
 }
 
 CUDA_API cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) {
   if (cudaError_t error = enter()) return error;
   const int device = stream_of(stream)->device;
+  count_copy(bytes);
   return enqueue(stream, [=] {
     if (may_use(device, at, bytes)) memset(at, value, bytes);
   });
@@ -217,5 +231,5 @@ CUDA_API cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStre
 
 CUDA_API cudaError_t cudaMemset(void* at, int value, size_t bytes) {
   if (cudaError_t error = cudaMemsetAsync(at, value, bytes, nullptr)) return error;
-  return stream_of(nullptr)->wait();
+  return waited(nullptr);
 }

@@ -265,6 +265,8 @@ ncclResult_t collective(ncclComm* comm, cudaStream_t stream, Header header, cons
                         void* out, size_t out_bytes, std::function<void(const Gathered&, char*)> use) {
   if (auto result = usable(comm)) return result;
   const uint64_t number = ++comm->collectives;
+  count(Count::collectives);
+  count(Count::collective_bytes, std::max(bytes, out_bytes));
   auto file = [](uint64_t which, int rank) { return "c" + std::to_string(which) + "." + std::to_string(rank); };
   auto post = [=] {
     if (!may_use(comm->device, in, bytes) || !may_use(comm->device, out, out_bytes)) return false;

@@ -13,6 +13,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <unordered_set>
@@ -159,6 +160,51 @@ std::vector<int> written_arguments(const c10::FunctionSchema& schema) {
   return found;
 }
 
+// An operator is a launch. Of many tensors it is as many as torch's multi_tensor_apply makes, as MultiTensorApply.cuh has it.
+unsigned long launches(const std::string& name, const Values& arguments) {
+  if (name.find("foreach") == std::string::npos) return 1;
+  static constexpr size_t kMostTensors[] = {770, 448, 336, 252, 210};
+  constexpr int64_t kChunk = 65536;
+  constexpr size_t kMostBlocks = 2240;
+  size_t lists = 0;
+  for (const IValue& each : arguments) lists += each.isTensorList();
+  if (lists == 0) return 1;
+  size_t found = 0, tensors = 0, blocks = 0;
+  for (const at::Tensor& tensor : arguments[0].toTensorVector()) {
+    tensors++;
+    for (int64_t left = tensor.numel(); left > 0; left -= kChunk) {
+      const bool last = left <= kChunk;
+      blocks++;
+      if (blocks < kMostBlocks && !(last && tensors >= kMostTensors[std::min<size_t>(lists, 5) - 1])) continue;
+      found++;
+      blocks = 0;
+      tensors = !last;
+    }
+  }
+  return found + (blocks != 0);
+}
+
+// What is read, and what is written, in bytes.
+unsigned long moved(const c10::FunctionSchema& schema, const Values& arguments, const Values& results) {
+  unsigned long bytes = 0;
+  auto add = [&](const IValue& value, unsigned long times) {
+    with_tensors(value, [&](const at::Tensor& tensor) {
+      if (tensor.defined() && tensor.is_cuda()) bytes += times * static_cast<unsigned long>(tensor.nbytes());
+      return tensor;
+    });
+  };
+  const std::string& name = schema.name();
+  bool overwrites = false;
+  for (const char* each : {"copy_", "fill_", "zero_"}) overwrites |= name.find(each) != std::string::npos;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    const bool also_read = alias && alias->isWrite() && !schema.arguments()[i].is_out() && !overwrites;
+    add(arguments[i], also_read ? 2 : 1);
+  }
+  for (const IValue& each : results) add(each, 1);
+  return bytes;
+}
+
 void operate(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
@@ -200,6 +246,9 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
       known = false;
     }
   }
+
+  fake::count(fake::Count::launches, launches(schema.name(), arguments));
+  fake::count(fake::Count::launched_bytes, moved(schema, arguments, results));
 
   // What it computes with. Tensors of the CPU are read now, as a launch does.
   OnHost on_host;

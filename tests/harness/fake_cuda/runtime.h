@@ -32,6 +32,26 @@ FAKE_API cudaError_t told(cudaError_t error);  // returns it, and cudaGetLastErr
 FAKE_API cudaError_t spoilt(int device);
 FAKE_API void spoil(int device, cudaError_t error, const char* why);
 
+// ---- counts ----------------------------------------------------------------------------------------------------------
+
+// What this process has asked for so far, by any thread: see counts() in worker/fake_cuda.py. Bytes are those that a real
+// GPU would read and write for it.
+enum class Count {
+  launches,
+  launched_bytes,
+  copies,  // by the runtime, without a kernel
+  copied_bytes,
+  synchronizations,  // calls that return when the GPU has come there
+  queries,           // of events and streams, without those of torch's watchdog
+  events,            // recorded
+  stream_waits,      // of one stream for an event of another
+  allocations,
+  collectives,
+  collective_bytes,
+  end
+};
+FAKE_API void count(Count what, unsigned long many = 1);
+
 // ---- streams ---------------------------------------------------------------------------------------------------------
 
 class Stream {

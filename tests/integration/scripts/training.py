@@ -248,7 +248,7 @@ def resources() -> dict[str, int]:
         if "FAKE_GPUS" in os.environ:
             import fake_cuda  # type: ignore[import-not-found]
 
-            counts |= fake_cuda.counts()
+            counts |= fake_cuda.held()
         if any(all(counts[name] <= each[name] for name in counts) for each in least):
             return counts
         if time.monotonic() > deadline:

@@ -30,7 +30,7 @@ def contexts() -> list[int]:
     return [device for device in range(64) if bits >> device & 1]
 
 
-def counts() -> dict[str, int]:
+def held() -> dict[str, int]:
     """What this process has now, and a leak makes more of: bytes, threads of streams, communicators."""
     runtime, nccl = ctypes.CDLL("libcudart.so.13"), ctypes.CDLL("libnccl.so.2")
     runtime.fake_cuda_bytes.restype = ctypes.c_ulong
@@ -42,3 +42,25 @@ def counts() -> dict[str, int]:
         "streams": runtime.fake_cuda_streams(),
         "communicators": nccl.fake_nccl_communicators(),
     }
+
+
+COUNTS = (
+    "launches",
+    "launched_bytes",
+    "copies",
+    "copied_bytes",
+    "synchronizations",
+    "queries",
+    "events",
+    "stream_waits",
+    "allocations",
+    "collectives",
+    "collective_bytes",
+)  # in the order of `Count` in runtime.h
+
+
+def counts() -> dict[str, int]:
+    """What this process has asked of the GPU and of NCCL so far. Bytes are what a real GPU would read and write."""
+    runtime = ctypes.CDLL("libcudart.so.13")
+    runtime.fake_cuda_count.restype = ctypes.c_ulong
+    return {name: runtime.fake_cuda_count(number) for number, name in enumerate(COUNTS)}

@@ -1,0 +1,120 @@
+"""What does a parameter cost the host in a step? Beside torch's DistributedDataParallel, in one run, turn by turn.
+
+    python benchmarks/hooks.py [--parameters 1000] [--elements 16] [--rounds 60]
+
+One process, in a world of two whose other rank is made up and whose collectives end at once, and DDP with one rank:
+what is left is the host's work for each parameter in backward and after it. Counted is the time for which the training
+thread had a core, without that of a step without any reduction. "A hook alone" is a Python function that does nothing,
+called for every parameter: less can't be had with hooks for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from elastic import runtime
+from elastic.optimizer import DistributedOptimizer
+from figures import order, ratio, spread
+from unit.small_worlds import World
+
+
+class Many(torch.nn.Module):
+    """Nothing but parameters: each gets its gradient in one small step of backward."""
+
+    def __init__(self, parameters: int, elements: int) -> None:
+        super().__init__()
+        self.many = torch.nn.ParameterList(torch.zeros(elements) for _ in range(parameters))
+
+    def forward(self) -> torch.Tensor:
+        return torch.cat(list(self.many)).sum()
+
+
+def alone(model: Many) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model().backward()
+
+    return step
+
+
+def hooked(model: Many) -> Callable[[], None]:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    return alone(model)
+
+
+def ours(model: Many) -> Callable[[], None]:
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters()
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.synchronize()
+
+    return step
+
+
+def ddp(model: Many) -> Callable[[], None]:
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        wrapped().backward()
+
+    return step
+
+
+WAYS = {"alone": alone, "a hook alone": hooked, "ours": ours, "torch DDP": ddp}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--parameters", type=int, default=1000)
+    parser.add_argument("--elements", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=60)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    world = World(2)
+    runtime.current = lambda: world  # type: ignore[assignment, return-value]
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    steps = {name: way(Many(asked.parameters, asked.elements)) for name, way in WAYS.items()}
+    took: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(asked.rounds + 10):
+        for name in order(list(steps), turn):
+            began = time.thread_time()
+            steps[name]()
+            if turn >= 10:
+                took[name].append(time.thread_time() - began)
+    table = Table(title=f"{asked.parameters} parameters of {asked.elements} elements")
+    for column in ("", "us for each parameter", "least", "a step, beside DDP's"):
+        table.add_column(column)
+    for name, times in took.items():
+        more = [(a - b) / asked.parameters * 1e6 for a, b in zip(times, took["alone"], strict=True)]
+        least = (min(times) - min(took["alone"])) / asked.parameters * 1e6
+        table.add_row(
+            name, spread(more).text(2), f"{least:.2f}", ratio(times, took["torch DDP"]).text(2)
+        )
+    Console().print(table)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
