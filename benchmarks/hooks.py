@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import distributed
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -94,7 +95,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world = World(2)
     runtime.current = lambda: world  # type: ignore[assignment, return-value]
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     steps = {name: way(Many(asked.parameters, asked.elements)) for name, way in WAYS.items()}
     took: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(asked.rounds + 10):

@@ -292,11 +292,9 @@ class Groups:
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def retire(self) -> None:
-        """Closes what belonged to the last world, off the critical path: the next one stands, so no member's GPU uses
-        the memory of another's any more. Raises DeviceLost.
-
-        A GPU holds the communicators of two worlds at most: a world that ends soon waits here for the one before.
+    def make_room(self) -> None:
+        """Before this worker is ready for another world: a GPU holds the communicators of two at most, so the world
+        before the last one has to be off it. Raises DeviceLost.
         """
         until = time.monotonic() + self._env.timeout_s
         if not all(group.freed(max(0.0, until - time.monotonic())) for group in self._buried):
@@ -304,6 +302,11 @@ class Groups:
                 f"its GPU did not get back the memory of an earlier world's communicators within"
                 f" {self._env.timeout_s:g} s"
             )
+
+    def retire(self) -> None:
+        """Closes what belonged to the last world, off the critical path: the next one stands, so no member's GPU uses
+        the memory of another's any more.
+        """
         with self._forming:
             groups, store, engine = list(self._made.values()), self._store, self._engine
             groups += self._unmade

@@ -297,6 +297,7 @@ class Runtime:
         """Says ready, waits for a world and takes its place. Raises what ends the wait
         otherwise.
         """
+        self._groups.make_room()
         store = self._groups.listen()
         with self._lock:
             actions = self._recovery.wait_for_world(store, layout)

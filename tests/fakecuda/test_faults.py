@@ -80,7 +80,7 @@ def test_slow_copies_lose_nothing(job, fake_cuda):
 
 def test_a_gpu_that_hangs_costs_its_own_worker(job, fake_cuda):
     """Its stream does nothing more: all wait, and nobody has died. Far sooner than any collective times out."""
-    history = trained(job, fake_cuda, "work:hang,device=1,nth=250", flags=SOON)
+    history = trained(job, fake_cuda, "work:hang,device=1,nth=275", flags=SOON)
     fenced = [str(e) for e in history.job.output.splitlines() if "fencing" in e]
     assert len(fenced) == 1 and "its GPU hangs: it has not come to" in fenced[0], fenced
     assert {record["worker"] for record in history.all("done")} == {

@@ -62,7 +62,7 @@ def test_an_abort_that_takes_long_spoils_nothing_once_all_kernels_have_ended(gpu
     assert gpu.groups.drain(1.0) == 1
 
 
-def test_a_world_waits_until_the_gpu_has_the_memory_of_the_world_before_the_last(gpu):
+def test_nobody_is_ready_before_the_gpu_has_the_memory_of_the_world_before_the_last(gpu):
     """Where worlds break in a row, communicators would pile up."""
     gpu.kernel.is_completed.return_value = True
     stuck = create_autospec(NcclCollectives, instance=True)
@@ -70,9 +70,9 @@ def test_a_world_waits_until_the_gpu_has_the_memory_of_the_world_before_the_last
     gpu.groups._made = {("named", "cuda", (0, 1)): stuck}
     gpu.groups.retire()
     with pytest.raises(DeviceLost, match="did not get back the memory of an earlier world's"):
-        gpu.groups.retire()
+        gpu.groups.make_room()
     gpu.clock.now = 104.0
-    gpu.groups.retire()
+    gpu.groups.make_room()
 
 
 def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):

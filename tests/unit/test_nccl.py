@@ -72,7 +72,7 @@ EVENT = torch.cuda.Event
 class MadeUpEvent:
     """Says whether the GPU has come to where it was recorded, as it is told."""
 
-    made: ClassVar[list[MadeUpEvent]] = []
+    made: ClassVar[list[Any]] = []
     ended: ClassVar[list[bool]] = []  # what is answered next; then True
 
     def __new__(cls) -> Any:
@@ -432,10 +432,8 @@ def test_a_group_that_broke_while_it_was_connected_is_revoked_where_it_can_be(mo
     """A peer may have been quicker, and be in the first collective."""
     torchs = Building(monkeypatch)
     monkeypatch.setattr("elastic.collectives.nccl._revocable", lambda backend: Revocable.POINTER)
-    revoked: list[int] = []
-    monkeypatch.setattr(
-        nccl_library, "revoke", lambda communicator: revoked.append(communicator) or 0
-    )
+    revoke = create_autospec(nccl_library.revoke, return_value=0)
+    monkeypatch.setattr(nccl_library, "revoke", revoke)
     monkeypatch.setattr(nccl_library, "reported", lambda communicator: 0)
     torchs.go_on.set()
     torchs.connect.start()
@@ -445,7 +443,7 @@ def test_a_group_that_broke_while_it_was_connected_is_revoked_where_it_can_be(mo
     torchs.connect.join(10.0)
     torchs.backend.kernel.completed = True
     assert torchs.group.drain(10.0)
-    assert revoked == [Revocable.POINTER]
+    revoke.assert_called_once_with(Revocable.POINTER)
     assert not torchs.backend.aborted_in
 
 

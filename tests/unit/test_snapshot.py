@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from unittest.mock import create_autospec
 
@@ -166,8 +167,8 @@ def test_a_copy_that_hangs_is_given_time_by_its_size(monkeypatch, size, at_most_
         nonlocal now
         now += 1.0
 
-    monkeypatch.setattr(pinned.time, "sleep", sleep)
-    monkeypatch.setattr(pinned.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     transit = under_way(Devices(monkeypatch).event(lambda: False))
     transit.bytes = size
     with pytest.raises(DeviceLost, match="did not complete"):

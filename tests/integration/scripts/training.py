@@ -135,9 +135,9 @@ class State(elastic.TorchState):
         at("restore", self.step)
         super().restore()
 
-    def transfer(self, group: Any, root: int, *, group_on: Any, **rest: Any) -> int:
+    def transfer(self, group: Any, root: int, *, group_on: Any = None, **rest: Any) -> int:
         calls = itertools.count(1)
-        on_gpu = lambda device: Watched(group_on(device), self, calls)  # noqa: E731
+        on_gpu = group_on and (lambda device: Watched(group_on(device), self, calls))
         return super().transfer(Watched(group, self, calls), root, group_on=on_gpu, **rest)
 
 
@@ -192,7 +192,7 @@ def holding(step: int) -> bool:
 def ended(state: State) -> bool:
     """The same on all ranks: the first one looks, all hear."""
     if "ENDS" not in os.environ:
-        return state.step >= STEPS
+        return bool(state.step >= STEPS)
     found = torch.tensor([float(elastic.rank() == 0 and Path(os.environ["ENDS"]).exists())])
     return bool(elastic.allreduce(found, op=elastic.Max, name="ends").item())
 
