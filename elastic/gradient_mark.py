@@ -6,6 +6,7 @@ import torch
 
 from elastic.collectives.interface import Op
 from elastic.plans import Mark, read_mark
+from elastic.state.pinned import Transit
 
 
 class MarkOnHost:
@@ -13,19 +14,18 @@ class MarkOnHost:
 
     def __init__(self, mark: torch.Tensor) -> None:
         self._mark = self._seen = mark
-        self._copied: torch.cuda.Event | None = None
-        if mark.is_cuda:
+        self._copy = Transit() if mark.is_cuda else None
+        if self._copy is not None:
             self._seen = torch.empty_like(mark, device="cpu", pin_memory=True)
-            self._copied = torch.cuda.Event()
 
     def fetch(self) -> None:
         """The reduction is over, and went well."""
-        if self._copied is not None:
+        if self._copy is not None:
             self._seen.copy_(self._mark, non_blocking=True)
-            self._copied.record()
+            self._copy.follow(self._mark.device)
 
     def read(self, op: Op) -> Mark:
-        """After `fetch`."""
-        if self._copied is not None and not self._copied.query():
-            self._copied.synchronize()
+        """After `fetch`. Raises DeviceLost where the copy does not end."""
+        if self._copy is not None:
+            self._copy.wait()
         return read_mark(op, float(self._seen))

@@ -1,0 +1,52 @@
+"""The mark of a step on its way from a GPU to the host."""
+
+from __future__ import annotations
+
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from elastic import gradient_mark
+from elastic.collectives.interface import Op
+from elastic.errors import DeviceLost
+from elastic.gradient_mark import MarkOnHost
+from elastic.plans import Mark
+from elastic.state.pinned import Transit
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.fixture
+def copy(monkeypatch) -> Transit:
+    found = create_autospec(Transit, instance=True)
+    monkeypatch.setattr(gradient_mark, "Transit", lambda: found)
+    monkeypatch.setattr(torch, "empty_like", lambda mark, **_: torch.ones(1))
+    return found
+
+
+def test_it_is_read_when_its_copy_is_complete(copy):
+    mark = torch.zeros(1).as_subclass(OnGpu)
+    seen = MarkOnHost(mark)
+    seen.fetch()
+    copy.follow.assert_called_once_with(mark.device)
+    copy.wait.assert_not_called()
+    assert isinstance(seen.read(Op.SUM), Mark)
+    copy.wait.assert_called_once_with()
+
+
+def test_a_copy_that_never_ends_is_a_lost_device_and_no_wait_inside_cuda(copy):
+    copy.wait.side_effect = DeviceLost("a copy did not complete")
+    seen = MarkOnHost(torch.zeros(1).as_subclass(OnGpu))
+    seen.fetch()
+    with pytest.raises(DeviceLost):
+        seen.read(Op.SUM)
+
+
+def test_on_the_cpu_nothing_is_copied():
+    mark = torch.zeros(1)
+    seen = MarkOnHost(mark)
+    seen.fetch()
+    assert seen.read(Op.SUM) == seen.read(Op.SUM)
