@@ -201,6 +201,7 @@ class Driver:
         self._buggy = False  # membership has raised
         self._let_go: set[Worker] = set()  # and their exit was not handled yet
         self._stop_code: int | None = None  # set by the first request to stop
+        self._signalled: int | None = None  # the exit code of the last signal
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
         self._said_last = ""  # of what was done to the world
 
@@ -232,7 +233,12 @@ class Driver:
         with self._signals():
             await self._run()
         assert self._ending is not None
-        return self._ending.code  # of a signal, too, that came while everything was closed
+        # A signal may have come when the loop had no turn left to hear of it.
+        return (
+            self._ending.code
+            if self._stop_code is not None
+            else self._signalled or self._ending.code
+        )
 
     async def _run(self) -> None:
         watching: asyncio.Task[None] | None = None
@@ -328,16 +334,22 @@ class Driver:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        assert self._loop is not None
+        loop = self._loop
+        assert loop is not None
+
+        def heard(number: int, _: object) -> None:
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            code = STOP_CODES[signal.Signals(number)]
+            self._signalled = code
+            loop.call_soon_threadsafe(self._stop, f"{name} at the driver", code)
+
         before = {number: signal.getsignal(number) for number in STOP_CODES}
-        for number, code in STOP_CODES.items():
-            name = "Ctrl-C" if number == signal.SIGINT else number.name
-            self._loop.add_signal_handler(number, self._stop, f"{name} at the driver", code)
+        for number in STOP_CODES:
+            signal.signal(number, heard)
         try:
             yield
         finally:
             for number, handler in before.items():
-                self._loop.remove_signal_handler(number)
                 if (
                     handler is not None
                 ):  # None: it was not set from Python, and cannot be restored from there
