@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -20,7 +21,7 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.fixture
-def copy(monkeypatch) -> Transit:
+def copy(monkeypatch) -> Any:
     found = create_autospec(Transit, instance=True)
     monkeypatch.setattr(gradient_mark, "Transit", lambda: found)
     monkeypatch.setattr(torch, "empty_like", lambda mark, **_: torch.ones(1))
