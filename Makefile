@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
 READY  := $(STAMP) $(BUILT)
-LIBRARY := elastic/collectives/libelastic_native.so
+LIBRARY := elastic/collectives/shared_memory/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
 .PHONY: help install native sanitize train test fakecuda faults gpu check fix bench bench-ray soak matrix hosts clean

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import distributed
 
 import groups
-from elastic.collectives import arena
+from elastic.collectives.shared_memory import arena
 from figures import Mark, Spread, ratio, size_text, spread
 
 KB, MB = 1 << 10, 1 << 20

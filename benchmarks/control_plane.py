@@ -3,7 +3,7 @@
     python benchmarks/control_plane.py [--workers 8000] [--slots 8] [--losses 3] [--idle-s 40] [--json FILE]
 
 The driver is a process of its own: elasticrun with a journal, snapshots and --resume. All agents and workers are tasks
-of a second process (`elastic.chaos.light_agents`): real connections, real messages, no training. Measured are the time
+of a second process (`elastic.chaos.load.agents`): real connections, real messages, no training. Measured are the time
 to the first world, hosts that are lost one after the other (from the moment that the driver knows it until the last
 survivor is told its new place), the load while all train, the driver's memory, and a driver that is killed with
 SIGKILL and started again. Small worlds beside it show that what a worker is sent does not grow.
@@ -27,8 +27,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from elastic.chaos.light_agents import Adopted, Count, Counted, Lose, Together
-from elastic.chaos.light_job import LightJob
+from elastic.chaos.load.agents import (
+    Adopted,
+    Count,
+    Counted,
+    Lose,
+    Together,
+)
+from elastic.chaos.load.job import LightJob
 
 SMALL = (10, 80, 800)  # workers of the worlds beside it
 TOLD_S, MEMORY_MB, IDLE = 1.0, 300.0, 0.10  # the marks

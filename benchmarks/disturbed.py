@@ -60,7 +60,7 @@ class Disturbed:
         self.directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
         self.journal = self.directory / "journal.jsonl"
         program = [sys.executable, str(HERE / "stepper.py"), str(self.directory), "1000000"]
-        command = [sys.executable, "-m", "elastic.driver.cli", "-np", str(workers)]
+        command = [sys.executable, "-m", "elastic.driver.commandline.cli", "-np", str(workers)]
         command += ["--min-np", "1", "--journal", str(self.journal), *flags]
         self.log = open(self.directory / "log", "wb")  # noqa: SIM115 -- lives as long as the job
         self.driver = subprocess.Popen(

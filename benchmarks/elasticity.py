@@ -189,7 +189,15 @@ class Jobs:
         self.carried_by: dict[str, str] = {}  # the group's backend
         self._lines: dict[str, list[Any]] = {job: [] for job in JOBS}
         script = [sys.executable, __file__, "--work", path]
-        led = [sys.executable, "-m", "elastic.driver.cli", "-np", str(workers), "--min-np", "1"]
+        led = [
+            sys.executable,
+            "-m",
+            "elastic.driver.commandline.cli",
+            "-np",
+            str(workers),
+            "--min-np",
+            "1",
+        ]
         self._start([*led, *script, "elastic", model], {})
         port = groups.free_port()
         for rank in range(workers):

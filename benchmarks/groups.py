@@ -24,9 +24,9 @@ from rich.console import Console
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
-from elastic import runtime
 from elastic.collectives.interface import Collectives, Op
-from elastic.protocol import Address
+from elastic.protocol.messages import Address
+from elastic.runtime import lifecycle
 from figures import Mark, order
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def enter(
 ) -> None:
     """One thread for each rank, as where each has a core. ``environ``: what the world is to find in its environment."""
     torch.set_num_threads(1)
-    runtime.init_static(rank, ranks, Address(meeting.host, meeting.ours), environ)
+    lifecycle.init_static(rank, ranks, Address(meeting.host, meeting.ours), environ)
     where = f"tcp://{meeting.host}:{meeting.torchs}"
     distributed.init_process_group("gloo", where, rank=rank, world_size=ranks)
 
@@ -93,7 +93,7 @@ def leave() -> None:
 
 def ours() -> Collectives:
     """A group of all ranks, as an optimizer would get it."""
-    return runtime.current().group("benchmark", CPU)
+    return lifecycle.current().group("benchmark", CPU)
 
 
 def named(group: Collectives) -> str:

@@ -39,7 +39,7 @@ from torch import distributed
 import groups
 from allreduce import gloo_sum, torchs
 from elastic.chaos.hosts.namespaces import Network, check_possible
-from elastic.collectives import arena
+from elastic.collectives.shared_memory import arena
 from elastic.errors import Invalid
 from figures import Mark, Spread, ratio, size_text, spread
 

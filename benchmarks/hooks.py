@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from elastic import runtime
-from elastic.optimizer import DistributedOptimizer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.runtime import lifecycle
 from figures import order, ratio, spread
 from unit.small_worlds import World
 
@@ -94,7 +94,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     world = World(2)
-    runtime.current = lambda: world  # type: ignore[assignment, return-value]
+    lifecycle.current = lambda: world  # type: ignore[assignment, return-value]
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     steps = {name: way(Many(asked.parameters, asked.elements)) for name, way in WAYS.items()}
     took: dict[str, list[float]] = {name: [] for name in steps}

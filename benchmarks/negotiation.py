@@ -33,8 +33,8 @@ from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
 import horovod.torch as hvd
-from elastic import runtime
-from elastic.protocol import Address
+from elastic.protocol.messages import Address
+from elastic.runtime import lifecycle
 
 KB, MB = 1 << 10, 1 << 20
 CASES = [(1, KB), (64, KB), (1024, KB), (1, MB), (64, MB)]
@@ -111,7 +111,7 @@ def check(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 def worker(rank: int, workers: int, rounds: int, ports: tuple[int, int], out: str) -> None:
     torch.set_num_threads(1)
-    runtime.init_static(rank, workers, Address("127.0.0.1", ports[0]))
+    lifecycle.init_static(rank, workers, Address("127.0.0.1", ports[0]))
     distributed.init_process_group(
         "gloo", f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=workers
     )

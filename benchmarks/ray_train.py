@@ -190,8 +190,8 @@ def kills(cluster: RayCluster, job: Stepping, count: int) -> dict[str, list[floa
 def inventory(cluster: RayCluster) -> dict[str, int]:
     """What there is of ours in the cluster."""
     ours = (
-        "elastic.driver.agent_process",
-        "elastic.run_function",
+        "elastic.driver.agents.agent_process",
+        "elastic.launcher.run_function",
         "ray::AgentActor",
         "ray::DriverActo",
     )

@@ -39,8 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 import groups
 import models
 import torchft_side
-from elastic import gradients
-from elastic.optimizer import DistributedOptimizer
+from elastic.optimizer import gradient_reducer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from figures import Mark, Spread, ratio, spread
 
 WARMUP = 5
@@ -78,8 +78,8 @@ class Answer:
 
 
 def measure(question: Question) -> dict[str, Any]:
-    gradients.FIRST_BYTES = int(question.first_mb * (1 << 20))
-    gradients.FULL_BYTES = int(question.full_mb * (1 << 20))
+    gradient_reducer.FIRST_BYTES = int(question.first_mb * (1 << 20))
+    gradient_reducer.FULL_BYTES = int(question.full_mb * (1 << 20))
     rank = distributed.get_rank()
     ways = {"alone": alone(question, rank), "ours": ours(question, rank)}
     if "ddp" in question.peers:
@@ -203,8 +203,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="workers")
     parser.add_argument("--rounds", type=int, default=40, help="steps of each way")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
-    parser.add_argument("--first-mb", type=float, default=gradients.FIRST_BYTES / (1 << 20))
-    parser.add_argument("--full-mb", type=float, default=gradients.FULL_BYTES / (1 << 20))
+    parser.add_argument("--first-mb", type=float, default=gradient_reducer.FIRST_BYTES / (1 << 20))
+    parser.add_argument("--full-mb", type=float, default=gradient_reducer.FULL_BYTES / (1 << 20))
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     missing = {peer: "not asked for" for peer in PEERS if peer not in options.peers}

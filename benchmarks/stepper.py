@@ -32,9 +32,9 @@ def main(directory: str, steps: int, width: int) -> None:
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:
-        from elastic import runtime
+        from elastic.runtime import lifecycle
 
-        rt = runtime.current()
+        rt = lifecycle.current()
         while state.step < steps and not os.path.exists(f"{directory}/stop"):
             generator = torch.Generator().manual_seed(state.step * 1000 + elastic.rank())
             inputs = torch.randn(16, 64, generator=generator)

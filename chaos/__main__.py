@@ -1,6 +1,7 @@
 """`python -m elastic.chaos COMMAND`: picks the command's module, and gives it its options. Decides nothing else.
 
-A command is a module of this folder with ``add_arguments(parser)`` and ``main(options) -> int``, its exit code; it may
+A command is a module of one of the folders here with ``add_arguments(parser)`` and ``main(options) -> int``, its exit
+code; it may
 have a ``DESCRIPTION`` and ``EXAMPLES`` for its help. Only the module that is asked for is imported.
 """
 
@@ -25,7 +26,17 @@ COMMANDS = {
     "soak": "train for twenty minutes under fire, and look for what grows",
     "hosts": "kill hosts, links, etcd, agents and drivers of a job on many hosts",
 }
-MODULES = {"hosts": "hosts.command"}  # of those that are not named as their command is
+MODULES = {
+    "run": "inject.command",
+    "check": "invariants.check",
+    "replay": "invariants.replay",
+    "simulate": "simulator.command",
+    "matrix": "fault_matrix.command",
+    "fuzz": "fuzz.command",
+    "reductions": "reductions.command",
+    "soak": "soak.command",
+    "hosts": "hosts.command",
+}
 WIDTH = 100
 
 

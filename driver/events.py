@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-from elastic.protocol import Address, Commit, Finite, Launches, Place, Worker
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Finite,
+    Launches,
+    Place,
+    Worker,
+)
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):

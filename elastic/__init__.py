@@ -8,22 +8,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from elastic.version import __version__ as __version__
 
 _MODULES = {
-    "elastic.basics": (
+    "elastic.runtime.basics": (
         "init shutdown is_initialized rank size local_rank local_size cross_rank cross_size"
         " is_homogeneous long_phase"
     ),
     "elastic.run_loop": "run",
     "elastic.state": "State ObjectState TorchState ElasticSampler",
-    "elastic.optimizer": "DistributedOptimizer",
-    "elastic.compression": "Compression",
-    "elastic.sync_batch_norm": "SyncBatchNorm",
-    "elastic.broadcasting": (
+    "elastic.optimizer.distributed_optimizer": "DistributedOptimizer",
+    "elastic.api.compression": "Compression",
+    "elastic.api.sync_batch_norm": "SyncBatchNorm",
+    "elastic.api.broadcasting": (
         "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object"
     ),
-    "elastic.ops": (
+    "elastic.api.ops": (
         "allreduce allreduce_ allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_"
         " grouped_allreduce_async grouped_allreduce_async_ sparse_allreduce_async allgather"
         " allgather_async grouped_allgather grouped_allgather_async broadcast broadcast_"
@@ -31,11 +31,11 @@ _MODULES = {
         " reducescatter_async grouped_reducescatter grouped_reducescatter_async barrier poll"
         " synchronize global_process_set Average Sum Adasum Min Max Product"
     ),
-    "elastic.process_sets": "ProcessSet add_process_set remove_process_set",
-    "elastic.joining": "join",
-    "elastic.tracing": "start_timeline stop_timeline",
-    "elastic.launching": "launch",
-    "elastic.reporting": "report Report",
+    "elastic.negotiation.process_sets": "ProcessSet add_process_set remove_process_set",
+    "elastic.optimizer.join": "join",
+    "elastic.monitoring.tracing": "start_timeline stop_timeline",
+    "elastic.launcher.launch_function": "launch",
+    "elastic.monitoring.reporting": "report Report",
     "elastic.errors": (
         "ElasticError Interrupted JobFailed NotInitialized PeerLost RetriesExhausted StateMismatch"
         " TensorMismatch TooFewWorkers WorldChanging"
@@ -46,27 +46,27 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names.sp
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
-    from elastic.basics import *  # noqa: F403
-    from elastic.broadcasting import *  # noqa: F403
-    from elastic.compression import Compression as Compression
+    from elastic.api.broadcasting import *  # noqa: F403
+    from elastic.api.compression import Compression as Compression
+    from elastic.api.ops import *  # noqa: F403
+    from elastic.api.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from elastic.errors import *  # noqa: F403
-    from elastic.joining import join as join
-    from elastic.launching import launch as launch
-    from elastic.ops import *  # noqa: F403
-    from elastic.optimizer import DistributedOptimizer as DistributedOptimizer
-    from elastic.process_sets import ProcessSet as ProcessSet
-    from elastic.process_sets import add_process_set as add_process_set
-    from elastic.process_sets import remove_process_set as remove_process_set
-    from elastic.reporting import Report as Report
-    from elastic.reporting import report as report
+    from elastic.launcher.launch_function import launch as launch
+    from elastic.monitoring.reporting import Report as Report
+    from elastic.monitoring.reporting import report as report
+    from elastic.monitoring.tracing import start_timeline as start_timeline
+    from elastic.monitoring.tracing import stop_timeline as stop_timeline
+    from elastic.negotiation.process_sets import ProcessSet as ProcessSet
+    from elastic.negotiation.process_sets import add_process_set as add_process_set
+    from elastic.negotiation.process_sets import remove_process_set as remove_process_set
+    from elastic.optimizer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+    from elastic.optimizer.join import join as join
     from elastic.run_loop import run as run
+    from elastic.runtime.basics import *  # noqa: F403
     from elastic.state import ElasticSampler as ElasticSampler
     from elastic.state import ObjectState as ObjectState
     from elastic.state import State as State
     from elastic.state import TorchState as TorchState
-    from elastic.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-    from elastic.tracing import start_timeline as start_timeline
-    from elastic.tracing import stop_timeline as stop_timeline
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from elastic import gradient_layout, hardware, host_news, process_sets, runtime, timeline
 from elastic.errors import (
     CollectiveFailed,
     DeviceLost,
@@ -34,8 +33,12 @@ from elastic.errors import (
     Unsupported,
     WorldChanging,
 )
-from elastic.protocol import COPY, World
-from elastic.runtime import Runtime
+from elastic.monitoring import timeline
+from elastic.negotiation import process_sets
+from elastic.optimizer import gradient_layout
+from elastic.protocol.messages import COPY, World
+from elastic.runtime import hardware_errors, host_updates, lifecycle
+from elastic.runtime.lifecycle import Runtime
 from elastic.state.state import State, has_custom_sync
 
 Value = TypeVar("Value")
@@ -62,10 +65,10 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
                 f"the first argument of a function under elastic.run is a State, not a"
                 f" {type(state).__name__}; pass TorchState(model=..., optimizer=...)"
             )
-        rt = runtime.current()
+        rt = lifecycle.current()
         rt.enter()
         try:
-            with host_news.told(state):
+            with host_updates.told(state):
                 return _train(rt, func, state, args, kwargs)
         except LeaveRequested as end:
             if rt.unheard:
@@ -82,7 +85,7 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
             # The traceback is worded before the process ends, because the driver quotes it if the
             # job fails.
             summary, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-            rt.raised(summary, trace, hardware.at_fault(error))
+            rt.raised(summary, trace, hardware_errors.at_fault(error))
             raise
         finally:
             rt.leave()

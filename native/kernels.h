@@ -11,7 +11,7 @@
 
 namespace elastic {
 
-enum class DType : int32_t {  // numbered as in elastic/collectives/library.py
+enum class DType : int32_t {  // numbered as in elastic/collectives/shared_memory/native_library.py
   kUint8 = 0,
   kInt8 = 1,
   kInt16 = 2,

@@ -65,12 +65,12 @@ def mappings_of_its_own() -> Iterator[None]:
     """What other tests of this process have mapped of other processes stays mapped, and is not looked at: it goes
     when those processes end, which may be in the middle of any test.
     """
-    from elastic.collectives import neighbours
+    from elastic.collectives.shared_memory import peer_memory
 
     gc.collect()
     with pytest.MonkeyPatch.context() as patch:  # not the test's, which it may undo
-        patch.setattr(neighbours, "_open", {})
-        patch.setattr(neighbours, "_released", collections.deque())
+        patch.setattr(peer_memory, "_open", {})
+        patch.setattr(peer_memory, "_released", collections.deque())
         yield
 
 

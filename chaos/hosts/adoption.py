@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from elastic.chaos.follow import Story
-from elastic.protocol import Worker
+from elastic.chaos.inject.journal_tail import Story
+from elastic.protocol.messages import Worker
 
 _decode = msgspec.json.Decoder().decode
 

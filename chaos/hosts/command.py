@@ -11,12 +11,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-from elastic.chaos.faulty_job import say
-from elastic.chaos.hosts import drawn, report
-from elastic.chaos.hosts.bench import Bench
+from elastic.chaos.hosts import random_faults, report
+from elastic.chaos.hosts.cluster import Bench
 from elastic.chaos.hosts.namespaces import check_possible
 from elastic.chaos.hosts.report import Outcome
 from elastic.chaos.hosts.scenarios import LEASE_S, SCENARIOS, Scenario
+from elastic.chaos.inject.faulty_job import say
 from elastic.errors import ElasticError, Invalid
 
 DESCRIPTION = """\
@@ -68,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
     with Bench(folder) as bench:
         bench.start_etcd()
         if options.seed is not None:
-            game = partial(drawn.play, seed=options.seed, rounds=options.rounds)
+            game = partial(random_faults.play, seed=options.seed, rounds=options.rounds)
             outcomes.append(play(bench, f"seed {options.seed}", game))
         else:
             for name in names:

@@ -243,7 +243,7 @@ class Network:
             _ip("-n", self._switch, "link", "delete", between)
         if not delay_s:
             return
-        program = [sys.executable, "-m", "elastic.chaos.hosts.delay_line"]
+        program = [sys.executable, "-m", "elastic.chaos.hosts.netem"]
         words = ["ip", "netns", "exec", self._switch, *program, near, far, f"{delay_s * 1e3:g}"]
         line = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._lines[name] = line

@@ -159,7 +159,7 @@ def page(
         " and had to go back before it. A commit is *lost* where somebody held it, and the training went"
         " back before it: counted in the workers' own notes, and in the journal. *Adopted after*: from"
         " the death of the driver until another had heard of every worker. *Invariants*: all that"
-        " `chaos/invariants.py` asks of the journal; that it has lost no commit; and that parameters were"
+        " `chaos/invariants/invariants.py` asks of the journal; that it has lost no commit; and that parameters were"
         " equal at every commit that at least two workers reported.",
         "",
     ]

@@ -11,7 +11,14 @@ import signal
 import time
 from collections.abc import Callable
 
-from elastic.chaos.hosts.bench import DRIVER, HOSTS, STANDBY, START_S, Bench, HostedJob
+from elastic.chaos.hosts.cluster import (
+    DRIVER,
+    HOSTS,
+    STANDBY,
+    START_S,
+    Bench,
+    HostedJob,
+)
 from elastic.chaos.hosts.report import Mark, Outcome
 
 Scenario = Callable[[Bench], Outcome]

@@ -1,6 +1,6 @@
 """The hosts whose agents are registered in etcd: they appear and vanish by lease and watch. No policy.
 
-What it watches are the keys of `driver/registration.py`. Those that were there first come first.
+What it watches are the keys of `driver/etcd/registration.py`. Those that were there first come first.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from elastic.driver.discovery.interface import Log
-from elastic.driver.etcd import Item
-from elastic.driver.etcd_keys import job_root, read_host
+from elastic.driver.etcd.client import Item
+from elastic.driver.etcd.keys import job_root, read_host
 
 
 class Watched(Protocol):
-    """What is needed of `elastic.driver.etcd.Etcd`."""
+    """What is needed of `elastic.driver.etcd.client.Etcd`."""
 
     def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]: ...
 

@@ -16,8 +16,8 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from elastic.driver.discovery.interface import Log
-from elastic.driver.hosts import show
-from elastic.driver.names import Found, resolved
+from elastic.driver.network.hosts import show
+from elastic.driver.network.resolver import Found, resolved
 
 INTERVAL_S = 5.0  # name servers of clusters keep an answer for 5 s by default
 TIMEOUT_S = 5.0

@@ -17,9 +17,9 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from elastic.driver.beside import within
 from elastic.driver.discovery.interface import Log
-from elastic.driver.hosts import parse_lines, show
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.network.hosts import parse_lines, show
 from elastic.errors import Invalid
 
 QUIET = 30  # tries without a line about another trouble than the one that was told

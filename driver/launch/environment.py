@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastic import nccl_settings
-from elastic.driver.access import TlsFiles
-from elastic.protocol import Address, Place, Worker
+from elastic.driver.network.credentials import TlsFiles
+from elastic.protocol.messages import Address, Place, Worker
+from elastic.rendezvous import nccl_settings
 
 # By these a driver or an agent is told what would let a worker, or whoever reads its environment, pose as one.
 _KEPT_BACK = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic.driver.events import Event, WorkerExited
-from elastic.protocol import Worker
+from elastic.protocol.messages import Worker
 
 
 class FakeLauncher:

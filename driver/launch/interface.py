@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from elastic.driver.events import Event, WorkerExited
-from elastic.protocol import Worker
-
-Stream = Literal["stdout", "stderr"]
-Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") and text
+from elastic.protocol.messages import Worker
 
 
 class Launcher(Protocol):
@@ -44,19 +41,3 @@ class Launcher(Protocol):
 
     async def close(self) -> None:
         """Kill what is left, wait for it within a bound, and release everything."""
-
-
-class Sink(Protocol):
-    """Where a worker's output goes; see `elastic.driver.output`."""
-
-    def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        """Bytes in the order they were written, cut anywhere."""
-
-    def finish(self, worker: Worker, stream: Stream) -> None:
-        """No more bytes will come: pass on an incomplete last line."""
-
-    def tail(self, worker: Worker) -> str:
-        """The end of what it wrote to stderr so far, at most some 20 KB."""
-
-    def forget(self, worker: Worker) -> None:
-        """It is gone, and both streams are finished."""

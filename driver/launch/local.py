@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic.driver.agent import Agent
 from elastic.driver.events import Event, WorkerExited
-from elastic.driver.launch.interface import Log, Sink
+from elastic.driver.processes.supervisor import Agent
 from elastic.driver.settings import Settings
-from elastic.protocol import Worker
+from elastic.driver.sinks import Log, Sink
+from elastic.protocol.messages import Worker
 
 
 class LocalLauncher:

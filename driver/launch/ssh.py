@@ -17,11 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import elastic
-from elastic.driver.hosts import parse_host
-from elastic.driver.launch.attendance import Attendance, Attended
-from elastic.driver.launch.interface import Log
-from elastic.driver.launch.start_failures import (
+from elastic.driver.launch.child_processes import Attendance, Attended
+from elastic.driver.launch.ssh_failures import (
     NO_PYTHON,
     SSH_FAILED,
     Route,
@@ -31,7 +28,10 @@ from elastic.driver.launch.start_failures import (
     why_ssh_failed,
 )
 from elastic.driver.launch.starter import AGENT_MODULE, RUN_MODULE, Bootstrap, StartFailed
+from elastic.driver.network.hosts import parse_host
+from elastic.driver.sinks import Log
 from elastic.errors import Invalid
+from elastic.version import __version__
 
 AT_ONCE = 32  # ssh processes that log in at a time; those that have done so don't count
 CLOSE_S = 10.0
@@ -155,7 +155,7 @@ class SshStarter:
             host,
             process.code,
             process.said(),
-            ours=elastic.__version__,
+            ours=__version__,
             release=release,
             limit_s=self._options.ready_s,
         )

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import msgspec
 
-from elastic.driver.access import EtcdAccess, TlsFiles
+from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import ElasticError
 
 READY = "hvd-elastic agent ready"  # the agent writes this line, and its release, once it has checked its bootstrap
-AGENT_MODULE = "elastic.driver.agent_process"
+AGENT_MODULE = "elastic.driver.agents.agent_process"
 # To run a module as python -m does, but to import nothing from the folder that it starts in: a user's socket.py, say.
 # It fits between double quotes in a shell's single ones.
 RUN_MODULE = (

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
-from elastic.collectives.store import Listener, Store, listen
+from elastic.rendezvous.store import Listener, Store, listen
 
 
 def meeting(purpose: str, device_type: str, size: int) -> str:

@@ -12,18 +12,19 @@ from typing import Protocol
 
 import msgspec
 
-from elastic.collectives import library, neighbours, topology
-from elastic.collectives.gloo import GlooCollectives
-from elastic.collectives.hierarchy import HierarchicalCollectives
-from elastic.collectives.hierarchy_plan import Seats
+from elastic.collectives import topology
+from elastic.collectives.gloo.process_group import GlooCollectives
+from elastic.collectives.hierarchical.plan import Seats
+from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
-from elastic.collectives.neighbours import Unreachable
-from elastic.collectives.shared import SharedCollectives
-from elastic.collectives.sharing import Offer
-from elastic.collectives.store import Call, Store
+from elastic.collectives.shared_memory import native_library, peer_memory
+from elastic.collectives.shared_memory.exchange import Offer
+from elastic.collectives.shared_memory.peer_memory import Unreachable
+from elastic.collectives.shared_memory.process_group import SharedCollectives
 from elastic.collectives.topology import Plan, Row, Way
 from elastic.errors import CollectiveFailed
+from elastic.rendezvous.store import Call, Store
 
 log = logging.getLogger("elastic.collectives")
 _said: set[str] = set()  # each once per process: every group of every generation comes to the same
@@ -59,9 +60,9 @@ class CpuGroup:
     def connect(self, store: Store, purpose: str, bind_host: str) -> Collectives:
         """Blocks until this rank is connected to every other. Raises CollectiveFailed, also on `abort`."""
         # What was mapped of processes that have gone is given back at every change of the world.
-        neighbours.sweep()
-        found = library.load() if self._native else None
-        missing = library.missing() if self._native else ""
+        peer_memory.sweep()
+        found = native_library.load() if self._native else None
+        missing = native_library.missing() if self._native else ""
         offer = Offer(self._size, self._native, found, missing)
         try:
             if self._apart:
@@ -160,7 +161,7 @@ class CpuGroup:
             alone = LocalCollectives()
             self._adopt(alone)
             return alone, ""
-        found = library.load()
+        found = native_library.load()
         assert found is not None  # or this rank would have offered nothing
         try:
             shared = SharedCollectives(

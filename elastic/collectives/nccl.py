@@ -13,7 +13,7 @@ gradient of an aborted step may be used. Nothing that reads a result is queued b
 good, so parameters never hold such garbage.
 
 Needs TORCH_NCCL_ASYNC_ERROR_HANDLING=0, else torch's watchdog ends the process when a communicator is aborted. That
-and what else torch and NCCL read stands in the environment from the start: `elastic.nccl_settings`.
+and what else torch and NCCL read stands in the environment from the start: `elastic.rendezvous.nccl_settings`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic import environment, own_gpu
-from elastic.collectives import nccl_library, reducing, threads
+from elastic.collectives import nccl_library, own_gpu, reducing, threads
 from elastic.collectives.interface import Op, Work
-from elastic.collectives.store import Call, Store, listen
 from elastic.errors import CollectiveFailed, Invalid
+from elastic.rendezvous import environment
+from elastic.rendezvous.store import Call, Store, listen
 
 _SPIN_S = 0.001  # a step's collectives usually end within this: do not sleep before
 _STEP_S = 0.0001

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from elastic.collectives.interface import Op
-from elastic.collectives.library import DType
+from elastic.collectives.shared_memory.native_library import DType
 
 DTYPES = {
     torch.uint8: DType.UINT8,

@@ -4,7 +4,7 @@ Ray supplies hosts, placement and supervision; our driver decides the world; gra
 Importing this does not import Ray.
 """
 
+from elastic.protocol.report_values import Report
 from elastic.ray.executor import Executor, Result, attach, run, stop
-from elastic.report_values import Report
 
 __all__ = ["Executor", "Report", "Result", "attach", "run", "stop"]

@@ -18,25 +18,25 @@ from typing import Any, TypeVar
 
 import ray
 
-from elastic.driver import cli
-from elastic.driver.console import Console
-from elastic.driver.discovery import ray as places
+from elastic.driver.commandline import cli
 from elastic.driver.discovery.interface import Log
-from elastic.driver.discovery.ray import RayDiscovery
-from elastic.driver.job import Job, Stoppable
-from elastic.driver.journal import Archive
-from elastic.driver.journal_ray import RayArchive
-from elastic.driver.launch.calls import CallFailed
-from elastic.driver.launch.ray import RayStarter
-from elastic.driver.start import start
-from elastic.driver.start_fleet import DEPOSED_CODE
+from elastic.driver.job.job import Job, Stoppable
+from elastic.driver.job.start import start
+from elastic.driver.job.start_multi_host import DEPOSED_CODE
+from elastic.driver.journal.journal import Archive
+from elastic.driver.processes.console import Console
+from elastic.driver.ray import discovery as places
+from elastic.driver.ray.discovery import RayDiscovery
+from elastic.driver.ray.journal import RayArchive
+from elastic.driver.ray.node.worker_calls import CallFailed
+from elastic.driver.ray.starter import RayStarter
 from elastic.errors import ElasticError, Invalid
+from elastic.protocol.report_values import Report
 from elastic.ray import calls
 from elastic.ray.arguments import Limits, Wanted
 from elastic.ray.news import Item, News, Told
-from elastic.report_values import Report
 
-RUN_FUNCTION = ("python", "-m", "elastic.run_function")
+RUN_FUNCTION = ("python", "-m", "elastic.launcher.run_function")
 SERVE_CALLS = ("python", "-m", "elastic.ray.serve_calls")
 KEPT_S = 600.0  # the outcome of a detached job, for somebody who asks
 STOP_CODE = 130

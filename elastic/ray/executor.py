@@ -9,9 +9,9 @@ from typing import Any
 import cloudpickle
 
 from elastic.errors import Invalid, JobFailed
+from elastic.protocol.report_values import Report
 from elastic.ray import arguments, calls
 from elastic.ray.arguments import CURRENT, PLACEMENT_S, Limits
-from elastic.report_values import Report
 
 NEEDS_RAY = "elastic.ray needs Ray: pip install 'hvd-elastic[ray]'"
 

@@ -18,18 +18,18 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.driver.discovery.ray_calls import held_of as held_of
-from elastic.driver.discovery.ray_calls import remove_claims
-from elastic.driver.fleet_plan import FORWARDED
-from elastic.driver.journal_ray import RayArchive
-from elastic.driver.leadership import Deposed
-from elastic.driver.secret import SECRET_BYTES
+from elastic.driver.etcd.leadership import Deposed
+from elastic.driver.job.multi_host_plan import FORWARDED
+from elastic.driver.network.secret import SECRET_BYTES
+from elastic.driver.ray.discovery_calls import held_of as held_of
+from elastic.driver.ray.discovery_calls import remove_claims
+from elastic.driver.ray.journal import RayArchive
 from elastic.errors import Invalid, JobFailed
-from elastic.launching import run_apart, values_of
+from elastic.launcher.launch_function import run_apart, values_of
+from elastic.protocol.report_values import Report
 from elastic.ray.arguments import CURRENT, Limits, Wanted, check_environ
 from elastic.ray.driver_actor import DriverActor, Ended, Spec
 from elastic.ray.news import Told
-from elastic.report_values import Report
 
 NAMESPACE = "hvd-elastic"
 POLL_S = 1.0

@@ -7,12 +7,13 @@ and the ranks meet anew before the next call: see `calls.REGROUP`.
 
 from __future__ import annotations
 
-from elastic import environment, runtime
-from elastic.environment import Environment
 from elastic.errors import CollectiveFailed, Invalid
-from elastic.link import Link
-from elastic.recovery import Phase
-from elastic.worker import Runtime
+from elastic.rendezvous import environment
+from elastic.rendezvous.environment import Environment
+from elastic.runtime import lifecycle
+from elastic.runtime.link import Link
+from elastic.runtime.recovery import Phase
+from elastic.runtime.worker import Runtime
 
 
 class ServedRuntime(Runtime):
@@ -70,8 +71,8 @@ class ServedRuntime(Runtime):
         """Meets the other ranks in a new world; all of them have to come. Raises DriverLost, JobOver."""
         self._called_off = ""
         if not self._met:
-            runtime.shutdown()
-        runtime.init()
+            lifecycle.shutdown()
+        lifecycle.init()
         self._met = False
 
     def first_world(self) -> None:
@@ -94,6 +95,6 @@ def join() -> ServedRuntime:
         )
     served = ServedRuntime(env, Link(env.driver, env.secret, env.worker, tls=env.tls))
     served.connect()
-    runtime._adopt(served)
-    runtime.init()
+    lifecycle._adopt(served)
+    lifecycle.init()
     return served

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from elastic import own_gpu
+from elastic.collectives import own_gpu
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import Interrupted, Invalid, StateMismatch
 from elastic.failpoints import failpoint
-from elastic.state import activity
-from elastic.state.part import Part, Place, Spec
-from elastic.state.python_values import dumps, loads
-from elastic.state.snapshot import as_bytes
+from elastic.state.handlers.part import Part, Place, Spec
+from elastic.state.handlers.python_values import dumps, loads
+from elastic.state.snapshots import change_detection
+from elastic.state.snapshots.snapshot import as_bytes
 
 PACK = 4 << 20  # bytes; tensors up to a quarter of it are packed into chunks of this size
 PIECE = (
@@ -114,7 +114,7 @@ def _receive(
         _travel(_roads(group, specs, nowhere, None), root, nowhere)
         raise
     # What the broadcasts write leaves no trace in the tensors' versions.
-    activity.notice()
+    change_detection.notice()
     failpoint("state-copy")
     moved, fresh = _travel(_roads(group, specs, where, group_on), root, where)
     with torch.no_grad():

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from elastic import environment
 from elastic.errors import Invalid
+from elastic.rendezvous import environment
 
 
 class ElasticSampler(Sampler[int]):
@@ -145,9 +145,9 @@ class ElasticSampler(Sampler[int]):
 
 def _present_world() -> tuple[int, int, int]:
     """Rank, size, generation."""
-    from elastic import runtime
+    from elastic.runtime import lifecycle
 
-    found = runtime.position()
+    found = lifecycle.position()
     if found is None:
         return 0, 1, 0
     place, generation = found

@@ -13,8 +13,8 @@ import queue
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from elastic import timeline
 from elastic.errors import Invalid
+from elastic.monitoring import timeline
 
 if TYPE_CHECKING:
     from elastic.collectives.interface import Collectives
@@ -56,9 +56,9 @@ class State:
 
         Raises Invalid if a value can't be copied, WorldChanging and PeerLost to unwind to ``elastic.run``.
         """
-        from elastic import runtime
+        from elastic.runtime import lifecycle
 
-        rt = runtime.active()
+        rt = lifecycle.active()
         if rt is not None:
             rt.may_commit()
         with timeline.during("state", "commit"):
@@ -77,9 +77,9 @@ class State:
         while not self._host_messages.empty():
             timestamp, _ = self._host_messages.get()
             self._last_updated_timestamp = max(self._last_updated_timestamp, timestamp)
-        from elastic import runtime
+        from elastic.runtime import lifecycle
 
-        rt = runtime.active()
+        rt = lifecycle.active()
         if rt is not None:
             rt.check()
 
@@ -113,9 +113,9 @@ class State:
 
     def report_commit(self) -> None:
         """Tells the driver what was just committed, where it is to be compared (ELASTIC_DIGESTS=1)."""
-        from elastic import runtime
+        from elastic.runtime import lifecycle
 
-        rt = runtime.active()
+        rt = lifecycle.active()
         if rt is not None and rt.env.digest_commits:
             for epoch, samples in self._trained() or [(0, [])]:
                 rt.report_digest(self.digest(), self.digest_buffers(), samples, epoch)
@@ -218,9 +218,9 @@ class ObjectState(State):
         else:
             broadcast_state(self)
         self.save()
-        from elastic import runtime
+        from elastic.runtime import lifecycle
 
-        rt = runtime.active()
+        rt = lifecycle.active()
         if rt is not None:
             rt.committed()
 
@@ -244,7 +244,7 @@ class ObjectState(State):
         return {name: getattr(self, name) for name in self._saved_state}
 
     def _copied(self, values: dict[str, Any]) -> dict[str, Any]:
-        from elastic.state.python_values import copied
+        from elastic.state.handlers.python_values import copied
 
         return {
             name: copied(value, f"state.{name}", self._referred()) for name, value in values.items()
@@ -271,9 +271,9 @@ class ObjectState(State):
 
 def broadcast_state(state: State) -> None:
     """Sends rank 0's state to the whole world. Raises PeerLost, StateMismatch."""
-    from elastic import runtime
+    from elastic.runtime import lifecycle
 
-    rt = runtime.active()
+    rt = lifecycle.active()
     if rt is None:
         return
     import torch
@@ -295,7 +295,7 @@ def custom_broadcast(state: State) -> bool:
     """Whether the state was given a ``bcast_object`` that is not the runtime's."""
     if state._bcast_object is _broadcast_object:
         return False
-    from elastic.broadcasting import broadcast_object
+    from elastic.api.broadcasting import broadcast_object
 
     return state._bcast_object is not broadcast_object
 
@@ -313,13 +313,13 @@ def _is_ours(method: Callable[..., Any]) -> bool:
 
 
 def _broadcast_object(value: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    from elastic.broadcasting import broadcast_object
+    from elastic.api.broadcasting import broadcast_object
 
     return broadcast_object(value, root_rank, name)
 
 
 def _rank() -> int:
-    from elastic import runtime
+    from elastic.runtime import lifecycle
 
-    found = runtime.position()
+    found = lifecycle.position()
     return 0 if found is None else found[0].rank

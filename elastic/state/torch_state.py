@@ -9,12 +9,13 @@ import torch
 
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
-from elastic.state import digest, exchange
-from elastic.state.handlers import StateHandler, handler_for
-from elastic.state.model_state import ModelStateHandler
-from elastic.state.part import Part, SamplerStateHandler
-from elastic.state.random_state import RandomState
-from elastic.state.snapshot import Snapshot
+from elastic.state import exchange
+from elastic.state.handlers.model_state import ModelStateHandler
+from elastic.state.handlers.part import Part, SamplerStateHandler
+from elastic.state.handlers.random_state import RandomState
+from elastic.state.handlers.registry import StateHandler, handler_for
+from elastic.state.snapshots import digest
+from elastic.state.snapshots.snapshot import Snapshot
 from elastic.state.state import ObjectState, log, refuse_method_names
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.process_sets import (
+from elastic.negotiation.process_sets import (
     ProcessSet,
     add_process_set,
     get_process_set_ids_and_ranks,

@@ -22,7 +22,7 @@ def log(info_dict: Mapping[str, Any]) -> None:
     if _queue is not None:
         _queue.put(info_dict)
         return
-    from elastic.reporting import report
+    from elastic.monitoring.reporting import report
 
     report(info_dict)
 

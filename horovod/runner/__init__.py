@@ -55,7 +55,7 @@ def run(
     if network_interface and network_interfaces:
         raise Invalid("network_interface and network_interfaces mean the same; give one of them")
 
-    from elastic.launching import launch
+    from elastic.launcher.launch_function import launch
 
     least = _renamed("min_num_proc", min_num_proc, "min_np", min_np)
     return launch(

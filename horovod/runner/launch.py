@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def run_commandline() -> int:
     """Runs a job by this process's command line, and returns the exit code."""
-    from elastic.driver.cli import main
+    from elastic.driver.commandline.cli import main
 
     return main()
 

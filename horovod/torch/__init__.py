@@ -5,17 +5,17 @@ from __future__ import annotations
 import warnings
 from importlib import metadata
 
-from elastic.broadcasting import (
+from elastic.api.broadcasting import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from elastic.compression import Compression
-from elastic.optimizer import DistributedOptimizer
-from elastic.process_sets import ProcessSet, add_process_set, remove_process_set
-from elastic.sync_batch_norm import SyncBatchNorm
-from elastic.tracing import start_timeline, stop_timeline
+from elastic.api.compression import Compression
+from elastic.api.sync_batch_norm import SyncBatchNorm
+from elastic.monitoring.tracing import start_timeline, stop_timeline
+from elastic.negotiation.process_sets import ProcessSet, add_process_set, remove_process_set
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch import elastic
 from horovod.torch.built_with import check_has_gpu as _check_has_gpu

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elastic.compression import Compression, FP16Compressor, NoneCompressor
+from elastic.api.compression import Compression, FP16Compressor, NoneCompressor
 
 
 class Compressor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.broadcasting import (
+from elastic.api.broadcasting import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,

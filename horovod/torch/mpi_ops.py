@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.basics import (
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from elastic.joining import join
-from elastic.ops import (
+from elastic.api.ops import (
     Adasum,
     Average,
     Max,
@@ -50,8 +37,21 @@ from elastic.ops import (
     sparse_allreduce_async,
     synchronize,
 )
-from elastic.process_sets import ProcessSet, add_process_set, remove_process_set
-from elastic.tracing import start_timeline, stop_timeline
+from elastic.monitoring.tracing import start_timeline, stop_timeline
+from elastic.negotiation.process_sets import ProcessSet, add_process_set, remove_process_set
+from elastic.optimizer.join import join
+from elastic.runtime.basics import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.built_with import (
     ccl_built,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.optimizer import Distributed, DistributedOptimizer
+from elastic.optimizer.distributed_optimizer import Distributed, DistributedOptimizer
 
 _DistributedOptimizer = Distributed  # for isinstance(): every optimizer that was wrapped is one
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from elastic.sync_batch_norm import SyncBatchNorm
+from elastic.api.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm"]

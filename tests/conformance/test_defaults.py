@@ -10,7 +10,7 @@ import torch
 
 import horovod.torch as hvd
 from conformance.worlds import everywhere, raises, works
-from elastic import runtime
+from elastic.runtime import lifecycle
 
 
 @contextlib.contextmanager
@@ -96,5 +96,5 @@ def test_a_device_without_collectives_is_refused_before_anything_is_sent(rank, s
     ):
         with raises(ValueError, "meta", "cpu or cuda"):
             call()
-    assert not runtime.current().broken
+    assert not lifecycle.current().broken
     works(size)

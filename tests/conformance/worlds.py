@@ -75,7 +75,7 @@ class World:
 
 def form(world: World) -> None:
     """Every rank enters a new world, as after ``hvd.init()``."""
-    from elastic.collectives.store import listen
+    from elastic.rendezvous.store import listen
 
     listener = listen("127.0.0.1")
     listener.close()
@@ -83,13 +83,13 @@ def form(world: World) -> None:
 
 
 def _enter(rank: int, size: int, address: Any) -> None:
-    from elastic import runtime
+    from elastic.runtime import lifecycle
     from integration.scripts import light  # noqa: F401
 
     if DEVICE == "cuda":  # what tests make without saying where lies on the rank's own GPU
         torch.cuda.set_device(rank)
         torch.set_default_device("cuda")
-    runtime.init_static(rank, size, address)
+    lifecycle.init_static(rank, size, address)
     hvd.init(process_sets="dynamic")  # it is initialized; from now on sets can be added
 
 

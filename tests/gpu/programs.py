@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from elastic.chaos.invariants import check_journal
-from elastic.driver.journal import read
+from elastic.chaos.invariants.invariants import check_journal
+from elastic.driver.journal.journal import read
 from gpu.machine import ROOT, SHARED, Machine
 from integration.program import Program, clean_environment
 
@@ -48,7 +48,7 @@ class Job(Program):
         if np:
             words = [*("-np", str(np), "--min-np", "1"), *flags.split()]
             words += ["--journal", str(self.journal)]
-            command = [sys.executable, "-m", "elastic.driver.cli", *words, *command]
+            command = [sys.executable, "-m", "elastic.driver.commandline.cli", *words, *command]
         super().__init__(
             command,
             folder=folder,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from certificates import new_authority
-from elastic.driver.access import TlsFiles
+from elastic.driver.network.credentials import TlsFiles
 
 NAMES = "DNS:localhost,IP:127.0.0.1,IP:::1"
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic.driver.access import EtcdAccess, TlsFiles
-from elastic.driver.etcd import Etcd
+from elastic.driver.etcd.client import Etcd
+from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
 
 START_S = 20.0

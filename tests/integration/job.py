@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.chaos.invariants import Summary, check_journal
-from elastic.driver.journal import read
+from elastic.chaos.invariants.invariants import Summary, check_journal
+from elastic.driver.journal.journal import read
 from integration.program import Program, clean_environment
 
 MARK = "ELASTIC_TEST_JOB"
@@ -123,7 +123,8 @@ class Job(Program):
         return pid
 
     def check_invariants(self) -> Summary | None:
-        """What must hold in every job; see `elastic.chaos.invariants`. None where there is no journal to check."""
+        """What must hold in every job; see `elastic.chaos.invariants.invariants`. None where there is no journal to
+        check."""
         if self.unchecked or not self.journal.exists() or not read(self.journal)[1]:
             return None
         # Only a driver that was killed itself has not said how its job ended.

@@ -14,8 +14,8 @@ from typing import Any
 
 import cloudpickle
 
-from elastic.collectives.store import Store, listen
-from elastic.protocol import Address
+from elastic.protocol.messages import Address
+from elastic.rendezvous.store import Store, listen
 
 START_S = 60.0
 RUN_S = 60.0
@@ -144,9 +144,9 @@ def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 def _join(rank: int, size: int, address: Any) -> None:
-    from elastic import runtime
+    from elastic.runtime import lifecycle
 
-    runtime.init_static(rank, size, address)
+    lifecycle.init_static(rank, size, address)
 
 
 def _serve(pipe: Connection, rank: int, size: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.driver import sampling
+from elastic.driver.processes import proc_stats
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE_S = 10.0
@@ -36,7 +36,7 @@ class Freezer:
     def freeze(self, pid: int) -> None:
         (self._folder / "cgroup.procs").write_text(str(pid))
         (self._folder / self._file).write_text(self._on)
-        wait_until(lambda: sampling.frozen(pid), f"frozen process {pid}")
+        wait_until(lambda: proc_stats.frozen(pid), f"frozen process {pid}")
 
     def thaw(self) -> None:
         (self._folder / self._file).write_text(self._off)
@@ -45,7 +45,7 @@ class Freezer:
 @contextlib.contextmanager
 def freezer(kind: str) -> Iterator[Freezer]:
     """Skips the test where this kind of cgroups can't be made."""
-    mount = sampling.parse_mounts(Path("/proc/self/mounts").read_bytes()).get(kind)
+    mount = proc_stats.parse_mounts(Path("/proc/self/mounts").read_bytes()).get(kind)
     if mount is None:
         pytest.skip(f"no cgroups of the kind {kind!r} here")
     folder = Path(mount) / f"elastic-test-{os.getpid()}"

@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.api.ops import (
+    Adasum,
+    Sum,
+    allgather,
+    allreduce,
+    barrier,
+    grouped_allreduce_,
+)
+from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.errors import CollectiveFailed, PeerLost
-from elastic.ops import Adasum, Sum, allgather, allreduce, barrier, grouped_allreduce_
-from elastic.optimizer import DistributedOptimizer
-from elastic.sync_batch_norm import SyncBatchNorm
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from integration.ranks import Died, Ranks, in_a_world, on_all
 
 SIZE = 2  # the unit tests take Adasum to 8

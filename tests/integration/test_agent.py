@@ -17,7 +17,6 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.driver import warden
 from elastic.driver.events import (
     Event,
     WorkerExited,
@@ -26,9 +25,10 @@ from elastic.driver.events import (
     WorkerThawed,
 )
 from elastic.driver.launch.local import LocalLauncher
-from elastic.driver.out_of_memory import OutOfMemory
-from elastic.driver.output import Output
-from elastic.protocol import Place, Worker
+from elastic.driver.processes import orphan_reaper
+from elastic.driver.processes.out_of_memory import OutOfMemory
+from elastic.driver.processes.output import Output
+from elastic.protocol.messages import Place, Worker
 from integration.stalls import debugged, freezer
 
 A, B = Worker("localhost", 0), Worker("localhost", 1)
@@ -107,7 +107,7 @@ async def until(true: Callable[[], bool], awaited: str) -> None:
 
 
 def lives(pid: int) -> bool:
-    return warden.state_of(pid)[0] not in "ZX"
+    return orphan_reaper.state_of(pid)[0] not in "ZX"
 
 
 def gone(pid: int) -> None:
@@ -253,7 +253,7 @@ async def test_the_end_of_output_is_no_exit_and_an_open_pipe_holds_none_up(host)
     assert await host.exit() == WorkerExited(B, 2)
     assert host.launcher.alive() == {A} and lives(pid)
     await until(lambda: bytes(host.out) == b"[localhost:1] last\n", "the last line")
-    for process in warden.members_of([int(await host.written("daemon"))]):
+    for process in orphan_reaper.members_of([int(await host.written("daemon"))]):
         os.kill(process, signal.SIGKILL)
 
 
@@ -388,7 +388,7 @@ async def test_stacks_are_written_by_who_can_and_nobody_dies_of_it(host):
     host.launcher.dump(A)
     await until(lambda: b"in hangs_here" in host.err, "its stacks")
     os.kill(pid, signal.SIGSTOP)
-    await until(lambda: warden.state_of(pid)[0] == "T", "a stopped process")
+    await until(lambda: orphan_reaper.state_of(pid)[0] == "T", "a stopped process")
     host.launcher.dump(B)
     assert host.log[-1].endswith("a process that can't run can't write them")
     host.launcher.dump(Worker("elsewhere", 0))
@@ -526,7 +526,7 @@ async def test_the_warden_holds_nothing_of_ours(host):
 DRIVER = """
 import asyncio, os, sys, time
 from elastic.driver.launch.local import LocalLauncher
-from elastic.protocol import Worker
+from elastic.protocol.messages import Worker
 
 class Sink:
     def feed(self, worker, stream, data): pass
@@ -559,7 +559,7 @@ def test_nobody_outlives_a_killed_driver(tmp_path, mode):
         asyncio.run(until(lambda: pids.exists() and pids.read_text().endswith("\n"), "pids"))
         worker, child, grouped = map(int, pids.read_text().split())
         assert all(map(lives, (worker, child, grouped)))
-        wardens = [p for p in children(driver.pid) if b"warden.py" in command(p)]
+        wardens = [p for p in children(driver.pid) if b"orphan_reaper.py" in command(p)]
         assert len(wardens) == 1
         if mode == "no warden":  # PDEATHSIG alone takes the worker
             os.kill(driver.pid, signal.SIGSTOP)  # or it would start another one
@@ -571,7 +571,7 @@ def test_nobody_outlives_a_killed_driver(tmp_path, mode):
             gone(grouped)
             gone(wardens[0])
         else:
-            warden.kill_sessions([worker])
+            orphan_reaper.kill_sessions([worker])
     finally:
         driver.kill()
         driver.wait(DEADLINE_S)

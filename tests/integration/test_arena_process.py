@@ -17,7 +17,7 @@ import pytest
 def test_a_real_limit_leaves_no_descriptor_behind(limit, size, advice):
     program = (
         "import os, resource\n"
-        "from elastic.collectives import arena\n"
+        "from elastic.collectives.shared_memory import arena\n"
         "before = os.listdir('/proc/self/fd')\n"
         "arena._MOST_BYTES = 1 << 36\n"
         "arena.os.sysconf = lambda name: 1 << 24\n"
@@ -32,7 +32,7 @@ def test_a_real_limit_leaves_no_descriptor_behind(limit, size, advice):
 def test_a_forked_child_changes_nothing_of_its_parent():
     program = (
         "import os, torch\n"
-        "from elastic.collectives import arena\n"
+        "from elastic.collectives.shared_memory import arena\n"
         "mine = arena.mine()\n"
         "flat = arena.zeros(5000, torch.float32).fill_(1)\n"
         "kept = arena.zeros(5000, torch.float32).fill_(2)\n"
@@ -61,7 +61,7 @@ def test_a_forked_child_changes_nothing_of_its_parent():
 def test_a_tensor_may_outlive_the_program():
     run(
         "import torch\n"
-        "from elastic.collectives import arena\n"
+        "from elastic.collectives.shared_memory import arena\n"
         "parameter = torch.nn.Parameter(torch.ones(1000))\n"
         "parameter.grad = arena.zeros(1000, torch.float32)\n"
         "torch.kept = arena.zeros(1000, torch.float32)\n"

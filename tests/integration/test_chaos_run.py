@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from elastic.chaos import network
-from elastic.chaos.injection import MARK as CHAOS_MARK
-from elastic.chaos.injection import Injector, NotOurs
-from elastic.chaos.plan import Fault
-from elastic.protocol import Worker
+from elastic.chaos.inject import network
+from elastic.chaos.inject.injection import MARK as CHAOS_MARK
+from elastic.chaos.inject.injection import Injector, NotOurs
+from elastic.chaos.inject.plan import Fault
+from elastic.protocol.messages import Worker
 from integration.history import RETURN, SCRIPTS, STAY_AWAY
 from integration.job import MARK, elasticrun
 from integration.program import Program, clean_environment

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from elastic.chaos import resources
+from elastic.chaos.soak import resources
 
 
 def test_a_process_is_measured_from_outside():

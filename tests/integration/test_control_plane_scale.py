@@ -9,9 +9,15 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from elastic.chaos.invariants import check_journal
-from elastic.chaos.light_agents import Adopted, Count, Counted, Lose, Together
-from elastic.chaos.light_job import LightJob
+from elastic.chaos.invariants.invariants import check_journal
+from elastic.chaos.load.agents import (
+    Adopted,
+    Count,
+    Counted,
+    Lose,
+    Together,
+)
+from elastic.chaos.load.job import LightJob
 
 SLOTS = 8
 

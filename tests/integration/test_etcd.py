@@ -15,14 +15,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.driver import etcd_members
-from elastic.driver.access import EtcdAccess, TlsFiles
 from elastic.driver.discovery.etcd import EtcdDiscovery
-from elastic.driver.etcd import Etcd, Item, Listing, Put, Unchanged
-from elastic.driver.etcd_connection import LeaseGone, Rejected, Unavailable
-from elastic.driver.etcd_keys import DriverSeat
-from elastic.driver.leadership import Deposed, Leadership
-from elastic.driver.registration import Registration
+from elastic.driver.etcd import endpoints as etcd_members
+from elastic.driver.etcd.client import (
+    Etcd,
+    Item,
+    Listing,
+    Put,
+    Unchanged,
+)
+from elastic.driver.etcd.connection import LeaseGone, Rejected, Unavailable
+from elastic.driver.etcd.keys import DriverSeat
+from elastic.driver.etcd.leadership import Deposed, Leadership
+from elastic.driver.etcd.registration import Registration
+from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
 from integration.certificates import make_certificates
 from integration.etcd import Cluster, add_user, compact, one_etcd, three_etcds

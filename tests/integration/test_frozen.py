@@ -13,7 +13,7 @@ import urllib.request
 
 import pytest
 
-from elastic.chaos.network import PacketFilter, check_partition, sockets_of
+from elastic.chaos.inject.network import PacketFilter, check_partition, sockets_of
 from elastic.errors import Invalid
 from integration.history import RETURN, History, pid_of, sizes, started
 from integration.job import Job
@@ -154,7 +154,8 @@ WITHHOLDING = """\
 #!{python}
 # elasticrun, but kills do not reach their process as long as a file exists: a host that nobody reaches.
 import os, sys
-from elastic.driver import cli, warden
+from elastic.driver.commandline import cli
+from elastic.driver.processes import orphan_reaper as warden
 
 kill_group = warden.kill_group
 warden.kill_group = lambda pgid: None if os.path.exists("withheld") else kill_group(pgid)

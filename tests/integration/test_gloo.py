@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed
 
-from elastic.collectives import sockets
 from elastic.collectives.construct import Connecting, Store, listen
+from elastic.collectives.gloo import sockets
 from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed
-from elastic.protocol import Address
+from elastic.protocol.messages import Address
 from integration import ranks
 from integration.ranks import Died, Ranks
 from unit.collectives_contract import CollectivesContract

@@ -18,12 +18,13 @@ import msgspec
 import pytest
 import torch
 
-from elastic.collectives import arena, hierarchy_steps, library, neighbours
 from elastic.collectives.construct import Connecting
-from elastic.collectives.hierarchy import HierarchicalCollectives
+from elastic.collectives.hierarchical import steps
+from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
 from elastic.collectives.interface import Collectives, Op
+from elastic.collectives.shared_memory import arena, native_library, peer_memory
 from elastic.errors import CollectiveFailed
-from elastic.protocol import Address
+from elastic.protocol.messages import Address
 from integration import ranks
 from integration.ranks import Died, Ranks
 from unit.collectives_contract import FLOATS, INTEGERS, REFERENCE
@@ -32,7 +33,7 @@ TIMEOUT_S = 20.0
 WAKE_S = 5.0  # generous: measured are 1 to 30 ms
 LENGTHS = (1, 2, 3, 1000, 50_001, 600_007)
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=library.missing())
+pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,9 @@ def connect(
     """A group of all ranks; the r-th letter names the host of rank r."""
     store = ranks.kept["store"] = ranks.open_store(rank, address)
     with pytest.MonkeyPatch.context() as patch:
-        here = neighbours.myself()
+        here = peer_memory.myself()
         host = msgspec.structs.replace(here.host, boot=hosts[rank])
-        patch.setattr(neighbours, "myself", lambda: msgspec.structs.replace(here, host=host))
+        patch.setattr(peer_memory, "myself", lambda: msgspec.structs.replace(here, host=host))
         group = Connecting(
             store,
             purpose="named",
@@ -104,8 +105,8 @@ def reduce_everything(rank: int, size: int, address: Address, hosts: str) -> lis
     """Checks every result, and returns what tells whether others have the same bits. There are many chunks here."""
     group = connect(rank, size, address, hosts)
     patch = pytest.MonkeyPatch()
-    patch.setattr(hierarchy_steps, "SHARE_BYTES", 1 << 16)
-    patch.setattr(hierarchy_steps, "LEADER_BYTES", 1 << 17)
+    patch.setattr(steps, "SHARE_BYTES", 1 << 16)
+    patch.setattr(steps, "LEADER_BYTES", 1 << 17)
     bits = []
     cases = [
         (length, dtype, op, scale)
@@ -278,7 +279,7 @@ def form_and_close(rank: int, size: int, address: Address, hosts: str) -> int:
     before = mine.lent
     group = connect(rank, size, address, hosts)
     # Outside of the arena, so that it is copied there in pieces.
-    tensor = torch.ones(5 * hierarchy_steps.SHARE_BYTES)
+    tensor = torch.ones(5 * steps.SHARE_BYTES)
     group.allreduce(tensor, Op.SUM).wait()
     assert bool((tensor == size).all())
     end(group)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from certificates import OPENSSL, new_authority
-from elastic import protocol
-from elastic.protocol import Address, Worker
-from elastic.tls import Endpoint, context
-from elastic.wire import Wire
+from elastic.protocol import messages
+from elastic.protocol.framing import Wire
+from elastic.protocol.messages import Address, Worker
+from elastic.protocol.tls import Endpoint, context
 from integration.history import RETURN, History, sizes, started
 from integration.job import Job
 
@@ -46,9 +46,9 @@ def attack(
     address: Address, paths: tuple[str, str, str] | None, silent: contextlib.ExitStack
 ) -> None:
     pick = random.Random(1)
-    hello = Wire(protocol.from_driver).frame(protocol.Hello(Worker("localhost", 0), 1))
-    guess = Wire(protocol.from_driver).frame(
-        protocol.Answer(Worker("localhost", 0), b"n" * 32, b"p" * 32)
+    hello = Wire(messages.from_driver).frame(messages.Hello(Worker("localhost", 0), 1))
+    guess = Wire(messages.from_driver).frame(
+        messages.Answer(Worker("localhost", 0), b"n" * 32, b"p" * 32)
     )
     kinds = [b"", hello, guess, b"\xff" * 4, b"GET / HTTP/1.1\r\n\r\n", b"\0\0\4\0" * 300]
     if paths is not None:  # with a certificate of this very job, but without its secret

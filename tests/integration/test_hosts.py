@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic.chaos.hosts import scenarios
-from elastic.chaos.hosts.bench import HOSTS, Bench
+from elastic.chaos.hosts.cluster import HOSTS, Bench
 from elastic.chaos.hosts.namespaces import check_possible
 from elastic.chaos.hosts.report import Mark
 from elastic.chaos.hosts.scenarios import ADOPTED, CUT, REST, VICTIM

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.agent_protocol import Hire
+from elastic.driver.agents.fleet import AGENTS, Fleet
+from elastic.driver.agents.messages import Hire
 from elastic.driver.events import WorkerExited, WorkerProbed
-from elastic.driver.fleet import AGENTS, Fleet
-from elastic.driver.launch.child import ChildStarter
 from elastic.driver.launch.fake import FakeLauncher
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.launch.starter import Bootstrap
-from elastic.driver.output import Output
-from elastic.driver.server import Server
-from elastic.driver.warden import state_of
-from elastic.protocol import Worker
+from elastic.driver.launch.subprocess_starter import ChildStarter
+from elastic.driver.network.server import Server
+from elastic.driver.processes.orphan_reaper import state_of
+from elastic.driver.processes.output import Output
+from elastic.protocol.messages import Worker
 
 A, B = Worker("alpha", 0), Worker("alpha", 1)
 SECRET = b"s" * 32
@@ -189,7 +189,7 @@ def test_no_secret_stands_on_the_command_line_of_an_agent():
             host.start(A, WAITS)
             await host.prints(b"waits")
             lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
-            assert any(b"elastic.driver.agent_process" in line for line in lines)
+            assert any(b"elastic.driver.agents.agent_process" in line for line in lines)
             assert not any(SECRET.hex().encode() in line for line in lines)
 
     asyncio.run(talk())

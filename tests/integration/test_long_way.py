@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import environment, protocol
-from elastic.collectives import construct, library
+from elastic.collectives import construct
 from elastic.collectives.construct import Connecting
 from elastic.collectives.interface import Op
-from elastic.collectives.store import Store
-from elastic.groups import Groups
-from elastic.protocol import Address, Place
+from elastic.collectives.shared_memory import native_library
+from elastic.protocol import messages
+from elastic.protocol.messages import Address, Place
+from elastic.rendezvous import environment
+from elastic.rendezvous.store import Store
+from elastic.runtime.process_groups import Groups
 from integration import ranks
 from integration.ranks import Ranks
 
@@ -60,7 +62,7 @@ def enter(rank: int, size: int, generation: int, hosts: int, store: Address) -> 
     groups = ranks.kept["groups"]
     groups.retire()
     ranks.kept["counted"] = Counted()
-    world = protocol.World(generation, place, store, size, None, "a test")
+    world = messages.World(generation, place, store, size, None, "a test")
     groups.open(world, lambda reason: None)
     ranks.kept["place"] = place
     return place
@@ -147,7 +149,7 @@ def serve(rank: int, size: int) -> Address:
     return listener.address
 
 
-@pytest.mark.skipif(library.load() is None, reason=library.missing())
+@pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
 def test_two_names_of_one_machine_share_memory_all_the_same(three):
     """The driver takes them for hosts of one rank each, so that these expect Gloo."""
     where = three.run(serve)[0]

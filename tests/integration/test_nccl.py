@@ -12,7 +12,7 @@ import torch
 from elastic.collectives.construct import Connecting, Store, listen
 from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed
-from elastic.protocol import Address
+from elastic.protocol.messages import Address
 from integration.ranks import Ranks
 
 pytestmark = pytest.mark.gpu

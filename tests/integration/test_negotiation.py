@@ -17,14 +17,28 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import environment, own_line, runtime, star
-from elastic.collectives.store import listen
+from elastic.api.ops import (
+    Sum,
+    allreduce,
+    allreduce_async,
+    barrier,
+    poll,
+    synchronize,
+)
 from elastic.errors import CollectiveFailed
-from elastic.fusion import Limits
-from elastic.ops import Sum, allreduce, allreduce_async, barrier, poll, synchronize
-from elastic.own_line import OwnLine
-from elastic.requests import ALL, Decision, Offer, Request
-from elastic.star import Hub, Peer, rules_of
+from elastic.negotiation import local_transport, transport
+from elastic.negotiation.fusion import Limits
+from elastic.negotiation.local_transport import OwnLine
+from elastic.negotiation.messages import (
+    ALL,
+    Decision,
+    Offer,
+    Request,
+)
+from elastic.negotiation.transport import Hub, Peer, rules_of
+from elastic.rendezvous import environment
+from elastic.rendezvous.store import listen
+from elastic.runtime import lifecycle
 from integration.ranks import Died, Ranks
 
 SOON_S = 5.0  # far below every timeout of a collective
@@ -41,7 +55,7 @@ def ranks(request: Any) -> Iterator[Ranks]:
 
 
 def start(rank: int, size: int, address: Any, environ: dict[str, str]) -> None:
-    runtime.init_static(rank, size, address, environ)
+    lifecycle.init_static(rank, size, address, environ)
 
 
 def warm(rank: int, size: int) -> None:
@@ -150,7 +164,7 @@ def interrupted(rank: int, size: int) -> list[float]:
 def left_without_a_word(rank: int, size: int) -> str:
     """Before any collective: the others hear of it nevertheless."""
     if rank == 1:
-        runtime.shutdown()
+        lifecycle.shutdown()
         return "left"
     with pytest.raises(CollectiveFailed) as caught:
         allreduce(torch.ones(2), name="without rank 1")
@@ -167,7 +181,7 @@ def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ra
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
-    monkeypatch.setattr(star, "BEAT_S", 0.1)
+    monkeypatch.setattr(transport, "BEAT_S", 0.1)
     listener = listen("127.0.0.1")
     rules = rules_of(listener, Limits())
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -318,7 +332,7 @@ def test_a_stopped_rank_0_is_given_up(ranks):
 
 
 def beat_fast(rank: int, size: int) -> None:
-    star.BEAT_S, own_line.SILENT_BEATS = 0.2, 0
+    transport.BEAT_S, local_transport.SILENT_BEATS = 0.2, 0
 
 
 def wait_in_vain(rank: int, size: int) -> str:

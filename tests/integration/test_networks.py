@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 import pytest
 
-from elastic import environment
-from elastic.collectives.store import listen
-from elastic.driver.interfaces import listen_address, own_addresses, worker_network
-from elastic.driver.metrics import Metrics
-from elastic.driver.networks import choose_bind
+from elastic.driver.monitoring.metrics import Metrics
+from elastic.driver.network.choose_address import choose_bind
+from elastic.driver.network.interfaces import listen_address, own_addresses, worker_network
 from elastic.errors import Invalid
-from elastic.meeting import meet
-from elastic.started_by import Directly, Started
+from elastic.rendezvous import environment
+from elastic.rendezvous.find_rank0 import meet
+from elastic.rendezvous.launcher_env import Directly, Started
+from elastic.rendezvous.store import listen
 from integration.etcd import START_S, Member
 from integration.history import SCRIPTS, STAY_AWAY, History, sizes
 from integration.job import Job, elasticrun

@@ -13,16 +13,14 @@ import pytest
 import torch
 
 import elastic
-from elastic import runtime
-from elastic.broadcasting import (
+from elastic.api.broadcasting import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from elastic.compression import Compression
-from elastic.errors import PeerLost, TensorMismatch
-from elastic.ops import (
+from elastic.api.compression import Compression
+from elastic.api.ops import (
     Adasum,
     Average,
     Max,
@@ -53,6 +51,8 @@ from elastic.ops import (
     sparse_allreduce_async,
     synchronize,
 )
+from elastic.errors import PeerLost, TensorMismatch
+from elastic.runtime import lifecycle
 from integration.ranks import Ranks, in_a_world, on_all
 
 SIZE = 3
@@ -357,7 +357,7 @@ def test_shapes_that_do_not_fit_raise_on_every_rank_and_break_nothing(rank, size
 def test_handles_of_a_lost_world_raise(rank, size):
     kept = allreduce_async(torch.ones(1), name="kept", op=Sum)
     barrier()
-    recovery = runtime.current()._recovery
+    recovery = lifecycle.current()._recovery
     recovery.generation += 1
     try:
         assert poll(kept)
@@ -387,7 +387,7 @@ def test_names_match_in_any_order_and_large_and_small_ones_are_mixed(rank, size)
 def test_what_is_reduced_alone_again_and_again_starts_without_being_asked_for(rank, size):
     for _ in range(9):
         assert allreduce(torch.ones(5), name="order", op=Sum).tolist() == [3.0] * 5
-    made = runtime.current()._groups._made
+    made = lifecycle.current()._groups._made
     assert [purpose for purpose, *_ in made if purpose.startswith("standing")], "it came to that"
     for number in range(18):
         tensor = torch.full((5,), float(rank + number))

@@ -88,11 +88,11 @@ def train(rank: int, size: int, *, passes: int = 1, sparse: bool = False, tolera
     """Compares with a model whose gradients are the mean over all ranks' batches."""
     import torch
 
-    from elastic import gradients
-    from elastic.compression import Compression
-    from elastic.optimizer import DistributedOptimizer
+    from elastic.api.compression import Compression
+    from elastic.optimizer import gradient_reducer
+    from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 
-    gradients.FIRST_BYTES, gradients.FULL_BYTES = 4096, 65536  # several buckets
+    gradient_reducer.FIRST_BYTES, gradient_reducer.FULL_BYTES = 4096, 65536  # several buckets
     ours, reference = model(sparse=sparse), model(sparse=sparse)
     optimizer = DistributedOptimizer(
         torch.optim.SGD(ours.parameters(), lr=0.05),
@@ -121,7 +121,7 @@ def killed(rank: int) -> tuple[str, float]:
     import torch
 
     from elastic.errors import CollectiveFailed, PeerLost
-    from elastic.optimizer import DistributedOptimizer
+    from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 
     ours = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(ours.parameters(), lr=0.05))
@@ -146,10 +146,10 @@ def killed(rank: int) -> tuple[str, float]:
 
 
 def main(scenario: str, rank: int, size: int, port: int) -> None:
-    from elastic import runtime
-    from elastic.protocol import Address
+    from elastic.protocol.messages import Address
+    from elastic.runtime import lifecycle
 
-    runtime.init_static(rank, size, Address("127.0.0.1", port))
+    lifecycle.init_static(rank, size, Address("127.0.0.1", port))
     value: Any
     if scenario == "killed":
         value = killed(rank)

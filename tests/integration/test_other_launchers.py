@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from elastic import environment, meeting
-from elastic.collectives.store import listen
 from elastic.errors import CollectiveFailed, Invalid
-from elastic.meeting import Left, meet
-from elastic.started_by import Directly, Started, ThroughFile
+from elastic.rendezvous import environment, find_rank0
+from elastic.rendezvous.find_rank0 import Left, meet
+from elastic.rendezvous.launcher_env import Directly, Started, ThroughFile
+from elastic.rendezvous.store import listen
 from integration.history import SCRIPTS
 
 SCRIPT = SCRIPTS / "other_launcher.py"
@@ -191,8 +191,8 @@ def test_the_file_is_private_carries_a_secret_and_goes(folder):
 def test_what_a_dead_job_left_misleads_nobody(folder):
     dead = listen("127.0.0.1")
     dead.close()
-    meeting.private_folder()
-    meeting._File(ThroughFile("job")).leave(Left("127.0.0.1", dead.address.port, b"old"))
+    find_rank0.private_folder()
+    find_rank0._File(ThroughFile("job")).leave(Left("127.0.0.1", dead.address.port, b"old"))
     with ThreadPoolExecutor(2) as pool:
         late = pool.submit(meet, rank(1), env())
         meet(rank(0), env())
@@ -207,7 +207,7 @@ def test_a_rank_that_never_comes_is_told(folder):
 
 
 def test_rank_0_may_come_last(monkeypatch):
-    monkeypatch.setattr(meeting, "REACH_S", 0.05)
+    monkeypatch.setattr(find_rank0, "REACH_S", 0.05)
     way = Directly("127.0.0.1", free_port(), b"secret")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(meet, Started("srun", 1, 2, None, way), env())

@@ -23,8 +23,12 @@ def test_the_wheel_holds_the_driver_inside_elastic(tmp_path):
         commands = archive.read(entry_points).decode()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"elastic", "horovod"}
-    assert {"elastic/protocol.py", "elastic/driver/cli.py", "horovod/torch/__init__.py"} <= names
+    assert {
+        "elastic/protocol/messages.py",
+        "elastic/driver/commandline/cli.py",
+        "horovod/torch/__init__.py",
+    } <= names
     for command in ("elasticrun", "horovodrun"):
-        assert f"{command} = elastic.driver.cli:main" in commands or (
-            f"{command}=elastic.driver.cli:main" in commands
+        assert f"{command} = elastic.driver.commandline.cli:main" in commands or (
+            f"{command}=elastic.driver.commandline.cli:main" in commands
         )

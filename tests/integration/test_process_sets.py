@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from elastic import runtime
-from elastic.collectives.store import listen
 from elastic.errors import Invalid, TensorMismatch
+from elastic.rendezvous.store import listen
+from elastic.runtime import lifecycle
 from horovod.common.process_sets import get_process_set_ids_and_ranks
 from integration import ranks as processes
 from integration.history import RETURN, SCRIPTS
@@ -30,7 +30,7 @@ def begin(rank: int, size: int, address: Any) -> None:
     """Static sets, registered as scripts do; more may follow."""
     from integration.scripts import light  # noqa: F401
 
-    runtime.init_static(rank, size, address)
+    lifecycle.init_static(rank, size, address)
     processes.kept["first"], processes.kept["last"] = hvd.ProcessSet(FIRST), hvd.ProcessSet(LAST)
     hvd.init(process_sets=[processes.kept["first"], processes.kept["last"]])
     hvd.init(process_sets="dynamic")

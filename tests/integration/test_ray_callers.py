@@ -79,7 +79,7 @@ def programs(cluster: RayCluster, node: str | None = None) -> Iterator[tuple[int
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        if "elastic.run_function" in line or "elastic.driver.agent_process" in line:
+        if "elastic.launcher.run_function" in line or "elastic.driver.agents.agent_process" in line:
             yield pid, line
 
 

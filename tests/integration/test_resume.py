@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from elastic.driver.entries import Writer, header_of
-from elastic.driver.etcd import Etcd
-from elastic.driver.etcd_keys import job_root
+from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.journal import EtcdArchive
+from elastic.driver.etcd.keys import job_root
+from elastic.driver.etcd.leadership import Deposed, Leadership
 from elastic.driver.events import DriverRestarted, StopRequested, TimePassed
-from elastic.driver.journal import Upkeep, replay
-from elastic.driver.journal_etcd import EtcdArchive
-from elastic.driver.journal_file import FileArchive
-from elastic.driver.leadership import Deposed, Leadership
-from elastic.driver.membership import Membership
-from elastic.driver.resume import Past
+from elastic.driver.journal.entries import Writer, header_of
+from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.journal import Upkeep, replay
+from elastic.driver.journal.resume import Past
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.snapshot import taken
 from elastic.driver.settings import Settings
-from elastic.driver.snapshot import taken
 from elastic.errors import Invalid
 from integration.etcd import one_etcd
 

@@ -23,17 +23,17 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.collectives import arena, library, neighbours
 from elastic.collectives.construct import Connecting, Store, listen
 from elastic.collectives.interface import Op
-from elastic.collectives.shared import SharedCollectives
+from elastic.collectives.shared_memory import arena, native_library, peer_memory
+from elastic.collectives.shared_memory.process_group import SharedCollectives
 from elastic.errors import CollectiveFailed
-from elastic.protocol import Address
+from elastic.protocol.messages import Address
 from integration import ranks
 from integration.ranks import Died, Ranks
 from unit.collectives_contract import EVERY, FLOATS, INTEGERS, REFERENCE, CollectivesContract
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=library.missing())
+pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
 
 TIMEOUT_S = 30.0
 ENDS_S = 90.0  # to import torch on a busy machine, and to end
@@ -375,9 +375,9 @@ def keep_works(rank: int, size: int, address: Address) -> tuple[int, int, list[s
     group.abort()
     group.close()
     store.close()
-    neighbours.sweep()
+    peer_memory.sweep()
     controls = Path("/proc/self/maps").read_text().count("elastic-control")
-    used = sum(mapped.users for mapped in neighbours._open.values())
+    used = sum(mapped.users for mapped in peer_memory._open.values())
     said = []
     for work in (finished, *unfinished):
         assert work.done()
@@ -406,7 +406,7 @@ def live_through(rank: int, size: int, addresses: list[Address]) -> list[dict[st
 
     def held() -> dict[str, int]:
         gc.collect()
-        neighbours.sweep()
+        peer_memory.sweep()
         mine = arena.mine()
         assert mine is not None
         return {

@@ -20,20 +20,21 @@ import msgspec
 import pytest
 import torch
 
-from elastic.collectives import arena, cpu, library, memory, neighbours, topology
+from elastic.collectives import cpu, topology
 from elastic.collectives.construct import Connecting, Store, listen, meeting
 from elastic.collectives.interface import Collectives, Op
-from elastic.collectives.neighbours import Unreachable, open_peer
+from elastic.collectives.shared_memory import arena, memfd, native_library, peer_memory
+from elastic.collectives.shared_memory.peer_memory import Unreachable, open_peer
 from elastic.collectives.topology import Identity, Shareable
 from elastic.errors import CollectiveFailed
-from elastic.protocol import Address
+from elastic.protocol.messages import Address
 from integration import ranks
 from integration.ranks import Ranks
 
 TIMEOUT_S = 20.0
 WAIT_S = 20.0  # for another thread to come to where it is waited for
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=library.missing())
+pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def offer(rank: int, size: int) -> tuple[Identity, Shareable]:
     mine = arena.mine()
     assert mine is not None
     ranks.kept["flat"] = arena.zeros(5000, torch.float32).fill_(rank + 1)
-    return neighbours.myself(), Shareable(mine.fd, mine.inode, mine.bytes)
+    return peer_memory.myself(), Shareable(mine.fd, mine.inode, mine.bytes)
 
 
 def where(rank: int, size: int) -> int:
@@ -86,7 +87,8 @@ def test_ranks_write_into_each_others_tensors(four):
 OFFERING = """
 import os, sys
 import msgspec
-from elastic.collectives import memory, neighbours
+from elastic.collectives.shared_memory import memfd as memory
+from elastic.collectives.shared_memory import peer_memory as neighbours
 from elastic.collectives.topology import Shareable
 fd = memory.create("offered", 8192)
 os.pwrite(fd, b"hello", 0)
@@ -119,10 +121,10 @@ def nothing_left(mappings_of_its_own: None) -> Iterator[None]:
     assert mine is not None
 
     def held() -> tuple[int, int, int]:
-        neighbours.sweep()
-        return len(os.listdir("/proc/self/fd")), mine.lent, len(neighbours._open)
+        peer_memory.sweep()
+        return len(os.listdir("/proc/self/fd")), mine.lent, len(peer_memory._open)
 
-    neighbours.myself()
+    peer_memory.myself()
     before = held()
     yield
     assert held() == before
@@ -138,10 +140,10 @@ def offering(nothing_left: None) -> Iterator[Offering]:
 def test_memory_of_a_process_that_has_ended_is_kept_only_while_it_is_used(offering):
     mapping = open_peer(offering.owner, offering.offer, keep=True)
     offering.end()
-    neighbours.sweep()
+    peer_memory.sweep()
     assert ctypes.string_at(mapping.address, 5) == b"hello"
     mapping.release()
-    assert not [owner for owner, _ in neighbours._open if owner == offering.owner]
+    assert not [owner for owner, _ in peer_memory._open if owner == offering.owner]
 
 
 def test_a_process_that_has_ended_can_not_be_mapped(offering):
@@ -178,7 +180,7 @@ def test_another_users_memory_stays_its_own(offering):
     """The one that is mapped belongs to root, and nobody asks for it."""
     asking = (
         "import os, sys, msgspec\n"
-        "from elastic.collectives import neighbours\n"
+        "from elastic.collectives.shared_memory import peer_memory as neighbours\n"
         "from elastic.collectives.topology import Identity, Shareable\n"
         "owner, offer = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=tuple[Identity, Shareable])\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
@@ -200,7 +202,7 @@ def test_a_forked_child_lets_go_of_what_its_parent_has_mapped(offering):
         mapping.release()
         with open("/proc/self/maps") as maps:
             left = any("offered" in line for line in maps)
-        os._exit(1 if left or neighbours._open else 0)
+        os._exit(1 if left or peer_memory._open else 0)
     assert os.waitpid(child, 0)[1] == 0
     assert ctypes.string_at(mapping.address, 5) == b"hello"
     mapping.release()
@@ -223,11 +225,11 @@ def choose(
     logging.getLogger("elastic.collectives").addHandler(handler)
     cpu._said.clear()
     with pytest.MonkeyPatch.context() as patch:
-        here = neighbours.myself()
+        here = peer_memory.myself()
         host = msgspec.structs.replace(here.host, boot=hosts[rank] if rank < len(hosts) else "")
-        patch.setattr(neighbours, "myself", lambda: msgspec.structs.replace(here, host=host))
+        patch.setattr(peer_memory, "myself", lambda: msgspec.structs.replace(here, host=host))
         if broken.get(rank) == "mapping":
-            patch.setattr(memory, "map_shared", refuse)
+            patch.setattr(memfd, "map_shared", refuse)
         if broken.get(rank) == "arena":
             patch.setattr(arena, "mine", lambda: None)
             patch.setattr(arena, "why_not", lambda: "no memory to share can be mapped")
@@ -238,10 +240,10 @@ def choose(
             if rank < len(hosts)
         ]
     logging.getLogger("elastic.collectives").removeHandler(handler)
-    neighbours.sweep()
+    peer_memory.sweep()
     mine = arena.mine()
     assert mine is not None
-    kept = [owner.pid for owner, _ in neighbours._open]
+    kept = [owner.pid for owner, _ in peer_memory._open]
     return {
         "kinds": {kind for kind, _, _ in made},
         "totals": {total for _, total, _ in made},
@@ -413,10 +415,10 @@ def test_the_others_of_a_late_rank_are_seen_to_wait_and_can_be_given_up(store):
 def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
     """Memory is mapped and the group's thread runs by then."""
     attempt = Attempt(store)
-    assert library.load() is not None
-    from elastic.collectives.sharing import Offer
+    assert native_library.load() is not None
+    from elastic.collectives.shared_memory.exchange import Offer
 
-    offer = Offer(2, True, library.load(), "")
+    offer = Offer(2, True, native_library.load(), "")
     try:
         blob = msgspec.msgpack.encode(offer.row)
         rows = store.exchange(meeting("named", "cpu", 2), 1, 2, blob)
@@ -429,7 +431,7 @@ def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
         assert "aborted while waiting" in attempt.end()
     finally:
         offer.withdraw()
-        for mapped in neighbours._open.values():
+        for mapped in peer_memory._open.values():
             mapped.keep = False  # this process was its own neighbour, and lives on
 
 
@@ -444,9 +446,9 @@ def lose_rank_1(rank: int, size: int, address: Address) -> str:
         return ""
     store = ranks.open_store(rank, address, timeout_s=0.5)
     if rank == 1:
-        from elastic.collectives.sharing import Offer
+        from elastic.collectives.shared_memory.exchange import Offer
 
-        offer = Offer(2, True, library.load(), "")
+        offer = Offer(2, True, native_library.load(), "")
         store.exchange(meeting("named", "cpu", 2), 1, 2, msgspec.msgpack.encode(offer.row))
         offer.withdraw()
         store.close()

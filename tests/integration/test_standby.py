@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.driver.access import TlsFiles
-from elastic.driver.secret import make_secret_file
+from elastic.driver.network.credentials import TlsFiles
+from elastic.driver.network.secret import make_secret_file
 from integration.certificates import make_certificates
 from integration.etcd import one_etcd
 from integration.history import RETURN, TRAINING, History, sizes

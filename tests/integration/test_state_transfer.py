@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from elastic import runtime
-from elastic.collectives.store import listen
 from elastic.errors import CollectiveFailed
-from elastic.protocol import Address
+from elastic.protocol.messages import Address
+from elastic.rendezvous.store import listen
+from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
-from elastic.state.snapshot import same_bits
+from elastic.state.snapshots.snapshot import same_bits
 
 LIMIT_S = 60.0
 
@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 def _main(body: Callable[..., Any], rank: int, size: int, port: int, answer: Any) -> None:
     torch.set_num_threads(1)
     try:
-        runtime.init_static(rank, size, Address("127.0.0.1", port))
+        lifecycle.init_static(rank, size, Address("127.0.0.1", port))
         answer.send((True, body(rank)))
     except BaseException:
         answer.send((False, traceback.format_exc()))
@@ -105,7 +105,7 @@ def test_sync_makes_all_workers_equal_and_they_stay_so():
 
 def _some_ranks(rank: int) -> int:
     """As the run loop does it: rank 0 sends to rank 2 alone, rank 1 has the state already."""
-    rt = runtime.current()
+    rt = lifecycle.current()
     state = _state(0 if rank == 1 else rank)
     if rank != 1:
         group = rt.group("state", torch.device("cpu"), (0, 2))
@@ -120,7 +120,7 @@ def test_a_transfer_among_some_of_the_ranks():
 
 
 def _lose_root(rank: int) -> bool | None:
-    rt = runtime.current()
+    rt = lifecycle.current()
     state = _state(rank, width=3000)
     state.commit()
     expected = [each.detach().clone() for each in state.model.parameters()]

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import elastic
-from elastic import gradients, runtime
-from elastic.collectives.store import listen
-from elastic.compression import Compression
+from elastic.api.compression import Compression
 from elastic.errors import CollectiveFailed, PeerLost
-from elastic.optimizer import DistributedOptimizer
+from elastic.optimizer import gradient_reducer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.rendezvous.store import listen
+from elastic.runtime import lifecycle
 from integration.ranks import Ranks
 
 SIZE = 3
@@ -25,7 +26,7 @@ SIZE = 3
 def enter(rank: int, size: int, address: Any) -> None:
     from integration.scripts import light  # noqa: F401
 
-    runtime.init_static(rank, size, address)
+    lifecycle.init_static(rank, size, address)
     elastic.init(process_sets="dynamic")
 
 
@@ -79,7 +80,7 @@ def is_scaled_by(scale: float, model: Any, tolerance: float = 1e-5) -> None:
 
 def three_epochs(rank: int, size: int) -> list[int]:
     """Rank r has another number of batches in each; a named allreduce travels between the steps."""
-    gradients.FIRST_BYTES, gradients.FULL_BYTES = 4096, 16384  # several buckets
+    gradient_reducer.FIRST_BYTES, gradient_reducer.FULL_BYTES = 4096, 16384  # several buckets
     model = linear(50)
     optimizer = distributed(model, lr=0.0, compression=Compression.fp16)
     last = []
@@ -155,7 +156,7 @@ def groups_at_once(rank: int, size: int) -> None:
     pair = elastic.add_process_set([0, 1])
     model = linear(30)
     optimizer = distributed(model, lr=0.0, process_set=pair)
-    store = runtime.current()._groups.store
+    store = lifecycle.current()._groups.store
     assert store is not None
     if rank == 0:
         handle = elastic.allreduce_async(torch.ones(2), name="at once", process_set=pair)

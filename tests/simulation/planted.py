@@ -1,6 +1,7 @@
 """Bugs to plant: each a small patch of the real code, of a kind that somebody could write, and that a test must catch.
 
-The names that they replace are those of `elastic.driver`, `elastic.recovery` and `elastic.state`. Nothing of this is
+The names that they replace are those of `elastic.driver`, `elastic.runtime.recovery` and `elastic.state`. Nothing of
+this is
 ever imported by the product.
 """
 
@@ -13,26 +14,27 @@ from typing import Any
 
 import torch
 
-from elastic import protocol
-from elastic.driver import composition, progress, worlds
-from elastic.driver.change import Change
 from elastic.driver.events import HostLost
-from elastic.driver.frozen import Frozen
-from elastic.driver.gathering import Gathering
-from elastic.driver.leases import Leases
-from elastic.driver.membership import Membership
-from elastic.driver.patience import Patience
-from elastic.driver.placement import Arrangement
-from elastic.driver.progress import Suspicions
-from elastic.driver.roster import Stage
-from elastic.driver.stuck import Stuck
-from elastic.driver.workforce import Workforce
-from elastic.driver.worlds import Phase, Worlds
-from elastic.protocol import Commit
-from elastic.recovery import Recovery
-from elastic.state.optimizer_state import OptimizerStateHandler
+from elastic.driver.membership import composition, worlds
+from elastic.driver.membership.failure_detection import suspicion
+from elastic.driver.membership.failure_detection.frozen import Frozen
+from elastic.driver.membership.failure_detection.stuck import Stuck
+from elastic.driver.membership.failure_detection.suspicion import Suspicions
+from elastic.driver.membership.gathering import Gathering
+from elastic.driver.membership.give_up import Patience
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.planned_change import Change
+from elastic.driver.membership.roster import Stage
+from elastic.driver.membership.scheduling.placement import Arrangement
+from elastic.driver.membership.scheduling.worker_pool import Workforce
+from elastic.driver.membership.worlds import Phase, Worlds
+from elastic.driver.processes.leases import Leases
+from elastic.protocol import messages
+from elastic.protocol.messages import Commit
+from elastic.runtime.recovery import Recovery
+from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.sampler import ElasticSampler
-from elastic.state.snapshot import _Copy
+from elastic.state.snapshots.snapshot import _Copy
 
 
 @dataclass(frozen=True)
@@ -213,8 +215,8 @@ def counted(original: Any) -> Any:
 
 def stop_at_own_check(original: Any) -> Any:
     def receive(self: Recovery, message: Any) -> Any:
-        if isinstance(message, protocol.StopAt):
-            message = protocol.StopAt(message.generation, message.change, self._checks)
+        if isinstance(message, messages.StopAt):
+            message = messages.StopAt(message.generation, message.change, self._checks)
         return original(self, message)
 
     return receive
@@ -229,10 +231,10 @@ def old_label(original: Any) -> Any:
 
 
 def resync_skipped(original: Any) -> Any:
-    def take_place(self: Recovery, world: protocol.World) -> None:
+    def take_place(self: Recovery, world: messages.World) -> None:
         size = world.place.size
         original(
-            self, protocol.World(world.generation, world.place, world.store, size, world.commit, "")
+            self, messages.World(world.generation, world.place, world.store, size, world.commit, "")
         )
 
     return take_place
@@ -319,7 +321,7 @@ SIMULATED = {
     "no deadline for an exit": Bug(Workforce, "_dies_within_s", immortals_awaited),
     "who is stuck is never fenced": Bug(Suspicions, "to_fence", stuck_for_ever),
     "a long phase is forgotten": Bug(Stuck, "_progressed", phase_forgotten),
-    "who computes is idle": Bug(progress, "BUSY_CPU", never_busy),
+    "who computes is idle": Bug(suspicion, "BUSY_CPU", never_busy),
     "the driver decides on after the end": Bug(Worlds, "_end", goes_on_after_the_end),
     "a word of an older generation counts": Bug(Membership, "_ready", any_generation),
     "commits are counted, a stop twice": Bug(Recovery, "committed", counted, changing=True),

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic import runtime
-from elastic.chaos import simulated_faults as faults
-from elastic.chaos.sample_history import SampleHistory
-from elastic.chaos.simulated_faults import Fault, Weather
-from elastic.chaos.simulated_network import Conditions
-from elastic.chaos.simulator import Simulation
-from elastic.driver.leases import Leases
-from elastic.protocol import Commit, Worker
+from elastic.chaos.invariants.sample_history import SampleHistory
+from elastic.chaos.simulator import simulated_faults as faults
+from elastic.chaos.simulator.simulated_faults import Fault, Weather
+from elastic.chaos.simulator.simulated_network import Conditions
+from elastic.chaos.simulator.simulator import Simulation
+from elastic.driver.processes.leases import Leases
+from elastic.protocol.messages import Commit, Worker
+from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
 from simulation.planted import SIMULATED, TOLD, TRIED
 from unit.scenario import played
@@ -109,7 +109,7 @@ def check_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     history = SampleHistory(length)
     place = SimpleNamespace(rank=0, size=0)
     now = SimpleNamespace(place=place, generation=1, activity=0)
-    monkeypatch.setattr(runtime, "active", lambda: now)
+    monkeypatch.setattr(lifecycle, "active", lambda: now)
     samplers: list[ElasticSampler] = []
     last: Commit | None = None
     for size, batches in ((3, 1), (2, 2), (4, 99), (3, 2), (5, 99)):

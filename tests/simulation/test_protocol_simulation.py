@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from elastic.chaos.simulated_faults import (
+from elastic.chaos.simulator.simulated_faults import (
     EVERY,
     MILD,
     ON_GPUS,
@@ -17,10 +17,10 @@ from elastic.chaos.simulated_faults import (
     hang_the_network,
     kill_one,
 )
-from elastic.chaos.simulated_network import Conditions
-from elastic.chaos.simulated_worker import SimulatedWorker
-from elastic.chaos.simulator import Outcome, Simulation, Violation
-from elastic.protocol import Worker
+from elastic.chaos.simulator.simulated_network import Conditions
+from elastic.chaos.simulator.simulated_worker import SimulatedWorker
+from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
+from elastic.protocol.messages import Worker
 
 WORKERS = 8
 QUICK = 24

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from elastic.chaos.scale import Scale, regroup
-from elastic.chaos.simulator import Simulation, Violation
+from elastic.chaos.simulator.scale import Scale, regroup
+from elastic.chaos.simulator.simulator import Simulation, Violation
 
 
 def test_hosts_of_a_large_job_fail_and_come_back():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic.chaos.__main__ import main
-from elastic.chaos.simulator import Simulation
-from elastic.driver import journal
+from elastic.chaos.simulator.simulator import Simulation
+from elastic.driver.journal import journal
 
 
 def test_seeds_are_counted(capsys):

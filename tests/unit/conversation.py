@@ -37,9 +37,9 @@ from elastic.driver.events import (
     WorkerStranded,
     WorkerThawed,
 )
-from elastic.driver.membership import Membership
+from elastic.driver.membership.membership import Membership
 from elastic.driver.settings import Settings
-from elastic.protocol import Address, Commit, Worker
+from elastic.protocol.messages import Address, Commit, Worker
 
 Kind = TypeVar("Kind", bound=Action)
 TICK_S = 0.001

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from elastic.driver.discovery.ray_cluster import Group, Node, Unanswered
+from elastic.driver.ray.cluster import Group, Node, Unanswered
 
 
 @dataclass

@@ -16,18 +16,25 @@ from typing import Any, Protocol
 import msgspec
 import pytest
 
-from elastic.driver.entries import Entry, Header, Resumed, Snapshot, Writer, encoded
-from elastic.driver.etcd import Item, Listing
+from elastic.driver.etcd.client import Item, Listing
+from elastic.driver.etcd.journal import EtcdArchive
+from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import Event, TimePassed, WorkerRaised
-from elastic.driver.journal import Archive, Journal, Upkeep
-from elastic.driver.journal_etcd import EtcdArchive
-from elastic.driver.journal_file import FileArchive
-from elastic.driver.journal_ray import RayArchive
-from elastic.driver.leadership import Deposed
-from elastic.driver.ray_kv import Insistent
-from elastic.driver.resume import Past, past_of
+from elastic.driver.journal.entries import (
+    Entry,
+    Header,
+    Resumed,
+    Snapshot,
+    Writer,
+    encoded,
+)
+from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.journal import Archive, Journal, Upkeep
+from elastic.driver.journal.resume import Past, past_of
+from elastic.driver.ray.journal import RayArchive
+from elastic.driver.ray.kv import Insistent
 from elastic.errors import Invalid
-from elastic.protocol import Worker
+from elastic.protocol.messages import Worker
 
 ROOT = "/hvd-elastic/night/"
 OPERATIONS, REQUEST = 128, 1_500_000  # what etcd takes in one transaction

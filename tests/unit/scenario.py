@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, Protocol
 
-from elastic.chaos.invariants import BrokenInvariant, Invariants
+from elastic.chaos.invariants.invariants import BrokenInvariant, Invariants
 from elastic.driver.events import (
     Action,
     DriverRestarted,
@@ -33,9 +33,9 @@ from elastic.driver.events import (
     WorkerDigested,
     WorkerReconnected,
 )
-from elastic.driver.membership import Membership
+from elastic.driver.membership.membership import Membership
 from elastic.driver.settings import Settings
-from elastic.protocol import Commit
+from elastic.protocol.messages import Commit
 from unit import conversation as words
 from unit.conversation import Talk, worker
 from unit.scenario_words import line_of

@@ -24,8 +24,8 @@ from elastic.driver.events import (
     TellWorld,
     WelcomeWorker,
 )
-from elastic.driver.wording import recovery_line
-from elastic.protocol import Place, Worker
+from elastic.driver.membership.wording import recovery_line
+from elastic.protocol.messages import Place, Worker
 
 
 def short(worker: Worker) -> str:

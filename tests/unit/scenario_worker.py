@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from elastic import protocol
-from elastic.protocol import Address, Commit, Place
-from elastic.recovery import Action, Cut, Recovery, Send, Verdict
+from elastic.protocol import messages
+from elastic.protocol.messages import Address, Commit, Place
+from elastic.runtime.recovery import (
+    Action,
+    Cut,
+    Recovery,
+    Send,
+    Verdict,
+)
 
 STORE = Address("127.0.0.1", 7000)
 DOES = {
@@ -49,56 +55,56 @@ def line_of(action: Action) -> str:
     match action:
         case Cut(generation, reason):
             return f"cut the collectives of generation {generation}: {reason}"
-        case Send(protocol.Ready(generation, commit, _, _, running)):
+        case Send(messages.Ready(generation, commit, _, _, running)):
             held = f"commit {commit}" if commit else "no commit"
             where = "" if running else ", outside elastic.run"
             return f"say ready: last in generation {generation}, holds {held}{where}"
-        case Send(protocol.Checked(generation, change, check)):
+        case Send(messages.Checked(generation, change, check)):
             return f"answer change {change} of generation {generation}: {check} checks passed"
-        case Send(protocol.Failed(generation, reason)):
+        case Send(messages.Failed(generation, reason)):
             return f"say that generation {generation} broke here: {reason}"
-        case Send(protocol.Stranded(generation, reason)):
+        case Send(messages.Stranded(generation, reason)):
             return f"say that it is stranded in generation {generation}: {reason}"
-        case Send(protocol.Returned(generation)):
+        case Send(messages.Returned(generation)):
             return f"say that it has returned from generation {generation}"
-        case Send(protocol.Raised(generation, commit, summary)):
+        case Send(messages.Raised(generation, commit, summary)):
             return f"say that it raised {summary} in generation {generation} at commit {commit}"
-        case Send(protocol.Leaving(reason)):
+        case Send(messages.Leaving(reason)):
             return f"say that it wants to leave: {reason}"
         case Send(message):
             return f"say {message}"
 
 
-def world(found: re.Match[str]) -> protocol.World:
+def world(found: re.Match[str]) -> messages.World:
     commit = found["commit"] and Commit(*map(int, found["commit"].split(".")))
     place = Place(1, int(found["size"]), 1, int(found["size"]), 0, 1)
     holders = int(found["holders"] or 0)
-    return protocol.World(
+    return messages.World(
         int(found["generation"]), place, STORE, holders, commit or None, "because"
     )
 
 
 GENERATION = r"generation (?P<generation>\d+)"
-HEARS: dict[str, Callable[[re.Match[str]], protocol.Message]] = {
-    r"welcome, a newcomer": lambda found: protocol.Welcome(Place(4, 5, 0, 1, 0, 1), True, True),
-    r"welcome": lambda found: protocol.Welcome(Place(1, 4, 1, 4, 0, 1), False, True),
+HEARS: dict[str, Callable[[re.Match[str]], messages.Message]] = {
+    r"welcome, a newcomer": lambda found: messages.Welcome(Place(4, 5, 0, 1, 0, 1), True, True),
+    r"welcome": lambda found: messages.Welcome(Place(1, 4, 1, 4, 0, 1), False, True),
     rf"{GENERATION}, rank 1 of (?P<size>\d+)(?:, (?P<holders>\d+) hold (?P<commit>\d+\.\d+))?": world,
-    rf"{GENERATION} is broken: (?P<reason>.+)": lambda found: protocol.Broken(
+    rf"{GENERATION} is broken: (?P<reason>.+)": lambda found: messages.Broken(
         int(found["generation"]), found["reason"]
     ),
-    rf"prepare change (?P<change>\d+) of {GENERATION}": lambda found: protocol.Prepare(
+    rf"prepare change (?P<change>\d+) of {GENERATION}": lambda found: messages.Prepare(
         int(found["generation"]), int(found["change"])
     ),
     rf"stop for change (?P<change>\d+) of {GENERATION} at check (?P<check>\d+)": (
-        lambda found: protocol.StopAt(
+        lambda found: messages.StopAt(
             int(found["generation"]), int(found["change"]), int(found["check"])
         )
     ),
-    rf"change (?P<change>\d+) of {GENERATION} is called off": lambda found: protocol.Proceed(
+    rf"change (?P<change>\d+) of {GENERATION} is called off": lambda found: messages.Proceed(
         int(found["generation"]), int(found["change"])
     ),
-    r"leave: (?P<reason>.+)": lambda found: protocol.Leave(found["reason"]),
-    rf"finish {GENERATION}": lambda found: protocol.Finish(int(found["generation"])),
+    r"leave: (?P<reason>.+)": lambda found: messages.Leave(found["reason"]),
+    rf"finish {GENERATION}": lambda found: messages.Finish(int(found["generation"])),
 }
 
 

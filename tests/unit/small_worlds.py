@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from elastic import environment, protocol, runtime
 from elastic.collectives import fake
 from elastic.collectives.interface import Op
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, PeerLost
-from elastic.optimizer import DistributedOptimizer
-from elastic.protocol import Place
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.protocol import messages
+from elastic.protocol.messages import Place
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
 
 
 class Twins:
@@ -84,7 +86,7 @@ class World:
         self.activity = 0
         self.broken = False
         self.reason = ""
-        self.world: protocol.World | None = None
+        self.world: messages.World | None = None
         self.generation = 0
         self.become(size, rank, group)
 
@@ -125,7 +127,7 @@ class World:
 def ranks_as_threads(monkeypatch):
     """Runs a function of the rank on every rank of a world, each in a thread; returns what they return."""
     own = threading.local()
-    monkeypatch.setattr(runtime, "current", lambda: own.world)
+    monkeypatch.setattr(lifecycle, "current", lambda: own.world)
 
     def run(size, function):
         meeting = Meeting()
@@ -156,7 +158,7 @@ class AllJoin:
         self.came: list[int] = []
 
     def start_join(self) -> int:
-        self.came.append(runtime.current().place.rank)
+        self.came.append(lifecycle.current().place.rank)
         return 0
 
     def join_noted(self, turn: int) -> bool:

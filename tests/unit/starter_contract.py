@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
-import elastic
 from elastic.driver.launch.starter import READY, RUN_MODULE, Bootstrap, Starter, StartFailed
+from elastic.version import __version__
 
 DEADLINE_S = 20.0
 SECRET = "5ec2e7" * 10 + "5ec2"
@@ -33,8 +33,8 @@ import json, os, signal, sys
 if sys.argv[1] == "-c" and len(sys.argv) == 3:  # asked where it looks for modules
     print(json.dumps(sys.path))
     sys.exit()
-plain = sys.argv[1:] == ["-c", {run_module!r}, "elastic.driver.agent_process"]
-apart = sys.argv[1:3] == ["-I", "-c"] and "'elastic.driver.agent_process'" in sys.argv[3]
+plain = sys.argv[1:] == ["-c", {run_module!r}, "elastic.driver.agents.agent_process"]
+apart = sys.argv[1:3] == ["-I", "-c"] and "'elastic.driver.agents.agent_process'" in sys.argv[3]
 assert plain or apart, sys.argv
 signal.alarm(100)  # whatever the test forgets
 told = json.loads(sys.stdin.readline())
@@ -81,7 +81,7 @@ def stand_in(folder: Path) -> str:
     program.write_text(
         STAND_IN.format(
             python=sys.executable,
-            release=elastic.__version__,
+            release=__version__,
             folder=str(folder),
             ready=READY,
             run_module=RUN_MODULE,

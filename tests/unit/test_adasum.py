@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic import adasum
 from elastic.collectives import fake
+from elastic.collectives.algorithms import adasum
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, Invalid
 

@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import adasum, environment, ops, runtime
-from elastic.adasum_optimizer import AdasumDistributed
+from elastic.api import ops
+from elastic.api.compression import Compression
 from elastic.collectives import fake
+from elastic.collectives.algorithms import adasum
 from elastic.collectives.interface import Op
-from elastic.compression import Compression
 from elastic.errors import CollectiveFailed, Invalid, PeerLost
-from elastic.optimizer import Distributed, DistributedOptimizer
-from elastic.process_sets import ProcessSet
-from elastic.protocol import Place
+from elastic.negotiation.process_sets import ProcessSet
+from elastic.optimizer.adasum_optimizer import AdasumDistributed
+from elastic.optimizer.distributed_optimizer import Distributed, DistributedOptimizer
+from elastic.protocol.messages import Place
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
 
 
 class World:
@@ -54,8 +57,8 @@ def own(monkeypatch):
         return tensors
 
     monkeypatch.setattr(ops, "grouped_allreduce_", grouped_allreduce_)
-    monkeypatch.setattr(runtime, "current", lambda: own.world)
-    monkeypatch.setattr(runtime, "active", lambda: own.world)
+    monkeypatch.setattr(lifecycle, "current", lambda: own.world)
+    monkeypatch.setattr(lifecycle, "active", lambda: own.world)
     return own
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from elastic import runtime
 from elastic.errors import PeerLost
-from elastic.optimizer import DistributedOptimizer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.runtime import lifecycle
 from unit.small_worlds import World, backward, net, ranks_as_threads, sgd
 
 RANKS = 2
@@ -19,7 +19,7 @@ RANKS = 2
 @pytest.fixture
 def world(monkeypatch):
     world = World(RANKS)
-    monkeypatch.setattr(runtime, "current", lambda: world)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
     return world
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.agency import EXITS_LIMIT, Agency, Terms
-from elastic.driver.agent_protocol import Hire
+from elastic.driver.agents.agent_state import EXITS_LIMIT, Agency, Terms
+from elastic.driver.agents.messages import Hire
 from elastic.driver.events import WorkerExited
-from elastic.protocol import Worker
+from elastic.protocol.messages import Worker
 
 A = Worker("h", 0)
 

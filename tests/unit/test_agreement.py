@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.driver.agreement import Agreement
+from elastic.driver.network.address_check import Agreement
 
 
 def told(**hosts: str) -> str:

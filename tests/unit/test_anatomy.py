@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from elastic.errors import Invalid
-from elastic.state import TorchState, anatomy, optimizer_state
-from elastic.state.anatomy import dissect
-from elastic.state.model_state import ModelStateHandler
-from elastic.state.optimizer_state import OptimizerStateHandler
-from elastic.state.python_values import Index, copied
-from elastic.state.snapshot import same_bits
+from elastic.state import TorchState
+from elastic.state.handlers import optimizer_state
+from elastic.state.handlers.model_state import ModelStateHandler
+from elastic.state.handlers.optimizer_state import OptimizerStateHandler
+from elastic.state.handlers.python_values import Index, copied
+from elastic.state.snapshots import tensor_index
+from elastic.state.snapshots.snapshot import same_bits
+from elastic.state.snapshots.tensor_index import dissect
 
 
 class Net(nn.Module):
@@ -169,8 +171,8 @@ def test_a_model_that_stays_is_not_dissected_again(monkeypatch):
     def refuse(*_: object) -> Any:
         raise AssertionError("looked for again")
 
-    monkeypatch.setattr(anatomy, "dissect", refuse)
-    monkeypatch.setattr("elastic.state.model_state.dissect", refuse)
+    monkeypatch.setattr(tensor_index, "dissect", refuse)
+    monkeypatch.setattr("elastic.state.handlers.model_state.dissect", refuse)
     monkeypatch.setattr(optimizer_state, "entries_of", refuse)
     optimizer.step()
     state.commit()

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elastic.collectives import arena as arenas
-from elastic.collectives import memory
-from elastic.collectives.arena import Arena
+from elastic.collectives.shared_memory import arena as arenas
+from elastic.collectives.shared_memory import memfd
+from elastic.collectives.shared_memory.arena import Arena
 
 MIB = 1 << 20
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 def arena() -> Iterator[Arena]:
     made = Arena(64 * MIB)
     yield made
-    memory.unmap(made.address, made.bytes)
+    memfd.unmap(made.address, made.bytes)
     os.close(made.fd)
 
 
@@ -40,7 +40,7 @@ def tensor(arena: Arena, elements: int, dtype: torch.dtype = torch.float32) -> t
 
 def pages_of(arena: Arena) -> int:
     """How many the kernel holds for it."""
-    return os.fstat(arena.fd).st_blocks * 512 // memory.PAGE
+    return os.fstat(arena.fd).st_blocks * 512 // memfd.PAGE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
@@ -49,7 +49,7 @@ def test_a_tensor_of_zeros_begins_at_a_page(arena, dtype):
     assert first.shape == (1000,)
     assert first.dtype == dtype
     assert not first.any()
-    assert [each.data_ptr() % memory.PAGE for each in (first, second)] == [0, 0]
+    assert [each.data_ptr() % memfd.PAGE for each in (first, second)] == [0, 0]
     assert first.fill_(3).sum() == 3000
     assert not second.any()
 
@@ -57,7 +57,7 @@ def test_a_tensor_of_zeros_begins_at_a_page(arena, dtype):
 def test_its_memory_returns_with_the_last_view(arena):
     flat = tensor(arena, MIB)
     flat.fill_(1)
-    assert pages_of(arena) >= 4 * MIB // memory.PAGE
+    assert pages_of(arena) >= 4 * MIB // memfd.PAGE
     view = flat[10:20].view(2, 5)
     del flat
     assert arena.lent == 4 * MIB
@@ -71,7 +71,7 @@ def test_its_memory_returns_with_the_last_view(arena):
 def test_a_storage_alone_keeps_it(arena):
     storage = tensor(arena, 1000).fill_(1).untyped_storage()
     gc.collect()
-    assert arena.lent == memory.PAGE
+    assert arena.lent == memfd.PAGE
     assert torch.tensor([], dtype=torch.float32).set_(storage).sum() == 1000
 
 
@@ -80,7 +80,7 @@ def test_memory_that_a_peer_may_write_into_is_never_lent_again(arena):
     where = flat.data_ptr()
     assert arena.quarantine(flat[500:])
     del flat
-    assert arena.lent == memory.PAGE
+    assert arena.lent == memfd.PAGE
     assert tensor(arena, 1000).data_ptr() != where
 
 
@@ -102,12 +102,12 @@ def test_a_region_for_staging_returns_once(arena):
     region = arena.take(100)
     assert region is not None
     assert region.address == arena.address + region.offset
-    assert region.bytes == memory.PAGE
+    assert region.bytes == memfd.PAGE
     region.release()
     again = arena.take(100)
     region.release()
     assert again is not None
-    assert arena.lent == memory.PAGE
+    assert arena.lent == memfd.PAGE
 
 
 def test_a_full_arena_lends_no_more_until_something_returns(arena):
@@ -161,7 +161,7 @@ def test_where_the_system_refuses_it_says_what_to_do(none_yet, monkeypatch, numb
     def refuse(name: str, size: int) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(memory, "create", refuse)
+    monkeypatch.setattr(memfd, "create", refuse)
     assert arenas.mine() is None
     assert arenas.mine() is None
     with pytest.raises(AssertionError, match=advice):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.beside import within
+from elastic.driver.network.blocking_calls import within
 
 LONG_S = 20.0  # never waited for
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from elastic.driver.blame import Exceptions, Inquest, brief, describe_exit, exit_code
 from elastic.driver.events import BreakWorld, EndJob, KillWorker, PublishWorld
-from elastic.protocol import Commit, Worker
+from elastic.driver.membership.root_cause import (
+    Exceptions,
+    Inquest,
+    brief,
+    describe_exit,
+    exit_code,
+)
+from elastic.protocol.messages import Commit, Worker
 from unit.conversation import (
     Talk,
     disconnected,

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import gradients, runtime
+from elastic.api.compression import Compression
 from elastic.collectives.interface import Op
-from elastic.compression import Compression
 from elastic.errors import Invalid
-from elastic.optimizer import DistributedOptimizer
+from elastic.optimizer import gradient_reducer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.runtime import lifecycle
 from unit.small_worlds import Twins, World, backward, net, ranks_as_threads, sgd
 
 WIDE = 9000  # elements of a gradient that is filled in by itself
@@ -36,7 +37,7 @@ COMPRESSIONS = [Compression.none, Compression.fp16, Keeping]
 @pytest.fixture
 def world(monkeypatch):
     world = World(2)
-    monkeypatch.setattr(runtime, "current", lambda: world)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
     return world
 
 
@@ -201,8 +202,8 @@ def test_a_hook_that_comes_before_ours_makes_none(world):
 
 
 def test_gradients_that_were_taken_away_are_none(world, monkeypatch):
-    monkeypatch.setattr(gradients, "FIRST_BYTES", 0)
-    monkeypatch.setattr(gradients, "FULL_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
     model, other = net(1, WIDE, 2), net(3, 2)
     optimizer = of_both(model, other)
     for passes in (2, 1, 1):

@@ -121,7 +121,7 @@ def test_a_mistake_in_the_plan_of_run(plan, words, told, capsys, tmp_path):
 
 
 def test_a_partition_without_root_is_refused_before_the_start(capsys, monkeypatch):
-    monkeypatch.setattr("elastic.chaos.network.os.geteuid", lambda: 1000)
+    monkeypatch.setattr("elastic.chaos.inject.network.os.geteuid", lambda: 1000)
     said = refused(capsys, "run", *OFTEN, "--faults", "kill,partition", *JOB)
     assert "a partition needs root" in said
 

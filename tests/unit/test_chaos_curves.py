@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from elastic.chaos.curves import QUANTITIES, Curve, slope
+from elastic.chaos.soak.growth import QUANTITIES, Curve, slope
 
 MEMORY = next(q for q in QUANTITIES if q.key == "rss_mb")
 THREADS = next(q for q in QUANTITIES if q.key == "threads")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from elastic.chaos.follow import Follower, Story
-from elastic.driver.entries import Entry, encoded
+from elastic.chaos.inject.journal_tail import Follower, Story
 from elastic.driver.events import (
     EndJob,
     Event,
@@ -19,9 +18,15 @@ from elastic.driver.events import (
     WorkerResumed,
     WorkerReturned,
 )
-from elastic.driver.journal_file import FileJournal
+from elastic.driver.journal.entries import Entry, encoded
+from elastic.driver.journal.file import FileJournal
 from elastic.driver.settings import Settings
-from elastic.protocol import Address, Commit, Place, Worker
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Place,
+    Worker,
+)
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
 

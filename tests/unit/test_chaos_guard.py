@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from elastic.chaos.guard import Guard
+from elastic.chaos.inject.resume_guard import Guard
 
 STOPS_IT_AND_IS_KILLED = """
 import os, signal, sys
-from elastic.chaos.guard import Guard
+from elastic.chaos.inject.resume_guard import Guard
 pid = int(sys.argv[1])
 guard = Guard(os.pidfd_open(pid))
 os.kill(pid, signal.SIGSTOP)

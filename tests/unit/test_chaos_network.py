@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from elastic.chaos import network
-from elastic.chaos.network import Socket
+from elastic.chaos.inject import network
+from elastic.chaos.inject.network import Socket
 from elastic.errors import Invalid
 
 

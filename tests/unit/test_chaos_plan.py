@@ -9,10 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from elastic.chaos.plan import DRAWN_PER_LOOK, LASTING, Chance, Fault, Plan, Schedule, choose, draw
-from elastic.chaos.plan_file import read_plan
+from elastic.chaos.inject.plan import (
+    DRAWN_PER_LOOK,
+    LASTING,
+    Chance,
+    Fault,
+    Plan,
+    Schedule,
+    choose,
+    draw,
+)
+from elastic.chaos.inject.plan_file import read_plan
 from elastic.errors import Invalid
-from elastic.protocol import Worker
+from elastic.protocol.messages import Worker
 
 A, B, C = (Worker("gpu1", 0), Worker("gpu1", 1), Worker("gpu2", 0, 4))
 

@@ -9,8 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic.chaos.reduction_numbers import ELEMENT_BYTES, Numbers, reduced, same
-from elastic.chaos.reduction_plan import (
+from elastic.chaos.reductions.numbers import (
+    ELEMENT_BYTES,
+    Numbers,
+    reduced,
+    same,
+)
+from elastic.chaos.reductions.plan import (
     DTYPES,
     MOST_BYTES,
     OPS,

@@ -7,9 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from elastic.chaos.plan import Injected
-from elastic.chaos.report import percentiles, report
-from elastic.chaos.tables import show
+from elastic.chaos.inject.plan import Injected
+from elastic.chaos.inject.report import percentiles, report
+from elastic.chaos.inject.tables import show
 from elastic.driver.events import (
     Action,
     BreakWorld,
@@ -30,9 +30,14 @@ from elastic.driver.events import (
     WorkerResumed,
     WorkerReturned,
 )
-from elastic.driver.journal import Entry
+from elastic.driver.journal.journal import Entry
 from elastic.driver.settings import Settings
-from elastic.protocol import Address, Commit, Place, Worker
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Place,
+    Worker,
+)
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
 STORE = Address("127.0.0.1", 1)

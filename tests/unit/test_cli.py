@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elastic.driver import check_build, cli
-from elastic.driver.flags import Options, parse
-from elastic.driver.hosts import ThisHost
-from elastic.driver.job import Job
+from elastic.driver.commandline import check_build, cli
+from elastic.driver.commandline.flags import Options, parse
+from elastic.driver.job.job import Job
+from elastic.driver.network.hosts import ThisHost
 from elastic.driver.settings import UNBOUNDED
 from elastic.errors import Invalid
 
@@ -651,7 +651,7 @@ def test_a_config_file_that_cannot_be_read_is_told(folder):
     [
         ("/opt/bin/elasticrun", "elasticrun"),
         ("/opt/bin/horovodrun", "horovodrun"),
-        ("/opt/elastic/driver/cli.py", "elasticrun"),
+        ("/opt/elastic/driver/commandline/cli.py", "elasticrun"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, called, name):
@@ -773,7 +773,7 @@ def test_another_horovod_is_looked_for(monkeypatch):
 
 def test_reading_flags_needs_no_torch():
     program = (
-        "import sys\nfrom elastic.driver import cli\n"
+        "import sys\nfrom elastic.driver.commandline import cli\n"
         "assert cli.main(['--version']) == 0\nassert 'torch' not in sys.modules"
     )
     root = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import torch
 from elastic.collectives import construct, fake
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.local import LocalCollectives
-from elastic.collectives.store import listen
 from elastic.errors import CollectiveFailed
+from elastic.rendezvous.store import listen
 from unit.collectives_contract import CollectivesContract
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.compression import Compression
+from elastic.api.compression import Compression
 
 
 def there_and_back(compression, tensor):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elastic.driver.cooldown import Cooldown
+from elastic.driver.membership.scheduling.cooldown import Cooldown
+from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.settings import Settings
-from elastic.driver.slots import Slots
-from elastic.protocol import Worker
+from elastic.protocol.messages import Worker
 
 A, B = ("h", 0), ("h", 1)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic.coordinator import Coordinator
-from elastic.offers import Offers
-from elastic.one_set import bits
-from elastic.requests import (
+from elastic.negotiation.cached_allreduce import TIMES_ALONE
+from elastic.negotiation.coordinator import Coordinator
+from elastic.negotiation.message_table import bits
+from elastic.negotiation.messages import (
     AGREE,
     ALL,
     ALLGATHER,
@@ -28,7 +28,7 @@ from elastic.requests import (
     Settled,
     mismatch,
 )
-from elastic.standing_orders import TIMES_ALONE
+from elastic.negotiation.response_cache import Offers
 
 
 @dataclass

@@ -19,11 +19,11 @@ from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
 from elastic.driver.discovery.local import LocalDiscovery
-from elastic.driver.discovery.ray import RayDiscovery, Wanted
 from elastic.driver.discovery.script import QUIET, ScriptDiscovery, find_script
 from elastic.driver.discovery.static import StaticDiscovery
-from elastic.driver.etcd import Item
-from elastic.driver.job import Job, first_hosts, script_discovery
+from elastic.driver.etcd.client import Item
+from elastic.driver.job.job import Job, first_hosts, script_discovery
+from elastic.driver.ray.discovery import RayDiscovery, Wanted
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from unit.fake_ray import FakeRay

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.driver.ending import DEATH_S, GRACE_S, REMIND_S, Ending
 from elastic.driver.events import EndJob, KillWorker, Report, WorkerExited
-from elastic.driver.layouts import difference
-from elastic.protocol import Place, Worker
+from elastic.driver.job.ending import (
+    DEATH_S,
+    GRACE_S,
+    REMIND_S,
+    Ending,
+)
+from elastic.driver.membership.layout_diff import difference
+from elastic.protocol.messages import Place, Worker
 
 A, B, SPARE = Worker("h1", 0), Worker("h1", 1), Worker("h1", 2)
 MEMBERS = {A: Place(0, 2, 0, 2, 0, 1), B: Place(1, 2, 1, 2, 0, 1)}

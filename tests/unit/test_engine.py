@@ -6,12 +6,12 @@ import weakref
 
 import torch
 
-from elastic import environment
 from elastic.collectives.local import LocalCollectives
-from elastic.collectives.store import Store
-from elastic.engine import Engine
-from elastic.pending import Pending
-from elastic.protocol import Address, Place
+from elastic.negotiation.engine import Engine
+from elastic.negotiation.pending import Pending
+from elastic.protocol.messages import Address, Place
+from elastic.rendezvous import environment
+from elastic.rendezvous.store import Store
 
 
 def test_what_a_closed_engine_was_asked_for_does_not_outlive_it():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic import environment, nccl_settings
 from elastic.errors import Invalid
+from elastic.rendezvous import environment, nccl_settings
 
 
 def test_without_a_driver_a_collective_has_half_an_hour_unless_it_is_told():

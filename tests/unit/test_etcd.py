@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from elastic.driver.access import EtcdAccess
-from elastic.driver.etcd import Etcd
-from elastic.driver.etcd_contact import Contact
-from elastic.driver.etcd_keys import (
+from elastic.driver.etcd.availability import Contact
+from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.keys import (
     DriverSeat,
     SeatRecord,
     check_host,
@@ -18,6 +17,7 @@ from elastic.driver.etcd_keys import (
     seat_of,
     split_address,
 )
+from elastic.driver.network.credentials import EtcdAccess
 from elastic.errors import Invalid
 
 AWAY = (

@@ -7,18 +7,19 @@ import threading
 
 import pytest
 
-from elastic import environment, failpoints
-from elastic.chaos import in_process
+from elastic import failpoints
 from elastic.errors import Invalid
-from elastic.failpoints import Rule, failpoint, parse
+from elastic.failpoints import actions, failpoint
+from elastic.failpoints.rules import ACTIONS, Rule, parse
+from elastic.rendezvous import environment
 
 
 @pytest.fixture
 def struck(monkeypatch):
     """The arguments of every action that was carried out; all actions only note them."""
     arguments: list[str] = []
-    for action in in_process.ACTIONS:
-        monkeypatch.setitem(in_process.ACTIONS, action, arguments.append)
+    for action in actions.ACTIONS:
+        monkeypatch.setitem(actions.ACTIONS, action, arguments.append)
     return arguments
 
 
@@ -171,11 +172,11 @@ def test_a_rule_in_a_file_strikes_as_many_processes_as_it_says(rules, struck, tm
 def test_several_victims_wait_for_each_other(struck, tmp_path):
     rule = parse("bucket exit=1 victims=2 id=cell")[0]
     facts = {"worker": "localhost:2#1"}
-    first = threading.Thread(target=in_process.strike, args=(rule, facts, tmp_path / "rules"))
+    first = threading.Thread(target=actions.strike, args=(rule, facts, tmp_path / "rules"))
     first.start()
     first.join(0.05)
     assert first.is_alive() and not struck
-    in_process.strike(rule, facts, tmp_path / "rules")
+    actions.strike(rule, facts, tmp_path / "rules")
     first.join(10)
     assert struck == ["1", "1"]
 
@@ -185,13 +186,13 @@ def test_several_victims_wait_for_each_other(struck, tmp_path):
 
 def test_a_user_exception_is_raised_as_it_is():
     with pytest.raises(RuntimeError, match="a-damaged-sample"):
-        in_process.ACTIONS["raise"]("a-damaged-sample")
+        actions.ACTIONS["raise"]("a-damaged-sample")
 
 
 def test_a_full_disk_says_so():
     with pytest.raises(OSError, match="No space left on device"):
-        in_process.ACTIONS["disk-full"]("")
+        actions.ACTIONS["disk-full"]("")
 
 
 def test_every_action_that_can_be_written_can_be_done():
-    assert failpoints.ACTIONS.keys() == in_process.ACTIONS.keys()
+    assert ACTIONS.keys() == actions.ACTIONS.keys()

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic import environment, protocol, quiet_end, runtime
-from elastic import worker as worker_shell
 from elastic.errors import JobFailed, JobOver, LeaveRequested
-from elastic.runtime import Runtime
+from elastic.protocol import messages
+from elastic.rendezvous import environment
+from elastic.runtime import excepthook, lifecycle
+from elastic.runtime import worker as worker_shell
+from elastic.runtime.lifecycle import Runtime
 
 
 class Silent:
     """A link on which nothing comes, and nothing is heard of what goes."""
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: messages.Message) -> None:
         pass
 
     def poke(self) -> None:
@@ -78,7 +80,7 @@ def test_a_sleep_of_long_ago_has_nothing_to_do_with_it(worker, clock):
 
 
 def test_who_was_told_why_the_job_ended_says_nothing_more(worker):
-    worker._receive(protocol.End("too few workers"))
+    worker._receive(messages.End("too few workers"))
     worker._driver_lost("the driver closed the connection")
     assert not worker.lost_driver
     with pytest.raises(JobOver, match="too few workers"):
@@ -88,9 +90,9 @@ def test_who_was_told_why_the_job_ended_says_nothing_more(worker):
 def test_what_the_driver_has_said_ends_a_worker_without_a_traceback(monkeypatch):
     shown: list[BaseException] = []
     monkeypatch.setattr("sys.excepthook", lambda kind, error, trace: shown.append(error))
-    quiet_end.arrange()
+    excepthook.arrange()
     once = sys.excepthook
-    quiet_end.arrange()
+    excepthook.arrange()
     assert sys.excepthook is once
     mistake = ValueError("a mistake in the script")
     sys.excepthook(JobOver, JobOver("Ctrl-C at the driver"), None)
@@ -99,8 +101,8 @@ def test_what_the_driver_has_said_ends_a_worker_without_a_traceback(monkeypatch)
 
 
 def test_the_sentence_is_printed_where_elastic_run_ends(worker, monkeypatch, capsys):
-    monkeypatch.setattr(runtime, "_runtime", worker)
-    monkeypatch.setattr(runtime, "_initialized", True)
+    monkeypatch.setattr(lifecycle, "_runtime", worker)
+    monkeypatch.setattr(lifecycle, "_initialized", True)
 
     @elastic.run
     def train(state: elastic.ObjectState) -> None:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from elastic import protocol
-from elastic.driver import fleet as fleet_module
-from elastic.driver import uplink as uplink_module
-from elastic.driver.agent_protocol import (
+from elastic.driver.agents import fleet as fleet_module
+from elastic.driver.agents import uplink as uplink_module
+from elastic.driver.agents.fleet import AGENTS, Fleet
+from elastic.driver.agents.messages import (
     Beat,
     Dismissed,
     Heard,
@@ -23,12 +23,12 @@ from elastic.driver.agent_protocol import (
     Start,
     Tell,
 )
+from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import HostLost, HostReported, WorkerExited
-from elastic.driver.fleet import AGENTS, Fleet
 from elastic.driver.launch.starter import Bootstrap, StartFailed
-from elastic.driver.server import Server
-from elastic.driver.uplink import Uplink
-from elastic.protocol import Worker
+from elastic.driver.network.server import Server
+from elastic.protocol import messages as protocol
+from elastic.protocol.messages import Worker
 
 SECRET = b"s" * 32
 A, B = Worker("here", 0), Worker("there", 0)

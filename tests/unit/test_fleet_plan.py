@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.flags import Options, parse
-from elastic.driver.fleet_plan import AWAY_S, BOUND_AWAY_S, etcd_access, fleet_plan
-from elastic.driver.secret import make_secret_file
+from elastic.driver.commandline.flags import Options, parse
+from elastic.driver.commandline.multi_host_options import etcd_access, fleet_plan
+from elastic.driver.job.multi_host_plan import AWAY_S, BOUND_AWAY_S
+from elastic.driver.network.secret import make_secret_file
 from elastic.errors import Invalid
 
 HEX = "ab" * 32

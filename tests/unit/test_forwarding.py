@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elastic.driver import forwarding
-from elastic.driver.agent_protocol import Printed
-from elastic.driver.forwarding import Forwarding
-from elastic.protocol import Worker
+from elastic.driver.agents import forwarding
+from elastic.driver.agents.forwarding import Forwarding
+from elastic.driver.agents.messages import Printed
+from elastic.protocol.messages import Worker
 
 A, B = Worker("h", 0), Worker("h", 1)
 

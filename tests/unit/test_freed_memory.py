@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import environment, freed_memory, runtime
-from elastic.freed_memory import FreedMemory
+from elastic.optimizer import malloc_tuning
+from elastic.optimizer.malloc_tuning import FreedMemory
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
 from unit.small_worlds import World, backward, net, sgd
 
 MB = 1 << 20
@@ -109,8 +111,8 @@ def test_an_allocator_is_chosen_by_the_usual_variables(environ, chosen):
 def test_an_optimizer_of_large_gradients_says_so_in_its_first_step(monkeypatch):
     world = World(2)
     libc = Libc()
-    monkeypatch.setattr(runtime, "current", lambda: world)
-    monkeypatch.setattr(freed_memory, "_of_process", FreedMemory(libc, may=True))
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
+    monkeypatch.setattr(malloc_tuning, "_of_process", FreedMemory(libc, may=True))
     small, large = net(3, 2), net(1, 256 << 10, 1)
     for model, told in ((small, []), (large, [("mmap threshold", 32 * MB), KEPT, ("trim", 0)])):
         optimizer = sgd(model)

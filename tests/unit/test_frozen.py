@@ -13,7 +13,7 @@ from elastic.driver.events import (
     PublishWorld,
     StartWorker,
 )
-from elastic.driver.membership import Phase
+from elastic.driver.membership.membership import Phase
 from unit.conversation import (
     Talk,
     checked,

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import buckets, environment, gradient_buckets, gradients, joining, runtime
-from elastic.collectives import arena, fake, local
+from elastic.api.compression import Compression
+from elastic.collectives import fake, local
 from elastic.collectives.interface import Op
-from elastic.compression import Compression
-from elastic.gradient_buckets import FlatBucket, Scales
-from elastic.protocol import Place
+from elastic.collectives.shared_memory import arena
+from elastic.optimizer import bucket_plan, flat_buckets, gradient_reducer, join
+from elastic.optimizer.flat_buckets import FlatBucket, Scales
+from elastic.protocol.messages import Place
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
 from unit.small_worlds import AllJoin, Twins, World, backward, net, ranks_as_threads, sgd
 
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
@@ -21,7 +24,7 @@ INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "insid
 @pytest.fixture
 def world(monkeypatch):
     world = World(4)
-    monkeypatch.setattr(runtime, "current", lambda: world)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
     return world
 
 
@@ -67,7 +70,7 @@ def test_a_large_gradient_arrives_whatever_it_looks_like(gradient, layout, monke
     empty = torch.zeros(600, 500) if layout == "rows" else torch.zeros(500, 600).t()
     parameter = torch.nn.Parameter(empty)
     bucket = FlatBucket([parameter], [0], 300_000, torch.float32)
-    assert gradient_buckets.LARGE_BYTES <= 4 * 300_000
+    assert flat_buckets.LARGE_BYTES <= 4 * 300_000
     parameter.grad = gradient
     bucket.fill(0, watch=True)
     assert parameter.grad is not gradient
@@ -106,10 +109,10 @@ def test_halves_are_made_small_before_they_are_added_up_where_nobody_scales_insi
 def test_a_rank_that_joined_scales_as_the_others_do(threads, monkeypatch, inside, compression):
     """A group of threads breaks where ranks give different scales."""
     monkeypatch.setattr(fake.FakeCollectives, "scales_inside", inside)
-    monkeypatch.setattr(gradients, "FIRST_BYTES", 0)
-    monkeypatch.setattr(gradients, "FULL_BYTES", 0)
-    monkeypatch.setattr(joining, "FORMING_S", 0.0)
-    monkeypatch.setattr(joining, "submission", AllJoin(3))
+    monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
+    monkeypatch.setattr(join, "FORMING_S", 0.0)
+    monkeypatch.setattr(join, "submission", AllJoin(3))
 
     def run(rank):
         model = net(3, 4, 2)
@@ -120,7 +123,7 @@ def test_a_rank_that_joined_scales_as_the_others_do(threads, monkeypatch, inside
             optimizer.zero_grad()
             backward(model, scale=6.0)
             optimizer.step()
-        joining.join()
+        join.join()
         return model[-1].bias.grad.tolist()
 
     assert threads(3, run) == [[6.0, 6.0], [4.0, 4.0], [4.0, 4.0]]
@@ -159,27 +162,30 @@ def test_a_gradient_that_stays_in_its_bucket_is_never_written_by_filling():
 @pytest.mark.parametrize(
     ("place", "full"),
     [
-        (Place(0, 4, 0, 4, 0, 1), buckets.GPU_FULL_BYTES),
-        (Place(0, 4, 0, 3, 0, 2), buckets.GPU_FULL_BYTES_APART),
+        (Place(0, 4, 0, 4, 0, 1), bucket_plan.GPU_FULL_BYTES),
+        (Place(0, 4, 0, 3, 0, 2), bucket_plan.GPU_FULL_BYTES_APART),
         (
             Place(2, 4, 2, 3, 0, 1),
-            buckets.GPU_FULL_BYTES_APART,
+            bucket_plan.GPU_FULL_BYTES_APART,
         ),  # alone on the first host with this number
-        (Place(3, 4, 0, 1, 1, 2), buckets.GPU_FULL_BYTES_APART),
+        (Place(3, 4, 0, 1, 1, 2), bucket_plan.GPU_FULL_BYTES_APART),
     ],
 )
 def test_buckets_of_a_gpu_are_larger_and_every_rank_knows_how_large(world, place, full):
     world.place = place
     gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
-    assert gradients.bucket_bytes(world, gpu) == (buckets.FIRST_BYTES, full)
-    assert gradients.bucket_bytes(world, cpu) == (gradients.FIRST_BYTES, gradients.FULL_BYTES)
+    assert gradient_reducer.bucket_bytes(world, gpu) == (bucket_plan.FIRST_BYTES, full)
+    assert gradient_reducer.bucket_bytes(world, cpu) == (
+        gradient_reducer.FIRST_BYTES,
+        gradient_reducer.FULL_BYTES,
+    )
     world.env = environment.read({"HOROVOD_FUSION_THRESHOLD": "100"})
-    assert gradients.bucket_bytes(world, gpu) == (100, 100)
+    assert gradient_reducer.bucket_bytes(world, gpu) == (100, 100)
 
 
 def test_a_world_that_comes_to_span_hosts_arranges_its_buckets_anew(world, monkeypatch):
     full_at = (0, 0)
-    monkeypatch.setattr(gradients, "bucket_bytes", lambda world, device: full_at)
+    monkeypatch.setattr(gradient_reducer, "bucket_bytes", lambda world, device: full_at)
     optimizer = sgd(model := net(3, 4, 2), lr=0.0)
     found = []
     for full in (0, 1 << 20, 1 << 20):

@@ -9,22 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import gradient_layout, gradients, runtime
+from elastic.api.compression import Compression
 from elastic.collectives import fake
 from elastic.collectives.interface import Op
-from elastic.compression import Compression
-from elastic.driver import layouts
-from elastic.optimizer import DistributedOptimizer
-from elastic.process_sets import ProcessSet
+from elastic.driver.membership import layout_diff
+from elastic.negotiation.process_sets import ProcessSet
+from elastic.optimizer import gradient_layout, gradient_reducer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.runtime import lifecycle
 from elastic.state import ObjectState, TorchState
 from unit.small_worlds import World, net, sgd
 
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
-    monkeypatch.setattr(gradients, "reducers", weakref.WeakSet())  # without those of other tests
+    monkeypatch.setattr(
+        gradient_reducer, "reducers", weakref.WeakSet()
+    )  # without those of other tests
     world = World(2)
-    monkeypatch.setattr(runtime, "current", lambda: world)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
     return world
 
 
@@ -66,7 +69,7 @@ def state_of(reverse: bool = False, channels_last: bool = False, **options: Any)
     ],
 )
 def test_an_edited_script_is_told_the_first_thing_that_differs(other, expected):
-    said = layouts.difference(state_of(**other).layout(), state_of().layout())
+    said = layout_diff.difference(state_of(**other).layout(), state_of().layout())
     assert said.splitlines()[0] == expected
 
 
@@ -93,7 +96,7 @@ def test_an_optimizer_beside_the_state_is_compared_too():
     assert "DistributedOptimizer.compression none" in before.splitlines()
     del optimizer
     other = sgd(model, compression=Compression.fp16)
-    said = layouts.difference(gradient_layout.beside(state.handled()), before)
+    said = layout_diff.difference(gradient_layout.beside(state.handled()), before)
     assert said == "DistributedOptimizer.compression: fp16 here, none in the world"
     assert gradient_layout.beside(ObjectState().handled()) != ""
     assert gradient_layout.beside(TorchState(model=model, optimizer=other).handled()) == ""

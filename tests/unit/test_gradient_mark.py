@@ -8,12 +8,12 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from elastic import gradient_mark
 from elastic.collectives.interface import Op
 from elastic.errors import DeviceLost
-from elastic.gradient_mark import MarkOnHost
-from elastic.plans import Mark
-from elastic.state.pinned import Transit
+from elastic.optimizer import gradient_mark
+from elastic.optimizer.gradient_mark import MarkOnHost
+from elastic.optimizer.plan_agreement import Mark
+from elastic.state.snapshots.pinned import Transit
 
 
 class OnGpu(torch.Tensor):

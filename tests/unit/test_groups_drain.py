@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from elastic import environment
-from elastic.collectives import asleep, sockets
-from elastic.collectives.gloo import GlooCollectives
+from elastic.collectives.gloo import sockets, thread_activity
+from elastic.collectives.gloo.process_group import GlooCollectives
+from elastic.rendezvous import environment
 
 RUNLOOP = b"pt_gloo_runloop"
 PR_SET_NAME = 15
@@ -43,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("elastic.collectives.gloo.time", clock)
+    monkeypatch.setattr("elastic.collectives.gloo.process_group.time", clock)
     return clock
 
 
@@ -61,7 +61,7 @@ def test_a_lost_wake_up_does_not_hold_the_drain_up(group, clock):
 
 def test_a_group_whose_threads_never_rest_is_not_drained(group, clock, monkeypatch):
     monkeypatch.setattr(sockets, "count", lambda *_: 1)
-    monkeypatch.setattr(asleep, "runs", lambda: None)
+    monkeypatch.setattr(thread_activity, "runs", lambda: None)
     assert not group.drain(1.0)
     assert clock.now - 100.0 >= 1.0
 
@@ -69,19 +69,19 @@ def test_a_group_whose_threads_never_rest_is_not_drained(group, clock, monkeypat
 def test_what_is_not_cut_yet_is_cut_before_anyone_is_believed_to_sleep(group, clock, monkeypatch):
     done: list[str] = []
 
-    def look() -> asleep.Runs:
+    def look() -> thread_activity.Runs:
         done.append("look")
         return frozenset()
 
     monkeypatch.setattr(sockets, "cut", lambda *_: done.append("cut"))
-    monkeypatch.setattr(asleep, "runs", look)
+    monkeypatch.setattr(thread_activity, "runs", look)
     assert group.drain(1.0)
     assert done == ["cut", "look", "cut", "look"]
 
 
 def test_a_group_whose_threads_still_run_is_not_drained_yet(group, clock, monkeypatch):
     seen = iter([None, frozenset({("7", b"1/0")}), frozenset({("7", b"2/0")})])
-    monkeypatch.setattr(asleep, "runs", lambda: next(seen, frozenset({("7", b"2/0")})))
+    monkeypatch.setattr(thread_activity, "runs", lambda: next(seen, frozenset({("7", b"2/0")})))
     assert group.drain(1.0)
     assert (
         clock.now - 100.0 >= 0.08
@@ -103,20 +103,20 @@ def test_a_thread_that_works_is_told_from_one_that_sleeps():
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert working.wait(30)
-    before = asleep.runs()
-    assert before is None or asleep.runs() != before  # it runs, or is about to
+    before = thread_activity.runs()
+    assert before is None or thread_activity.runs() != before  # it runs, or is about to
     rest.set()
     assert resting.wait(30)
-    before, now = None, asleep.runs()
+    before, now = None, thread_activity.runs()
     for _ in range(1000):
         if now is not None and now == before:
             break
-        before, now = now, asleep.runs()
+        before, now = now, thread_activity.runs()
     assert now is not None
     assert now == before
     over.set()
     thread.join(30)
-    assert asleep.runs() != now
+    assert thread_activity.runs() != now
 
 
 @pytest.mark.parametrize(

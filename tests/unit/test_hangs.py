@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.driver.events import BreakWorld, EndJob, Event, KillWorker, WorkerProgressed
-from elastic.driver.hangs import Hang, Witness, judge
+from elastic.driver.membership.failure_detection.gpu_hangs import Hang, Witness, judge
+from elastic.driver.membership.wording import hang_line, hang_reason
 from elastic.driver.settings import Settings
-from elastic.driver.wording import hang_line, hang_reason
-from elastic.protocol import GRADIENTS, Launches, Worker
+from elastic.protocol.messages import GRADIENTS, Launches, Worker
 from unit.conversation import (
     Talk,
     exited,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from elastic import hardware
 from elastic.errors import DeviceLost
+from elastic.runtime import hardware_errors
 
 
 def with_code(error: torch.AcceleratorError, code: int) -> torch.AcceleratorError:
@@ -32,7 +32,7 @@ def out_of(error: Exception, cause: Exception) -> Exception:
     ids=lambda error: type(error).__name__,
 )
 def test_the_hardwares(error):
-    assert hardware.at_fault(error)
+    assert hardware_errors.at_fault(error)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_hardwares(error):
     ids=lambda error: str(error)[:30],
 )
 def test_the_scripts(error):
-    assert not hardware.at_fault(error)
+    assert not hardware_errors.at_fault(error)
 
 
 def test_where_the_context_is_lost_it_is_the_gpus_whatever_the_exception(monkeypatch):
@@ -60,7 +60,7 @@ def test_where_the_context_is_lost_it_is_the_gpus_whatever_the_exception(monkeyp
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     error = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")
-    monkeypatch.setattr(hardware, "_ask_the_device", refuses)
-    assert hardware.at_fault(error)
-    monkeypatch.setattr(hardware, "_ask_the_device", lambda: None)
-    assert not hardware.at_fault(error)
+    monkeypatch.setattr(hardware_errors, "_ask_the_device", refuses)
+    assert hardware_errors.at_fault(error)
+    monkeypatch.setattr(hardware_errors, "_ask_the_device", lambda: None)
+    assert not hardware_errors.at_fault(error)

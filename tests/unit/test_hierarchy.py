@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic.collectives import arena, fake, hierarchy_steps, threads
+from elastic.collectives import fake, threads
 from elastic.collectives.fake import FakeCollectives
-from elastic.collectives.hierarchy import HierarchicalCollectives
-from elastic.collectives.hierarchy_plan import Seats
+from elastic.collectives.hierarchical import steps
+from elastic.collectives.hierarchical.plan import Seats
+from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
+from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed
 from unit.collectives_contract import FLOATS, CollectivesContract, small
 
@@ -119,9 +121,9 @@ class Contract(CollectivesContract):
 
     @pytest.fixture(autouse=True)
     def small_chunks(self, monkeypatch):
-        monkeypatch.setattr(hierarchy_steps, "SHARE_BYTES", 512)
-        monkeypatch.setattr(hierarchy_steps, "LEADER_BYTES", 512)
-        monkeypatch.setattr(hierarchy_steps, "SMALL_BYTES", 64)
+        monkeypatch.setattr(steps, "SHARE_BYTES", 512)
+        monkeypatch.setattr(steps, "LEADER_BYTES", 512)
+        monkeypatch.setattr(steps, "SMALL_BYTES", 64)
 
     def make(self) -> list[Collectives]:
         return list(world_of(*self.hosts))
@@ -257,8 +259,8 @@ def test_a_forked_child_raises_instead_of_waiting_for_the_parents_thread():
 
 
 def test_the_ranks_of_a_host_start_the_same_in_the_same_order_however_fast_lanes_are(monkeypatch):
-    monkeypatch.setattr(hierarchy_steps, "SHARE_BYTES", 512)
-    monkeypatch.setattr(hierarchy_steps, "SMALL_BYTES", 64)
+    monkeypatch.setattr(steps, "SHARE_BYTES", 512)
+    monkeypatch.setattr(steps, "SMALL_BYTES", 64)
     world = world_of([0, 1], [2, 3])
     started: dict[int, list[str]] = {rank: [] for rank in range(4)}
     held = threading.Event()

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.collectives import hierarchy_plan
-from elastic.collectives.hierarchy_plan import Exchange, Parcel, Seats, Turn
+from elastic.collectives.hierarchical import plan
+from elastic.collectives.hierarchical.plan import (
+    Exchange,
+    Parcel,
+    Seats,
+    Turn,
+)
 
 EVEN = ((0, 1), (2, 3), (4, 5))
 MIXED = ((0, 3), (2, 1))  # as ranks that were dealt out to hosts in turn
@@ -46,7 +51,7 @@ def test_hosts_that_do_not_share_out_the_ranks_are_refused(hosts, rank):
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000, 4096, 4097, 1_000_003])
 @pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
 def test_chunks_cover_everything_once_and_fit(count, element_bytes):
-    spans = hierarchy_plan.chunks(count, element_bytes, 4096)
+    spans = plan.chunks(count, element_bytes, 4096)
     assert [begin for begin, _ in spans] == [0] + [end for _, end in spans[:-1]]
     assert spans[-1][1] == count
     assert all(0 < (end - begin) * element_bytes <= 4096 for begin, end in spans)
@@ -54,8 +59,8 @@ def test_chunks_cover_everything_once_and_fit(count, element_bytes):
 
 
 def test_chunks_are_about_equal_and_none_where_there_is_nothing():
-    assert hierarchy_plan.chunks(1100, 4, 4096) == [(0, 576), (576, 1100)]
-    assert hierarchy_plan.chunks(0, 4, 4096) == []
+    assert plan.chunks(1100, 4, 4096) == [(0, 576), (576, 1100)]
+    assert plan.chunks(0, 4, 4096) == []
 
 
 # ---- turns -----------------------------------------------------------------------------------------------------------
@@ -63,7 +68,7 @@ def test_chunks_are_about_equal_and_none_where_there_is_nothing():
 
 def test_while_a_chunk_is_on_the_wire_the_next_ones_are_reduced():
     reduce, cross, spread = Turn.REDUCE, Turn.CROSS, Turn.SPREAD
-    assert list(hierarchy_plan.schedule(4)) == [
+    assert list(plan.schedule(4)) == [
         (reduce, 0),
         *[(reduce, 1), (cross, 0)],
         *[(reduce, 2), (cross, 1), (spread, 0)],
@@ -76,7 +81,7 @@ def test_while_a_chunk_is_on_the_wire_the_next_ones_are_reduced():
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_every_chunk_has_its_three_turns_in_order(number, ahead):
-    turns = list(hierarchy_plan.schedule(number, ahead))
+    turns = list(plan.schedule(number, ahead))
     assert len(turns) == 3 * number
     for chunk in range(number):
         assert [turn for turn, of in turns if of == chunk] == list(Turn)
@@ -89,7 +94,7 @@ def test_every_chunk_has_its_three_turns_in_order(number, ahead):
 def test_a_broadcast_reaches_every_rank_from_ranks_that_have_it(hosts):
     everybody = seats(hosts)
     for root in range(len(everybody)):
-        routes = {each.rank: hierarchy_plan.route(each, root) for each in everybody}
+        routes = {each.rank: plan.route(each, root) for each in everybody}
         have = {root}
         for step in ("first", "cross", "last"):
             arrived = set()
@@ -106,7 +111,7 @@ def test_a_broadcast_reaches_every_rank_from_ranks_that_have_it(hosts):
 
 
 def test_only_the_roots_lane_carries_a_broadcast():
-    routes = [hierarchy_plan.route(each, 3) for each in seats(EVEN)]
+    routes = [plan.route(each, 3) for each in seats(EVEN)]
     assert [route.cross for route in routes] == [None, 1] * 3
     assert all(route.first is None and route.last == 1 for route in routes)
 
@@ -119,7 +124,7 @@ def carried_out(
 ) -> dict[int, list[Parcel]]:
     """Who holds which parcels after one step; what is sent must be held, and expected as it comes."""
     exchanges: dict[int, Exchange | None] = {
-        each.rank: getattr(hierarchy_plan.posting(each), step) for each in everybody
+        each.rank: getattr(plan.posting(each), step) for each in everybody
     }
     after = dict(held)
     for each in everybody:

@@ -14,10 +14,10 @@ import torch
 
 import horovod
 import horovod.torch as hvd
-from elastic import launching
 from elastic.errors import Invalid
 from elastic.horovod_errors import HorovodVersionMismatchError
-from elastic.optimizer import _subclass
+from elastic.launcher import launch_function
+from elastic.optimizer.distributed_optimizer import _subclass
 from horovod.common import util
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript, HostManager
@@ -164,7 +164,7 @@ def launched(monkeypatch):
         calls.append((args, {name: value for name, value in kwargs.items() if value}))
         return ["value"]
 
-    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(launch_function, "launch", launch)
     return calls
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic import environment, errors, host_news, runtime
+from elastic import errors
 from elastic.errors import (
     CollectiveFailed,
     ElasticError,
@@ -24,10 +24,12 @@ from elastic.horovod_errors import (
     HorovodWorldChanging,
     raise_as_horovod,
 )
-from elastic.protocol import Commit, Place
-from elastic.recovery import Phase, Recovery
+from elastic.protocol.messages import Commit, Place
+from elastic.rendezvous import environment
 from elastic.run_loop import run
-from elastic.runtime import Runtime
+from elastic.runtime import host_updates, lifecycle
+from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.recovery import Phase, Recovery
 from elastic.state import ObjectState
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
@@ -42,8 +44,8 @@ def only_elastic(monkeypatch):
 def world_of_one(monkeypatch):
     """Initialized without elasticrun."""
     rt = Runtime(environment.read({}), None)
-    monkeypatch.setattr(runtime, "_runtime", rt)
-    monkeypatch.setattr(runtime, "_initialized", True)
+    monkeypatch.setattr(lifecycle, "_runtime", rt)
+    monkeypatch.setattr(lifecycle, "_initialized", True)
     return rt
 
 
@@ -220,9 +222,9 @@ def test_a_state_hears_of_its_hosts_while_it_trains(world_of_one):
 
     @run
     def train(state: ObjectState) -> int:
-        host_news.tell(3.0, host_news.HostUpdateResult.mixed)
+        host_updates.tell(3.0, host_updates.HostUpdateResult.mixed)
         return state._host_messages.qsize()
 
     assert train(state) == 1
-    host_news.tell(4.0, host_news.HostUpdateResult.mixed)
+    host_updates.tell(4.0, host_updates.HostUpdateResult.mixed)
     assert state._host_messages.qsize() == 1

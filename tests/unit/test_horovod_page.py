@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import horovod.torch as hvd
-from elastic.driver import flags
-from elastic.driver.arguments import WithoutMeaning
+from elastic.driver.commandline import flags
+from elastic.driver.commandline.arguments import WithoutMeaning
 from elastic.driver.launch.environment import worker_environment
 from elastic.errors import Invalid
-from elastic.protocol import Address, Place, Worker
+from elastic.protocol.messages import Address, Place, Worker
 
 PAGE = Path(__file__).parents[2] / "docs" / "horovod.md"
 ROOT = PAGE.parents[1]
@@ -70,10 +70,10 @@ VARIABLES = """
     GLOO_IFACE ELASTIC ELASTIC_TIMEOUT START_TIMEOUT
 """
 READERS = [
-    "elastic/environment.py",
-    "elastic/started_by.py",
-    "driver/cli.py",
-    "driver/networks.py",
+    "elastic/rendezvous/environment.py",
+    "elastic/rendezvous/launcher_env.py",
+    "driver/commandline/cli.py",
+    "driver/network/choose_address.py",
 ]
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from elastic import environment, runtime
-from elastic.runtime import Runtime
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+from elastic.runtime.lifecycle import Runtime
 from elastic.state.state import has_custom_sync
 from horovod.common.elastic import ObjectState, State
 from horovod.torch.elastic.state import (
@@ -25,8 +26,8 @@ from horovod.torch.elastic.state import (
 @pytest.fixture(autouse=True)
 def world_of_one(monkeypatch):
     """Initialized without elasticrun."""
-    monkeypatch.setattr(runtime, "_runtime", Runtime(environment.read({}), None))
-    monkeypatch.setattr(runtime, "_initialized", True)
+    monkeypatch.setattr(lifecycle, "_runtime", Runtime(environment.read({}), None))
+    monkeypatch.setattr(lifecycle, "_initialized", True)
 
 
 class Rows:

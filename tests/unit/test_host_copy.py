@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.collectives import library
-from elastic.host_copy import HostCopy
-from elastic.state.snapshot import same_bits
+from elastic.collectives.shared_memory import native_library
+from elastic.collectives.shared_memory.host_copy import HostCopy
+from elastic.state.snapshots.snapshot import same_bits
 
 
 @pytest.fixture(params=["library", "torch"])
 def way(request, monkeypatch):
     """Who copies what can be copied byte by byte."""
     if request.param == "torch":
-        monkeypatch.setattr(library, "load", lambda: None)
-    elif library.load() is None:
-        pytest.skip(library.missing())
+        monkeypatch.setattr(native_library, "load", lambda: None)
+    elif native_library.load() is None:
+        pytest.skip(native_library.missing())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     return request.param
 

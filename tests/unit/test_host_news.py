@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from elastic import environment, host_news, protocol
 from elastic.errors import Invalid
-from elastic.recovery import Phase, Recovery
-from elastic.runtime import Runtime
+from elastic.protocol import messages
+from elastic.rendezvous import environment
+from elastic.runtime import host_updates
+from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.recovery import Phase, Recovery
 from elastic.state import ObjectState
 from horovod.common import elastic as without_framework
 from horovod.runner.elastic import worker
@@ -30,9 +32,9 @@ class Broken:
 @pytest.fixture
 def listener():
     made = Listener()
-    host_news.register(made)
+    host_updates.register(made)
     yield made
-    host_news.remove(made)
+    host_updates.remove(made)
 
 
 def test_the_results_are_flags_with_horovods_numbers():
@@ -56,42 +58,42 @@ def test_a_manager_registers_tells_and_forgets():
 
 def test_a_listener_that_raises_does_not_keep_it_from_the_others(listener, capsys):
     first = Broken()
-    host_news.remove(listener)
-    with host_news.told(first), host_news.told(listener):
-        host_news.tell(1.0, HostUpdateResult.mixed)
+    host_updates.remove(listener)
+    with host_updates.told(first), host_updates.told(listener):
+        host_updates.tell(1.0, HostUpdateResult.mixed)
     assert listener.heard == [(1.0, 3)]
     assert "Broken.on_hosts_updated raised" in capsys.readouterr().err
 
 
 def test_who_was_told_before_is_told_after(listener):
-    with host_news.told(listener):
+    with host_updates.told(listener):
         pass
-    host_news.tell(2.0, HostUpdateResult.mixed)
+    host_updates.tell(2.0, HostUpdateResult.mixed)
     assert listener.heard == [(2.0, 3)]
 
 
 def test_a_planned_change_is_told_once_though_the_driver_asks_again(listener):
-    sent: list[protocol.Message] = []
+    sent: list[messages.Message] = []
     rt = Runtime(environment.read({}), None)
     rt._recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
     rt._send = sent.append  # type: ignore[method-assign, assignment]
     for message in (
-        protocol.Prepare(1, 1),  # of a world that is over
-        protocol.Prepare(2, 1),
-        protocol.Prepare(2, 1),
-        protocol.StopAt(2, 1, 1),
+        messages.Prepare(1, 1),  # of a world that is over
+        messages.Prepare(2, 1),
+        messages.Prepare(2, 1),
+        messages.StopAt(2, 1, 1),
     ):
         rt._receive(message)
     assert [result for _, result in listener.heard] == [HostUpdateResult.mixed]
-    assert protocol.Checked(2, 1, 0) in sent
-    rt._receive(protocol.Prepare(2, 2))
+    assert messages.Checked(2, 1, 0) in sent
+    rt._receive(messages.Prepare(2, 2))
     assert len(listener.heard) == 2
 
 
 def test_another_list_of_hosts_is_told_at_once_and_nobody_stops_for_it(listener):
     rt = Runtime(environment.read({}), None)
     rt._recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
-    rt._receive(protocol.HostsListed())
+    rt._receive(messages.HostsListed())
     assert [result for _, result in listener.heard] == [HostUpdateResult.mixed]
     rt.check()
     assert rt._recovery.phase is Phase.TRAINING
@@ -99,9 +101,9 @@ def test_another_list_of_hosts_is_told_at_once_and_nobody_stops_for_it(listener)
 
 def test_a_state_that_is_told_keeps_when():
     state = ObjectState(step=0)
-    with host_news.told(state):
-        host_news.tell(7.0, HostUpdateResult.mixed)
-        host_news.tell(6.0, HostUpdateResult.mixed)
+    with host_updates.told(state):
+        host_updates.tell(7.0, HostUpdateResult.mixed)
+        host_updates.tell(6.0, HostUpdateResult.mixed)
     state.check_host_updates()
     assert state._last_updated_timestamp == 7.0
     assert state._host_messages.empty()

@@ -16,22 +16,24 @@ import msgspec
 import pytest
 
 from certificates import OPENSSL, new_authority
-from elastic import protocol, wire
-from elastic.chaos import fuzz
-from elastic.chaos.fuzz_decoders import Decoders, Streams
-from elastic.chaos.fuzz_input import Inputs
-from elastic.chaos.fuzz_server import OnLoopback
-from elastic.driver import agent_protocol, connection, metrics
-from elastic.driver import server as server_module
-from elastic.driver.console import Console
-from elastic.driver.metrics import Metrics
-from elastic.driver.server import Server, strangers_limit
-from elastic.driver.tracing import Tracing
-from elastic.driver.wording import event_of
+from elastic.chaos.fuzz import command
+from elastic.chaos.fuzz.decoders import Decoders, Streams
+from elastic.chaos.fuzz.inputs import Inputs
+from elastic.chaos.fuzz.server import OnLoopback
+from elastic.driver.agents import messages as agent_protocol
+from elastic.driver.membership.wording import event_of
+from elastic.driver.monitoring import metrics
+from elastic.driver.monitoring.metrics import Metrics
+from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.network import connection
+from elastic.driver.network import server as server_module
+from elastic.driver.network.server import Server, strangers_limit
+from elastic.driver.processes.console import Console
 from elastic.errors import Invalid
-from elastic.protocol import ProtocolError, Worker
-from elastic.tls import Endpoint, TlsFailed, context
-from elastic.wire import Wire
+from elastic.protocol import framing, messages
+from elastic.protocol.framing import Wire
+from elastic.protocol.messages import ProtocolError, Worker
+from elastic.protocol.tls import Endpoint, TlsFailed, context
 from unit.conversation import failed, running, worker
 from unit.test_server import SECRET, A, B, Peer, conversation
 
@@ -42,13 +44,13 @@ needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
 
 
 def test_a_short_run_of_the_fuzzer_finds_nothing():
-    tallies, _ = fuzz.fuzz(3.0, seed=11)
+    tallies, _ = command.fuzz(3.0, seed=11)
     assert [finding for tally in tallies for finding in tally.findings] == []
     assert all(tally.total > 20 for tally in tallies)
 
 
 def test_the_same_seed_draws_the_same():
-    once, again = Inputs(protocol.FromWorker, 5), Inputs(protocol.FromWorker, 5)
+    once, again = Inputs(messages.FromWorker, 5), Inputs(messages.FromWorker, 5)
     for _ in range(200):
         assert once.spoilt(once.body()) == again.spoilt(again.body())
 
@@ -62,14 +64,14 @@ def test_every_kind_of_message_is_drawn_and_fits():
 
 
 def test_a_seal_without_a_number_is_found(monkeypatch):
-    sealed = wire._tag
-    monkeypatch.setattr(wire, "_tag", lambda key, number, body: sealed(key, 0, body))
+    sealed = framing._tag
+    monkeypatch.setattr(framing, "_tag", lambda key, number, body: sealed(key, 0, body))
     _found(Streams, lambda streams: streams.tally, "a frame repeated")
 
 
 def test_one_key_for_all_connections_is_found(monkeypatch):
-    sealed = wire._tag
-    monkeypatch.setattr(wire, "_tag", lambda key, number, body: sealed(b"k", number, body))
+    sealed = framing._tag
+    monkeypatch.setattr(framing, "_tag", lambda key, number, body: sealed(b"k", number, body))
     _found(Streams, lambda streams: streams.tally, "a frame of another connection")
 
 
@@ -93,13 +95,13 @@ def test_a_server_that_lets_anybody_in_is_found(monkeypatch):
 
 def test_a_finding_is_an_exit_code(monkeypatch, capsys):
     options = argparse.Namespace(seconds=1.0, seed=1)
-    tallies, words = fuzz.fuzz(0.5, seed=1)
+    tallies, words = command.fuzz(0.5, seed=1)
     tallies[0].found("planted")
-    monkeypatch.setattr(fuzz, "fuzz", lambda seconds, seed: (tallies, words))
-    assert fuzz.main(options) == 1
+    monkeypatch.setattr(command, "fuzz", lambda seconds, seed: (tallies, words))
+    assert command.main(options) == 1
     assert "FOUND a decoder: planted" in capsys.readouterr().out
     with pytest.raises(Invalid, match="positive"):
-        fuzz.main(argparse.Namespace(seconds=0.0, seed=1))
+        command.main(argparse.Namespace(seconds=0.0, seed=1))
 
 
 def _found(part, tally, what: str) -> None:
@@ -128,7 +130,7 @@ def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
         assert await strangers[0].hear() is None  # the oldest gave way
         latest = strangers[-1]
         assert await latest.answer(Worker("nobody", 0))  # the newest may still speak
-        assert isinstance(await latest.hear(), protocol.TurnedAway)
+        assert isinstance(await latest.hear(), messages.TurnedAway)
         assert await latest.hear() is None
         assert len(driver.log) == 1 and "too many others came" in driver.log[0]
 
@@ -172,7 +174,7 @@ def test_who_drips_is_closed_in_time(monkeypatch):
 async def test_nobody_is_heard_before_the_proof_and_no_connection_is_harmed(driver):
     honest = await driver.worker(A)
     for body in (
-        protocol.encoded(protocol.Returned(1)),
+        messages.encoded(messages.Returned(1)),
         b"\x81\xa4type\xa5H\xffllo",  # no UTF-8
         b"\x91" * 900,
     ):
@@ -180,8 +182,8 @@ async def test_nobody_is_heard_before_the_proof_and_no_connection_is_harmed(driv
         await peer.hear()
         peer.writer.write(len(body).to_bytes(4, "big") + body)
         assert await peer.hear() is None
-    honest.say(protocol.Failed(1, "still here"))
-    assert await driver.next() == (A, protocol.Failed(1, "still here"))
+    honest.say(messages.Failed(1, "still here"))
+    assert await driver.next() == (A, messages.Failed(1, "still here"))
     assert driver.events.empty()
 
 
@@ -194,9 +196,9 @@ async def test_a_stranger_cannot_reflect_what_it_was_told(driver):
     for word in (
         challenge,
         accepted,
-        protocol.Answer(A, challenge.nonce, accepted.proof),
-        protocol.Answer(A, nonce, accepted.proof),
-        protocol.Answer(B, nonce, accepted.proof),
+        messages.Answer(A, challenge.nonce, accepted.proof),
+        messages.Answer(A, nonce, accepted.proof),
+        messages.Answer(B, nonce, accepted.proof),
     ):
         peer = await Peer.reach(driver.address)
         await peer.hear()
@@ -225,19 +227,19 @@ def test_a_message_of_an_old_generation_changes_nothing():
     talk = running(4)
     now = 2
     for message in (
-        protocol.Failed(now - 1, "reset"),
-        protocol.Stranded(now - 1, "reset"),
-        protocol.Checked(now - 1, 1, 5),
-        protocol.Resumed(now - 1, {}),
-        protocol.Progress(now - 1, 3, "allreduce", 1e9),
-        protocol.Pace(now - 1, 1, 1.0, 1.0),
+        messages.Failed(now - 1, "reset"),
+        messages.Stranded(now - 1, "reset"),
+        messages.Checked(now - 1, 1, 5),
+        messages.Resumed(now - 1, {}),
+        messages.Progress(now - 1, 3, "allreduce", 1e9),
+        messages.Pace(now - 1, 1, 1.0, 1.0),
     ):
         assert talk.tell(event_of(worker("h:0"), message)) == [], message
     assert talk.tell(failed("h:0", now)) != []  # of the present one it is heard
 
 
 def test_whatever_an_authenticated_worker_says_the_driver_goes_on_deciding():
-    inputs = Inputs(protocol.FromWorker, 9)
+    inputs = Inputs(messages.FromWorker, 9)
     told = 0
     for round_ in range(60):
         talk = running(3)
@@ -245,7 +247,7 @@ def test_whatever_an_authenticated_worker_says_the_driver_goes_on_deciding():
             tree = inputs.tree()
             if "generation" in tree:
                 tree["generation"] = inputs.random.choice((1, 2, 2, 2, 3))
-            message = protocol.from_worker.decode(msgspec.msgpack.encode(tree))
+            message = messages.from_worker.decode(msgspec.msgpack.encode(tree))
             try:
                 event = event_of(worker(f"h:{inputs.random.randrange(3)}"), message)
             except AssertionError:
@@ -261,7 +263,7 @@ def test_the_words_of_a_stranger_reach_no_terminal_raw():
     body = msgspec.msgpack.encode(
         {"type": "\x1b]0;owned\x07\nelastic | all is well\u202e" + "x" * 900}
     )
-    wire_ = Wire(protocol.from_worker)
+    wire_ = Wire(messages.from_worker)
     with pytest.raises(ProtocolError) as refusal:
         list(wire_.receive(len(body).to_bytes(4, "big") + body))
     text = str(refusal.value)
@@ -280,11 +282,11 @@ def test_the_drivers_lines_hold_nothing_that_a_terminal_obeys():
 
 def test_words_that_are_no_text_can_be_said_all_the_same():
     """A traceback may quote a file name that is no UTF-8."""
-    said = protocol.Raised(1, protocol.Commit(1, 2), "no file 'a\udcff'", "traceback \udcff")
-    heard = protocol.from_worker.decode(protocol.encoded(said))
+    said = messages.Raised(1, messages.Commit(1, 2), "no file 'a\udcff'", "traceback \udcff")
+    heard = messages.from_worker.decode(messages.encoded(said))
     assert heard.summary == "no file 'a?'" and heard.commit == said.commit
-    result = protocol.Answer(Worker("\udcff", 0), b"\xff\0", b"p")
-    assert protocol.from_worker.decode(protocol.encoded(result)).nonce == b"\xff\0"
+    result = messages.Answer(Worker("\udcff", 0), b"\xff\0", b"p")
+    assert messages.from_worker.decode(messages.encoded(result)).nonce == b"\xff\0"
 
 
 # ---- what it may cost ---------------------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ def test_lists_are_refused_before_they_are_built():
     body = head + many.to_bytes(4, "big") + b"\x95\xa0\xa0\xa0\0\0" * many  # 500 MB once built
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(msgspec.ValidationError, match="length <= 100000"):
-        protocol.from_worker.decode(body)
+        messages.from_worker.decode(body)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 
@@ -355,12 +357,12 @@ def test_a_worker_may_not_replace_a_file_of_the_drivers_host(tmp_path):
     link.symlink_to(keys)
     answers = []
 
-    async def ask(path) -> protocol.TimelineAnswer:
+    async def ask(path) -> messages.TimelineAnswer:
         tracing = Tracing(lambda level, text: None)
         tracing.serve(lambda worker, message: answers.append(message))
-        assert tracing.heard(A, protocol.TimelineWanted(1, str(path), False))
+        assert tracing.heard(A, messages.TimelineWanted(1, str(path), False))
         await tracing.close()
-        assert isinstance(answers[-1], protocol.TimelineAnswer)
+        assert isinstance(answers[-1], messages.TimelineAnswer)
         return answers[-1]
 
     for path in (keys, link):
@@ -388,7 +390,7 @@ def test_a_link_that_waits_for_a_new_timeline_is_not_followed(tmp_path):
 def test_a_handshake_that_somebody_changes_fails_and_nothing_else(tmp_path):
     files = new_authority(tmp_path).sign("host")
     ours, theirs = context(*files, server=True), context(*files, server=False)
-    pick = Inputs(protocol.FromWorker, 2)
+    pick = Inputs(messages.FromWorker, 2)
     refused = 0
     for _ in range(150):
         server, client = Endpoint(ours, server=True), Endpoint(theirs, server=False)

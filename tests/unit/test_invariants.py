@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.chaos.invariants import BrokenInvariant, Summary, check_journal
+from elastic.chaos.invariants.invariants import BrokenInvariant, Summary, check_journal
 from elastic.driver.events import (
     Action,
     DriverRestarted,
@@ -22,8 +22,8 @@ from elastic.driver.events import (
     WorkerDigested,
     WorkerReconnected,
 )
-from elastic.driver.journal_file import FileJournal
-from elastic.protocol import Commit
+from elastic.driver.journal.file import FileJournal
+from elastic.protocol.messages import Commit
 from unit.conversation import (
     checked,
     connected,

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import gradients, joining, runtime
+from elastic.api.compression import Compression
 from elastic.collectives.interface import Op
-from elastic.compression import Compression
 from elastic.errors import PeerLost, StateMismatch
-from elastic.optimizer import DistributedOptimizer
-from elastic.process_sets import ProcessSet
+from elastic.negotiation.process_sets import ProcessSet
+from elastic.optimizer import gradient_reducer, join
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.runtime import lifecycle
 from unit.small_worlds import backward, net, ranks_as_threads, sgd
 
 WAIT_S = 10.0
@@ -30,7 +31,7 @@ class Attendance:
 
     def start_join(self) -> int:
         with self._changed:
-            self._came.append(runtime.current().place.rank)
+            self._came.append(lifecycle.current().place.rank)
             self._changed.notify_all()
             return (len(self._came) - 1) // self._size
 
@@ -53,11 +54,11 @@ class Attendance:
 def world(monkeypatch):
     """``world(size, function)`` runs ``function(rank, attendance)`` on every rank."""
     threads = ranks_as_threads(monkeypatch)
-    monkeypatch.setattr(joining, "FORMING_S", 0.0)
+    monkeypatch.setattr(join, "FORMING_S", 0.0)
 
     def run(size, function):
         attendance = Attendance(size)
-        monkeypatch.setattr(joining, "submission", attendance)
+        monkeypatch.setattr(join, "submission", attendance)
         return threads(size, lambda rank: function(rank, attendance))
 
     return run
@@ -85,14 +86,14 @@ def test_it_helps_nobody_to_their_end_before_its_join_is_known(world):
             attendance.await_joined(1)
             train(model, optimizer, 1)
             story.append("stepped")
-        return joining.join()
+        return join.join()
 
     assert world(2, run) == [1, 1]
     assert story == ["known", "stepped"]
 
 
 def meeting() -> Any:
-    world: Any = runtime.current()
+    world: Any = lifecycle.current()
     return world.gradients
 
 
@@ -120,8 +121,8 @@ def train(model, optimizer, steps: int, scale: float = 1.0) -> None:
 )
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.bf16])
 def test_it_adds_zeros_whatever_the_reduction(world, monkeypatch, op, expected, compression):
-    monkeypatch.setattr(gradients, "FIRST_BYTES", 0)
-    monkeypatch.setattr(gradients, "FULL_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
 
     def run(rank, attendance):
         model = net(3, 4, 2)
@@ -130,7 +131,7 @@ def test_it_adds_zeros_whatever_the_reduction(world, monkeypatch, op, expected, 
         if rank:
             attendance.await_joined(1)
             train(model, optimizer, 3, scale=6.0)
-        joining.join()
+        join.join()
         return model[-1].bias.grad.tolist()
 
     first, *others = world(3, run)
@@ -148,7 +149,7 @@ def test_its_parameters_gradients_and_optimizer_stay_as_they_are(world):
             attendance.await_joined(1)
             train(model, optimizer, 3)
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), grads(model)))
-        joining.join()
+        join.join()
         after = (model.state_dict(), optimizer.state_dict(), grads(model))
         torch.testing.assert_close(after, before, rtol=0, atol=0)
         return float(next(iter(optimizer.state.values()))["step"])
@@ -167,7 +168,7 @@ def test_all_but_one_join_and_the_next_epochs_are_as_before(world):
                 attendance.await_joined(3 * epoch + 2)
                 train(model, optimizer, 2, scale=3.0)
             seen.append(float(model[0].bias.grad[0]))
-            joining.join()
+            join.join()
         return seen
 
     assert world(3, run) == [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0], [3.0, 1.0, 3.0]]
@@ -176,7 +177,7 @@ def test_all_but_one_join_and_the_next_epochs_are_as_before(world):
 def test_it_returns_who_joined_last(world):
     def run(rank, attendance):
         attendance.await_joined(2 - rank)
-        return joining.join()
+        return join.join()
 
     assert world(3, run) == [0, 0, 0]
 
@@ -185,7 +186,7 @@ def test_a_world_of_one(world):
     def run(rank, attendance):
         model = net(3, 2)
         train(model, sgd(model), 1)
-        return joining.join()
+        return join.join()
 
     assert world(1, run) == [0]
 
@@ -207,7 +208,7 @@ def test_a_user_s_compression_is_followed(world):
         if rank:
             attendance.await_joined(1)
             train(model, optimizer, 2, scale=4.2)
-        joining.join()
+        join.join()
         return model[0].bias.grad.tolist()
 
     assert world(2, run) == [[1.0, 1.0], [2.0, 2.0]]
@@ -223,7 +224,7 @@ def test_sparse_gradients_are_followed_with_none(world):
                 optimizer.zero_grad()
                 table(torch.tensor([4, 5])).sum().backward()
                 optimizer.step()
-        joining.join()
+        join.join()
         return None if table.weight.grad is None else table.weight.grad.to_dense()[4].tolist()
 
     assert world(2, run) == [None, [0.5, 0.5]]
@@ -240,7 +241,7 @@ def test_a_rank_without_any_data_takes_part_from_the_first_step(world):
             if rank:
                 attendance.await_joined(1)
                 train(model, optimizer, 2, scale=2.0)
-            joining.join()
+            join.join()
         assert grads(model)[0] is None or rank
         train(model, optimizer, 1, scale=2.0)  # it finds what the others agreed on
         return float(model[0].bias.grad[0])
@@ -258,7 +259,7 @@ def test_several_optimizers_may_step_in_any_order_and_at_different_rates(world):
             attendance.await_joined(1)
             for number in (1, 0, 0, 2, 1, 2):  # the third for the first time
                 train(models[number], optimizers[number], 1, scale=2.0)
-        joining.join()
+        join.join()
         for number in (2, 1, 0):
             train(models[number], optimizers[number], 1, scale=5.0)
         return [float(model[-1].bias.grad[0]) for model in models]
@@ -281,7 +282,7 @@ def test_two_backwards_before_two_steps(world):
                 backward(model, scale=4.0)  # launched in another order on each rank
             for optimizer in optimizers:
                 optimizer.step()
-        joining.join()
+        join.join()
         return [float(model[-1].bias.grad[0]) for model in models]
 
     assert world(2, run) == [[4.0, 4.0], [2.0, 2.0]]
@@ -299,7 +300,7 @@ def test_parameters_are_thawed_and_frozen_meanwhile(world):
                 train(model, optimizer, 1)
                 model[0].requires_grad_(not model[0].weight.requires_grad)
                 train(model, optimizer, 2)
-        joining.join()
+        join.join()
         train(model, optimizer, 1, scale=3.0)
         return float(model[-1].bias.grad[0])
 
@@ -316,7 +317,7 @@ def test_a_rank_that_comes_back_follows_what_the_others_have_thawed(world):
             attendance.await_joined(1)
             model[0].requires_grad_(True)
             train(model, optimizer, 1)
-        joining.join()
+        join.join()
         train(model, optimizer, 2, scale=3.0)
         return model[0].bias.grad.tolist()
 
@@ -331,14 +332,14 @@ def test_an_optimizer_takes_the_place_of_one_that_is_gone(world):
         train(first, optimizer, 1)
         if rank == 0:
             del optimizer
-            joining.join()
+            join.join()
             return sorted(purpose for purpose, _ in meeting().made)
         attendance.await_joined(1)
         train(first, optimizer, 1)
         del optimizer
         second = net(7, 5)
         train(second, sgd(second, lr=0.0), 2)
-        joining.join()
+        join.join()
         return second[0].bias.grad.tolist()
 
     purposes, gradient = world(2, run)
@@ -350,7 +351,7 @@ def test_optimizers_that_differ_are_refused_on_every_rank(world):
     def run(rank, attendance):
         if rank == 0:
             with pytest.raises(StateMismatch):
-                joining.join()
+                join.join()
             return "refused"
         attendance.await_joined(1)
         model = net(3, rank)
@@ -367,7 +368,7 @@ def test_sparse_gradients_without_a_sum_are_refused_on_every_rank(world):
         kept = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.0), op=Op.MAX)
         if rank == 0:
             with pytest.raises(StateMismatch, match="their own errors"):
-                joining.join()
+                join.join()
             return
         attendance.await_joined(1)
         assert kept is not None  # its hooks go with it
@@ -384,7 +385,7 @@ def test_a_world_that_breaks_ends_the_wait(world):
         train(model, optimizer, 1)
         if rank == 0:
             with pytest.raises(PeerLost):
-                joining.join()
+                join.join()
             return
         attendance.await_joined(1)
         meeting().abort()
@@ -442,7 +443,7 @@ def test_a_member_that_joined_follows_its_set(world):
                 if within is not None:
                     train(model, within, 1, scale=2.0)
                 train(other, both, 1, scale=3.0)
-        joining.join()
+        join.join()
         return None if rank == 0 else (grads(model)[-1], float(other[-1].bias.grad[0]))
 
     _, (mine, ours), (nothing, theirs) = world(3, run)

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from elastic.chaos.__main__ import main as chaos
-from elastic.chaos.follow import Follower
-from elastic.chaos.invariants import BrokenInvariant, check_journal
-from elastic.chaos.simulator import Simulation
-from elastic.driver import journal, journal_file
-from elastic.driver.entries import SNAPSHOT, Entry, Resumed, Writer, encoded, header_of
+from elastic.chaos.inject.journal_tail import Follower
+from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
+from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
     BreakWorld,
     DriverRestarted,
@@ -31,13 +29,35 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerReady,
 )
-from elastic.driver.journal import FORCED, Journal, ReplayDiffers, Upkeep, read, replay
-from elastic.driver.journal_file import FileArchive, FileJournal
-from elastic.driver.membership import Membership
+from elastic.driver.journal import file as journal_file
+from elastic.driver.journal import journal
+from elastic.driver.journal.entries import (
+    SNAPSHOT,
+    Entry,
+    Resumed,
+    Writer,
+    encoded,
+    header_of,
+)
+from elastic.driver.journal.file import FileArchive, FileJournal
+from elastic.driver.journal.journal import (
+    FORCED,
+    Journal,
+    ReplayDiffers,
+    Upkeep,
+    read,
+    replay,
+)
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.snapshot import NotTaken, taken
 from elastic.driver.settings import Settings
-from elastic.driver.snapshot import NotTaken, taken
 from elastic.errors import Invalid
-from elastic.protocol import Address, Commit, Place, Worker
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Place,
+    Worker,
+)
 
 A, B = Worker("h1", 0), Worker("h2", 0, 3)
 PLACE = Place(0, 2, 0, 1, 0, 2)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from elastic.chaos.simulator import Simulation
-from elastic.driver.entries import Entry, Writer, header_of
+from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import Action, DriverRestarted, EndJob, Event, StopRequested, TimePassed
-from elastic.driver.journal import Journal, Upkeep
-from elastic.driver.membership import Membership
-from elastic.driver.resume import Past
+from elastic.driver.journal.entries import Entry, Writer, header_of
+from elastic.driver.journal.journal import Journal, Upkeep
+from elastic.driver.journal.resume import Past
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.snapshot import taken
 from elastic.driver.settings import Settings
-from elastic.driver.snapshot import taken
 from unit.journal_contract import PLACES, InEtcd
 
 FIRST = Writer(1, "10.0.0.1:4000", "2026-01-01T00:00:00+0000", 100, 0.0, 0.0, 1000.0, "a")
@@ -266,7 +266,7 @@ def test_snapshots_keep_what_is_in_etcd_small(tmp_path, job):
 @pytest.mark.parametrize("lives_for", range(5))
 def test_a_snapshot_is_there_as_a_whole_or_not_at_all(tmp_path, job, lives_for, monkeypatch):
     """The driver is killed after each of the transactions that it takes."""
-    monkeypatch.setattr("elastic.driver.records.PIECE", 2000)
+    monkeypatch.setattr("elastic.driver.journal.records.PIECE", 2000)
 
     async def story() -> None:
         place = InEtcd(tmp_path)
@@ -334,7 +334,10 @@ def test_another_version_that_decides_otherwise_is_noticed(tmp_path, job, monkey
         await drive.begin()
         await drive.tell(job[1][:30])
         assert b"StartWorker" not in place.contents()
-        monkeypatch.setattr("elastic.driver.placement.places", lambda order: [None] * len(order))
+        monkeypatch.setattr(
+            "elastic.driver.membership.scheduling.placement.places",
+            lambda order: [None] * len(order),
+        )
         with pytest.raises(ValueError, match=r"has decided otherwise \(line .*HostsChanged"):
             await place.archive().past()
 

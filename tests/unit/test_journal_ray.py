@@ -14,17 +14,29 @@ from typing import Any
 
 import pytest
 
-from elastic.chaos.simulator import Simulation
-from elastic.driver.chapters import Piecewise, Place, chapter_name, counting
-from elastic.driver.discovery.ray_cluster import Unanswered
-from elastic.driver.entries import Entry, Header, Snapshot, Writer, decoded, header_of
+from elastic.chaos.simulator.simulator import Simulation
+from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import TimePassed
-from elastic.driver.journal import Upkeep
-from elastic.driver.journal_ray import RayArchive, RayJournal
-from elastic.driver.leadership import Deposed
-from elastic.driver.ray_kv import Insistent
+from elastic.driver.journal.entries import (
+    Entry,
+    Header,
+    Snapshot,
+    Writer,
+    decoded,
+    header_of,
+)
+from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.segments import (
+    Piecewise,
+    Place,
+    chapter_name,
+    counting,
+)
+from elastic.driver.membership.snapshot import taken
+from elastic.driver.ray.cluster import Unanswered
+from elastic.driver.ray.journal import RayArchive, RayJournal
+from elastic.driver.ray.kv import Insistent
 from elastic.driver.settings import Settings
-from elastic.driver.snapshot import taken
 from elastic.errors import Invalid
 from unit.journal_contract import FakeKeyValues, InRay, Killed
 from unit.test_journal_contract import Drive
@@ -42,7 +54,7 @@ def job():
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr("elastic.driver.records.PIECE", 2000)
+    monkeypatch.setattr("elastic.driver.journal.records.PIECE", 2000)
 
 
 # ---- killed at any call ----------------------------------------------------------------------------------------------
@@ -290,8 +302,8 @@ class Storm:
     ids=str,
 )
 def test_whoever_may_act_knows_what_was_done(seeds, monkeypatch):
-    monkeypatch.setattr("elastic.driver.journal_ray.past_of", told)
-    monkeypatch.setattr("elastic.driver.records.PIECE", 100)
+    monkeypatch.setattr("elastic.driver.ray.journal.past_of", told)
+    monkeypatch.setattr("elastic.driver.journal.records.PIECE", 100)
     deposed = acted = 0
     for seed in seeds:
         storm = Storm(seed)
@@ -469,7 +481,7 @@ def written(*records: tuple[bytes, dict[str, Any]]) -> dict[int, bytes]:
 
 
 def test_what_counts_is_found_from_the_end(monkeypatch):
-    monkeypatch.setattr("elastic.driver.records.PIECE", 4)
+    monkeypatch.setattr("elastic.driver.journal.records.PIECE", 4)
     a, b, c, d = (chapter_name(turn, 0, "0123456789ab") for turn in range(1, 5))
     old = written((b"old", {"begins": True}), (b"gone", {}))
     one = written((b"header", {"begins": True}), (b"x", {}), (b"too late", {}))

@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.collectives import library
 from elastic.collectives.interface import Op
-from elastic.collectives.library import DType
 from elastic.collectives.reducing import OPS
+from elastic.collectives.shared_memory import native_library
+from elastic.collectives.shared_memory.native_library import DType
 
-LIBRARY = library.load()
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason=library.missing())
+LIBRARY = native_library.load()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native_library.missing())
 
 INTEGERS = {
     DType.UINT8: np.uint8,
@@ -245,14 +245,23 @@ def test_one_nan_anywhere_is_the_result(kind, dtype, op):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_many_ranks_as_a_group_may_have(kind):
-    check(kind, DType.FLOAT32, Op.SUM, 77, library.MAX_RANKS, 0.25, range(library.MAX_RANKS), 0)
+    check(
+        kind,
+        DType.FLOAT32,
+        Op.SUM,
+        77,
+        native_library.MAX_RANKS,
+        0.25,
+        range(native_library.MAX_RANKS),
+        0,
+    )
 
 
 def test_what_is_no_dtype_no_operation_and_no_set_is_refused():
     for dtype, op in [(-1, Op.SUM), (9, Op.SUM), (DType.INT8, Op.AVERAGE), (DType.INT8, 6)]:
         assert call(None, dtype, op, [0], [0], 1, 1.0) == -1
     assert call(None, DType.INT8, Op.SUM, [0], [], 1, 1.0) == -1
-    assert call(None, DType.INT8, Op.SUM, [0], [0] * (library.MAX_RANKS + 1), 1, 1.0) == -1
+    assert call(None, DType.INT8, Op.SUM, [0], [0] * (native_library.MAX_RANKS + 1), 1, 1.0) == -1
     assert call("abacus", DType.INT8, Op.SUM, [0], [0], 0, 1.0) == -2
 
 
@@ -262,7 +271,7 @@ def test_the_environment_names_a_narrower_set(wished):
     if wished is not None:
         environment["ELASTIC_KERNELS"] = wished
     program = (
-        "from elastic.collectives import library\n"
+        "from elastic.collectives.shared_memory import native_library as library\n"
         "print(library.load().elastic_kernels_name().decode())"
     )
     done = subprocess.run(

@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
-from elastic.driver.names import Found
+from elastic.driver.network.resolver import Found
 
 A, B, C, D = "10.0.0.6", "10.0.0.7", "10.0.0.10", "10.0.0.8"
 A6, B6 = "fd00::6", "fd00::7"

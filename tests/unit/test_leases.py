@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.driver.leases import PAUSE_S, Leases
-from elastic.protocol import Worker
+from elastic.driver.processes.leases import PAUSE_S, Leases
+from elastic.protocol.messages import Worker
 
 LEASE_S = 2.0
 LOOK_S = 0.25

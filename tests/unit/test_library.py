@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.collectives import library, reducing
+from elastic.collectives import reducing
 from elastic.collectives.interface import Op
+from elastic.collectives.shared_memory import native_library
 
 ROOT = Path(__file__).parents[2]
-needed = pytest.mark.skipif(library.load() is None, reason=library.missing())
+needed = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
 SIZES = {  # of what C calls by these names
     "void": 0,
     "int": 4,
@@ -30,7 +31,7 @@ SIZES = {  # of what C calls by these names
 def read_elsewhere(file: Path) -> str:
     """What is said of a file, in a process of its own, since a bad one could end it."""
     program = (
-        "import sys\nfrom pathlib import Path\nfrom elastic.collectives import library\n"
+        "import sys\nfrom pathlib import Path\nfrom elastic.collectives.shared_memory import native_library as library\n"  # noqa: E501
         "found, why = library.read(Path(sys.argv[1]))\n"
         "print(why if found is None else found.elastic_kernels_name())"
     )
@@ -43,9 +44,9 @@ def read_elsewhere(file: Path) -> str:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    if library.load() is None:
-        pytest.skip(library.missing())
-    return Path(shutil.copy(library.FILE, tmp_path / "copy.so"))
+    if native_library.load() is None:
+        pytest.skip(native_library.missing())
+    return Path(shutil.copy(native_library.FILE, tmp_path / "copy.so"))
 
 
 COMPILERS = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
@@ -54,13 +55,13 @@ COMPILERS = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
 # Else a mistake in native/ would turn most tests of shared memory into skipped ones.
 @pytest.mark.skipif(not COMPILERS, reason="there is no C++ compiler")
 def test_where_there_is_a_compiler_there_is_a_library():
-    assert library.load() is not None, library.missing()
+    assert native_library.load() is not None, native_library.missing()
 
 
 @needed
 def test_a_library_that_is_there_is_loaded_once_and_says_nothing():
-    assert library.load() is library.load()
-    assert library.missing() == ""
+    assert native_library.load() is native_library.load()
+    assert native_library.missing() == ""
 
 
 def test_a_whole_copy_is_as_good(copy):
@@ -68,13 +69,13 @@ def test_a_whole_copy_is_as_good(copy):
 
 
 def test_where_none_was_built_a_line_says_how_to_build_it(tmp_path):
-    found, why = library.read(tmp_path / "none.so")
+    found, why = native_library.read(tmp_path / "none.so")
     assert found is None
     assert "was not built" in why and "make native" in why and "g++" in why and "\n" not in why
 
 
 def test_what_cannot_be_read_is_no_reason_to_fail(tmp_path):
-    found, why = library.read(tmp_path)
+    found, why = native_library.read(tmp_path)
     assert found is None
     assert "can't be read" in why
 
@@ -119,22 +120,25 @@ def test_another_file_under_its_name_is_not_loaded(tmp_path):
 
 
 def test_a_library_of_another_version_is_refused(copy, monkeypatch):
-    monkeypatch.setattr(library, "ABI", library.ABI + 1)
-    found, why = library.read(copy)
+    monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
+    found, why = native_library.read(copy)
     assert found is None
-    assert "another version" in why and f"ABI {library.ABI - 1}, not {library.ABI}" in why
+    assert (
+        "another version" in why
+        and f"ABI {native_library.ABI - 1}, not {native_library.ABI}" in why
+    )
 
 
 def test_a_library_without_one_of_the_functions_is_refused(copy, monkeypatch):
-    more = {**library.FUNCTIONS, "elastic_of_tomorrow": (None, ())}
-    monkeypatch.setattr(library, "FUNCTIONS", more)
-    found, why = library.read(copy)
+    more = {**native_library.FUNCTIONS, "elastic_of_tomorrow": (None, ())}
+    monkeypatch.setattr(native_library, "FUNCTIONS", more)
+    found, why = native_library.read(copy)
     assert found is None
     assert "can't be loaded" in why and "elastic_of_tomorrow" in why
 
 
 def test_loading_needs_no_torch():
-    program = "import sys\nfrom elastic.collectives import library\nlibrary.load()\nassert 'torch' not in sys.modules"
+    program = "import sys\nfrom elastic.collectives.shared_memory import native_library as library\nlibrary.load()\nassert 'torch' not in sys.modules"  # noqa: E501
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -165,22 +169,22 @@ def test_every_function_is_declared_as_in_the_headers():
         declared[name] = [size_in_c(returns), *map(size_in_c, arguments)]
     known = {
         name: [size_here(returns), *map(size_here, takes)]
-        for name, (returns, takes) in library.FUNCTIONS.items()
+        for name, (returns, takes) in native_library.FUNCTIONS.items()
     }
     assert declared == known
 
 
 def test_the_numbers_are_those_of_the_headers():
     text = source("kernels.h")
-    for enum, names in (("DType", library.DType), ("Op", reducing.OPS)):
+    for enum, names in (("DType", native_library.DType), ("Op", reducing.OPS)):
         body = re.search(rf"enum class {enum} : int32_t {{(.*?)}};", text, re.DOTALL)
         assert body is not None
         declared = {
             name.upper(): int(number) for name, number in re.findall(r"k(\w+) = (\d+)", body[1])
         }
         assert declared == {each.name: each.value for each in names}
-    assert f"kMaxRanks = {library.MAX_RANKS};" in text
-    assert f"elastic_abi(void) {{ return {library.ABI}; }}" in source("abi.cc")
+    assert f"kMaxRanks = {native_library.MAX_RANKS};" in text
+    assert f"elastic_abi(void) {{ return {native_library.ABI}; }}" in source("abi.cc")
 
 
 def test_the_options_have_the_fields_of_the_header():
@@ -189,14 +193,14 @@ def test_the_options_have_the_fields_of_the_header():
     declared = [
         (name, size_in_c(kind)) for kind, name in re.findall(r"([\w *]+[ *])(\w+);", body[1])
     ]
-    known = [(name, size_here(kind)) for name, kind in library.Options._fields_]
+    known = [(name, size_here(kind)) for name, kind in native_library.Options._fields_]
     assert declared == known
 
 
 @pytest.mark.parametrize("dtype", list(reducing.DTYPES), ids=str)
 def test_the_dtypes_are_as_wide_as_their_numbers_say(dtype):
     name = str(dtype).removeprefix("torch.").upper()
-    assert reducing.DTYPES[dtype] is library.DType[name]
+    assert reducing.DTYPES[dtype] is native_library.DType[name]
     reducing.check(torch.zeros(1, dtype=dtype), Op.SUM)
 
 
@@ -211,7 +215,7 @@ def test_what_is_not_in_the_table_is_refused_with_the_same_words_everywhere():
 def test_a_group_that_outlives_the_modules_is_silent():
     """The last group of a job that has ended well: its finalizer runs when ``os`` and the rest are gone."""
     program = (
-        "import ctypes, os\nfrom elastic.collectives import shared\n"
+        "import ctypes, os\nfrom elastic.collectives.shared_memory import process_group as shared\n"
         "kept = object.__new__(shared._Native)\n"
         "kept.handle, kept._closed, kept._forgotten, kept._pid = 1, True, False, os.getpid()\n"
         # Its module is still referred to, and loses its names one by one: ``os`` before this one.

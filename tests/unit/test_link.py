@@ -14,15 +14,15 @@ from collections.abc import Iterator
 import pytest
 
 from certificates import OPENSSL, new_authority, openssl
-from elastic import link as link_module
-from elastic import protocol
-from elastic.driver import connection
-from elastic.driver.server import WORKERS, Server
+from elastic.driver.network import connection
+from elastic.driver.network.server import WORKERS, Server
 from elastic.errors import DriverLost, Invalid
-from elastic.link import Link
-from elastic.protocol import Address, Worker
-from elastic.tls import check, context
-from elastic.wire import Wire
+from elastic.protocol import messages as protocol
+from elastic.protocol.framing import Wire
+from elastic.protocol.messages import Address, Worker
+from elastic.protocol.tls import check, context
+from elastic.runtime import link as link_module
+from elastic.runtime.link import Link
 
 SECRET = b"s" * 32
 A = Worker("localhost", 0)

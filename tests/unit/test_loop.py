@@ -9,8 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from elastic import protocol
-from elastic.driver import ending
 from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.events import (
     BreakWorld,
@@ -24,14 +22,16 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerFrozen,
 )
-from elastic.driver.journal import Journal, replay
-from elastic.driver.journal_file import FileJournal
+from elastic.driver.job import ending
+from elastic.driver.job.loop import Driver, Job
+from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.journal import Journal, replay
 from elastic.driver.launch.fake import FakeLauncher
-from elastic.driver.loop import Driver, Job
-from elastic.driver.membership import Membership
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.wording import event_of, recovery_line
 from elastic.driver.settings import Settings
-from elastic.driver.wording import event_of, recovery_line
-from elastic.protocol import Address, Commit, Worker
+from elastic.protocol import messages as protocol
+from elastic.protocol.messages import Address, Commit, Worker
 
 A, B, C = (Worker("localhost", n) for n in range(3))
 DEADLINE_S = 10.0

@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic import environment, run, runtime
+from elastic import run
 from elastic.collectives import nccl, threads
-from elastic.collectives.gloo import GlooCollectives
+from elastic.collectives.gloo.process_group import GlooCollectives
 from elastic.collectives.nccl import NcclCollectives, NcclWork
 from elastic.errors import DeviceLost, PeerLost
-from elastic.groups import Groups
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+from elastic.runtime.process_groups import Groups
+from elastic.runtime.worker import Runtime
 from elastic.state import ObjectState
-from elastic.worker import Runtime
 
 
 @pytest.fixture
@@ -107,8 +109,8 @@ def test_a_group_on_the_cpu_is_not_waited_for_any_longer(gpu):
 def test_the_process_ends_at_once_and_has_said_why(monkeypatch, capsys):
     """The interpreter's own end would wait for the GPU."""
     rt = Runtime(environment.read({}), None)
-    monkeypatch.setattr(runtime, "_runtime", rt)
-    monkeypatch.setattr(runtime, "_initialized", True)
+    monkeypatch.setattr(lifecycle, "_runtime", rt)
+    monkeypatch.setattr(lifecycle, "_initialized", True)
     said: list[tuple[str, bool]] = []
     monkeypatch.setattr(rt, "raised", lambda summary, trace, blame: said.append((summary, blame)))
 

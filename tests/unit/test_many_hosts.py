@@ -13,8 +13,11 @@ import pytest
 from elastic.chaos.__main__ import main
 from elastic.chaos.hosts import command, links
 from elastic.chaos.hosts.adoption import Adoptions
-from elastic.chaos.hosts.delay_line import Held
-from elastic.chaos.hosts.drawn import (
+from elastic.chaos.hosts.links import Link
+from elastic.chaos.hosts.merge_journals import join, term_of
+from elastic.chaos.hosts.netem import Held
+from elastic.chaos.hosts.programs import Late, Program
+from elastic.chaos.hosts.random_faults import (
     MOST_GAP_S,
     ON_DRIVERS,
     ON_ETCD,
@@ -22,14 +25,10 @@ from elastic.chaos.hosts.drawn import (
     SPARED,
     draw,
 )
-from elastic.chaos.hosts.joined import join, term_of
-from elastic.chaos.hosts.links import Link
-from elastic.chaos.hosts.programs import Late, Program
 from elastic.chaos.hosts.report import Mark, Measured, Outcome, page, rows
 from elastic.chaos.hosts.scenarios import SCENARIOS
 from elastic.chaos.hosts.steps import Aftermath, Note, Worker, aftermath, notes_of
-from elastic.chaos.simulator import Simulation
-from elastic.driver.entries import Entry, Writer, header_of
+from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
     DriverRestarted,
     Event,
@@ -41,14 +40,15 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerReconnected,
 )
-from elastic.driver.journal import recording, replay
-from elastic.driver.journal_copy import copied_to
-from elastic.driver.journal_file import FileArchive, FileJournal
-from elastic.driver.membership import Membership
-from elastic.driver.snapshot import taken
+from elastic.driver.journal.copy import copied_to
+from elastic.driver.journal.entries import Entry, Writer, header_of
+from elastic.driver.journal.file import FileArchive, FileJournal
+from elastic.driver.journal.journal import recording, replay
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.snapshot import taken
 from elastic.errors import Invalid
-from elastic.protocol import Address, Place
-from elastic.protocol import Worker as Name
+from elastic.protocol.messages import Address, Place
+from elastic.protocol.messages import Worker as Name
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 

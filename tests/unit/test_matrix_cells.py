@@ -6,9 +6,10 @@ import argparse
 
 import pytest
 
-from elastic.chaos import faults, matrix, matrix_cells, matrix_page
-from elastic.chaos.faults import Cell
-from elastic.chaos.matrix_cells import (
+from elastic.chaos.fault_matrix import cells as faults
+from elastic.chaos.fault_matrix import command, expectations, page
+from elastic.chaos.fault_matrix.cells import Cell
+from elastic.chaos.fault_matrix.expectations import (
     End,
     Result,
     batches,
@@ -19,9 +20,9 @@ from elastic.chaos.matrix_cells import (
     pairwise,
     shuts_connections,
 )
-from elastic.chaos.matrix_story import Story
+from elastic.chaos.fault_matrix.journal_facts import Story
 from elastic.errors import Invalid
-from elastic.failpoints import parse
+from elastic.failpoints.rules import parse
 
 MEMBERS = ["h:0#1", "h:1#1", "h:2#1", "h:3#1"]
 POSSIBLE = [cell for cell in faults.all_cells() if not faults.impossible(cell)]
@@ -139,8 +140,8 @@ def test_what_comes_from_outside_waits_for_it():
 
 def test_every_pair_that_can_be_is_in_a_few_cells():
     chosen = pairwise(POSSIBLE)
-    covered = {pair for cell in chosen for pair in matrix_cells.pairs(cell)}
-    assert covered == {pair for cell in POSSIBLE for pair in matrix_cells.pairs(cell)}
+    covered = {pair for cell in chosen for pair in expectations.pairs(cell)}
+    assert covered == {pair for cell in POSSIBLE for pair in expectations.pairs(cell)}
     assert len(chosen) < 150
     assert chosen == pairwise(reversed(POSSIBLE))
 
@@ -168,8 +169,8 @@ def test_who_shares_memory_is_spared_what_would_not_reach_it():
 
 def chosen_by(*words: str) -> list[Cell]:
     parser = argparse.ArgumentParser()
-    matrix.add_arguments(parser)
-    return matrix.choose(parser.parse_args(words))
+    command.add_arguments(parser)
+    return command.choose(parser.parse_args(words))
 
 
 def test_cells_are_chosen_by_axis():
@@ -225,7 +226,7 @@ def test_the_newest_member_is_the_one_that_connected_last():
 def test_the_page_shows_what_passed_what_failed_and_what_has_not_run():
     done = Cell(faults.LAST, faults.STOP, faults.FORWARD)
     failed = Cell(faults.LAST, faults.KILL, faults.FORWARD)
-    text = matrix_page.page(
+    text = page.page(
         {done: Result(done, True, 612.4), failed: Result(failed, False, said="4 exits, not 1")}
     )
     assert "fenced, recovers 612" in text

@@ -18,8 +18,8 @@ from elastic.driver.events import (
     StartWorker,
     WelcomeWorker,
 )
-from elastic.driver.membership import IllegalEvent, Phase
-from elastic.protocol import Commit, Place
+from elastic.driver.membership.membership import IllegalEvent, Phase
+from elastic.protocol.messages import Commit, Place
 from unit.conversation import (
     Talk,
     connected,

@@ -8,9 +8,7 @@ from math import inf
 
 import pytest
 
-from elastic.chaos.simulator import Simulation
-from elastic.driver import snapshot
-from elastic.driver.entries import Entry
+from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
     Event,
     HostsChanged,
@@ -19,12 +17,14 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerResumed,
 )
-from elastic.driver.membership import Membership, Phase
-from elastic.driver.roster import Roster
+from elastic.driver.journal.entries import Entry
+from elastic.driver.membership import snapshot
+from elastic.driver.membership.membership import Membership, Phase
+from elastic.driver.membership.roster import Roster
+from elastic.driver.membership.snapshot import NotTaken, restored, taken
 from elastic.driver.settings import Settings
-from elastic.driver.snapshot import NotTaken, restored, taken
 from elastic.errors import Invalid
-from elastic.protocol import Address, Launches, Worker
+from elastic.protocol.messages import Address, Launches, Worker
 from unit.conversation import Talk, exited, hosts, leaving, raised, running, worker
 
 EVERY = 5  # entries between two snapshots of a simulated job

@@ -25,12 +25,23 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerReturned,
 )
-from elastic.driver.hangs import Finding, Hang
-from elastic.driver.metrics import NAMES, Figures, Metrics, families, kind_of
-from elastic.driver.wording import hang_reason
+from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Hang
+from elastic.driver.membership.wording import hang_reason
+from elastic.driver.monitoring.metrics import (
+    NAMES,
+    Figures,
+    Metrics,
+    families,
+    kind_of,
+)
 from elastic.errors import Invalid
-from elastic.protocol import Address, Commit, Place, Worker
-from elastic.report_values import Report
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Place,
+    Worker,
+)
+from elastic.protocol.report_values import Report
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
 PLACE = Place(0, 3, 0, 3, 0, 1)

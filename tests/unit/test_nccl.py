@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic import own_gpu
-from elastic.collectives import nccl_library
+from elastic.collectives import nccl_library, own_gpu
 from elastic.collectives.interface import Op
 from elastic.collectives.nccl import NcclCollectives
-from elastic.collectives.store import Store
 from elastic.errors import CollectiveFailed, Invalid
+from elastic.rendezvous.store import Store
 
 
 class Kernel:

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from elastic.collectives import memory, neighbours
-from elastic.collectives.neighbours import Unreachable, open_peer
+from elastic.collectives.shared_memory import memfd, peer_memory
+from elastic.collectives.shared_memory.peer_memory import Unreachable, open_peer
 from elastic.collectives.topology import Identity, Shareable
 
-SIZE = 4 * memory.PAGE
+SIZE = 4 * memfd.PAGE
 
 
 @pytest.fixture
 def offered() -> Iterator[Shareable]:
-    fd = memory.create("offered", SIZE)
+    fd = memfd.create("offered", SIZE)
     os.pwrite(fd, b"hello", 0)
     yield Shareable(fd, os.fstat(fd).st_ino, SIZE)
     os.close(fd)
@@ -30,17 +30,17 @@ def nothing_left(mappings_of_its_own: None) -> Iterator[None]:
     """Whatever happens, a test leaves as many descriptors as there were."""
     before = len(os.listdir("/proc/self/fd"))
     yield
-    assert not neighbours._open
+    assert not peer_memory._open
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.fixture
 def me() -> Identity:
-    return neighbours.myself()
+    return peer_memory.myself()
 
 
 def test_a_process_is_the_same_each_time_it_is_asked(me):
-    assert me == neighbours.myself()
+    assert me == peer_memory.myself()
     assert (me.pid, me.user) == (os.getpid(), os.geteuid())
     assert len(me.host.boot) == 36
 
@@ -61,38 +61,38 @@ def test_two_groups_use_one_mapping_until_both_have_released_it(me, offered):
     first.release()
     assert ctypes.string_at(second.address, 5) == b"hello"
     second.release()
-    assert not neighbours._open
+    assert not peer_memory._open
 
 
 def test_a_mapping_that_is_kept_serves_the_next_generation(me, offered, monkeypatch):
     mapping = open_peer(me, offered, keep=True)
     mapping.release()
-    neighbours.sweep()  # its process lives
+    peer_memory.sweep()  # its process lives
     again = open_peer(me, offered, keep=True)
     assert again.address == mapping.address
-    monkeypatch.setattr(neighbours._Mapped, "gone", lambda self: True)
-    neighbours.sweep()  # it is used
+    monkeypatch.setattr(peer_memory._Mapped, "gone", lambda self: True)
+    peer_memory.sweep()  # it is used
     assert ctypes.string_at(again.address, 5) == b"hello"
     again.release()
-    assert not neighbours._open
+    assert not peer_memory._open
 
 
 def test_a_mapping_whose_process_has_gone_is_swept(me, offered, monkeypatch):
     open_peer(me, offered, keep=True).release()
-    assert neighbours._open
-    monkeypatch.setattr(neighbours._Mapped, "gone", lambda self: True)
-    neighbours.sweep()
-    assert not neighbours._open
+    assert peer_memory._open
+    monkeypatch.setattr(peer_memory._Mapped, "gone", lambda self: True)
+    peer_memory.sweep()
+    assert not peer_memory._open
 
 
 def test_a_release_in_the_middle_of_another_call_waits_for_its_end(me, offered):
     """As where the collector frees a group while its thread is in here."""
     mapping = open_peer(me, offered)
-    with neighbours._lock:
+    with peer_memory._lock:
         mapping.release()
         assert ctypes.string_at(mapping.address, 5) == b"hello"
-    neighbours.sweep()
-    assert not neighbours._open
+    peer_memory.sweep()
+    assert not peer_memory._open
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_what_the_system_refuses_is_a_sentence(me, offered, monkeypatch, place, 
     def refuse(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(memory if place == "map_shared" else os, place, refuse)
+    monkeypatch.setattr(memfd if place == "map_shared" else os, place, refuse)
     said = refused(me, offered)
     monkeypatch.undo()
     assert said.startswith(f"memory of process {me.pid} can't be mapped: ")
@@ -145,6 +145,6 @@ def test_what_the_system_refuses_is_a_sentence(me, offered, monkeypatch, place, 
 
 
 def test_without_proc_nobody_can_be_found(monkeypatch, tmp_path):
-    monkeypatch.setattr(neighbours, "_PROC", str(tmp_path))
+    monkeypatch.setattr(peer_memory, "_PROC", str(tmp_path))
     with pytest.raises(Unreachable, match=r"/proc does not tell .*; mount it"):
-        neighbours.myself()
+        peer_memory.myself()

@@ -9,16 +9,21 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.driver import interfaces, names
-from elastic.driver.interfaces import alone_address, listen_address, own_addresses, route_to
-from elastic.driver.names import resolved
-from elastic.driver.networks import (
+from elastic.driver.network import interfaces, resolver
+from elastic.driver.network.choose_address import (
     Interface,
     check_wanted,
     choose_bind,
     wanted_address,
     worker_variables,
 )
+from elastic.driver.network.interfaces import (
+    alone_address,
+    listen_address,
+    own_addresses,
+    route_to,
+)
+from elastic.driver.network.resolver import resolved
 from elastic.errors import Invalid
 
 LO4 = Interface("lo", "127.0.0.1", 8, True, True)
@@ -166,7 +171,7 @@ def listening(
         "fe80::6%2": "fe80::5",
     }
 
-    async def resolve(name: str, port: int, timeout_s: float) -> names.Found:
+    async def resolve(name: str, port: int, timeout_s: float) -> resolver.Found:
         if name not in book:
             raise OSError(f"{name} could not be resolved: not known")
         return [
@@ -251,7 +256,7 @@ def test_a_name_is_looked_up_anew_each_time():
     def ask(name, port, type):
         return answers((socket.AF_INET, (book.pop(0), port)))(name, port, type)
 
-    async def conversation() -> list[names.Found]:
+    async def conversation() -> list[resolver.Found]:
         return [await resolved("gpu1", 80, 5.0, ask=ask) for _ in range(2)]
 
     assert [found[0][1] for found in asyncio.run(conversation())] == ["10.0.0.6", "10.0.0.7"]

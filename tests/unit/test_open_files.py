@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from elastic.driver.open_files import SPARE, UNKNOWN, limit_for
+from elastic.driver.agents.open_files import SPARE, UNKNOWN, limit_for
 from elastic.errors import Invalid
 
 

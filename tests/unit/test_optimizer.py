@@ -11,20 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import environment, gradients, protocol, runtime
+from elastic.api.compression import Compression
 from elastic.collectives.interface import Op
 from elastic.collectives.local import LocalCollectives
-from elastic.compression import Compression
 from elastic.errors import Invalid, NotInitialized, PeerLost, StateMismatch
-from elastic.optimizer import DistributedOptimizer
-from elastic.process_sets import ProcessSet
+from elastic.negotiation.process_sets import ProcessSet
+from elastic.optimizer import gradient_reducer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.protocol import messages
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
 from unit.small_worlds import Twins, World, backward, net, ranks_as_threads, sgd
 
 
 @pytest.fixture
 def world(monkeypatch):
     world = World(2)
-    monkeypatch.setattr(runtime, "current", lambda: world)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
     return world
 
 
@@ -153,8 +156,8 @@ def test_the_first_step_compares_plans_and_later_ones_send_only_buckets(world):
 
 
 def test_buckets_are_launched_in_plan_order_whatever_becomes_ready_first(world, monkeypatch):
-    monkeypatch.setattr(gradients, "FIRST_BYTES", 0)
-    monkeypatch.setattr(gradients, "FULL_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
     first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(100))
     optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.1))
     (first.sum() + second.sum()).backward()
@@ -890,7 +893,7 @@ def test_init_comes_first(monkeypatch):
     def nothing():
         raise NotInitialized("call init() first")
 
-    monkeypatch.setattr(runtime, "current", nothing)
+    monkeypatch.setattr(lifecycle, "current", nothing)
     with pytest.raises(NotInitialized, match=r"init\(\)"):
         sgd(net(3, 2))
 
@@ -915,7 +918,7 @@ def test_the_threshold_of_fusion_sets_the_size_of_buckets(world):
 
 def test_thresholds_that_differ_are_refused(threads):
     def train(rank):
-        world = runtime.current()
+        world = lifecycle.current()
         world.env = environment.read({"HOROVOD_FUSION_THRESHOLD": str(100 * rank)})
         model = net(3, 2)
         optimizer = sgd(model)
@@ -1143,8 +1146,8 @@ def test_newcomers_that_differ_end_alone(threads):
 
     def train(rank):
         model = net(3, 2)
-        own: Any = runtime.current()
-        own.world = protocol.World(1, own.place, protocol.Address("", 0), 2, None, "")
+        own: Any = lifecycle.current()
+        own.world = messages.World(1, own.place, messages.Address("", 0), 2, None, "")
         optimizer = sgd(model, op=Op.SUM if rank == 2 else Op.AVERAGE)
         with pytest.raises(StateMismatch if rank == 2 else PeerLost, match="op is SUM on rank 2"):
             optimizer.step()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.driver.out_of_memory import OutOfMemory, memory_groups
+from elastic.driver.processes.out_of_memory import OutOfMemory, memory_groups
 
 V1 = "8:pids:/\n4:cpu,memory:/jobs/a\n0::/\n"
 LIMIT = "2000000000\n"

@@ -10,10 +10,16 @@ import threading
 
 import pytest
 
-from elastic.driver.console import Console, Writer, is_terminal, write_both, write_to
-from elastic.driver.output import LINE_LIMIT, Output
-from elastic.driver.tails import TAIL_LIMIT
-from elastic.protocol import Place, Worker
+from elastic.driver.processes.console import (
+    Console,
+    Writer,
+    is_terminal,
+    write_both,
+    write_to,
+)
+from elastic.driver.processes.output import LINE_LIMIT, Output
+from elastic.driver.processes.stderr_tail import TAIL_LIMIT
+from elastic.protocol.messages import Place, Worker
 
 A, B = Worker("h1", 0), Worker("h2", 3)
 
@@ -189,7 +195,7 @@ def test_what_a_slow_terminal_does_not_take_is_dropped_and_told_and_the_newest_i
 
 
 def test_at_the_end_a_slow_reader_gets_everything_in_order_and_is_named_once(monkeypatch):
-    monkeypatch.setattr("elastic.driver.output.REMIND_S", 0.0)
+    monkeypatch.setattr("elastic.driver.processes.output.REMIND_S", 0.0)
     terminal = Terminal()
     err = bytearray()
     output = Output(place_of=lambda w: place(0), stdout=terminal.write, stderr=err.extend)
@@ -292,7 +298,7 @@ def test_the_drivers_own_lines():
 def test_no_file_gets_the_number_of_a_standard_stream_that_was_closed():
     """What is meant for stderr would be written into it."""
     script = (
-        "import os, sys; from elastic.driver.console import stand_in_for_closed;"
+        "import os, sys; from elastic.driver.processes.console import stand_in_for_closed;"
         "stand_in_for_closed(); opened = os.open('/dev/null', os.O_RDONLY);"
         "sys.stderr.write('lost'); sys.stderr.flush(); print(opened, os.get_inheritable(2))"
     )

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic import own_gpu, starting, submission
+from elastic.collectives import own_gpu
 from elastic.collectives.interface import Op
 from elastic.collectives.nccl import NcclCollectives
-from elastic.collectives.store import Store
 from elastic.errors import Invalid
-from elastic.requests import ALLREDUCE, Request
+from elastic.negotiation import execution, submission
+from elastic.negotiation.messages import ALLREDUCE, Request
+from elastic.rendezvous.store import Store
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def test_a_rank_that_joins_has_its_part_on_its_own_gpu(current):
     current.choose(2)
     own_gpu.settle()
     request = Request(ALLREDUCE, "x", (("float32", (3,)),), "cuda", int(Op.SUM))
-    assert elsewhere(lambda: starting._device(request)) == torch.device("cuda", 2)
+    assert elsewhere(lambda: execution._device(request)) == torch.device("cuda", 2)
 
 
 def test_a_group_is_on_the_gpu_of_the_first_tensor_whichever_thread_forms_it(current):

@@ -5,10 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.driver.composition import Composition, compose
-from elastic.driver.placement import arrange, next_place, places, slots
-from elastic.driver.roster import Standing
-from elastic.protocol import Commit, Place, Worker
+from elastic.driver.membership.composition import Composition, compose
+from elastic.driver.membership.roster import Standing
+from elastic.driver.membership.scheduling.placement import (
+    arrange,
+    next_place,
+    places,
+    slots,
+)
+from elastic.protocol.messages import Commit, Place, Worker
 from unit.conversation import worker
 
 A, B, C, D = (worker(name) for name in ("h1:0", "h1:1", "h2:0", "h2:1"))

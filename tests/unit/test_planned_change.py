@@ -12,8 +12,8 @@ from elastic.driver.events import (
     StartWorker,
     StopMembersAt,
 )
-from elastic.driver.membership import Phase
-from elastic.protocol import Commit
+from elastic.driver.membership.membership import Phase
+from elastic.protocol.messages import Commit
 from unit.conversation import (
     Talk,
     checked,

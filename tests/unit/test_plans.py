@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from elastic import plans
 from elastic.collectives.interface import Op
 from elastic.errors import StateMismatch
-from elastic.plans import Layout, Mark, Outline, Plans, Sparse, Wire
+from elastic.optimizer import plan_agreement
+from elastic.optimizer.plan_agreement import (
+    Layout,
+    Mark,
+    Outline,
+    Plans,
+    Sparse,
+    Wire,
+)
 
 FOLDS: dict[Op, Any] = {Op.SUM: sum, Op.MAX: max, Op.MIN: min, Op.PRODUCT: math.prod}
 
@@ -30,8 +37,8 @@ def layout(digest: int) -> Layout:
     return Layout(digest, (1,), int(Op.SUM), 0.5, (0,), (Wire(17, "float32", "cpu"),), ())
 
 
-def reduced(*proposals: list[int]) -> plans.Verdict:
-    return plans.verdict([max(column) for column in zip(*proposals, strict=True)])
+def reduced(*proposals: list[int]) -> plan_agreement.Verdict:
+    return plan_agreement.verdict([max(column) for column in zip(*proposals, strict=True)])
 
 
 # ---- marks ---------------------------------------------------------------------------------------
@@ -42,35 +49,39 @@ def reduced(*proposals: list[int]) -> plans.Verdict:
 @pytest.mark.parametrize("mark", [Mark.STEP, Mark.CHANGE])
 def test_one_rank_that_has_data_is_heard_among_any_number_that_joined(op, joined, mark):
     for others in (1, 2, 30):
-        sent = [plans.mark_value(op, Mark.JOINED)] * joined + [plans.mark_value(op, mark)] * others
-        assert plans.read_mark(op, FOLDS[op](sent)) is mark
+        sent = [plan_agreement.mark_value(op, Mark.JOINED)] * joined + [
+            plan_agreement.mark_value(op, mark)
+        ] * others
+        assert plan_agreement.read_mark(op, FOLDS[op](sent)) is mark
 
 
 @pytest.mark.parametrize("op", FOLDS)
 def test_all_joined_is_heard_too(op):
-    sent = [plans.mark_value(op, Mark.JOINED)] * 7
-    assert plans.read_mark(op, FOLDS[op](sent)) is Mark.JOINED
+    sent = [plan_agreement.mark_value(op, Mark.JOINED)] * 7
+    assert plan_agreement.read_mark(op, FOLDS[op](sent)) is Mark.JOINED
 
 
 def test_a_mark_survives_the_scale_of_an_average():
     for size in (2, 1000):
         for mark in (Mark.STEP, Mark.CHANGE):
-            one = plans.mark_value(Op.SUM, mark) / size
-            assert plans.read_mark(Op.SUM, one) is mark
+            one = plan_agreement.mark_value(Op.SUM, mark) / size
+            assert plan_agreement.read_mark(Op.SUM, one) is mark
 
 
 def test_a_sum_or_product_too_large_for_its_dtype_is_still_understood():
-    assert plans.read_mark(Op.SUM, math.inf) is Mark.STEP
-    assert plans.read_mark(Op.SUM, -math.inf) is Mark.CHANGE
-    assert plans.read_mark(Op.PRODUCT, math.inf) is Mark.STEP
-    assert plans.read_mark(Op.PRODUCT, math.inf * 0.0) is Mark.CHANGE
+    assert plan_agreement.read_mark(Op.SUM, math.inf) is Mark.STEP
+    assert plan_agreement.read_mark(Op.SUM, -math.inf) is Mark.CHANGE
+    assert plan_agreement.read_mark(Op.PRODUCT, math.inf) is Mark.STEP
+    assert plan_agreement.read_mark(Op.PRODUCT, math.inf * 0.0) is Mark.CHANGE
 
 
 @pytest.mark.parametrize("op", FOLDS)
 def test_one_change_is_heard_among_any_number_of_steps(op):
     for others in (1, 2, 30, 300):
-        sent = [plans.mark_value(op, mark) for mark in (Mark.CHANGE, *[Mark.STEP] * others)]
-        assert plans.read_mark(op, FOLDS[op](sent)) is Mark.CHANGE
+        sent = [
+            plan_agreement.mark_value(op, mark) for mark in (Mark.CHANGE, *[Mark.STEP] * others)
+        ]
+        assert plan_agreement.read_mark(op, FOLDS[op](sent)) is Mark.CHANGE
 
 
 # ---- comparing -----------------------------------------------------------------------------------
@@ -80,20 +91,20 @@ def test_ranks_that_joined_have_no_say_in_what_must_be_equal():
     own = Outline(7, 3, -1, 0)
     free = Plans().taken()
     verdict = reduced(
-        plans.proposal(None, 0, 0, 0, free),
-        plans.proposal(own, 5, 1, 1, free),
-        plans.proposal(own, 5, 2, 2, free),
+        plan_agreement.proposal(None, 0, 0, 0, free),
+        plan_agreement.proposal(own, 5, 1, 1, free),
+        plan_agreement.proposal(own, 5, 2, 2, free),
     )
     assert verdict.equal and verdict.alike and verdict.greatest == own
     assert verdict.joined and verdict.source == 1 and verdict.sparse == 2
-    assert len(plans.proposal(own, 5, 0, 1, free)) == plans.VERDICT
+    assert len(plan_agreement.proposal(own, 5, 0, 1, free)) == plan_agreement.VERDICT
 
 
 def test_a_difference_is_seen_by_all_with_its_bounds():
     free = Plans().taken()
     verdict = reduced(
-        plans.proposal(Outline(7, 3, -1, 0), 5, 0, 0, free),
-        plans.proposal(Outline(8, 3, -1, 0), 6, 0, 1, free),
+        plan_agreement.proposal(Outline(7, 3, -1, 0), 5, 0, 0, free),
+        plan_agreement.proposal(Outline(8, 3, -1, 0), 6, 0, 1, free),
     )
     assert not verdict.equal and not verdict.alike and not verdict.joined
     assert (verdict.least.digest, verdict.greatest.digest) == (7, 8)
@@ -101,9 +112,9 @@ def test_a_difference_is_seen_by_all_with_its_bounds():
 
 def test_an_order_that_all_have_seen_need_not_be_told():
     own, free = Outline(7, 3, 100, -1), Plans().taken()
-    joined = plans.proposal(None, 0, 0, 0, free)
+    joined = plan_agreement.proposal(None, 0, 0, 0, free)
     first, same, other = [
-        plans.proposal(own, 5, 0, rank + 1, free, order=order)
+        plan_agreement.proposal(own, 5, 0, rank + 1, free, order=order)
         for rank, order in enumerate([(2, 1, 0), (2, 1, 0), (0, 1, 2)])
     ]
     assert reduced(joined, first, same).same_order
@@ -112,7 +123,9 @@ def test_an_order_that_all_have_seen_need_not_be_told():
 
 
 def test_nobody_is_left_to_propose():
-    verdict = reduced(*[plans.proposal(None, 0, 0, rank, Plans().taken()) for rank in range(3)])
+    verdict = reduced(
+        *[plan_agreement.proposal(None, 0, 0, rank, Plans().taken()) for rank in range(3)]
+    )
     assert verdict.source is None
 
 
@@ -137,9 +150,9 @@ def agree(
 ) -> int:
     before = known.find(owner)
     own = Outline(digest, 1, -1 if before is None else before.number, 0)
-    proposals = [plans.proposal(own, 5, 0, 0, known.taken())]
+    proposals = [plan_agreement.proposal(own, 5, 0, 0, known.taken())]
     if others_taken is not None:
-        proposals.append(plans.proposal(own, 5, 0, 1, others_taken))
+        proposals.append(plan_agreement.proposal(own, 5, 0, 1, others_taken))
     number = known.number(reduced(*proposals))
     known.record(number, layout(digest), owner)
     return number
@@ -151,7 +164,7 @@ def test_each_optimizer_has_its_group_and_the_first_needs_no_other_to_agree():
     assert agree(known, 1, one) == 0
     channels.append(known.channel)
     assert agree(known, 2, two) == 1
-    assert channels == ["gradients", plans.CHANNEL] and known.channel_open
+    assert channels == ["gradients", plan_agreement.CHANNEL] and known.channel_open
     assert [each.purpose for each in known.agreed] == ["gradients", "gradients 2"]
 
 
@@ -170,7 +183,7 @@ def test_the_number_of_an_optimizer_that_is_gone_everywhere_is_used_again():
     agree(known, 2, gone)
     del gone
     gc.collect()
-    elsewhere = [1, 1] + [0] * (plans.BOARD - 2)  # another rank still holds it
+    elsewhere = [1, 1] + [0] * (plan_agreement.BOARD - 2)  # another rank still holds it
     third = Optimizer()
     assert agree(known, 3, third, elsewhere) == 2
     assert agree(known, 4, fourth := Optimizer()) == 1
@@ -206,9 +219,9 @@ def test_a_new_generation_begins_with_nothing_agreed():
         generation = 1
 
     runtime = Runtime()
-    first = plans.of(runtime, None)
+    first = plan_agreement.of(runtime, None)
     first.record(0, layout(1), None)
-    assert plans.of(runtime, None) is first
-    assert plans.of(runtime, (0, 1)) is not first
+    assert plan_agreement.of(runtime, None) is first
+    assert plan_agreement.of(runtime, (0, 1)) is not first
     runtime.generation = 2
-    assert plans.of(runtime, None).agreed == []
+    assert plan_agreement.of(runtime, None).agreed == []

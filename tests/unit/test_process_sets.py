@@ -12,10 +12,10 @@ import cloudpickle
 import pytest
 import torch
 
-from elastic import basics, process_sets, runtime, submission
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import Invalid, NotInitialized
-from elastic.process_sets import (
+from elastic.negotiation import process_sets, submission
+from elastic.negotiation.process_sets import (
     ProcessSet,
     add_process_set,
     get_process_set_ids_and_ranks,
@@ -24,6 +24,7 @@ from elastic.process_sets import (
     remove_process_set,
     resolve,
 )
+from elastic.runtime import basics, lifecycle
 
 
 class World(SimpleNamespace):
@@ -45,10 +46,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         provisional=False,
         env=SimpleNamespace(dynamic_process_sets=False),
     )
-    monkeypatch.setattr(runtime, "current", lambda: world)
-    monkeypatch.setattr(runtime, "active", lambda: world)
-    monkeypatch.setattr(runtime, "init", lambda: None)
-    monkeypatch.setattr(runtime, "shutdown", lambda: None)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
+    monkeypatch.setattr(lifecycle, "active", lambda: world)
+    monkeypatch.setattr(lifecycle, "init", lambda: None)
+    monkeypatch.setattr(lifecycle, "shutdown", lambda: None)
     monkeypatch.setattr(submission, "agree", lambda kind, name, text: [text] * world.place.size)
     basics.init(process_sets="dynamic")
     yield world

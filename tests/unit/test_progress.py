@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver.events import WorkerProbed
-from elastic.driver.progress import Next, Suspicion, Suspicions, Verdict, probe_every_s
+from elastic.driver.membership.failure_detection.suspicion import (
+    Next,
+    Suspicion,
+    Suspicions,
+    Verdict,
+    probe_every_s,
+)
 from elastic.driver.settings import Settings
-from elastic.protocol import Worker
+from elastic.protocol.messages import Worker
 
 SLOW = Worker("h", 2)
 

@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic import protocol
-from elastic.protocol import Address, Commit, Place, ProtocolError, Worker, encoded
-from elastic.wire import TAG_BYTES, Wire, proof
+from elastic.protocol import messages as protocol
+from elastic.protocol.framing import TAG_BYTES, Wire, proof
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Place,
+    ProtocolError,
+    Worker,
+    encoded,
+)
 
 PLACE = Place(1, 4, 1, 2, 0, 2)
 STORE = Address("10.0.0.7", 7000)

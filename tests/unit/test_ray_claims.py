@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.driver.ray_claims import (
+from elastic.driver.ray.placement_groups import (
     Claim,
     Claims,
     Condition,

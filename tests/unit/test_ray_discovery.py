@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.beside import CallsInTurn
-from elastic.driver.discovery.ray import RayDiscovery, Wanted, host_of
-from elastic.driver.discovery.ray_cluster import Unanswered
+from elastic.driver.network.blocking_calls import CallsInTurn
+from elastic.driver.ray.cluster import Unanswered
+from elastic.driver.ray.discovery import RayDiscovery, Wanted, host_of
 from elastic.errors import Invalid
 from unit.fake_ray import FakeRay
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.launch.ray_environment import (
+from elastic.driver.ray.node.environment import (
     agents_path,
     environ_of_bytes,
     users_modules,
     without_rays_own,
     workers_environ,
 )
-from elastic.driver.launch.ray_failures import why_gone, why_no_actor
+from elastic.driver.ray.start_failures import why_gone, why_no_actor
 
 OF_RAY = {
     "RAY_JOB_ID": "01000000",

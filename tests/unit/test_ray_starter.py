@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.launch.agent_actor import AgentActor, InRay, Surroundings
-from elastic.driver.launch.agent_folder import make_folder, sweep
-from elastic.driver.launch.calls import CallFailed
-from elastic.driver.launch.ray import RayStarter, name_of
-from elastic.driver.launch.ray_actors import Taken
+from elastic.driver.ray.actors import Taken
+from elastic.driver.ray.node.agent_actor import AgentActor, InRay, Surroundings
+from elastic.driver.ray.node.agent_folder import make_folder, sweep
+from elastic.driver.ray.node.worker_calls import CallFailed
+from elastic.driver.ray.starter import RayStarter, name_of
 from unit.starter_contract import (
     SECRET,
     Bench,
@@ -506,7 +506,7 @@ def test_folders_of_actors_that_were_killed_are_swept_and_no_others(short_folder
 
 def test_an_actor_that_is_told_nothing_leaves():
     program = (
-        "from elastic.driver.launch.agent_actor import AgentActor\n"
+        "from elastic.driver.ray.node.agent_actor import AgentActor\n"
         "import time; AgentActor(unused_s=0.05); time.sleep(60)"
     )
 

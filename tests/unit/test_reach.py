@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.driver.reach import Reach
+from elastic.driver.agents.partition import Reach
 
 
 def reached(*hosts: str) -> Reach:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import gradients, joining, plans, runtime
-from elastic.optimizer import DistributedOptimizer
+from elastic.optimizer import gradient_reducer, join, plan_agreement
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.runtime import lifecycle
 from unit.small_worlds import AllJoin, World, ranks_as_threads
 
 NAMES = "abcd"
@@ -16,14 +17,14 @@ NAMES = "abcd"
 
 @pytest.fixture(autouse=True)
 def one_bucket_each(monkeypatch):
-    monkeypatch.setattr(gradients, "FIRST_BYTES", 0)
-    monkeypatch.setattr(gradients, "FULL_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
 
 
 @pytest.fixture
 def world(monkeypatch):
     world = World(2)
-    monkeypatch.setattr(runtime, "current", lambda: world)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
     return world
 
 
@@ -125,7 +126,7 @@ def test_a_change_of_the_world_keeps_order_and_buffers(world):
 
 def test_newcomers_follow_the_lowest_rank_and_who_knows_its_order_builds_nothing(threads):
     def train(rank):
-        world: Any = runtime.current()
+        world: Any = lifecycle.current()
         meeting, chain, built = world.gradients, Chain(), None
         if rank < 2:
             world.become(2, rank, meeting)
@@ -140,7 +141,7 @@ def test_newcomers_follow_the_lowest_rank_and_who_knows_its_order_builds_nothing
 
 def test_where_a_newcomer_is_the_lowest_rank_all_build_anew(threads):
     def train(rank):
-        world: Any = runtime.current()
+        world: Any = lifecycle.current()
         meeting, chain = world.gradients, Chain()
         if rank > 0:
             world.become(2, rank - 1, meeting)
@@ -154,17 +155,17 @@ def test_where_a_newcomer_is_the_lowest_rank_all_build_anew(threads):
 def test_a_rank_that_had_joined_takes_over_the_order_that_was_agreed_without_it(
     threads, monkeypatch
 ):
-    monkeypatch.setattr(joining, "FORMING_S", 0.0)
-    monkeypatch.setattr(joining, "submission", AllJoin(3))
+    monkeypatch.setattr(join, "FORMING_S", 0.0)
+    monkeypatch.setattr(join, "submission", AllJoin(3))
 
     def train(rank):
         chain = Chain()
         if rank > 0:
             for _ in range(2):
                 chain.learn("bdac")
-        joining.join()
+        join.join()
         chain.learn("abcd")
-        (agreed,) = plans.of(runtime.current(), None).agreed
+        (agreed,) = plan_agreement.of(lifecycle.current(), None).agreed
         assert agreed.layout.order == (1, 3, 0, 2)
         return chain.learn("abcd"), chain.of["a"].grad.tolist()
 

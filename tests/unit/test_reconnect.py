@@ -21,8 +21,8 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerReconnected,
 )
-from elastic.driver.journal import Entry, rebuilt
-from elastic.driver.membership import Membership, Phase
+from elastic.driver.journal.journal import Entry, rebuilt
+from elastic.driver.membership.membership import Membership, Phase
 from unit.conversation import (
     Kind,
     Talk,

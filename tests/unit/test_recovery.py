@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.protocol import (
+from elastic.protocol.messages import (
     Address,
     Broken,
     Checked,
@@ -29,7 +29,13 @@ from elastic.protocol import (
     Welcome,
     World,
 )
-from elastic.recovery import Cut, Phase, Recovery, Send, Verdict
+from elastic.runtime.recovery import (
+    Cut,
+    Phase,
+    Recovery,
+    Send,
+    Verdict,
+)
 
 STORE = Address("127.0.0.1", 7000)
 PLACE = Place(1, 4, 1, 4, 0, 1)

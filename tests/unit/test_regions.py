@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.collectives.regions import Regions
+from elastic.collectives.shared_memory.allocator import Regions
 
 PAGE = 10
 

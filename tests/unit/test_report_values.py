@@ -15,18 +15,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import protocol
 from elastic.errors import Invalid
-from elastic.protocol import REPORT_LIMIT, Worker, encoded
-from elastic.report_values import DEPTH, Report, packed, unpacked
+from elastic.protocol import messages
+from elastic.protocol.messages import REPORT_LIMIT, Worker, encoded
+from elastic.protocol.report_values import (
+    DEPTH,
+    Report,
+    packed,
+    unpacked,
+)
 
 A = Worker("h", 1, 2)
 
 
 def come_out(metrics):
     """Over the wire."""
-    said = protocol.Reported(1, 1, 3, 1, 4, 1.8e9, packed(metrics))
-    report = unpacked(A, protocol.from_worker.decode(encoded(said)))
+    said = messages.Reported(1, 1, 3, 1, 4, 1.8e9, packed(metrics))
+    report = unpacked(A, messages.from_worker.decode(encoded(said)))
     assert report == Report(1, 4, 3, "h:1#2", report.metrics, 1.8e9)
     return report.metrics
 
@@ -142,9 +147,9 @@ def test_the_limit_is_one_of_bytes_and_what_is_just_within_fits_the_message():
     come_out({"a": "x" * (REPORT_LIMIT - 8)})
     with pytest.raises(ValueError, match="the limit is"):
         packed({"a": "é" * (REPORT_LIMIT // 2)})
-    long = encoded(protocol.Reported(1, 1, 1, 0, 1, 0.0, bytes(REPORT_LIMIT + 1)))
+    long = encoded(messages.Reported(1, 1, 1, 0, 1, 0.0, bytes(REPORT_LIMIT + 1)))
     with pytest.raises(msgspec.ValidationError, match="length <= 65536"):
-        protocol.from_worker.decode(long)
+        messages.from_worker.decode(long)
 
 
 @pytest.mark.parametrize(
@@ -163,4 +168,4 @@ def test_the_limit_is_one_of_bytes_and_what_is_just_within_fits_the_message():
 )
 def test_what_no_worker_of_ours_says_is_no_report(body):
     with pytest.raises(ValueError):
-        unpacked(A, protocol.Reported(1, 1, 3, 1, 4, 1.8e9, body))
+        unpacked(A, messages.Reported(1, 1, 3, 1, 4, 1.8e9, body))

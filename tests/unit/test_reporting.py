@@ -12,15 +12,23 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic import environment, protocol, reporting, runtime
-from elastic.driver import reports as reports_module
-from elastic.driver.reports import Reports
+from elastic.driver.monitoring import reports as reports_module
+from elastic.driver.monitoring.reports import Reports
 from elastic.errors import DriverLost, Invalid, NotInitialized
-from elastic.protocol import Place, Reported, ReportsTaken, Worker
-from elastic.report_queue import WINDOW_BYTES
-from elastic.report_values import Report, packed, unpacked
-from elastic.reporting import Reporting
-from elastic.runtime import Runtime
+from elastic.monitoring import reporting
+from elastic.monitoring.report_queue import WINDOW_BYTES
+from elastic.monitoring.reporting import Reporting
+from elastic.protocol import messages
+from elastic.protocol.messages import (
+    Place,
+    Reported,
+    ReportsTaken,
+    Worker,
+)
+from elastic.protocol.report_values import Report, packed, unpacked
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+from elastic.runtime.lifecycle import Runtime
 from unit.test_loop import A, B, Story
 
 DEADLINE_S = 10.0
@@ -37,7 +45,7 @@ class Link:
         self.sent: list[Any] = []
         self.broken = False
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: messages.Message) -> None:
         if self.broken:
             raise DriverLost("the connection to the driver broke")
         self.sent.append(message)
@@ -51,8 +59,8 @@ class Link:
 
 def initialized(monkeypatch, link: Any) -> Runtime:
     rt = Runtime(environment.read({}), link)
-    monkeypatch.setattr(runtime, "_runtime", rt)
-    monkeypatch.setattr(runtime, "_initialized", True)
+    monkeypatch.setattr(lifecycle, "_runtime", rt)
+    monkeypatch.setattr(lifecycle, "_initialized", True)
     return rt
 
 
@@ -66,7 +74,7 @@ def worker(monkeypatch):
 
 
 def test_before_init_and_after_shutdown_it_is_an_error_as_everything_is(monkeypatch):
-    monkeypatch.setattr(runtime, "_initialized", False)
+    monkeypatch.setattr(lifecycle, "_initialized", False)
     with pytest.raises(NotInitialized, match="has not been initialized"):
         elastic.report({"loss": 1.0})
 
@@ -104,7 +112,7 @@ def test_a_driver_that_takes_nothing_holds_nobody_up_and_gets_the_newest_later(w
         elastic.report({"n": n})
     under_way = len(link.reports())
     assert 500 < under_way < WINDOW_BYTES // 100
-    rt._receive(protocol.Restate())  # another driver, or another connection
+    rt._receive(messages.Restate())  # another driver, or another connection
     again = link.reports()[under_way:]
     assert [r.number for r in again] == [*range(1, under_way + 1)]
     while rt.reporting is not None and len(rt.reporting._queue):
@@ -118,7 +126,7 @@ def test_what_the_worker_says_of_itself_comes_before_its_reports(worker):
     rt, link = worker
     elastic.report({})
     link.sent.clear()
-    rt._receive(protocol.Restate())
+    rt._receive(messages.Restate())
     assert [type(message).__name__ for message in link.sent] == ["Reconnected", "Reported"]
 
 
@@ -238,7 +246,7 @@ def in_a_loop(test):
 @in_a_loop
 async def test_a_report_comes_out_and_is_answered():
     s = Listener()
-    assert not s.reports.heard(A, protocol.Returned(1))
+    assert not s.reports.heard(A, messages.Returned(1))
     assert s.reports.heard(A, said(1, loss=0.5)) and s.reports.heard(A, said(1, loss=0.5))
     assert s.heard == [Report(0, 2, 2, str(A), {"loss": 0.5}, 1.8e9)]
     assert s.log == [f"debug: rank 0 ({A}) reports {{'loss': 0.5}}"]
@@ -339,8 +347,8 @@ async def test_the_driver_hands_reports_on_and_decides_nothing_by_them(s, heard)
 async def test_last_words_are_heard_before_the_exit_and_kept_by_rank(s, heard):
     await s.train(A, B)
     s.server.last_words[B] = [said(1, rank=1, step=9), said(2, rank=1, step=10)]
-    await s.say(A, said(1, step=9), protocol.Returned(1))
-    await s.say(B, protocol.Returned(1))
+    await s.say(A, said(1, step=9), messages.Returned(1))
+    await s.say(B, messages.Returned(1))
     for worker in (A, B):
         s.server.here.discard(worker)
         await s.exit(worker)
@@ -362,8 +370,8 @@ async def test_of_a_worker_that_is_in_the_last_world_no_more_the_reports_come_bu
     await s.say(A, said(1, step=5))
     assert [r.metrics["step"] for r in heard] == [1, 2, 5]
     assert {r.generation for r in heard} == {2}, "as they were made"
-    store = protocol.Address("127.0.0.1", 9000)
-    await s.say(A, protocol.Ready(1, None, store, "d", number=2))
+    store = messages.Address("127.0.0.1", 9000)
+    await s.say(A, messages.Ready(1, None, store, "d", number=2))
     assert [*s.driver.places] == [A]
     assert [*s.driver.last_reports()] == [0]
     assert [*s.driver._reports._last] == [A], "a job may lose workers for as long as it likes"
@@ -372,7 +380,7 @@ async def test_of_a_worker_that_is_in_the_last_world_no_more_the_reports_come_bu
 def test_the_public_names_are_there_and_the_drivers_side_needs_no_torch():
     program = (
         "import sys\n"
-        "from elastic.reporting import Report, report\n"
+        "from elastic.monitoring.reporting import Report, report\n"
         "import elastic\n"
         "assert elastic.report is report and elastic.Report is Report\n"
         "assert 'torch' not in sys.modules\n"

@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from elastic.driver.entries import Writer, encoded, header_of
 from elastic.driver.events import EndJob
-from elastic.driver.membership import Membership
-from elastic.driver.resume import (
+from elastic.driver.journal.entries import Writer, encoded, header_of
+from elastic.driver.journal.resume import (
     Past,
     check_same_job,
     clock_offset,
@@ -19,6 +18,7 @@ from elastic.driver.resume import (
     to_go_on_with,
     writer_here,
 )
+from elastic.driver.membership.membership import Membership
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 

@@ -10,17 +10,20 @@ import threading
 import cloudpickle
 import pytest
 
-from elastic import launching, run_function, runtime
-from elastic.driver.agent_process import _at_addresses, read_bootstrap
-from elastic.driver.start import Outcome
+from elastic.driver.agents.agent_process import _at_addresses, read_bootstrap
+from elastic.driver.job.start import Outcome
 from elastic.errors import Invalid, JobFailed
-from elastic.protocol import RESULT_LIMIT
+from elastic.launcher import launch_function, run_function
+from elastic.protocol.messages import RESULT_LIMIT
+from elastic.runtime import lifecycle
 
 
 @pytest.fixture
 def sent(monkeypatch):
     values = []
-    monkeypatch.setattr(runtime, "send_result", lambda blob: values.append(cloudpickle.loads(blob)))
+    monkeypatch.setattr(
+        lifecycle, "send_result", lambda blob: values.append(cloudpickle.loads(blob))
+    )
     return values
 
 
@@ -56,8 +59,8 @@ def test_a_launched_job_forwards_the_call_to_other_hosts(monkeypatch):
         begun.append(job)
         return Outcome(0, "", [])
 
-    monkeypatch.setattr("elastic.driver.start.start", start)
-    launching.launch(str.upper, ("a",), np=2, hosts="192.0.2.77:1,192.0.2.78:1")
+    monkeypatch.setattr("elastic.driver.job.start.start", start)
+    launch_function.launch(str.upper, ("a",), np=2, hosts="192.0.2.77:1,192.0.2.78:1")
     (job,) = begun
     forwarded = job.fleet.forwarded
     assert run_function._call("", forwarded) == cloudpickle.dumps((str.upper, ("a",), {}))
@@ -111,8 +114,8 @@ def test_a_value_that_can_not_travel_is_named(monkeypatch, sent, tmp_path):
 
 def test_values_keep_their_ranks():
     one = cloudpickle.dumps("one")
-    assert launching.values_of([cloudpickle.dumps(None), one]) == [None, "one"]
+    assert launch_function.values_of([cloudpickle.dumps(None), one]) == [None, "one"]
     with pytest.raises(JobFailed, match="rank 0 of 2 ended without a value"):
-        launching.values_of([None, one])
+        launch_function.values_of([None, one])
     with pytest.raises(JobFailed, match="ranks 0, 2 of 3"):
-        launching.values_of([None, one, None])
+        launch_function.values_of([None, one, None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.chaos.invariants import BrokenInvariant
+from elastic.chaos.invariants.invariants import BrokenInvariant
 from unit.conversation import (
     exited,
     ready,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic import runtime
 from elastic.errors import Invalid
+from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
 
 
@@ -38,7 +38,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     made = World()
-    monkeypatch.setattr(runtime, "active", made.active)
+    monkeypatch.setattr(lifecycle, "active", made.active)
     return made
 
 
@@ -196,7 +196,7 @@ def test_each_sample_counts_once_whatever_the_world_does(
 ):
     world = World()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "active", world.active)
+        patch.setattr(lifecycle, "active", world.active)
         samplers = team(world, size, length, shuffle=shuffle)
         committed, saved = Counter[int](), samplers[0].state_dict()
         seen = Counter[int]()  # since the last commit

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from elastic.driver import sampling
-from elastic.driver.sampling import (
+from elastic.driver.processes import proc_stats
+from elastic.driver.processes.proc_stats import (
     parse_cgroup,
     parse_io,
     parse_mounts,
@@ -83,22 +83,22 @@ def test_frozen_or_not():
 
 
 def test_a_process_that_runs_is_not_hindered():
-    why, stat = sampling.cannot_run(os.getpid(), None)
+    why, stat = proc_stats.cannot_run(os.getpid(), None)
     assert (why, stat.session) == ("", os.getsid(0))
-    assert sampling.cannot_run(os.getpid(), stat)[0] == ""
-    assert not sampling.frozen(os.getpid()) and not sampling.traced(os.getpid())
+    assert proc_stats.cannot_run(os.getpid(), stat)[0] == ""
+    assert not proc_stats.frozen(os.getpid()) and not proc_stats.traced(os.getpid())
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        assert sampling.handles(os.getpid(), signal.SIGUSR1)
+        assert proc_stats.handles(os.getpid(), signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert not sampling.handles(os.getpid(), signal.SIGRTMIN + 9)
+    assert not proc_stats.handles(os.getpid(), signal.SIGRTMIN + 9)
 
 
 def test_a_process_that_is_none():
     none = 2**22 + 1  # greater than any process number
-    assert sampling.stat_of(none).state == sampling.GONE
-    assert sampling.cannot_run(none, None)[0] == ""
-    assert not sampling.handles(none, signal.SIGINT)
-    seen = sampling.samples_of({none})[none]
-    assert (seen.state, seen.cpu_s, seen.io_bytes, seen.traced) == (sampling.GONE, 0.0, 0, False)
+    assert proc_stats.stat_of(none).state == proc_stats.GONE
+    assert proc_stats.cannot_run(none, None)[0] == ""
+    assert not proc_stats.handles(none, signal.SIGINT)
+    seen = proc_stats.samples_of({none})[none]
+    assert (seen.state, seen.cpu_s, seen.io_bytes, seen.traced) == (proc_stats.GONE, 0.0, 0, False)

@@ -8,9 +8,9 @@ import stat
 import pytest
 
 from elastic.driver.launch.environment import worker_environment
-from elastic.driver.secret import derived, make_secret_file, read_secret
+from elastic.driver.network.secret import derived, make_secret_file, read_secret
 from elastic.errors import Invalid
-from elastic.protocol import Address, Place, Worker
+from elastic.protocol.messages import Address, Place, Worker
 
 HEX = "0123456789abcdef" * 4
 

@@ -12,11 +12,11 @@ from typing import ClassVar
 
 import pytest
 
-from elastic import protocol
-from elastic.driver import connection
-from elastic.driver.server import WORKERS, Server
-from elastic.protocol import Address, Commit, Worker
-from elastic.wire import Wire, proof
+from elastic.driver.network import connection
+from elastic.driver.network.server import WORKERS, Server
+from elastic.protocol import messages as protocol
+from elastic.protocol.framing import Wire, proof
+from elastic.protocol.messages import Address, Commit, Worker
 
 SECRET = b"s" * 32
 A, B = Worker("localhost", 0), Worker("localhost", 1)

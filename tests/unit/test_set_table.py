@@ -7,7 +7,14 @@ import random
 import pytest
 
 from elastic.errors import Invalid
-from elastic.set_table import ADD, REMOVE, SetTable, Wish, checked_ranks, present
+from elastic.negotiation.process_set_table import (
+    ADD,
+    REMOVE,
+    SetTable,
+    Wish,
+    checked_ranks,
+    present,
+)
 
 
 def world(size: int) -> list[SetTable]:

@@ -10,10 +10,16 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
+from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.errors import DeviceLost
-from elastic.host_copy import HostCopy
-from elastic.state import activity, pinned
-from elastic.state.snapshot import SMALL, Snapshot, as_bytes, dense, same_bits
+from elastic.state.snapshots import change_detection, pinned
+from elastic.state.snapshots.snapshot import (
+    SMALL,
+    Snapshot,
+    as_bytes,
+    dense,
+    same_bits,
+)
 
 
 @pytest.fixture
@@ -46,7 +52,7 @@ def test_everything_is_copied_when_something_was_noticed_or_trust_is_missing(cop
     snapshot = Snapshot()
     tensors = {"a": torch.randn(3)}
     snapshot.take(tensors, None)
-    activity.notice()
+    change_detection.notice()
     snapshot.take(tensors, None)
     snapshot.take(tensors, None, trust=False)
     assert copies == [1, 1, 1]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic import environment
 from elastic.errors import Invalid
-from elastic.protocol import Place
-from elastic.started_by import (
+from elastic.protocol.messages import Place
+from elastic.rendezvous import environment
+from elastic.rendezvous.launcher_env import (
     FIRST_PORT,
     PORTS,
     Directly,

@@ -18,15 +18,20 @@ from unittest.mock import create_autospec
 import psutil
 import pytest
 
-import elastic
-from elastic.driver.launch.attendance import Attendance, as_logged
 from elastic.driver.launch.by_host import StarterFor
-from elastic.driver.launch.child import ChildStarter
+from elastic.driver.launch.child_processes import Attendance, as_logged
 from elastic.driver.launch.fake_starter import FakeStarter
 from elastic.driver.launch.ssh import REMOTE, SshOptions, SshStarter
-from elastic.driver.launch.start_failures import Route, why_ended, why_no_agent, why_ssh_failed
+from elastic.driver.launch.ssh_failures import (
+    Route,
+    why_ended,
+    why_no_agent,
+    why_ssh_failed,
+)
 from elastic.driver.launch.starter import READY, StartFailed
+from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.errors import Invalid
+from elastic.version import __version__
 from unit.starter_contract import (
     SECRET,
     Bench,
@@ -383,7 +388,7 @@ def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
         )
         return done.returncode, done.stdout + done.stderr
 
-    ready = (0, f"{READY} {elastic.__version__}\n")
+    ready = (0, f"{READY} {__version__}\n")
     assert run(python, python) == ready
     assert run(str(folder / "nothing"), python) == ready  # a folder is no program
     assert run(str(folder / "missing"), "python9") == ready
@@ -515,15 +520,15 @@ def test_behind_a_jump_host_nobody_is_told_to_scan_what_cannot_be_reached():
     [
         (
             1,
-            "/p/python3: Error while finding module specification for 'elastic.driver.agent_process'"
+            "/p/python3: Error while finding module specification for 'elastic.driver.agents.agent_process'"
             " (ModuleNotFoundError: No module named 'elastic')\n",
             "hvd-elastic is not installed for the python that was taken on alpha; install it there"
             " (pip install hvd-elastic==1.2), or name another python by --remote-python",
         ),
         (
             1,
-            "/p/python3: No module named elastic.driver.agent_process\n",
-            "alpha has another release of hvd-elastic, without elastic.driver.agent_process; install"
+            "/p/python3: No module named elastic.driver.agents.agent_process\n",
+            "alpha has another release of hvd-elastic, without elastic.driver.agents.agent_process; install"
             " the same as here: pip install hvd-elastic==1.2",
         ),
         (

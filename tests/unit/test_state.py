@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic import runtime
 from elastic.collectives import fake
 from elastic.errors import Invalid, WorldChanging
+from elastic.runtime import lifecycle
 from elastic.state.state import ObjectState, State, has_custom_sync
 
 
@@ -39,7 +39,7 @@ class FakeRuntime:
 @pytest.fixture
 def rt(monkeypatch):
     made = FakeRuntime()
-    monkeypatch.setattr(runtime, "active", lambda: made)
+    monkeypatch.setattr(lifecycle, "active", lambda: made)
     return made
 
 

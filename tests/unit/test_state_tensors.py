@@ -8,7 +8,7 @@ from torch import nn
 
 from elastic.errors import Invalid, StateMismatch
 from elastic.state import TorchState
-from elastic.state.snapshot import same_bits
+from elastic.state.snapshots.snapshot import same_bits
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -12,16 +12,17 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.errors import Invalid
-from elastic.host_copy import HostCopy
-from elastic.state import ElasticSampler, TorchState, activity
-from elastic.state.handlers import (
+from elastic.state import ElasticSampler, TorchState
+from elastic.state.handlers.registry import (
     ModelStateHandler,
     StateHandler,
     get_handler_registry,
     set_handler_registry,
 )
-from elastic.state.snapshot import SMALL, same_bits
+from elastic.state.snapshots import change_detection
+from elastic.state.snapshots.snapshot import SMALL, same_bits
 from elastic.state.state import has_custom_sync
 
 WIDE = 96  # WIDE * WIDE elements are too many to be compared whole
@@ -205,9 +206,9 @@ def test_a_compiled_step_is_noticed_without_compiling_again():
         optimizer.zero_grad()
         compiled(torch.ones(8, WIDE)).sum().backward()
         fast_step()
-        before = activity.moment()
+        before = change_detection.moment()
         fast_step()
-        assert activity.moment() != before
+        assert change_detection.moment() != before
         state.commit()
         made.append(len(graphs))
     assert made[1:] == [made[1]] * 3

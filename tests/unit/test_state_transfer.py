@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 import elastic
-from elastic import environment, own_gpu, runtime
-from elastic.collectives import fake
+from elastic.collectives import fake, own_gpu
 from elastic.errors import Invalid, StateMismatch
-from elastic.state import ElasticSampler, TorchState, exchange, python_values
-from elastic.state.part import Place, Spec
-from elastic.state.snapshot import same_bits
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+from elastic.state import ElasticSampler, TorchState, exchange
+from elastic.state.handlers import python_values
+from elastic.state.handlers.part import Place, Spec
+from elastic.state.snapshots.snapshot import same_bits
 
 
 def transfer(states: list[TorchState], root: int = 0, **options: Any) -> list[Any]:
@@ -329,8 +331,8 @@ def test_a_world_of_one_copies_nothing():
 
 
 def test_the_passes_that_a_script_has_set_meanwhile_travel_with_an_optimizer(monkeypatch):
-    monkeypatch.setattr(runtime, "_runtime", runtime.Runtime(environment.read({}), None))
-    monkeypatch.setattr(runtime, "_initialized", True)
+    monkeypatch.setattr(lifecycle, "_runtime", lifecycle.Runtime(environment.read({}), None))
+    monkeypatch.setattr(lifecycle, "_initialized", True)
 
     def make(rank: int) -> TorchState:
         model = net()

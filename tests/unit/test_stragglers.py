@@ -7,8 +7,8 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.driver.stragglers import LITTLE, MUCH, Stragglers
-from elastic.protocol import Worker
+from elastic.driver.membership.failure_detection.stragglers import LITTLE, MUCH, Stragglers
+from elastic.protocol.messages import Worker
 from unit.conversation import exited, paced, running, said, worker
 
 

@@ -25,9 +25,9 @@ from elastic.driver.events import (
     WorkerRaised,
     WorkerReconnected,
 )
-from elastic.driver.membership import Phase
-from elastic.driver.roster import Roster, Stage, Standing
-from elastic.protocol import GRADIENTS
+from elastic.driver.membership.membership import Phase
+from elastic.driver.membership.roster import Roster, Stage, Standing
+from elastic.protocol.messages import GRADIENTS
 from unit.conversation import (
     Talk,
     checked,

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import ops, runtime
+from elastic.api import ops
+from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.errors import NotInitialized
-from elastic.process_sets import ProcessSet, global_process_set
-from elastic.protocol import Place
-from elastic.sync_batch_norm import SyncBatchNorm
+from elastic.negotiation.process_sets import ProcessSet, global_process_set
+from elastic.protocol.messages import Place
+from elastic.runtime import lifecycle
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def world(monkeypatch):
         world.sent.append((name, tensor.dtype, tuple(tensor.shape), process_set))
         return tensor + world.others(tensor)
 
-    monkeypatch.setattr(runtime, "current", lambda: world)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
     monkeypatch.setattr(ops, "allreduce", allreduce)
     return world
 
@@ -59,7 +60,7 @@ def test_evaluation_needs_no_world(monkeypatch):
     def nothing():
         raise NotInitialized("call init() first")
 
-    monkeypatch.setattr(runtime, "current", nothing)
+    monkeypatch.setattr(lifecycle, "current", nothing)
     layer = SyncBatchNorm(3)
     with pytest.raises(NotInitialized):
         layer(batch(4, 3))

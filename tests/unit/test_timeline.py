@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic import protocol, timeline, trace_format, trace_sending
-from elastic.clock_offset import ClockOffset
 from elastic.driver.events import (
     BreakWorld,
     KillWorker,
@@ -20,13 +18,22 @@ from elastic.driver.events import (
     StartWorker,
     TimePassed,
 )
-from elastic.driver.timeline import Timeline
+from elastic.driver.monitoring.timeline import Timeline
 from elastic.errors import Invalid
-from elastic.protocol import Address, Place, Worker
-from elastic.trace_buffer import LASTS_NS, TraceBuffer
-from elastic.trace_file import TraceFile
-from elastic.trace_format import TraceFormat
-from elastic.trace_sending import BATCH, ROUND, WINDOW, TraceSending
+from elastic.monitoring import timeline, trace_sending
+from elastic.monitoring.clock_offset import ClockOffset
+from elastic.monitoring.trace_buffer import LASTS_NS, TraceBuffer
+from elastic.monitoring.trace_sending import (
+    BATCH,
+    ROUND,
+    WINDOW,
+    TraceSending,
+)
+from elastic.protocol import messages as protocol
+from elastic.protocol import trace_format
+from elastic.protocol.messages import Address, Place, Worker
+from elastic.protocol.trace_file import TraceFile
+from elastic.protocol.trace_format import TraceFormat
 
 A, B, C = (Worker("h", n) for n in range(3))
 S = 1_000_000_000

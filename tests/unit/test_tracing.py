@@ -7,13 +7,15 @@ import json
 
 import pytest
 
-from elastic import environment, protocol, timeline
-from elastic.driver import tracing
-from elastic.driver.tracing import Tracing
+from elastic.driver.monitoring import tracing
+from elastic.driver.monitoring.tracing import Tracing
 from elastic.errors import Invalid
-from elastic.protocol import Place, Worker
-from elastic.trace_file import TraceFile
-from elastic.tracing import TracingThroughDriver, TracingToFile
+from elastic.monitoring import timeline
+from elastic.monitoring.tracing import TracingThroughDriver, TracingToFile
+from elastic.protocol import messages
+from elastic.protocol.messages import Place, Worker
+from elastic.protocol.trace_file import TraceFile
+from elastic.rendezvous import environment
 
 A, B = Worker("h", 0), Worker("h", 1)
 DEADLINE_S = 10.0
@@ -36,14 +38,14 @@ class Talk:
 
     def hello(self, *workers) -> None:
         for worker in workers:
-            assert not self.tracing.heard(worker, protocol.Hello(worker, 1))  # others hear it too
+            assert not self.tracing.heard(worker, messages.Hello(worker, 1))  # others hear it too
 
     def hear(self, worker, message) -> None:
         assert self.tracing.heard(worker, message)
 
     def trace(self, worker, name, number=1) -> None:
         record = ("X", "w", name, 1, 1)
-        self.hear(worker, protocol.Traced(number, 0, [record]))
+        self.hear(worker, messages.Traced(number, 0, [record]))
 
     async def until_told(self, worker, message) -> None:
         while (worker, message) not in self.told:
@@ -74,10 +76,10 @@ async def test_everybody_records_and_what_is_written_is_confirmed(t):
     t.hello(A)
     t.tracing.open(str(t.path), mark_cycles=True)
     t.hello(B)  # a newcomer
-    on = protocol.Tracing(1, True, True)
+    on = messages.Tracing(1, True, True)
     assert t.told == [(A, on), (B, on)]
     t.trace(A, "first")
-    await t.until_told(A, protocol.TracesTaken(1))
+    await t.until_told(A, messages.TracesTaken(1))
     assert t.names() == ["first"]
     t.trace(B, "second")
     await t.tracing.close()
@@ -86,7 +88,7 @@ async def test_everybody_records_and_what_is_written_is_confirmed(t):
 
 @talk
 async def test_the_time_is_told(t):
-    t.hear(A, protocol.ClockAsked(7))
+    t.hear(A, messages.ClockAsked(7))
     [(_, answer)] = t.told
     assert answer.asked_ns == 7 and 0 < answer.heard_ns <= answer.told_ns
 
@@ -94,38 +96,38 @@ async def test_the_time_is_told(t):
 @talk
 async def test_a_script_starts_and_stops_one(t):
     t.hello(A, B)
-    t.hear(A, protocol.TimelineWanted(1, str(t.path), False))
-    assert (A, protocol.TimelineAnswer(1, 1, str(t.path))) in t.told
+    t.hear(A, messages.TimelineWanted(1, str(t.path), False))
+    assert (A, messages.TimelineAnswer(1, 1, str(t.path))) in t.told
     # The others ask for the same, or for what only they want.
-    t.hear(B, protocol.TimelineWanted(1, str(t.path) + "x", False))
-    assert (B, protocol.TimelineAnswer(1, 1, str(t.path))) in t.told
+    t.hear(B, messages.TimelineWanted(1, str(t.path) + "x", False))
+    assert (B, messages.TimelineAnswer(1, 1, str(t.path))) in t.told
     assert "which was asked for first" in t.log[-1]
     t.trace(A, "recorded")
-    t.hear(A, protocol.TimelineUnwanted(2, 1))
-    off = protocol.Tracing(1, False)
+    t.hear(A, messages.TimelineUnwanted(2, 1))
+    off = messages.Tracing(1, False)
     assert (A, off) in t.told and (B, off) in t.told
-    t.hear(A, protocol.TracedAll(1))
+    t.hear(A, messages.TracedAll(1))
     t.trace(B, "the rest")
-    t.hear(B, protocol.TracedAll(1))
-    await t.until_told(A, protocol.TimelineAnswer(2, 1))
+    t.hear(B, messages.TracedAll(1))
+    await t.until_told(A, messages.TimelineAnswer(2, 1))
     assert t.names() == ["recorded", "the rest"]
-    t.hear(B, protocol.TimelineUnwanted(2, 1))  # it is over, and that is what B wants
-    assert (B, protocol.TimelineAnswer(2, 1)) in t.told
+    t.hear(B, messages.TimelineUnwanted(2, 1))  # it is over, and that is what B wants
+    assert (B, messages.TimelineAnswer(2, 1)) in t.told
 
 
 @talk
 async def test_a_second_one_waits_for_the_end_of_the_first_and_a_late_stop_does_not_end_it(t):
     t.hello(A, B)
-    t.hear(A, protocol.TimelineWanted(1, str(t.path), False))
-    t.hear(A, protocol.TimelineUnwanted(2, 1))
-    t.hear(A, protocol.TracedAll(1))
+    t.hear(A, messages.TimelineWanted(1, str(t.path), False))
+    t.hear(A, messages.TimelineUnwanted(2, 1))
+    t.hear(A, messages.TracedAll(1))
     again = t.path.with_name("again.json")
-    t.hear(A, protocol.TimelineWanted(3, str(again), False))
+    t.hear(A, messages.TimelineWanted(3, str(again), False))
     assert not again.exists()
-    t.hear(B, protocol.TracedAll(1))
-    await t.until_told(A, protocol.TimelineAnswer(3, 2, str(again)))
-    t.hear(B, protocol.TimelineUnwanted(1, 1))
-    assert (B, protocol.Tracing(2, False)) not in t.told
+    t.hear(B, messages.TracedAll(1))
+    await t.until_told(A, messages.TimelineAnswer(3, 2, str(again)))
+    t.hear(B, messages.TimelineUnwanted(1, 1))
+    assert (B, messages.Tracing(2, False)) not in t.told
     await t.tracing.close()
     assert json.loads(again.read_text())[0]["ph"] == "M"  # it is whole, with its head
 
@@ -134,17 +136,17 @@ async def test_a_second_one_waits_for_the_end_of_the_first_and_a_late_stop_does_
 async def test_a_worker_that_is_gone_is_not_waited_for(t):
     t.hello(A, B)
     t.tracing.open(str(t.path))
-    t.hear(A, protocol.TimelineUnwanted(1, 1))
-    t.hear(A, protocol.TracedAll(1))
-    assert t.told[-1][0] in (A, B) and not isinstance(t.told[-1][1], protocol.TimelineAnswer)
+    t.hear(A, messages.TimelineUnwanted(1, 1))
+    t.hear(A, messages.TracedAll(1))
+    assert t.told[-1][0] in (A, B) and not isinstance(t.told[-1][1], messages.TimelineAnswer)
     t.tracing.gone(B)
-    await t.until_told(A, protocol.TimelineAnswer(1, 1))
+    await t.until_told(A, messages.TimelineAnswer(1, 1))
 
 
 @talk
 async def test_a_bad_path_is_refused_with_a_reason(t):
-    t.hear(A, protocol.TimelineWanted(1, "/no/such/folder/t.json", False))
-    t.hear(A, protocol.TimelineWanted(2, "t.json", False))
+    t.hear(A, messages.TimelineWanted(1, "/no/such/folder/t.json", False))
+    t.hear(A, messages.TimelineWanted(2, "t.json", False))
     first, second = (message for _, message in t.told)
     assert "can't be written: No such file or directory" in first.error and first.timeline == 0
     assert "give an absolute one" in second.error
@@ -167,14 +169,14 @@ def test_a_full_disk_ends_the_timeline_and_not_the_job(tmp_path, monkeypatch):
         t.hello(A)
         t.tracing.open(str(t.path))
         t.trace(A, "first")
-        await t.until_told(A, protocol.TracesTaken(1))
+        await t.until_told(A, messages.TracesTaken(1))
 
         def full(self, events):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(TraceFile, "append", full)
         t.trace(A, "second")
-        await t.until_told(A, protocol.Tracing(1, False))
+        await t.until_told(A, messages.Tracing(1, False))
         assert t.names() == ["first"]
         assert t.log == [f"warning: the timeline {t.path} ends here: No space left on device"]
         t.trace(A, "third")
@@ -256,9 +258,9 @@ def asking(monkeypatch):
 
     def answer(message) -> None:
         said.append(message)
-        if not isinstance(message, protocol.TimelineWanted):
+        if not isinstance(message, messages.TimelineWanted):
             return
-        made.receive(protocol.TimelineAnswer(message.request, 1, message.path, errors[0]))
+        made.receive(messages.TimelineAnswer(message.request, 1, message.path, errors[0]))
 
     env = environment.read({"HOROVOD_TIMELINE": "/t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
     made = TracingThroughDriver(env, answer, lambda: None)
@@ -271,14 +273,14 @@ def test_a_timeline_that_the_script_has_named_is_asked_for_by_rank_0(asking):
     made.begin(Place(1, 2, 1, 2, 0, 1))
     assert said == []
     made.begin(Place(0, 2, 0, 2, 0, 1))
-    assert said == [protocol.TimelineWanted(1, "/t.json", True)]
+    assert said == [messages.TimelineWanted(1, "/t.json", True)]
 
 
 def test_the_jobs_own_timeline_is_not_asked_for_again(asking):
     made, said, _ = asking
-    made.receive(protocol.Tracing(1, True))
+    made.receive(messages.Tracing(1, True))
     made.begin(Place(0, 2, 0, 2, 0, 1))
-    assert not any(isinstance(message, protocol.TimelineWanted) for message in said)
+    assert not any(isinstance(message, messages.TimelineWanted) for message in said)
 
 
 def test_a_timeline_that_cannot_be_written_is_told_by_its_variable(asking):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.driver.versions import Versions
+from elastic.driver.membership.torch_versions import Versions
 
 
 def test_one_version_is_no_news():

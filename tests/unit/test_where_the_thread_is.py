@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import elastic
-from elastic import protocol
 from elastic.errors import Invalid
-from elastic.progress import PACE_S, Progress
+from elastic.protocol import messages as protocol
+from elastic.runtime.progress import PACE_S, Progress
 
 
 def told(progress: Progress, now: float) -> list[tuple[str, float, str]]:

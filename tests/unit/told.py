@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.chaos.invariants import BrokenInvariant, Invariants, Summary
+from elastic.chaos.invariants.invariants import BrokenInvariant, Invariants, Summary
 from elastic.driver.events import (
     Action,
     BreakWorld,
@@ -19,9 +19,9 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerReturned,
 )
-from elastic.driver.placement import places
+from elastic.driver.membership.scheduling.placement import places
 from elastic.driver.settings import Settings
-from elastic.protocol import Commit, Place, Worker
+from elastic.protocol.messages import Commit, Place, Worker
 from unit.conversation import (
     connected,
     exited,

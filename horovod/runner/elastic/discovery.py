@@ -7,7 +7,7 @@ from __future__ import annotations
 import subprocess
 
 from elastic.errors import Invalid
-from elastic.host_news import HostUpdateResult
+from elastic.runtime.host_updates import HostUpdateResult
 
 SCRIPT_S = 60.0  # that a discovery script may take
 
@@ -32,7 +32,7 @@ class HostDiscoveryScript(HostDiscovery):
         and for a wrong line, RuntimeError if it fails or does not end.
         """
         from elastic.driver.discovery.script import find_script
-        from elastic.driver.hosts import parse_lines
+        from elastic.driver.network.hosts import parse_lines
 
         name = self._discovery_script
         try:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic import host_news
-from elastic.host_news import HostUpdateResult, Listener
+from elastic.runtime import host_updates
+from elastic.runtime.host_updates import HostUpdateResult, Listener
 
 
 class WorkerNotificationManager:
@@ -24,15 +24,15 @@ class WorkerNotificationManager:
         """Does nothing: ``hvd.init()`` has made the connection already. The arguments are Horovod's."""
 
     def register_listener(self, listener: Listener) -> None:
-        host_news.register(listener)
+        host_updates.register(listener)
 
     def remove_listener(self, listener: Listener) -> None:
         """Raises nothing if it was not registered."""
-        host_news.remove(listener)
+        host_updates.remove(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
         """Tells all listeners, as if the driver had said so. ``timestamp``: seconds since 1970."""
-        host_news.tell(timestamp, update_res)
+        host_updates.tell(timestamp, update_res)
 
 
 _ABSENT = {"WorkerNotificationService", "WorkerNotificationClient"}

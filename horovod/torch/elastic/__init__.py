@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.basics import long_phase
 from elastic.run_loop import run
+from elastic.runtime.basics import long_phase
 from elastic.state import ElasticSampler, ObjectState, State, TorchState
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "long_phase", "run"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.state import TorchState
-from elastic.state.handlers import (
+from elastic.state.handlers.registry import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,

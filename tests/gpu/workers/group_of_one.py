@@ -9,7 +9,7 @@ import os
 import threading
 import time
 
-from elastic import environment
+from elastic.rendezvous import environment
 from gpu.workers.notes import note
 
 environment.prepare(environment.read())  # as init() does, before torch reads any of it
@@ -18,8 +18,8 @@ import torch  # noqa: E402
 
 from elastic.collectives.interface import Op  # noqa: E402
 from elastic.collectives.nccl import NcclCollectives  # noqa: E402
-from elastic.collectives.store import Store, listen  # noqa: E402
 from elastic.errors import CollectiveFailed  # noqa: E402
+from elastic.rendezvous.store import Store, listen  # noqa: E402
 
 BUSY_CYCLES = 2_000_000_000  # about a second
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int64)

@@ -13,10 +13,10 @@ from itertools import count
 
 import msgspec
 
-from elastic.driver.access import EtcdAccess
-from elastic.driver.etcd import Etcd
-from elastic.driver.leadership import Deposed, Leadership
-from elastic.driver.registration import Registration
+from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.leadership import Deposed, Leadership
+from elastic.driver.etcd.registration import Registration
+from elastic.driver.network.credentials import EtcdAccess
 
 
 async def lead(etcd: Etcd, job: str, ttl_s: float) -> None:

@@ -6,14 +6,14 @@ import asyncio
 import sys
 from pathlib import Path
 
-from elastic.driver.entries import header_of
 from elastic.driver.events import DriverRestarted, HostsChanged
-from elastic.driver.journal import Upkeep
-from elastic.driver.journal_file import FileArchive
-from elastic.driver.membership import Membership
-from elastic.driver.resume import writer_here
+from elastic.driver.journal.entries import header_of
+from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.resume import writer_here
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.snapshot import taken
 from elastic.driver.settings import Settings
-from elastic.driver.snapshot import taken
 
 
 async def main(path: Path) -> None:

@@ -13,7 +13,7 @@ import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 
 import elastic
-from elastic.collectives import sockets
+from elastic.collectives.gloo import sockets
 
 
 class Lingering:

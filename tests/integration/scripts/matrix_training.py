@@ -16,15 +16,17 @@ import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 
 import elastic
-from elastic import gradients
 from elastic.failpoints import failpoint, set_step
+from elastic.optimizer import gradient_reducer
 
 SAMPLES = 37  # neither rounds nor epochs come out even
 BATCH = 2
 STEP_S = 0.02  # besides the work, so that a machine with few cores has room for imports
 EVALUATE_EVERY = 3  # steps
 
-gradients.FIRST_BYTES = gradients.FULL_BYTES = 64  # several buckets for a few parameters
+gradient_reducer.FIRST_BYTES = gradient_reducer.FULL_BYTES = (
+    64  # several buckets for a few parameters
+)
 inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
 wanted = inputs.sin() @ torch.ones(6, 3)
 

@@ -19,15 +19,15 @@ from typing import Any
 import psutil
 import ray
 
-from elastic.driver.agent_protocol import Hire
+from elastic.driver.agents.fleet import AGENTS, Fleet
+from elastic.driver.agents.messages import Hire
 from elastic.driver.events import HostLost
-from elastic.driver.fleet import AGENTS, Fleet
-from elastic.driver.launch.ray import RayStarter, name_of
-from elastic.driver.launch.ray_actors import RayActors
 from elastic.driver.launch.starter import Bootstrap, StartFailed
-from elastic.driver.output import Output
-from elastic.driver.server import Server
-from elastic.protocol import Worker
+from elastic.driver.network.server import Server
+from elastic.driver.processes.output import Output
+from elastic.driver.ray.actors import RayActors
+from elastic.driver.ray.starter import RayStarter, name_of
+from elastic.protocol.messages import Worker
 
 SECRET = b"s" * 32
 JOB = "agents"

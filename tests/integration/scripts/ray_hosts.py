@@ -16,7 +16,7 @@ import sys
 
 import ray
 
-from elastic.driver.discovery.ray import RayDiscovery, Wanted
+from elastic.driver.ray.discovery import RayDiscovery, Wanted
 from elastic.errors import Invalid
 
 

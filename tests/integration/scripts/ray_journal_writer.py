@@ -13,14 +13,14 @@ import zlib
 
 import ray
 
-from elastic.driver.entries import Writer, header_of
+from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import DriverRestarted, HostsChanged
-from elastic.driver.journal import Upkeep
-from elastic.driver.journal_ray import RayArchive
-from elastic.driver.leadership import Deposed
-from elastic.driver.membership import Membership
+from elastic.driver.journal.entries import Writer, header_of
+from elastic.driver.journal.journal import Upkeep
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.snapshot import taken
+from elastic.driver.ray.journal import RayArchive
 from elastic.driver.settings import Settings
-from elastic.driver.snapshot import taken
 
 
 def say(*words: object) -> None:

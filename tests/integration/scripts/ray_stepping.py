@@ -26,8 +26,8 @@ def train(config: dict[str, Any]) -> int:
     gc.enable()
 
     import elastic
-    from elastic import runtime
-    from elastic.chaos.uncompiled import without_compiler
+    from elastic.chaos.hosts.no_compile import without_compiler
+    from elastic.runtime import lifecycle
 
     torch.set_num_threads(1)
     without_compiler()
@@ -42,7 +42,7 @@ def train(config: dict[str, Any]) -> int:
 
     @elastic.run
     def loop(state: elastic.TorchState) -> int:
-        context = runtime.current()
+        context = lifecycle.current()
         while True:
             optimizer.zero_grad()
             model(torch.ones(4, 64)).square().mean().backward()

@@ -97,9 +97,9 @@ def work() -> None:
 
 
 def drive(flags: list[str]) -> int:
-    from elastic.driver import cli
-    from elastic.driver.start import start
-    from elastic.reporting import Report
+    from elastic.driver.commandline import cli
+    from elastic.driver.job.start import start
+    from elastic.monitoring.reporting import Report
 
     file = os.open("reports", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 

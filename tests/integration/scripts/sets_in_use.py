@@ -17,7 +17,7 @@ import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 
 import horovod.torch as hvd
-from elastic import runtime
+from elastic.runtime import lifecycle
 
 WORKER = os.environ["ELASTIC_WORKER"]
 SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
@@ -60,7 +60,7 @@ def train(state: hvd.elastic.ObjectState) -> None:
             assert swapped.tolist() == seen[name]
         record = {
             "worker": WORKER,
-            "generation": runtime.current().generation,
+            "generation": lifecycle.current().generation,
             "step": state.step,
             "rank": hvd.rank(),
             "size": hvd.size(),

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from elastic.collectives import arena
 from elastic.collectives.construct import Connecting, Store, listen
 from elastic.collectives.interface import Collectives, Op
-from elastic.protocol import Address
+from elastic.collectives.shared_memory import arena
+from elastic.protocol.messages import Address
 
 TIMEOUT_S = 20.0
 kept: list[Any] = []

@@ -9,9 +9,9 @@ import signal
 import sys
 
 from elastic.driver.launch.by_host import StarterFor
-from elastic.driver.launch.child import ChildStarter
 from elastic.driver.launch.ssh import SshOptions, SshStarter
 from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.launch.subprocess_starter import ChildStarter
 
 
 def say(text: str) -> None:

@@ -33,8 +33,8 @@ import problem  # type: ignore[import-not-found]
 import torch
 
 import elastic
-from elastic import runtime
 from elastic.horovod_errors import HorovodInternalError
+from elastic.runtime import lifecycle
 
 DEADLINE_S = 60.0
 WORKER = os.environ["ELASTIC_WORKER"]
@@ -81,7 +81,7 @@ def at(place: str, step: int) -> None:
                 case "late":
                     ragged = torch.ones(1, 1 + elastic.rank())
                     handle = elastic.allgather_async(ragged, name="unequal")
-                    while elastic.rank() == 0 and not runtime.current().broken:
+                    while elastic.rank() == 0 and not lifecycle.current().broken:
                         time.sleep(0.001)  # until the other has failed, and the world with it
                     elastic.synchronize(handle)
 
@@ -89,8 +89,8 @@ def at(place: str, step: int) -> None:
 def meant(rule: dict[str, str], place: str, step: int) -> bool:
     asked = {"start": "1"} | rule
     mine = {"place": place, "slot": SLOT, "host": HOST, "step": step, "start": START}
-    if rule["place"] == place and runtime.active() is not None:
-        mine |= {"size": elastic.size(), "generation": runtime.current().generation}
+    if rule["place"] == place and lifecycle.active() is not None:
+        mine |= {"size": elastic.size(), "generation": lifecycle.current().generation}
     return all(key not in asked or asked[key] in (str(mine[key]), "any") for key in mine)
 
 
@@ -103,7 +103,7 @@ def until_exists(name: str) -> None:
 
 
 def record(what: str, **fields: Any) -> None:
-    rt = runtime.current()
+    rt = lifecycle.current()
     fields |= {"what": what, "generation": rt.generation, "at": time.monotonic()}
     fields |= {"worker": WORKER, "rank": rt.place.rank, "size": rt.place.size, "pid": os.getpid()}
     log = os.open(f"history/{WORKER}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

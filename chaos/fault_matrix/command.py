@@ -1,0 +1,260 @@
+"""`python -m elastic.chaos matrix`: every fault in every phase, on real processes. docs/faults.md says what came of it.
+
+Results are appended to a file, so that it can be interrupted: cells that have passed are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from elastic.chaos.fault_matrix import cells as faults
+from elastic.chaos.fault_matrix import expectations, page, run_cell
+from elastic.chaos.fault_matrix.cells import Cell
+from elastic.chaos.fault_matrix.expectations import Batch, Result
+from elastic.chaos.fault_matrix.job import SCRIPT, MatrixJob
+from elastic.chaos.inject.network import check_partition
+from elastic.errors import Invalid
+
+RESULTS = Path("out", "matrix", "results.jsonl")
+PAGE = Path("docs", "faults.md")
+
+AXES = {"victim": faults.VICTIMS, "fault": faults.FAULTS, "phase": faults.PHASES}
+
+EXAMPLES = """\
+examples:
+  python -m elastic.chaos matrix --pairwise
+  python -m elastic.chaos matrix --only victim=driver,fault=SIGKILL
+"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which cells, how many jobs at a time."""
+
+    cells: list[Cell]
+    jobs: int
+    results: Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--pairwise", action="store_true", help="a few cells that cover every pair")
+    add(
+        "--only",
+        metavar="WHAT",
+        action="append",
+        default=[],
+        help="as in victim=driver,phase=bucket",
+    )
+    add("--skip", metavar="WHAT", action="append", default=[], help="not these, as for --only")
+    add("--again", action="store_true", help="also run what has passed before")
+    add("--list", action="store_true", help="print the cells, run nothing")
+    add(
+        "--no-run",
+        action="store_true",
+        help="run nothing: with --report, the page from old results",
+    )
+    add("--jobs", type=int, default=1, metavar="N", help="jobs at a time (default: 1)")
+    add("--results", type=Path, default=RESULTS, metavar="FILE", help=f"default: {RESULTS}")
+    add("--report", type=Path, metavar="FILE", help=f"write the page to FILE, e.g. {PAGE}")
+
+
+def main(options: argparse.Namespace) -> int:
+    root = checkout()
+    chosen = choose(options)
+    if options.jobs < 1:
+        raise Invalid(f"--jobs is {options.jobs}; give 1 or more")
+    if options.list:
+        for cell in chosen:
+            print(f"{cell}: {faults.impossible(cell) or expectations.expected(cell).end.value}")
+        return 0
+    done = {} if options.again else {c: r for c, r in read(options.results).items() if r.passed}
+    todo = [cell for cell in chosen if not faults.impossible(cell) and cell not in done]
+    todo = [] if options.no_run else todo
+    here = [cell for cell in todo if not not_here(cell)]
+    for cell in set(todo) - set(here):
+        print(f"not run here: {cell}: {not_here(cell)}")
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    run(Choice(here, options.jobs, options.results), root)
+    results = read(options.results)
+    if options.report is not None:
+        options.report.write_text(page.page(results, not_here=not_here))
+    failed = [r for c, r in results.items() if c in chosen and not r.passed]
+    for result in failed:
+        print(f"FAILED {result.cell}: {result.said}")
+    passed = sum(c in results and results[c].passed for c in chosen)
+    print(f"{passed} cells passed, {len(failed)} failed, {len(set(todo) - set(here))} not run here")
+    return 1 if failed else 0
+
+
+def checkout() -> Path:
+    """Where the training script is. Raises Invalid where there is none."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / SCRIPT).exists():
+        raise Invalid(f"the matrix trains {SCRIPT}, which only a checkout of the repository has")
+    return root
+
+
+def choose(options: argparse.Namespace) -> list[Cell]:
+    """The cells that were asked for. Raises Invalid."""
+    cells = list(faults.all_cells())
+    if options.pairwise:
+        cells = expectations.pairwise(cell for cell in cells if not faults.impossible(cell))
+    for text in options.only:
+        wanted = conditions(text)
+        cells = [cell for cell in cells if _is(cell, wanted)]
+    for text in options.skip:
+        unwanted = conditions(text)
+        cells = [cell for cell in cells if not _is(cell, unwanted)]
+    return cells
+
+
+def _is(cell: Cell, wanted: Mapping[str, str]) -> bool:
+    return all(getattr(cell, axis) == value for axis, value in wanted.items())
+
+
+def conditions(text: str) -> dict[str, str]:
+    """``victim=rank 0,fault=SIGSTOP, SIGCONT`` by axis. Raises Invalid."""
+    found: dict[str, str] = {}
+    axis = ""
+    for word in text.split(","):
+        name, equals, value = word.partition("=")
+        if equals:
+            axis = name.strip()
+            found[axis] = value
+        elif axis:  # a name with a comma of its own
+            found[axis] += f",{word}"
+        else:
+            raise Invalid(f"{text!r} names no cells; write it as in victim=driver,phase=bucket")
+    for axis, value in found.items():
+        if axis not in AXES:
+            raise Invalid(f"{text!r}: {axis!r} is not one of {', '.join(AXES)}")
+        if value not in AXES[axis]:
+            raise Invalid(f"{text!r}: {value!r} is no {axis}; give one of {'; '.join(AXES[axis])}")
+    return found
+
+
+def not_here(cell: Cell) -> str:
+    """Why a cell that can be can't be run on this machine, by this user; empty if it can."""
+    if faults.impossible(cell):
+        return ""
+    if cell.fault == faults.DROP:
+        return _no_partition()
+    if cell.victim == faults.DRIVER and cell.fault == faults.DISK and os.geteuid() != 0:
+        return "a small full disk can be mounted by root only"
+    return ""
+
+
+_partition: list[str] = []
+
+
+def _no_partition() -> str:
+    if not _partition:
+        try:
+            check_partition()
+            _partition.append("")
+        except Invalid as error:
+            _partition.append(str(error))
+    return _partition[0]
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def run(choice: Choice, root: Path) -> None:
+    """Every cell, in jobs that go through several each; results are in the file as soon as they are known."""
+    jobs = expectations.batches(choice.cells)
+    done = Progress(len(choice.cells), choice.results)
+    with ThreadPoolExecutor(choice.jobs) as pool:
+        for each in [pool.submit(run_batch, batch, root, done) for batch in jobs]:
+            each.result()
+
+
+class Progress:
+    """Writes results down and says how far it is. From any thread."""
+
+    def __init__(self, cells: int, path: Path) -> None:
+        self._cells, self._path = cells, path
+        self._done = 0
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def show(self, result: Result) -> None:
+        """A cell is done; what it is worth is known when its job is."""
+        with self._lock:
+            self._done += 1
+            what = "ok" if result.passed else "FAILED"
+            took = f" {result.ms:.0f} ms" if result.ms is not None else ""
+            spent = time.monotonic() - self._began
+            print(f"{spent:6.0f} s {self._done:4}/{self._cells} {what:6} {result.cell}{took}")
+            print(f"         {result.said}\n" * bool(result.said), end="", flush=True)
+
+    def write(self, results: Sequence[Result]) -> None:
+        with self._lock, self._path.open("a") as file:
+            for result in results:
+                said = {**asdict(result.cell), "passed": result.passed, "ms": result.ms}
+                said |= {"said": result.said, "date": time.strftime("%Y-%m-%d")}
+                file.write(json.dumps(said) + "\n")
+
+
+def run_batch(batch: Batch, root: Path, done: Progress) -> None:
+    """One job. When a cell fails, the cells behind it go on in another job."""
+    cells = list(batch.cells)
+    while cells:
+        results, keep = one_job(cells, root, done)
+        done.write(results)
+        cells = cells[len(results) :]
+        if keep is not None:
+            print(f"         everything of that job is in {keep}", flush=True)
+
+
+def one_job(cells: Sequence[Cell], root: Path, done: Progress) -> tuple[list[Result], Path | None]:
+    """Results of the first cells, as far as the job came, and its folder if something was wrong."""
+    small = any(c.victim == faults.DRIVER and c.fault == faults.DISK for c in cells)
+    folder = Path(tempfile.mkdtemp(prefix="elastic-matrix-"))
+    shared = not any(map(expectations.shuts_connections, cells))
+    job = MatrixJob(folder, root, small_disk=small, shared_memory=shared)
+    results: list[Result] = []
+    try:
+        if not expectations.is_first(cells[0]):
+            job.start()
+        for cell in cells:
+            results.append(run_cell.run(job, cell, len(results)))
+            done.show(results[-1])
+            if not results[-1].passed:
+                break
+        if results[-1].passed:
+            trouble = job.finish()
+            if trouble:  # of all the job: nobody knows of which cell
+                print(f"         FAILED as a whole: {trouble}", flush=True)
+                names = "; ".join(str(r.cell) for r in results)
+                said = f"in a job of {names}: {trouble}"
+                results = [Result(r.cell, False, r.ms, said) for r in results]
+    finally:
+        job.close()
+    if all(result.passed for result in results):
+        shutil.rmtree(folder)
+        return results, None
+    return results, folder
+
+
+def read(path: Path) -> dict[Cell, Result]:
+    """The latest result of each cell."""
+    results: dict[Cell, Result] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.strip():
+                said = json.loads(line)
+                cell = Cell(said["victim"], said["fault"], said["phase"])
+                results[cell] = Result(cell, said["passed"], said["ms"], said["said"])
+    return results

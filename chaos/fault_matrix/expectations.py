@@ -1,0 +1,317 @@
+"""Decides what a cell of the fault matrix means: how it has to end, which rules bring it about, which cells share a
+job, and which few cover all pairs. Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from elastic.chaos.fault_matrix import cells as faults
+from elastic.chaos.fault_matrix.cells import Cell
+
+WORKERS = 4
+GONE_S = 3.0  # for all processes of a job to be gone after its driver
+HOLD_S = 20.0  # a GIL that is held until the worker is fenced
+MOMENT_S = 1.5  # a worker that is stopped, or holds its GIL, where nobody fences it
+SLOW_S = 0.4
+EVALUATE_EVERY = 3  # steps
+IN_A_STEP = (
+    faults.FORWARD,
+    faults.BUCKET,
+    faults.STEP,
+    faults.BEFORE_COMMIT,
+    faults.SNAPSHOT,
+    faults.EVALUATION,
+)
+
+
+class End(enum.Enum):
+    """How a cell ends."""
+
+    GOES_ON = "goes on"
+    REGROUPS = "regroups"
+    RECOVERS = "recovers"
+    LEAVES = "leaves"
+    JOB_ENDS = "job ends"
+    STOPS = "stops"
+    ALL_GONE = "all gone"
+    SUCCEEDS = "succeeds"
+    FAILS = "fails at the end"
+
+
+ENDS = {
+    End.GOES_ON: "nobody is lost, and everybody trains on in the same world",
+    End.REGROUPS: "nobody is lost; all go back to the last commit and train on",
+    End.RECOVERS: "the victims are lost; the others go on from the last commit, and new workers take the free places",
+    End.LEAVES: "the victims leave at a commit with exit code 0; nothing is trained again",
+    End.JOB_ENDS: "the job ends with exit code 1 and the traceback",
+    End.STOPS: "the driver tells its workers to end, and ends",
+    End.ALL_GONE: f"no process of the job is left within {GONE_S:g} s",
+    End.SUCCEEDS: "training was over, and the job succeeds",
+    End.FAILS: "training was over, nobody else is disturbed, and the job's exit code is 1",
+}
+LAST_OF_ITS_JOB = (End.JOB_ENDS, End.STOPS, End.ALL_GONE, End.SUCCEEDS, End.FAILS)
+
+
+@dataclass(frozen=True)
+class Result:
+    """``ms``: from the fault until all that were left trained again, if there was something to recover from."""
+
+    cell: Cell
+    passed: bool
+    ms: float | None = None
+    said: str = ""  # what was wrong
+
+
+@dataclass(frozen=True)
+class Expected:
+    """``fenced``: what the reason of the kill says; empty: the victims are not killed by the driver."""
+
+    end: End
+    why: str
+    fenced: str = ""
+
+
+def expected(cell: Cell) -> Expected:
+    """How this cell has to end, and why. Only for cells that can be."""
+    victim, fault, phase = cell.victim, cell.fault, cell.phase
+    if victim == faults.DRIVER:
+        return _expected_of_driver(fault, phase)
+    if phase == faults.SHUTDOWN:
+        return _expected_at_shutdown(fault)
+    if phase == faults.BEFORE_INIT:
+        return _expected_before_init(fault)
+    several = victim in (faults.TWO, faults.ALL_BUT_ONE)
+    if fault == faults.TERM:
+        return Expected(End.LEAVES, "SIGTERM asks a worker to leave at its next commit")
+    if fault == faults.STOP:
+        return Expected(
+            End.RECOVERS, "others wait for it, and its lease is shorter than its pause", "frozen"
+        )
+    if fault == faults.GIL:
+        why = "it is idle while others wait for it"
+        return Expected(End.RECOVERS, why, "while the others waited")
+    if fault == faults.DROP:
+        return Expected(End.RECOVERS, "its host acknowledges nothing any more", "cut off")
+    if fault == faults.SHUT:
+        return Expected(End.REGROUPS, "a collective broke, and everybody is still there")
+    if fault == faults.SLOW:
+        return Expected(End.GOES_ON, "slow is not lost")
+    if fault in faults.RAISING and several:
+        why = "the same exception at several members is the script's"
+        return Expected(End.JOB_ENDS, why)
+    return Expected(End.RECOVERS, "its exit is seen at once")
+
+
+def _expected_before_init(fault: str) -> Expected:
+    if fault in (faults.STOP, faults.GIL, faults.SLOW):
+        return Expected(End.GOES_ON, "a worker may take --start-timeout to call init()")
+    if fault == faults.TERM:
+        return Expected(End.RECOVERS, "before init() SIGTERM has its ordinary meaning")
+    return Expected(End.RECOVERS, "its exit is seen at once")
+
+
+def _expected_at_shutdown(fault: str) -> Expected:
+    if fault in (*faults.ENDING, *faults.RAISING):
+        return Expected(End.FAILS, "a worker that should not have ended so fails the job")
+    return Expected(End.SUCCEEDS, "nobody waits for it any more, but for its exit")
+
+
+def _expected_of_driver(fault: str, phase: str) -> Expected:
+    match fault:
+        case faults.KILL | faults.SEGV:
+            return Expected(End.ALL_GONE, "the agent and its workers do not outlive their driver")
+        case faults.TERM:
+            return Expected(End.STOPS, "SIGTERM at the driver ends the job")
+        case _ if phase == faults.SHUTDOWN:
+            return Expected(End.SUCCEEDS, "training was over before it happened")
+        case faults.DISK:
+            return Expected(End.SUCCEEDS, "the journal ends, with a warning; the job does not")
+        case _:
+            return Expected(End.GOES_ON, "workers train on while the driver does not run")
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Orders:
+    """``rules``: lines for `elastic.failpoints`. ``victims``: how many will be struck."""
+
+    rules: list[str]
+    victims: int
+
+
+def orders(
+    cell: Cell, members: Sequence[str], newest: str, name: str, go: str, *, step: int = 0
+) -> Orders:
+    """How to bring a cell about in a world of ``members``, by rank; ``newest`` joined last.
+
+    Before the first world, ``members`` are those that will be. ``go`` is the file that an action waits for which comes
+    from outside; ``name`` makes the traces of this cell unique; ``step`` has not come yet.
+    """
+    place = faults.PHASES[cell.phase]
+    others = f"other-than={','.join(members)}"
+    picked, count = _picked(cell, members, newest)
+    condition = f"worker={','.join(picked)}" if picked else others
+    hit = " hit=2" if cell.phase == faults.BUCKET else ""
+    if count > 1 and cell.phase in IN_A_STEP:
+        # Without it, one victim could wait for others at this step, which hear of the rule at the next one.
+        hit += f" step={step + -step % EVALUATE_EVERY}"
+    action = action_of(cell, go)
+    rules = [f"{place} {action} {condition}{hit} victims={count} id={name}"]
+    if cell.victim == faults.TWO and cell.phase == faults.COPY:
+        rules = [
+            f"{place} {action} {who} victims=2 id={name}"
+            for who in (f"worker={members[0]}", others)
+        ]
+        count = 2
+    if needs_joiner(cell):
+        rules.append(f"forward kill worker={members[-1]} id={name}-before")
+    elif is_disturbed(cell):
+        rules.append(f"forward shut worker={members[1]} id={name}-before")
+    return Orders(rules, count)
+
+
+def _picked(cell: Cell, members: Sequence[str], newest: str) -> tuple[list[str], int]:
+    """Whom the rule names; nobody: whoever comes new."""
+    match cell.victim:
+        case faults.RANK_0:
+            return [members[0]], 1
+        case faults.MIDDLE:
+            return [members[2]], 1
+        case faults.LAST:
+            return [members[-1]], 1
+        case faults.TWO:
+            return [members[0], members[2]], 2
+        case faults.ALL_BUT_ONE:
+            return list(members[:-1]), len(members) - 1
+        case faults.JOINER if cell.phase == faults.SHUTDOWN:
+            return [newest], 1
+        case faults.DRIVER:  # somebody is there when it happens to the driver
+            return [members[0]], 1
+    return [], 1
+
+
+def needs_joiner(cell: Cell) -> bool:
+    """Whether a member has to die first, so that somebody joins."""
+    joins = cell.victim == faults.JOINER and cell.phase != faults.SHUTDOWN
+    return joins or cell.phase == faults.COPY
+
+
+def is_disturbed(cell: Cell) -> bool:
+    """Whether something else has to happen first, without which nobody would come to this phase."""
+    return needs_joiner(cell) or cell.phase in (faults.RENDEZVOUS, faults.RESET)
+
+
+def shuts_connections(cell: Cell) -> bool:
+    """Whether connections between workers are shut, so that its workers must reduce by these: not in shared memory."""
+    return cell.fault == faults.SHUT or (is_disturbed(cell) and not needs_joiner(cell))
+
+
+def action_of(cell: Cell, go: str) -> str:
+    """What the worker does at the place."""
+    if cell.victim == faults.DRIVER or cell.fault == faults.DROP:
+        return f"wait={go}"
+    fenced = bool(expected(cell).fenced)
+    return {
+        faults.KILL: "kill",
+        faults.TERM: "term",
+        faults.STOP: "stop",
+        faults.SEGV: "segv",
+        faults.EXIT: "exit=7",
+        faults.RAISE: "raise=a-damaged-sample",
+        faults.GIL: f"hold-gil={HOLD_S if fenced else MOMENT_S:g}",
+        faults.SHUT: "shut",
+        faults.SLOW: f"slow={SLOW_S:g}",
+        faults.DISK: "disk-full",
+        faults.MEMORY: "out-of-memory",
+    }[cell.fault]
+
+
+# ---- jobs ----------------------------------------------------------------------------------------
+
+
+def is_first(cell: Cell) -> bool:
+    """Whether it has to be the first of its job."""
+    return cell.phase == faults.BEFORE_INIT and cell.victim != faults.JOINER
+
+
+def is_last(cell: Cell) -> bool:
+    """Whether its job is over with it."""
+    return cell.phase == faults.SHUTDOWN or expected(cell).end in LAST_OF_ITS_JOB
+
+
+@dataclass
+class Batch:
+    """Cells that one job goes through, in order: all shut connections between workers, or none does."""
+
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        return bool(self.cells) and is_last(self.cells[-1])
+
+
+def batches(cells: Iterable[Cell], longest: int = 10) -> list[Batch]:
+    """Few jobs, because starting one takes longer than most cells."""
+    chosen = list(cells)
+    kinds = [[c for c in chosen if shuts_connections(c) is kind] for kind in (False, True)]
+    return [batch for kind in kinds for batch in _batches(kind, longest)]
+
+
+def _batches(chosen: Sequence[Cell], longest: int) -> list[Batch]:
+    alone = [Batch([c]) for c in chosen if is_first(c) and is_last(c)]
+    first = [c for c in chosen if is_first(c) and not is_last(c)]
+    last = [c for c in chosen if is_last(c) and not is_first(c)]
+    middle = [c for c in chosen if not is_first(c) and not is_last(c)]
+    number = max(len(first), len(last), -(-len(middle) // longest))
+    made = []
+    for n in range(number):
+        share = middle[n * len(middle) // number : (n + 1) * len(middle) // number]
+        made.append(Batch([*first[n : n + 1], *share, *last[n : n + 1]]))
+    return alone + made
+
+
+def pairs(cell: Cell) -> list[tuple[str, str]]:
+    values = (cell.victim, cell.fault, cell.phase)
+    return list(itertools.combinations(values, 2))
+
+
+def pairwise(cells: Iterable[Cell]) -> list[Cell]:
+    """A few of the cells, so that each pair of values that occurs in any of them occurs in one of these.
+
+    Greedy, and always the same; of two that cover as much, the cheaper one.
+    """
+    left = sorted(cells, key=lambda cell: (cost(cell), cell))
+    missing = {pair for cell in left for pair in pairs(cell)}
+    chosen: list[Cell] = []
+    while missing:
+        best = max(left, key=lambda cell: _gain(cell, missing))
+        missing.difference_update(pairs(best))
+        left.remove(best)
+        chosen.append(best)
+    order = {cell: n for n, cell in enumerate(faults.all_cells())}
+    return sorted(chosen, key=order.__getitem__)
+
+
+def _gain(cell: Cell, missing: set[tuple[str, str]]) -> float:
+    return sum(pair in missing for pair in pairs(cell)) / math.sqrt(cost(cell))
+
+
+def cost(cell: Cell) -> float:
+    """Seconds, roughly."""
+    seconds = 1.0
+    if expected(cell).end in (End.RECOVERS, End.LEAVES):
+        seconds += 2.0 * {faults.TWO: 2, faults.ALL_BUT_ONE: 3}.get(cell.victim, 1)
+    if needs_joiner(cell):
+        seconds += 2.0
+    if is_first(cell) or is_last(cell):
+        seconds += 6.0  # a job of its own
+    if cell.fault == faults.GIL and expected(cell).fenced:
+        seconds += 5.0
+    return seconds

@@ -1,0 +1,238 @@
+"""One job of the fault matrix: its processes, its journal, the files by which its workers are told to go wrong. Acts.
+
+What befalls it and how that has to end is not decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from elastic.chaos.fault_matrix.expectations import GONE_S, WORKERS
+from elastic.chaos.fault_matrix.journal_facts import Json, Story
+from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
+
+MARK = "ELASTIC_MATRIX_JOB"
+END_S = 30.0  # for a job to end once it was told to
+LOOK_S = 0.01
+SLOTS = 64  # room for those that must not return to their slot
+SMALL_DISK_BYTES = 16 << 20
+SCRIPT = Path("tests", "integration", "scripts", "matrix_training.py")
+FLAGS = (
+    *("-np", str(WORKERS), "--min-np", "1", "--max-np", str(WORKERS), "-H", f"localhost:{SLOTS}"),
+    *("--lease", "0.5", "--idle-timeout", "2", "--busy-warning", "2", "--busy-timeout", "6"),
+    *("--elastic-timeout", "30", "--start-timeout", "60"),
+    *("--blacklist-cooldown-range", "0.1", "1", "--slot-attempts", "20"),
+)
+
+
+class Unexpected(Exception):
+    """Something did not end as it should; the message says what was awaited and what was seen."""
+
+
+class MatrixJob:
+    """A job in a folder of its own, not started yet: its first workers may be told what to do before they start."""
+
+    def __init__(
+        self, folder: Path, root: Path, *, small_disk: bool = False, shared_memory: bool = True
+    ) -> None:
+        self.folder = folder
+        self.story = Story()
+        self.over = folder / "over"  # its existence ends the training
+        self._root = root
+        self._shared_memory = shared_memory
+        self._rules = folder / "rules"
+        self._mark = uuid.uuid4().hex
+        self._offset = 0
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._disk = folder / "disk" if small_disk else None
+        if self._disk is not None:
+            self._disk.mkdir()
+            size = f"size={SMALL_DISK_BYTES}"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", self._disk], check=True)
+        self.journal = (self._disk or folder) / "journal.jsonl"
+        self.arm([])
+
+    def start(self) -> None:
+        """The driver, which starts the workers."""
+        clean = {n: v for n, v in os.environ.items() if not n.startswith(("ELASTIC_", "HOROVOD_"))}
+        told = {"ELASTIC_FAILPOINTS": f"@{self._rules}", "ELASTIC_DIGESTS": "1", MARK: self._mark}
+        if not self._shared_memory:
+            told["ELASTIC_NATIVE"] = "0"
+        with (self.folder / "output.txt").open("wb") as output:
+            self._driver = subprocess.Popen(
+                [
+                    str(Path(sys.executable).with_name("elasticrun")),
+                    *FLAGS,
+                    *("--journal", str(self.journal), sys.executable, str(self._root / SCRIPT)),
+                    str(self.over),
+                ],
+                cwd=self.folder,
+                env=clean | {"OMP_NUM_THREADS": "1"} | told,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def started(self) -> bool:
+        return self._driver is not None
+
+    @property
+    def driver(self) -> subprocess.Popen[bytes]:
+        assert self._driver is not None, "the job has not been started"
+        return self._driver
+
+    # ---- rules -----------------------------------------------------------------------------------
+
+    def arm(self, rules: Sequence[str]) -> None:
+        """From now on these rules hold, and no others."""
+        new = self._rules.with_suffix(".new")
+        new.write_text("".join(f"{rule}\n" for rule in rules))
+        new.rename(self._rules)
+
+    def struck(self, name: str, count: int, within_s: float) -> list[Json]:
+        """What the victims of a rule say of themselves, once all have come to their place."""
+        paths = [Path(f"{self._rules}.{name}.{n}") for n in range(count)]
+        said: list[Json] = []
+
+        def there() -> bool:
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not yet, or half
+                said[:] = [json.loads(path.read_text()) for path in paths]
+            return len(said) == count
+
+        self.until(there, f"{count} victims at their place", within_s)
+        return said
+
+    def step(self) -> int:
+        """Where the training is."""
+        with contextlib.suppress(FileNotFoundError):
+            return int((self.folder / "step").read_text() or 0)
+        return 0
+
+    def fill_disk(self) -> None:
+        """The journal's, to the last byte."""
+        assert self._disk is not None, "this job's journal has no disk of its own"
+        with (self._disk / "filler").open("wb", buffering=0) as filler:
+            try:
+                while filler.write(bytes(1 << 16)):
+                    pass
+            except OSError:
+                return
+
+    # ---- what can be seen ------------------------------------------------------------------------
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output.txt").read_text(errors="replace")
+
+    def look(self) -> None:
+        """Reads what the journal has more than before."""
+        with contextlib.suppress(FileNotFoundError), self.journal.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(whole) + len(newline)
+            for line in whole.splitlines():
+                entry = json.loads(line)
+                if "event" in entry:
+                    self.story.hear(entry)
+
+    def must(self, true: bool, trouble: str) -> None:
+        """Raises Unexpected."""
+        if not true:
+            raise Unexpected(f"{trouble} ({self.story})")
+
+    def until(
+        self,
+        true: Callable[[], bool],
+        awaited: str,
+        within_s: float,
+        each_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Looks until it is true. Raises Unexpected at the deadline, or if the job ends first."""
+        deadline = time.monotonic() + within_s
+        while True:
+            over = self._driver is not None and self._driver.poll() is not None
+            each_turn()
+            self.look()
+            if true():
+                return
+            self.must(not over, f"the job ended without {awaited}")
+            self.must(time.monotonic() < deadline, f"{within_s:g} s without {awaited}")
+            time.sleep(LOOK_S)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def ends(self, each_turn: Callable[[], None] = lambda: None) -> int:
+        """The driver's exit code. Raises Unexpected if it goes on for too long."""
+        deadline = time.monotonic() + END_S
+        while self.driver.poll() is None:
+            each_turn()
+            self.must(time.monotonic() < deadline, f"the driver still runs after {END_S:g} s")
+            time.sleep(LOOK_S)
+        self.look()
+        code: int = self.driver.returncode
+        return code
+
+    def nothing_left(self) -> None:
+        """Raises Unexpected if processes outlive the driver."""
+        deadline = time.monotonic() + GONE_S
+        while left := list(self._processes()):
+            self.must(time.monotonic() < deadline, f"processes are left: {left}")
+            time.sleep(LOOK_S)
+
+    def finish(self) -> str:
+        """Ends the job, by success if it still trains. Returns what is wrong with it as a whole, or nothing."""
+        try:
+            killed = self.driver.poll() in (-signal.SIGKILL, -signal.SIGSEGV)
+            if self.driver.poll() is None:
+                self.over.touch()
+                code = self.ends()
+                self.must(code == 0, f"elasticrun ended with exit code {code}, not 0")
+                self.nothing_left()
+            if self._disk is None:
+                checked = check_journal(self.journal, ended=not killed)
+                trained = checked.samples_counted and checked.commits_compared
+                what = "the journal tells of no samples or of no digests, so nothing was checked"
+                self.must(bool(trained) or self.driver.returncode != 0, what)
+        except (Unexpected, BrokenInvariant) as trouble:
+            return str(trouble)
+        finally:
+            self.close()
+        return ""
+
+    def close(self) -> None:
+        """Nothing of the job is left after this."""
+        deadline = time.monotonic() + END_S
+        while (left := list(self._processes())) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(LOOK_S)
+        if self._driver is not None:
+            self._driver.wait(END_S)
+        if self._disk is not None and os.path.ismount(self._disk):
+            subprocess.run(["umount", self._disk], check=True)
+
+    def _processes(self) -> Iterator[int]:
+        """Whoever has inherited this job's mark, wherever it stands in the tree."""
+        wanted = f"{MARK}={self._mark}".encode()
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdecimal():
+                continue
+            try:
+                found = wanted in (folder / "environ").read_bytes().split(b"\0")
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue  # it has ended meanwhile
+            if found and state not in "ZX":
+                yield int(folder.name)

@@ -1,0 +1,100 @@
+"""What the journal of a job of the fault matrix has told so far. Pure: entries in, facts out.
+
+Workers are named as in ``localhost:2#1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.chaos.fault_matrix.expectations import WORKERS
+
+COMMITS = 2  # in a world, until it counts as training
+Json = dict[str, Any]
+
+
+@dataclass
+class Story:
+    """The newest world, and what has become of the workers."""
+
+    entries: list[Json] = field(default_factory=list)
+    members: list[str] = field(default_factory=list)  # of the newest world, by rank
+    ever: set[str] = field(default_factory=set)  # members of any world
+    generation: int = 0
+    changing: bool = False  # since that world was published, something was decided about it
+    resumed: set[str] = field(default_factory=set)  # in that world
+    commits: int = 0  # in that world
+    order: list[str] = field(default_factory=list)  # in which workers connected
+    exited: dict[str, int] = field(default_factory=dict)  # code
+
+    def hear(self, entry: Json) -> None:
+        """The next line of the journal."""
+        self.entries.append(entry)
+        event = entry["event"]
+        match event["type"]:
+            case "WorkerConnected":
+                self.order.append(named(event["worker"]))
+            case "WorkerExited":
+                self.exited[named(event["worker"])] = event["code"]
+            case "WorkerResumed" if event["generation"] == self.generation:
+                self.resumed.add(named(event["worker"]))
+            case "WorkerDigested" if event["commit"][0] == self.generation:
+                self.commits = max(self.commits, event["commit"][1])
+        for action in entry.get("actions") or ():
+            match action["type"]:
+                case "PublishWorld":
+                    self.members = [named(m["worker"]) for m in action["members"]]
+                    self.ever |= set(self.members)
+                    self.generation = action["generation"]
+                    self.resumed, self.commits, self.changing = set(), 0, False
+                case "BreakWorld" | "PrepareChange":
+                    self.changing = True
+                case "CallOffChange":
+                    self.changing = False
+
+    @property
+    def full(self) -> bool:
+        """All workers train."""
+        return (
+            len(self.members) == WORKERS
+            and self.resumed >= set(self.members)
+            and self.commits >= COMMITS
+            and not self.changing
+            and not self.exited.keys() & set(self.members)
+        )
+
+    @property
+    def newest(self) -> str:
+        """The member that has connected last."""
+        return max(self.members, key=self.order.index, default="")
+
+    def actions(self, kind: str, since: int) -> list[Json]:
+        """Those of a type since an entry."""
+        return [a for entry in self.entries[since:] for a in _actions(entry) if a["type"] == kind]
+
+    def broken(self, since: int) -> bool:
+        """Whether a world was broken."""
+        return bool(self.actions("BreakWorld", since))
+
+    def recovered_at(self, after: float) -> float | None:
+        """The first time that all members of a world had resumed."""
+        for entry in self.entries:
+            if entry["at"] > after and any(a["type"] == "ReportRecovery" for a in _actions(entry)):
+                return float(entry["at"])
+        return None
+
+    def __str__(self) -> str:
+        who = ", ".join(self.members) or "nobody"
+        return f"generation {self.generation} of {who}; {len(self.resumed)} resumed"
+
+
+def named(worker: Sequence[Any]) -> str:
+    """A worker as the journal has it."""
+    host, slot, incarnation = worker
+    return f"{host}:{slot}#{incarnation}"
+
+
+def _actions(entry: Json) -> Iterator[Json]:
+    yield from entry.get("actions") or ()

@@ -1,0 +1,97 @@
+"""`python -m elastic.chaos fuzz`: feeds the control plane what nobody should send, and says what was tried.
+
+The decoders and the sealed streams take most of the inputs, a real server on loopback the rest of the time. A finding
+is an input that was taken for what it is not, an exception that is no refusal, an answer to a stranger, a word of an
+honest worker that was lost or late, or memory that grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+
+from rich.console import Console
+
+from elastic.chaos.fuzz.decoders import Decoders, Streams
+from elastic.chaos.fuzz.server import OnLoopback
+from elastic.chaos.fuzz.tally import Tally, memory, table
+from elastic.errors import Invalid
+
+DESCRIPTION = (
+    """Feeds spoilt, forged, repeated and endless messages to the decoders and to a real server."""
+)
+EXAMPLES = """\
+examples:
+  python -m elastic.chaos fuzz --seconds 60
+  python -m elastic.chaos fuzz --seconds 600 --seed 7
+"""
+SHARES = {"decoders": 0.4, "streams": 0.2, "server": 0.4}  # of the time
+WARM_UP = 0.1  # share of each part, after which memory must not grow
+GROWTH_LIMIT = 32 << 20  # bytes
+WIDTH = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=60.0, help="for how long (default: 60)")
+    parser.add_argument("--seed", type=int, default=1, help="the same draws the same (default: 1)")
+
+
+def main(options: argparse.Namespace) -> int:
+    if not (math.isfinite(options.seconds) and options.seconds > 0):
+        raise Invalid(f"--seconds is {options.seconds}; give a positive number")
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    tallies, words = fuzz(options.seconds, options.seed)
+    console.print(table(tallies))
+    for line in words:
+        console.print(line, markup=False, highlight=False)
+    findings = [finding for tally in tallies for finding in tally.findings]
+    for finding in findings:
+        console.print(f"FOUND {finding}", markup=False, highlight=False)
+    total = sum(tally.total for tally in tallies)
+    console.print(f"{total:,} inputs, seed {options.seed}: {len(findings) or 'no'} findings")
+    return 1 if findings else 0
+
+
+def fuzz(seconds: float, seed: int) -> tuple[list[Tally], list[str]]:
+    """What was tried, and what else there is to say of it."""
+    decoders, streams = Decoders(seed), Streams(seed)
+    words = []
+    for name, part in (("decoders", decoders), ("streams", streams)):
+        grown = _watched(part, SHARES[name] * seconds, part.tally)
+        words.append(
+            f"{name}: the slowest input took {part.tally.worst_s * 1e3:.0f} ms, memory grew by"
+            f" {grown / 1e6:.1f} MB"
+        )
+    # Two servers, one after the other: the first warms up.
+    first, server = OnLoopback(seed), OnLoopback(seed + 1)
+    first.run(time.monotonic() + WARM_UP * SHARES["server"] * seconds)
+    before = memory()
+    server.run(time.monotonic() + (1 - WARM_UP) * SHARES["server"] * seconds)
+    grown = memory() - before
+    _judge(server.strangers, grown)
+    server.strangers.findings += first.strangers.findings
+    server.turncoats.findings += first.turncoats.findings
+    words.append(
+        f"server: honest workers said {server.words:,} words meanwhile, the longest wait for an answer was"
+        f" {server.answered_s * 1e3:.0f} ms; {server.lines} lines of log; memory grew by"
+        f" {grown / 1e6:.1f} MB"
+    )
+    return [decoders.tally, streams.tally, server.strangers, server.turncoats], words
+
+
+def _watched(part: Decoders | Streams, seconds: float, tally: Tally) -> int:
+    """Runs it; how much memory it took after the beginning."""
+    part.run(time.monotonic() + WARM_UP * seconds)
+    before = memory()
+    part.run(time.monotonic() + (1 - WARM_UP) * seconds)
+    grown = memory() - before
+    _judge(tally, grown)
+    return grown
+
+
+def _judge(tally: Tally, grown: int) -> None:
+    if grown > GROWTH_LIMIT:
+        tally.found(f"memory grew by {grown / 1e6:.1f} MB")

@@ -1,0 +1,296 @@
+"""A cluster to break: hosts with agents, an etcd, drivers, and what a job on them has left to be judged. Acts.
+
+Everything is a real program, started as a user starts it; it writes to a file of the bench's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from elastic.chaos.hosts import sshd, steps
+from elastic.chaos.hosts.adoption import Adoptions
+from elastic.chaos.hosts.merge_journals import join, term_of
+from elastic.chaos.hosts.namespaces import Network
+from elastic.chaos.hosts.programs import Program, wait_until
+from elastic.chaos.hosts.report import Mark, Measured, Outcome
+from elastic.chaos.hosts.steps import Note, Worker
+from elastic.chaos.inject.journal_tail import Follower
+from elastic.chaos.inject.report import report
+from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
+from elastic.driver.events import WorkerConnected
+from elastic.driver.journal.journal import read
+
+HOSTS = ("a", "b", "c", "d")
+ETCD, DRIVER, STANDBY = "etcd", "driver", "standby"
+ETCD_PORT = 2379
+ENDPOINT = f"{ETCD}:{ETCD_PORT}"
+START_S = 120.0  # for a job's workers to be started and to train; two cores import torch four times
+CHANGE_S = 90.0  # for a smaller or larger world to train
+TAIL_BYTES = 512  # of a worker's notes, for a look at the latest
+
+
+class Bench:
+    """Four hosts for workers, one each for etcd, the driver and one that stands by; a context manager.
+
+    ``slack``: all may take so many times longer than is asked of it; 1.0 on a machine that has nothing else to do.
+    """
+
+    def __init__(self, folder: Path, *, slack: float = 1.0) -> None:
+        self.folder = folder
+        self.slack = slack
+        self.network = Network([*HOSTS, ETCD, DRIVER, STANDBY], folder)
+        self.secret = folder / "secret"
+        self.etcd: Program
+        self._etcds = 0
+        self._jobs = 0
+
+    def __enter__(self) -> Bench:
+        self.secret.touch(0o600)
+        self.secret.write_text(secrets.token_hex(32) + "\n")
+        self.network.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.network.close()
+
+    def start_etcd(self) -> Program:
+        """With the data of an earlier one, if there was one. Returns once it answers."""
+        url = f"http://{self.network.hosts[ETCD].address}:{ETCD_PORT}"
+        peers = "http://127.0.0.1:2380"
+        words = ["etcd", "--data-dir", str(self.folder / "etcd"), "--unsafe-no-fsync"]
+        words += ["--listen-client-urls", url, "--advertise-client-urls", url]
+        words += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
+        words += ["--initial-cluster", f"default={peers}"]
+        self.etcd = Program(self.network.hosts[ETCD], ETCD, words, self.folder)
+        self._etcds += 1
+        self.etcd.wait_for("serving insecure client requests", count=self._etcds)
+        return self.etcd
+
+    @contextlib.contextmanager
+    def job(self, name: str, *, hosts: Sequence[str] = HOSTS) -> Iterator[HostedJob]:
+        """A job of its own name. What is left of it at the end is killed, and all links are healed."""
+        self._jobs += 1
+        folder = self.folder / f"{self._jobs:02}-{re.sub('[^a-z]+', '-', name)}"
+        (folder / "steps").mkdir(parents=True)
+        job = HostedJob(self, name, f"job{self._jobs}", folder, hosts)
+        try:
+            yield job
+        finally:
+            for program in job.programs:
+                program.end()
+            for each in self.network.hosts.values():
+                self.network.heal(each.name)
+
+
+class HostedJob:
+    """Agents and drivers of one job, and the notes of its workers."""
+
+    def __init__(
+        self, bench: Bench, title: str, name: str, folder: Path, hosts: Sequence[str]
+    ) -> None:
+        self.network = bench.network
+        self.title = title
+        self.name = name
+        self.folder = folder
+        self.hosts = hosts
+        self.journals: list[Path] = []  # of each driver that may have led
+        self.agents: dict[str, Program] = {}  # the latest of each host
+        self.drivers: list[Program] = []
+        self.programs: list[Program] = []
+        self.measured: list[Measured] = []
+        self._secret = bench.secret
+        self._slack = bench.slack
+
+    # ---- what runs -------------------------------------------------------------------------------------------------
+
+    def start_agent(self, host: str) -> Program:
+        words = ["elasticrun", "agent", "--etcd", ENDPOINT, "--job", self.name, "--host", host]
+        words += ["--slots", "1", "--secret-file", str(self._secret)]
+        self.agents[host] = self._start(host, f"agent-{host}", words)
+        return self.agents[host]
+
+    def start_driver(self, *flags: str, on: str = DRIVER) -> Program:
+        """One that others may follow, unless ``flags`` say otherwise."""
+        journal = self.folder / f"journal.{len(self.drivers) + 1}.jsonl"
+        words = ["--etcd", ENDPOINT, "--job", self.name, "--secret-file", str(self._secret)]
+        return self._drive([*words, *(flags or ["--standby"])], journal, on)
+
+    def start_driver_by_ssh(self, *flags: str) -> Program:
+        """It starts the agents itself, and writes the journal of the one before on, if there was one."""
+        if not self.drivers:
+            hosts = [self.network.hosts[name] for name in self.hosts]
+            self.programs += sshd.start(hosts, self.folder / "ssh")
+            self.network.hosts[DRIVER].mounts[self.folder / "ssh" / "ssh_config"] = sshd.CONFIG
+        listed = ",".join(f"{name}:1" for name in self.hosts)
+        return self._drive(["-H", listed, *flags], self.folder / "journal.1.jsonl", DRIVER)
+
+    def _drive(self, flags: Sequence[str], journal: Path, host: str) -> Program:
+        size = str(len(self.hosts))
+        words = ["elasticrun", "-np", size, "--min-np", "1", "--max-np", size, *flags]
+        words += ["--journal", str(journal), "--blacklist-cooldown-range", "0.2", "1"]
+        if journal not in self.journals:
+            self.journals.append(journal)
+        name = f"driver{len(self.drivers) + 1}"
+        self.drivers.append(self._start(host, name, [*words, *self.command()]))
+        return self.drivers[-1]
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "elastic.chaos.hosts.training", str(self.folder)]
+
+    def start(self) -> HostedJob:
+        """An agent on each host and one driver; returns once all train."""
+        for host in self.hosts:
+            self.start_agent(host)
+        self.start_driver()
+        self.trains(self.hosts, timeout=START_S)
+        return self
+
+    def _start(self, host: str, name: str, words: Sequence[str]) -> Program:
+        env = {"ELASTIC_DIGESTS": "1"}
+        program = Program(self.network.hosts[host], name, words, self.folder, env=env)
+        self.programs.append(program)
+        return program
+
+    def leader(self) -> Program:
+        """The driver that has come to lead last, of those that live; the first one if none has."""
+        alive = [driver for driver in self.drivers if driver.process.poll() is None]
+        return max(alive or self.drivers, key=_term)
+
+    # ---- how it trains ---------------------------------------------------------------------------------------------
+
+    def trains(
+        self, hosts: Iterable[str], *, after: float = 0.0, timeout: float = CHANGE_S
+    ) -> float:
+        """Waits until these hosts, and no others, have committed a step together. Returns when that was seen."""
+        wanted = set(hosts)
+        since = max(after, time.monotonic() if not after else 0.0)
+
+        def together() -> bool:
+            latest = self._latest()
+            found = {
+                host
+                for host, note in latest
+                if note.kind == steps.COMMITTED and note.at > since and note.size == len(wanted)
+            }
+            return found == wanted
+
+        return wait_until(together, f"{sorted(wanted)} to train", timeout, self._story)
+
+    def worker_pid(self, host: str) -> int:
+        """Of the worker that trains there, the latest."""
+        files = [path for path in self._notes() if path.name.split(".")[0] == host]
+        return int(max(files, key=lambda path: path.stat().st_mtime).name.split(".")[1])
+
+    def followed(self) -> Callable[[float], float]:
+        """To be called before a driver is hurt. What it returns waits until another driver has heard of every member
+        of the world, and says how many milliseconds that was after the time that it is given.
+        """
+        before = Follower(self._by_term()[-1]).look()
+        later = Adoptions(before.members)
+        followers = [Follower(journal) for journal in self.journals]
+        for follower in followers:
+            follower.look()
+            follower.story = later
+
+        def adopted() -> bool:
+            for follower in followers:
+                follower.look()
+            return later.done > 0
+
+        def wait(at: float) -> float:
+            awaited = "another driver to have all workers"
+            return 1e3 * (wait_until(adopted, awaited, CHANGE_S, self._story) - at)
+
+        return wait
+
+    def measure(
+        self,
+        what: str,
+        at: float,
+        *,
+        survivors: int | None,
+        mark: Mark | None = None,
+        adopted_ms: float | None = None,
+    ) -> None:
+        """Takes down what has become of the survivors since ``at``, until now."""
+        seen = steps.aftermath(self.workers(), at, time.monotonic())
+        asked = (mark or Mark()).eased(self._slack)
+        self.measured.append(Measured(what, seen, survivors, asked, adopted_ms))
+
+    def workers(self) -> list[Worker]:
+        """Every process that wrote notes, and all of them."""
+        return [
+            Worker(path.name.split(".")[0], steps.notes_of(path.read_text()))
+            for path in self._notes()
+        ]
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def finish(self, *, all_heard: bool = True) -> Outcome:
+        """Ends the training, and judges the whole job. ``all_heard``: no worker was hurt before it had connected."""
+        (self.folder / "over").touch()
+        leader = self.leader()
+        code = leader.wait(CHANGE_S)
+        broken = [f"elasticrun ended with exit code {code}\n{self._story()}"] if code else []
+        journal = self.folder / "journal.jsonl"
+        join(self._by_term(), journal)
+        settings, entries = read(journal)
+        try:
+            check_journal(journal)
+        except BrokenInvariant as error:
+            broken.append(str(error))
+        heard = {each.event.pid for each in entries if isinstance(each.event, WorkerConnected)}
+        for path in self._notes() if all_heard else ():
+            host, _, pid = path.name.partition(".")
+            if int(pid) not in heard:
+                broken.append(f"process {pid} was started on host {host}, and never heard of")
+        seen = report(settings, entries, [], code=code)
+        return Outcome(
+            self.title,
+            self.measured,
+            lost=seen.steps.lost,
+            compared=seen.digests.compared,
+            differing=seen.digests.differing,
+            broken=broken,
+        )
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _by_term(self) -> list[Path]:
+        """The journals of the drivers that have led, in that order."""
+        terms = {part: term_of(part) for part in self.journals}
+        return sorted((part for part in terms if terms[part]), key=lambda part: terms[part])
+
+    def _notes(self) -> list[Path]:
+        return sorted((self.folder / "steps").iterdir())
+
+    def _latest(self) -> list[tuple[str, Note]]:
+        """The last note of each process, with its host."""
+        found = []
+        for path in self._notes():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                lines = file.read().decode().split("\n")
+            notes = steps.notes_of("\n".join(lines[-3:]))  # its last two whole lines
+            committed = [note for note in notes if note.kind == steps.COMMITTED]
+            found += [(path.name.split(".")[0], note) for note in (committed or notes)[-1:]]
+        return found
+
+    def _story(self) -> str:
+        latest = ", ".join(
+            f"{host}: {note.kind} {note.step} of {note.size}" for host, note in self._latest()
+        )
+        tails = [program.tail() for program in self.drivers[-2:]]
+        return "\n".join([f"the latest notes: {latest or 'none'}", *tails])
+
+
+def _term(driver: Program) -> int:
+    """With which it has come to lead; 0: it has not, or without a word."""
+    found = [match[1] for line in driver.lines if (match := re.search(r"with term (\d+)", line))]
+    return int(found[-1]) if found else 0

@@ -1,0 +1,63 @@
+"""Puts the journals of drivers that followed each other together into one, as if one file had been handed on. Acts.
+
+With etcd each driver writes a copy to a file of its own, which begins with the state that it found. The copy of the one
+before may hold more than that: entries that it had not brought to etcd when it ended, and never acted upon. They are
+left out; where they begin, the state tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic.driver.journal.entries import (
+    Entry,
+    Resumed,
+    Snapshot,
+    encoded,
+)
+from elastic.driver.journal.journal import recording
+from elastic.driver.membership import snapshot
+from elastic.driver.membership.membership import Membership
+from elastic.errors import Invalid
+
+
+def term_of(part: Path) -> int:
+    """Of the driver that began it; 0: there is nothing in it."""
+    if not part.exists() or not part.stat().st_size:
+        return 0
+    return recording(part).header.writer.term
+
+
+def join(parts: Sequence[Path], into: Path) -> None:
+    """``parts``: in the order of the drivers. Raises Invalid where one does not go on from the one before."""
+    found = [recording(part) for part in parts]
+    lines = [encoded(found[0].header)]
+    for number, each in enumerate(found):
+        later = found[number + 1] if number + 1 < len(found) else None
+        entries = [entry for _, entry in each.entries]
+        if each.start is not None:
+            lines.append(encoded(Resumed(each.start.writer)))
+            machine = snapshot.restored(bytes(each.start.snapshot), each.settings)
+        else:
+            machine = Membership(each.settings)
+        if later is not None:
+            if later.start is None:
+                raise Invalid(f"{parts[number + 1]} does not go on from another journal")
+            entries = entries[: _shared(machine, entries, later.start, parts[number + 1])]
+        lines += [encoded(entry) for entry in entries]
+    into.write_bytes(b"".join(lines))
+
+
+def _shared(machine: Membership, entries: Sequence[Entry], start: Snapshot, path: Path) -> int:
+    """How many entries lead to this state."""
+    wanted = bytes(start.snapshot)
+    shared = None
+    for number, entry in enumerate([None, *entries]):
+        if entry is not None:
+            machine.handle(entry.event, now=entry.at)
+        if snapshot.taken(machine) == wanted:
+            shared = number
+    if shared is None:
+        raise Invalid(f"{path} begins with a state that the journal before it never led to")
+    return shared

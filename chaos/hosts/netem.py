@@ -1,0 +1,92 @@
+"""Holds each packet between two ends of a cable for a fixed time: `python -m elastic.chaos.hosts.netem A B MS`.
+
+A and B are the names of two network interfaces that it makes, and that vanish with it. What comes in at one leaves by
+the other; `Held` says when. Kernels have this built in (netem), where they are built with it. It writes ``ready`` once
+the interfaces are there, and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+
+FRAME = 1 << 16
+TUNSETIFF = 0x400454CA
+IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
+HELD_MOST = 10_000  # frames in one direction; more are dropped, as a router would
+
+
+class Held:
+    """The frames on their way in one direction. Decides nothing but when each is due."""
+
+    def __init__(self, delay_s: float, most: int = HELD_MOST) -> None:
+        self._delay_s = delay_s
+        self._most = most
+        self._frames: deque[tuple[float, bytes]] = deque()
+
+    def put(self, now: float, frame: bytes) -> None:
+        if len(self._frames) < self._most:
+            self._frames.append((now + self._delay_s, frame))
+
+    def due(self, now: float) -> list[bytes]:
+        """Those whose time has come, the first to come first."""
+        found = []
+        while self._frames and self._frames[0][0] <= now:
+            found.append(self._frames.popleft()[1])
+        return found
+
+    def next_at(self) -> float | None:
+        return self._frames[0][0] if self._frames else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    first, second, delay_ms = arguments
+    ends = [_interface(first), _interface(second)]
+    held = {end: Held(float(delay_ms) / 1e3) for end in ends}
+    other = {ends[0]: ends[1], ends[1]: ends[0]}
+    print("ready", flush=True)
+    stdin = sys.stdin.fileno()
+    while True:
+        wakes = [at for each in held.values() if (at := each.next_at()) is not None]
+        patience = max(0.0, min(wakes) - time.monotonic()) if wakes else None
+        readable, _, _ = select.select([stdin, *ends], [], [], patience)
+        if stdin in readable and not os.read(stdin, FRAME):
+            return 0
+        for end in ends:
+            if end in readable:
+                _take(end, held[end])
+            for frame in held[end].due(time.monotonic()):
+                _put(other[end], frame)
+
+
+def _interface(name: str) -> int:
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
+    return device
+
+
+def _take(end: int, held: Held) -> None:
+    while True:
+        try:
+            held.put(time.monotonic(), os.read(end, FRAME))
+        except BlockingIOError:
+            return
+        except OSError:  # it is down: nothing comes in
+            return
+
+
+def _put(end: int, frame: bytes) -> None:
+    try:
+        os.write(end, frame)
+    except OSError:
+        return  # it is down, or full: lost, as on any cable
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

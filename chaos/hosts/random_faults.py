@@ -1,0 +1,160 @@
+"""Faults drawn by a seed, several at once, round after round on one job; after each round all must train again. Acts.
+
+One host is spared by everything: its worker has to come through it all, in one process. But for one case: a driver
+that is cut off, and can't be replaced because etcd is away too, takes all hosts for lost. Which faults, on whom and
+how close together, the seed says; how far the recovery from one is when the next comes, this machine does.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic.chaos.hosts import scenarios
+from elastic.chaos.hosts.cluster import (
+    DRIVER,
+    ETCD,
+    HOSTS,
+    STANDBY,
+    Bench,
+    HostedJob,
+)
+from elastic.chaos.hosts.programs import Late
+from elastic.chaos.hosts.report import Outcome
+from elastic.chaos.inject.faulty_job import say
+
+SPARED = HOSTS[0]
+ON_HOSTS = (
+    "kill host",
+    "cut",
+    "cut from",
+    "cut towards",
+    "kill worker",
+    "kill agent",
+    "stop agent",
+)
+ON_DRIVERS = ("kill driver", "stop driver", "kill driver's host", "cut driver's host")
+ON_ETCD = ("kill etcd", "cut etcd")
+MOST_GAP_S = 2.5
+BACK_S = 150.0  # for all to train again
+
+
+@dataclass(frozen=True)
+class Blow:
+    """``victim``: a host with workers, or empty. ``gap_s``: since the one before."""
+
+    fault: str
+    victim: str
+    gap_s: float
+
+    def __str__(self) -> str:
+        return f"{self.gap_s:.1f} s later {self.fault} {self.victim}".rstrip()
+
+
+def draw(seed: int, rounds: int) -> list[list[Blow]]:
+    """Pure. No host, and neither driver nor etcd, is hit twice in a round."""
+    dice = random.Random(seed)
+    drawn = []
+    for _ in range(rounds):
+        victims = dice.sample(HOSTS[1:], k=dice.choice((0, 1, 1, 2, 3)))
+        faults = [(dice.choice(ON_HOSTS), victim) for victim in victims]
+        if dice.random() < 0.5:
+            faults.append((dice.choice(ON_DRIVERS), ""))
+        if dice.random() < 0.3 or not faults:
+            faults.append((dice.choice(ON_ETCD), ""))
+        dice.shuffle(faults)
+        gaps = [dice.choice((0.0, 0.0, dice.uniform(0, MOST_GAP_S))) for _ in faults]
+        drawn.append([Blow(*fault, gap) for fault, gap in zip(faults, gaps, strict=True)])
+    return drawn
+
+
+def play(bench: Bench, seed: int, rounds: int) -> Outcome:
+    """The whole game."""
+    with bench.job(f"seed {seed}") as job:
+        job.start()
+        began = time.monotonic()
+        spared = job.worker_pid(SPARED)
+        for number, blows in enumerate(draw(seed, rounds), start=1):
+            _ensure_standby(job)
+            said = "; ".join(map(str, blows))
+            say(f"seed {seed}, round {number}: {said}")
+            stopped = []
+            for blow in blows:
+                time.sleep(blow.gap_s)
+                stopped += _strike(bench, job, blow)
+            time.sleep(random.Random(seed * 1000 + number).choice((0.0, 1.0, 4.0)))
+            _heal(bench, job, stopped)
+            try:
+                job.trains(HOSTS, timeout=BACK_S)
+            except Late as late:
+                raise Late(f"after round {number} ({said}): {late}") from None
+        job.measure(f"{rounds} rounds", began, survivors=None)
+        outcome = job.finish(all_heard=False)
+    if job.worker_pid(SPARED) != spared and not any(map(_alone, draw(seed, rounds))):
+        return Outcome(outcome.name, failed=f"the worker of {SPARED}, which was spared, was lost")
+    return outcome
+
+
+def _alone(blows: list[Blow]) -> bool:
+    """Whether a driver may have been cut off from everything while there was no other."""
+    faults = {blow.fault for blow in blows}
+    return "cut driver's host" in faults and not faults.isdisjoint(ON_ETCD)
+
+
+def _strike(bench: Bench, job: HostedJob, blow: Blow) -> list[Callable[[], object]]:
+    """Returns what undoes it, where healing the links does not."""
+    network, victim = bench.network, blow.victim
+    leader = job.leader()
+    match blow.fault:
+        case "kill host":
+            network.kill_host(victim)
+        case "cut":
+            network.cut(victim)
+        case "cut from" | "cut towards":
+            network.cut_one_way(victim, blow.fault.split()[1])
+        case "kill worker":
+            scenarios.kill_worker(job, victim)
+        case "kill agent":
+            job.agents[victim].kill()
+        case "stop agent":
+            agent = job.agents[victim]
+            agent.signal(signal.SIGSTOP)
+            return [lambda: agent.signal(signal.SIGCONT)]
+        case "kill driver":
+            leader.kill()
+        case "stop driver":
+            leader.signal(signal.SIGSTOP)
+            return [lambda: leader.signal(signal.SIGCONT)]
+        case "kill driver's host":
+            network.kill_host(leader.host.name)
+        case "cut driver's host":
+            network.cut(leader.host.name)
+        case "kill etcd":
+            bench.etcd.kill()
+        case "cut etcd":
+            network.cut(ETCD)
+    return []
+
+
+def _heal(bench: Bench, job: HostedJob, stopped: list[Callable[[], object]]) -> None:
+    for undo in stopped:
+        undo()
+    for host in bench.network.hosts:
+        bench.network.heal(host)
+    if bench.etcd.process.poll() is not None:
+        bench.start_etcd()
+    _ensure_standby(job)
+    for host in HOSTS:
+        if job.agents[host].process.poll() is not None:
+            job.start_agent(host)
+
+
+def _ensure_standby(job: HostedJob) -> None:
+    """Two drivers: one leads, one waits."""
+    alive = [driver for driver in job.drivers if driver.process.poll() is None]
+    free = {DRIVER, STANDBY} - {driver.host.name for driver in alive}
+    for host in sorted(free):
+        job.start_driver(on=host)

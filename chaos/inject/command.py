@@ -1,0 +1,281 @@
+"""`python -m elastic.chaos run`: a user's own job, and what a plan does to it; a report at the end.
+
+Checks everything before anything is started; `faulty_job` does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from elastic.chaos.inject import network, tables
+from elastic.chaos.inject.faulty_job import (
+    FaultyJob,
+    Job,
+    say,
+    under_fire,
+)
+from elastic.chaos.inject.injection import RUN_S
+from elastic.chaos.inject.plan import (
+    KINDS,
+    MEAN_LEAST_S,
+    SECONDS_MAX,
+    Chance,
+    Plan,
+    draw,
+)
+from elastic.chaos.inject.plan_file import read_plan
+from elastic.chaos.inject.report import Report, report
+from elastic.chaos.invariants.check import broken_invariants
+from elastic.driver.commandline import cli
+from elastic.driver.journal import journal
+from elastic.driver.settings import Settings
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Starts a job with elasticrun and lets things go wrong with its workers, by a plan or at random. The script needs no
+change and knows nothing of it. At the end: the faults and what became of each, how long the recoveries took, whether
+a committed step was lost, whether the replicas agree, and how much of the time went into training."""
+
+EXAMPLES = f"""\
+faults:
+{chr(10).join(f"  {kind:10} {text}" for kind, text in KINDS.items())}
+
+examples:
+  python -m elastic.chaos run --mean-time-between-faults 20 -- elasticrun -np 4 --min-np 1 python train.py
+      kills and freezes workers at random, one about every 20 s
+  python -m elastic.chaos run --plan plan.toml --dry-run -- elasticrun -np 4 --min-np 1 python train.py
+      says what the plan would do, and starts nothing
+
+The exit code is the job's own; where that is 0, it is 1 if a committed step was lost, replicas differ, an invariant
+is broken, or no training was seen. docs/chaos.md has a plan to begin with."""
+
+DRAWN_SHOWN = 10  # of the drawn faults, by --dry-run
+PAUSE_SHARE = 0.7  # of the lease: the longest pause of a slowed worker
+PROGRAMS = ("elasticrun", "horovodrun")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=[])
+    parser.usage = f"{parser.prog} [options] -- elasticrun [flags] program [arguments]"
+    add = parser.add_argument
+    add("--plan", type=Path, metavar="FILE", help="a plan in TOML; see docs/chaos.md")
+    add(
+        "--mean-time-between-faults",
+        type=float,
+        metavar="S",
+        help="without a plan: draw faults at random, this many seconds apart on average",
+    )
+    add("--faults", metavar="LIST", help="which ones to draw (default: kill,freeze)")
+    add("--seed", type=int, metavar="N", help="draw the same faults at the same times again")
+    add("--duration", type=float, metavar="S", help="draw faults for so long, then leave it alone")
+    add("--dry-run", action="store_true", help="check everything, say what would be done, and end")
+    add("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    add(
+        "--no-digests",
+        action="store_true",
+        help="do not have the replicas compared at every commit (it costs a pass over the parameters)",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    plan = plan_of(options)
+    job = check_job(options.command, plan, folder=None)
+    check_plan(plan, job.settings, digests=not options.no_digests)
+    if options.json is not None:
+        check_json(options.json)
+    if options.dry_run:
+        print("\n".join(dry_run(plan, job)))
+        return 0
+    if plan.chance is not None:
+        say(f"faults are drawn with --seed {plan.chance.seed}")
+    faulty_job = under_fire(job, plan, digests=not options.no_digests)
+    if not job.journal.stat().st_size:  # elasticrun has said why
+        print(
+            f"the job ended with exit code {faulty_job.code}, before anything could be done to it"
+        )
+        return faulty_job.code or 1
+    found = report_of(faulty_job)
+    tables.show(found)
+    print(f"journal: {job.journal}")
+    if options.json is not None:
+        try:
+            write_json(found, job, plan, options.json)
+        except OSError as error:
+            say(f"cannot write --json {options.json}: {error.strerror}")
+            return found.exit_code or 1
+    return found.exit_code
+
+
+# ---- before anything is started --------------------------------------------------------------------------------------
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """From the file or from the flags; with a seed in any case. Raises Invalid."""
+    flags = {
+        "--mean-time-between-faults": options.mean_time_between_faults,
+        "--faults": options.faults,
+        "--duration": options.duration,
+    }
+    given = [flag for flag, value in flags.items() if value is not None]
+    if options.seed is not None and options.seed < 0:
+        raise Invalid(f"--seed is {options.seed}; give 0 or more")
+    if options.plan is not None:
+        if given:
+            raise Invalid(f"{given[0]} and --plan are given together; put it into the plan")
+        try:
+            text = options.plan.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise Invalid(f"cannot read the plan {options.plan}: {why}") from None
+        plan = read_plan(text, str(options.plan))
+        if options.seed is not None and plan.chance is None:
+            raise Invalid(
+                f"--seed is given, but {options.plan} draws nothing at random; leave it out, or"
+                " give [random] in the plan"
+            )
+        if options.seed is not None and plan.chance is not None and plan.chance.seed is not None:
+            raise Invalid(f"--seed is given, and {options.plan} has a seed too; keep one of them")
+    else:
+        plan = Plan(chance=_chance_of(options))
+    return plan.seeded(secrets.randbelow(2**31) if options.seed is None else options.seed)
+
+
+def _chance_of(options: argparse.Namespace) -> Chance:
+    mean, duration = options.mean_time_between_faults, options.duration
+    if mean is None:
+        raise Invalid("say what is to go wrong: give --plan FILE or --mean-time-between-faults S")
+    for flag, value in (("--mean-time-between-faults", mean), ("--duration", duration)):
+        if value is not None and not 0 < value < float("inf"):
+            raise Invalid(f"{flag} is {value:g}; give a number of seconds above 0")
+        if value is not None and value > SECONDS_MAX:
+            raise Invalid(f"{flag} is {value:g}; give at most {SECONDS_MAX:.0f} seconds")
+    if mean < MEAN_LEAST_S:
+        raise Invalid(
+            f"--mean-time-between-faults is {mean:g}; give at least {MEAN_LEAST_S:g} seconds"
+        )
+    words = "kill,freeze" if options.faults is None else options.faults
+    kinds = [kind.strip() for kind in words.split(",")]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise Invalid(f"--faults: {kind!r} is no fault; give some of {','.join(KINDS)}")
+    return Chance(mean, tuple(kinds), duration_s=duration)
+
+
+def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job:
+    """The command, checked as elasticrun itself would do it, with a journal. Raises Invalid.
+
+    ``folder`` is where a journal goes that the command does not name; None: a new one of its own, made when it is run.
+    """
+    at = next((i for i, word in enumerate(command) if Path(word).name in PROGRAMS), None)
+    if at is None:
+        raise Invalid(
+            "give the job after --, started with elasticrun, as in: -- elasticrun -np 4 --min-np 1"
+            " python train.py"
+        )
+    options = cli.read_options(command[at + 1 :], os.environ)
+    checked = cli.make_job(options, os.environ)
+    if not checked.settings.elastic:
+        raise Invalid(
+            "this job is not elastic, so that its first lost worker ends it: give --min-np, as in"
+            " elasticrun -np 4 --min-np 1 python train.py"
+        )
+    if checked.journal is not None:
+        return Job(list(command), Path(checked.journal), checked.settings)
+    name = f"elastic-chaos-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    path = (folder or Path(tempfile.gettempdir(), name)) / "journal.jsonl"
+    words = [*command[: at + 1], "--journal", str(path), *command[at + 1 :]]
+    return Job(words, path, checked.settings)
+
+
+def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
+    """Whether this machine and this job can have it. Raises Invalid."""
+    kinds = plan.kinds()
+    if "partition" in kinds:
+        network.check_partition()
+    if "cut" in kinds:
+        network.check_cut()
+    if plan.counts_commits() and not digests:
+        raise Invalid("after_commits needs digests, by which commits are seen; drop --no-digests")
+    for fault in plan.faults:
+        word, _, rest = fault.victim.partition(" ")
+        if word == "rank" and int(rest) >= settings.workers_max:
+            raise Invalid(
+                f"the plan has a fault for rank {rest}, and the job has at most"
+                f" {settings.workers_max} workers: give a rank of at most {settings.workers_max - 1}"
+            )
+    longest = PAUSE_SHARE * settings.lease_s
+    factors = [fault.factor for fault in plan.faults if fault.kind == "slow"]
+    if plan.chance is not None and "slow" in plan.chance.kinds:
+        factors.append(plan.chance.factor)
+    if factors and RUN_S * (max(factors) - 1) > longest:
+        raise Invalid(
+            f"a worker slowed {max(factors):g} times pauses for {RUN_S * (max(factors) - 1):.1f} s at"
+            f" a time, and counts as frozen where the lease is {settings.lease_s:g} s: give a factor"
+            f" of at most {1 + int(10 * longest / RUN_S) / 10:g}"
+        )
+
+
+def check_json(path: Path) -> None:
+    """Whether the report can be written there. Raises Invalid."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise Invalid(f"--json {path}: there is no folder {folder}")
+    if path.is_dir():
+        raise Invalid(f"--json {path}: this is a folder; give the name of a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise Invalid(f"--json {path}: it can't be written; give a file that can be")
+
+
+def dry_run(plan: Plan, job: Job) -> list[str]:
+    """What would be done, a line each."""
+    lines = [f"would run: {' '.join(job.words)}", *(f"  {fault}" for fault in plan.faults)]
+    if plan.chance is not None:
+        faults = draw(plan.chance)
+        drawn = [fault for fault, _ in zip(faults, range(DRAWN_SHOWN), strict=False)]
+        lines += [f"drawn with seed {plan.chance.seed}:", *(f"  {fault}" for fault in drawn)]
+        if len(drawn) == DRAWN_SHOWN:
+            lines.append("  ... and so on")
+    return lines
+
+
+# ---- afterwards ------------------------------------------------------------------------------------------------------
+
+
+def report_of(faulty_job: FaultyJob) -> Report:
+    """From the journal that the job has left. Raises Invalid if it left none."""
+    settings, entries = journal.read(faulty_job.job.journal)
+    return report(
+        settings,
+        entries,
+        faulty_job.injected,
+        code=faulty_job.code,
+        spared=faulty_job.spared,
+        broken=broken_invariants(faulty_job.job.journal),
+        planned=faulty_job.planned,
+        missed=faulty_job.missed,
+    )
+
+
+def write_json(found: Report, job: Job, plan: Plan, path: Path) -> None:
+    content = {
+        **asdict(found),
+        "goodput": {
+            **asdict(found.goodput),
+            "share": found.goodput.share,
+            "full_share": found.goodput.full_share,
+            "worker_share": found.goodput.worker_share,
+        },
+        "exit_code": found.exit_code,
+        "seed": plan.chance.seed if plan.chance else None,
+        "command": job.words,
+        "journal": str(job.journal),
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,196 @@
+"""What became of each fault that was done to a job, read from its journal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elastic.chaos.inject.plan import Injected
+from elastic.driver.events import (
+    BreakWorld,
+    EndJob,
+    KillWorker,
+    PublishWorld,
+    ReportRecovery,
+    WorkerDisconnected,
+    WorkerExited,
+    WorkerFailed,
+    WorkerFrozen,
+    WorkerLeaving,
+)
+from elastic.driver.journal.journal import Entry
+from elastic.protocol.messages import Worker
+
+EARLY_S = 0.02  # the driver may have seen it before we had noted the time
+COLLECTIVE = "its broken collective"
+AFTERMATH_S = 10.0  # an exit later than this after the end of a fault is not its doing
+
+
+@dataclass
+class FaultOutcome:
+    """``at_s``: seconds since training began. ``noticed_ms``: until the driver knew. ``back_ms``: until a world without
+    the victim, or a new ring with it, was at work. Both since the fault; None: never.
+    """
+
+    number: int
+    at_s: float
+    what: str
+    worker: str
+    rank: int
+    size: int
+    outcome: str
+    noticed_ms: float | None = None
+    back_ms: float | None = None
+    generation: int | None = None
+
+
+@dataclass
+class _Happened:
+    """What the journal has, by kind and in order: times first."""
+
+    exits: dict[Worker, tuple[float, int]] = field(default_factory=dict)
+    kills: dict[Worker, tuple[float, str]] = field(default_factory=dict)
+    noticed: dict[Worker, list[tuple[float, str]]] = field(default_factory=dict)
+    broken: list[tuple[float, int]] = field(default_factory=list)
+    worlds: list[tuple[float, int, frozenset[Worker]]] = field(default_factory=list)
+    at_work: list[tuple[float, ReportRecovery]] = field(default_factory=list)
+    ended: tuple[float, str] | None = None
+
+
+def outcomes(
+    entries: Sequence[Entry], injected: Sequence[Injected], *, began_at: float
+) -> list[FaultOutcome]:
+    """One for each fault, in order."""
+    happened = _happened(entries)
+    found = []
+    for each in injected:
+        later = [i.at for i in injected if i.worker == each.worker and i.at > each.at]
+        until = min([(each.until or each.at) + AFTERMATH_S, *later])
+        found.append(_outcome(each, until, happened, began_at))
+    return found
+
+
+def _happened(entries: Sequence[Entry]) -> _Happened:
+    happened = _Happened()
+
+    def note(worker: Worker, at: float, what: str) -> None:
+        happened.noticed.setdefault(worker, []).append((at, what))
+
+    for entry in entries:
+        match entry.event:
+            case WorkerExited(worker=worker, code=code):
+                happened.exits[worker] = (entry.at, code)
+                note(worker, entry.at, "its exit")
+            case WorkerFrozen(worker=worker):
+                note(worker, entry.at, "frozen")
+            case WorkerDisconnected(worker=worker):
+                note(worker, entry.at, "its silence")
+            case WorkerFailed(worker=worker):
+                note(worker, entry.at, COLLECTIVE)
+            case WorkerLeaving(worker=worker):
+                note(worker, entry.at, "its wish")
+        for action in entry.actions:
+            match action:
+                case KillWorker(worker, reason):
+                    happened.kills.setdefault(worker, (entry.at, reason))
+                case BreakWorld(generation=generation):
+                    happened.broken.append((entry.at, generation))
+                case PublishWorld(generation=generation, members=members):
+                    workers = frozenset(member.worker for member in members)
+                    happened.worlds.append((entry.at, generation, workers))
+                case ReportRecovery():
+                    happened.at_work.append((entry.at, action))
+                case EndJob(reason=reason):
+                    happened.ended = (entry.at, reason)
+    return happened
+
+
+def _outcome(each: Injected, until: float, happened: _Happened, began_at: float) -> FaultOutcome:
+    outcome = FaultOutcome(
+        each.number,
+        max(0.0, each.at - began_at),
+        each.what,
+        str(each.worker),
+        each.rank,
+        each.size,
+        "",
+    )
+    since = each.at - EARLY_S
+    if happened.ended is not None:
+        until = min(until, happened.ended[0])  # who exits afterwards has come to its end
+    noticed = [
+        (at, what)
+        for at, what in happened.noticed.get(each.worker, [])
+        if since <= at <= until and (what != COLLECTIVE or each.kind in ("cut", "partition"))
+    ]
+    if noticed:
+        outcome.noticed_ms = _ms(noticed[0][0] - each.at)
+    exit_at, code = happened.exits.get(each.worker, (None, 0))
+    worlds = [world for world in happened.worlds if world[0] <= until]
+    if exit_at is not None and since <= exit_at <= until:
+        _gone(outcome, each, exit_at, code, happened)
+    elif each.kind == "leave" and any(each.at <= w[0] and each.worker not in w[2] for w in worlds):
+        _gone(outcome, each, worlds[-1][0], 0, happened)  # its process takes its time to end
+    elif each.kind == "cut":
+        _cut(outcome, each, happened)
+    elif until <= (each.until or each.at):
+        outcome.outcome = "the job ended meanwhile"
+    elif each.kind in ("kill", "leave"):
+        outcome.outcome = "it did not go"
+    elif any(what == "frozen" for _, what in noticed):
+        outcome.outcome = "was seen as frozen, nobody waited for it, and it went on afterwards"
+    elif noticed:
+        outcome.outcome = f"noticed by {noticed[0][1]}; it went on afterwards"
+    elif each.kind == "slow":
+        outcome.outcome = "training went on, slower"
+    else:
+        outcome.outcome = "the others waited, and it went on afterwards"
+    return outcome
+
+
+def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened: _Happened) -> None:
+    """The victim's process ended."""
+    how = "it left" if code == 0 else "lost"
+    kill = happened.kills.get(each.worker)
+    if kill is not None and kill[0] <= at:
+        how = f"fenced {kill[0] - each.at:.1f} s later ({kill[1]})"
+    was_member = any(
+        each.worker in members for when, _, members in happened.worlds if when <= max(at, each.at)
+    )
+    if not was_member:
+        outcome.outcome = f"{how}; it was in no world yet"
+        return
+    # A leaver's world changes before its process ends, a dead one's after.
+    since = min(at, each.at)
+    worlds = [w for w in happened.worlds if w[0] >= since and each.worker not in w[2]]
+    _back(outcome, each, how, worlds[0][1] if worlds else None, happened)
+
+
+def _cut(outcome: FaultOutcome, each: Injected, happened: _Happened) -> None:
+    broken = [b for b in happened.broken if each.at - EARLY_S <= b[0] <= each.at + AFTERMATH_S]
+    if not broken:
+        outcome.outcome = "no collective broke"
+        return
+    outcome.noticed_ms = _ms(broken[0][0] - each.at)
+    worlds = [w for w in happened.worlds if w[0] >= broken[0][0]]
+    _back(outcome, each, "the ring broke", worlds[0][1] if worlds else None, happened)
+
+
+def _back(
+    outcome: FaultOutcome, each: Injected, how: str, generation: int | None, happened: _Happened
+) -> None:
+    """Adds when a world of this generation or a later one was at work."""
+    if generation is not None:
+        for at, done in happened.at_work:
+            if done.generation >= generation:
+                outcome.back_ms, outcome.generation = _ms(at - each.at), done.generation
+                more = ", after another fault" if done.generation > generation else ""
+                size = f"{done.size} worker{'s' if done.size > 1 else ''}"
+                outcome.outcome = f"{how}; {size} trained on{more}"
+                return
+    ended = f": {happened.ended[1]}" if happened.ended is not None else ""
+    outcome.outcome = f"{how}; no world trained afterwards, the job ended{ended}"
+
+
+def _ms(seconds: float) -> float:
+    return max(0.0, round(seconds * 1e3, 1))

@@ -1,0 +1,233 @@
+"""One job under fire: starts it, follows its journal, and has done to its workers what is due.
+
+The shell around `plan`, which decides, and `injection`, which acts; it looks some fifty times a second. Whatever ends
+it, a Ctrl-C too, what lasts of a fault is undone, and the job is ended if it has not ended by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from elastic.chaos.inject.injection import MARK, Injector, NotOurs
+from elastic.chaos.inject.journal_tail import Follower, Story
+from elastic.chaos.inject.plan import (
+    Fault,
+    Injected,
+    Plan,
+    Schedule,
+    choose,
+)
+from elastic.driver.settings import Settings
+from elastic.errors import Invalid
+
+LOOK_S = 0.02  # how often the journal is looked at
+HEED_S = 2.0  # for the job to heed a Ctrl-C that was meant for it too
+END_S = 60.0  # for the job to end once it was asked to; its workers have --leave-timeout of it
+
+Turn = Callable[[Story, int, float], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked command of elasticrun, with its journal."""
+
+    words: list[str]
+    journal: Path
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class FaultyJob:
+    """A job that is over, and what was done to it."""
+
+    job: Job
+    code: int
+    injected: list[Injected]
+    spared: int  # faults that chance drew, and that found nobody whom they might hit
+    planned: int = 0  # faults that the plan names
+    missed: list[str] = field(default_factory=list)  # those of them that were done to nobody: why
+
+
+def say(text: str) -> None:
+    """A line of our own among those of the job."""
+    print(f"chaos   | {time.strftime('%H:%M:%S')} | {text}", file=sys.stderr, flush=True)
+
+
+def under_fire(
+    job: Job,
+    plan: Plan,
+    *,
+    digests: bool = True,
+    env: Mapping[str, str] | None = None,
+    each_turn: Turn | None = None,
+    output: IO[bytes] | None = None,
+) -> FaultyJob:
+    """Runs the job to its end. ``each_turn`` is told what is known, the driver's process id and the time.
+
+    ``env`` is added to the job's environment; ``output`` is where it writes, by default where we do.
+    """
+    mark = secrets.token_hex(8)
+    environ = {**os.environ, **(env or {}), MARK: mark}
+    if digests:
+        environ["ELASTIC_DIGESTS"] = "1"
+    job.journal.parent.mkdir(mode=0o700, exist_ok=True)
+    job.journal.write_bytes(b"")  # an earlier job's would name processes of others
+    try:
+        process = subprocess.Popen(job.words, env=environ, stdout=output, stderr=output)
+    except OSError as error:
+        raise Invalid(f"cannot start {job.words[0]}: {error.strerror}") from None
+    fire = _Fire(plan, Injector(mark, say))
+    follower = Follower(job.journal)
+    try:
+        with _stopping(process) as stop:
+            while process.poll() is None:
+                now = time.monotonic()
+                story = follower.look()
+                fire.turn(
+                    story,
+                    now,
+                    calm=lambda: stop.asked_at is not None or process.poll() is not None,
+                )
+                stop.see_to_it(story, now)
+                if each_turn is not None:
+                    each_turn(story, process.pid, now)
+                time.sleep(fire.rest_s(time.monotonic()))
+    finally:
+        fire.injector.close(time.monotonic())
+        _end(process)
+    code = process.returncode
+    never = fire.schedule.left()
+    for fault in never:
+        say(f"it did not come to this: {fault}")
+    return FaultyJob(
+        job,
+        code if code >= 0 else 128 - code,
+        fire.injector.done,
+        fire.spared,
+        len(plan.faults),
+        [*fire.failed, *(f"did not come: {fault}" for fault in never)],
+    )
+
+
+class _Fire:
+    """What is due is done."""
+
+    def __init__(self, plan: Plan, injector: Injector) -> None:
+        self.injector = injector
+        self.schedule = Schedule(plan)
+        self.spared = 0
+        self.failed: list[str] = []
+        self._spare = plan.chance.spare if plan.chance is not None else ()
+        # Apart from the dice that draw the times: who is there to be hit is not the seed's to say.
+        self._dice = random.Random(plan.chance.seed if plan.chance is not None else None)
+
+    def turn(self, story: Story, now: float, *, calm: Callable[[], bool]) -> None:
+        """``calm``: nothing new, and an end to what lasts. Asked before each fault: one may take its time."""
+        if calm() or story.ending:
+            self.injector.close(now)
+            return
+        self.injector.turn(now)
+        if story.began_at is None:
+            return
+        due = self.schedule.due(
+            since_s=now - story.began_at, commits=story.commits, generation=story.generation
+        )
+        for fault in due:
+            if not calm():
+                self._do(fault, story)
+            elif not fault.drawn:
+                self.schedule.put_off(fault)
+
+    def rest_s(self, now: float) -> float:
+        """Until somebody has to look again."""
+        next_at = self.injector.next_at()
+        return LOOK_S if next_at is None else min(LOOK_S, max(0.0, next_at - now))
+
+    def _do(self, fault: Fault, story: Story) -> None:
+        victims = choose(
+            fault,
+            members=story.present(),
+            arrived=story.arrived(),
+            suffering=self.injector.suffering(),
+            spare=self._spare,
+            dice=self._dice,
+        )
+        if not victims and fault.drawn:
+            self.spared += 1
+        elif not victims:
+            self.schedule.put_off(fault)
+        hit, why = False, ""
+        for worker in victims:
+            place = (story.members.index(worker), len(story.members))
+            try:
+                self.injector.inject(fault, worker, story.pids, place, time.monotonic())
+                hit = True
+            except (NotOurs, OSError) as error:
+                why = str(error)
+                say(f"could not {fault.what()}: {error}")
+        if victims and not hit and not fault.drawn:
+            self.failed.append(f"could not be done: {fault}: {why}")
+
+
+class _Stop:
+    """A request to end, by a signal: from a terminal the job has got it too, otherwise it is passed on."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.asked_at: float | None = None
+        self._process = process
+        self._passed_on = False
+
+    def heed(self, number: int, frame: FrameType | None) -> None:
+        if self.asked_at is None:
+            self.asked_at = time.monotonic()
+        if number != signal.SIGINT:
+            self._pass_on()
+
+    def see_to_it(self, story: Story, now: float) -> None:
+        if self.asked_at is None:
+            return
+        if now > self.asked_at + HEED_S and not story.ending:
+            self._pass_on()
+        if now > self.asked_at + END_S:
+            self._process.kill()
+
+    def _pass_on(self) -> None:
+        if not self._passed_on:
+            self._passed_on = True
+            self._process.terminate()
+
+
+@contextlib.contextmanager
+def _stopping(process: subprocess.Popen[bytes]) -> Iterator[_Stop]:
+    stop = _Stop(process)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop.heed) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Only where something of ours has failed: the job must not go on unseen."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,213 @@
+"""Does to a job's processes what a plan says, from outside, and undoes what lasts. Decides nothing.
+
+Only a worker of this job is ever touched. Its process id comes from the job's journal; before anything is done the
+process is held by a pidfd and must carry the job's mark and the worker's name in its environment, so that a number
+that was given to somebody else meanwhile is never hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from elastic.chaos.inject import network
+from elastic.chaos.inject.network import PacketFilter
+from elastic.chaos.inject.plan import Fault, Injected
+from elastic.chaos.inject.resume_guard import Guard
+from elastic.protocol.messages import Worker
+
+MARK = "ELASTIC_CHAOS"  # environment variable: one value per job
+RUN_S = 0.3  # how long a slowed worker runs at a time: longer than the agent looks away
+REFRESH_S = 0.1  # how often a partition looks for sockets that its victim has opened since
+
+
+class NotOurs(Exception):
+    """There is no such process, or it is not a worker of this job. The text says which."""
+
+
+@dataclass
+class _Process:
+    """A worker that is held, so that its number can't be reused."""
+
+    pid: int
+    pidfd: int
+
+    def signal(self, number: int) -> bool:
+        """False if it is gone."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+
+
+@dataclass
+class _Lasting:
+    """A fault under way."""
+
+    injected: Injected
+    process: _Process
+    ends_at: float
+    next_at: float
+    stopped: bool = False
+    pauses_s: float = 0.0  # of a slowed one
+    packets: PacketFilter | None = field(default=None, repr=False)
+    guard: Guard | None = field(default=None, repr=False)  # of one that is stopped
+
+    def close(self) -> None:
+        if self.packets is not None:
+            self.packets.close()
+        if self.guard is not None:
+            self.guard.close()
+
+
+class Injector:
+    """``say`` is told what is done. Call `turn` at `next_at`; `close` undoes everything, and may be called twice."""
+
+    def __init__(self, mark: str, say: Callable[[str], None]) -> None:
+        self.done: list[Injected] = []
+        self._mark = f"{MARK}={mark}"
+        self._say = say
+        self._lasting: list[_Lasting] = []
+
+    def inject(
+        self,
+        fault: Fault,
+        worker: Worker,
+        pids: dict[Worker, int],
+        place: tuple[int, int],
+        now: float,
+    ) -> None:
+        """Begins at once. ``pids``: of all workers; ``place``: rank and size. Raises NotOurs, and OSError."""
+        process = self._hold(worker, pids[worker])
+        injected = Injected(
+            len(self.done) + 1, fault.kind, worker, *place, at=now, what=fault.what()
+        )
+        try:
+            if not self._begin(fault, injected, process, pids):
+                raise NotOurs(f"{worker} is gone")
+        except BaseException:
+            process.close()
+            raise
+        self.done.append(injected)
+        rank, size = place
+        note = f", {injected.note}" if injected.note else ""
+        self._say(f"{injected.what}: {worker}, rank {rank} of {size} (process {process.pid}){note}")
+        if all(each.process is not process for each in self._lasting):
+            process.close()
+
+    def suffering(self) -> list[Worker]:
+        """The workers that a fault holds, or that are on their way out because of one."""
+        going = [each.worker for each in self.done if each.kind in ("kill", "leave")]
+        return [*(each.injected.worker for each in self._lasting), *going]
+
+    def next_at(self) -> float | None:
+        """When `turn` has something to do; None: nothing."""
+        return min((each.next_at for each in self._lasting), default=None)
+
+    def turn(self, now: float) -> None:
+        """Does what is due."""
+        for each in list(self._lasting):
+            alive = each.process.signal(0)  # it may have been fenced
+            if alive and now < each.ends_at and now >= each.next_at:
+                alive = self._go_on(each, now)
+            if now >= each.ends_at or not alive:
+                self._end(each, now)
+
+    def close(self, now: float) -> None:
+        """Ends every fault that lasts."""
+        for each in list(self._lasting):
+            self._end(each, now)
+
+    # ---- one fault -------------------------------------------------------------------------------
+
+    def _begin(
+        self, fault: Fault, injected: Injected, process: _Process, pids: dict[Worker, int]
+    ) -> bool:
+        now = injected.at
+        match fault.kind:
+            case "kill":
+                return process.signal(signal.SIGKILL)
+            case "leave":
+                return process.signal(signal.SIGTERM)
+            case "cut":
+                others = [pid for worker, pid in pids.items() if worker != injected.worker]
+                cut = network.close_connections(process.pid, others)
+                injected.note = f"{cut} connections closed"
+                return True
+            case "freeze":
+                ends_at = now + fault.for_s
+                guard = Guard(process.pidfd)
+                lasting = _Lasting(injected, process, ends_at, ends_at, stopped=True, guard=guard)
+                self._lasting.append(lasting)
+                return process.signal(signal.SIGSTOP) or self._drop(process)
+            case "slow":
+                pauses_s = RUN_S * (fault.factor - 1)
+                lasting = _Lasting(injected, process, now + fault.for_s, now, pauses_s=pauses_s)
+                lasting.guard = Guard(process.pidfd)
+                self._lasting.append(lasting)
+                return self._go_on(lasting, now) or self._drop(process)
+            case "partition":
+                packets = PacketFilter(process.pid)
+                lasting = _Lasting(injected, process, now + fault.for_s, now, packets=packets)
+                self._lasting.append(lasting)
+                return self._go_on(lasting, now) or self._drop(process)
+            case _:
+                raise AssertionError(f"nothing is known about a {fault.kind}")
+
+    def _drop(self, process: _Process) -> bool:
+        """The victim was gone before its fault could begin."""
+        for each in [each for each in self._lasting if each.process is process]:
+            self._lasting.remove(each)
+            each.close()
+        return False
+
+    def _go_on(self, each: _Lasting, now: float) -> bool:
+        """False if the victim is gone."""
+        if each.packets is not None:
+            each.next_at = min(each.ends_at, now + REFRESH_S)
+            try:
+                each.packets.drop(network.sockets_of(each.process.pid))
+            except OSError:
+                return False
+            return True
+        if each.pauses_s:
+            each.stopped = not each.stopped
+            each.next_at = min(each.ends_at, now + (each.pauses_s if each.stopped else RUN_S))
+            return each.process.signal(signal.SIGSTOP if each.stopped else signal.SIGCONT)
+        return True
+
+    def _end(self, each: _Lasting, now: float) -> None:
+        self._lasting.remove(each)
+        each.injected.until = now
+        alive = each.process.signal(signal.SIGCONT if each.stopped else 0)
+        each.close()
+        each.process.close()
+        if alive:
+            self._say(f"the {each.injected.kind} of {each.injected.worker} is over")
+
+    def _hold(self, worker: Worker, pid: int) -> _Process:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            raise NotOurs(f"{worker} is gone (process {pid})") from None
+        process = _Process(pid, pidfd)
+        # Held first and read afterwards: what is read is of the process that is held, or of nobody.
+        if not carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"]):
+            process.close()
+            raise NotOurs(f"process {pid} of this machine is not {worker} of this job")
+        return process
+
+
+def carries(pid: int, entries: Iterable[str]) -> bool:
+    """Whether the environment that a process was started with has all of these."""
+    environment: set[bytes] = set()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        environment = set(file.read().split(b"\0"))
+    return all(entry.encode() in environment for entry in entries)

@@ -1,0 +1,221 @@
+"""Reads a plan of faults from TOML. Pure: text in, plan out; a mistake is one sentence that names the line.
+
+[random]                        # drawn, at exponentially distributed intervals
+mean_time_between_faults_s = 30
+faults = ["kill", "freeze"]
+
+[[fault]]                       # exactly this one
+at_s = 12                       # after training began; or after_commits = 100, or at_generation = 3
+kind = "freeze"
+victim = "rank 0"
+for_s = 8
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from elastic.chaos.inject.plan import (
+    FACTOR,
+    KINDS,
+    LASTING,
+    MEAN_LEAST_S,
+    SECONDS_MAX,
+    Chance,
+    Fault,
+    Plan,
+)
+from elastic.errors import Invalid
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOR_S = 5.0  # of a planned fault that does not say
+FACTOR_MAX = 100.0
+WHOLE_MAX = 2**63 - 1  # the most that TOML promises
+MOMENTS = ("at_s", "after_commits", "at_generation")
+VICTIMS = (
+    '"random", "rank N", "newest", "oldest", "worker HOST:SLOT", "host NAME", "all but one", "all"'
+)
+_NUMBER = "[0-9]{1,6}"  # not \d, which takes the digits of every script
+_VICTIM = re.compile(
+    rf"random|newest|oldest|all but one|all|rank {_NUMBER}|worker \S+:{_NUMBER}|host \S+"
+)
+
+
+def read_plan(text: str, name: str) -> Plan:
+    """The plan that a TOML text describes. Raises Invalid with the line of the first mistake."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise Invalid(f"{name} is no TOML: {error}") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, brackets without end
+        raise Invalid(f"{name} has a number or a nesting that is too long to be read") from None
+    for key in tables:
+        if key not in ("random", "fault"):
+            where = _Where(text, name, key, 0)
+            where.fail("", f"{key!r} means nothing here; give [random] or [[fault]]")
+    faults, chance = tables.get("fault", []), tables.get("random")
+    if not isinstance(faults, list) or not all(isinstance(each, dict) for each in faults):
+        _Where(text, name, "fault", 0).fail("", "write [[fault]], in double brackets")
+    if chance is not None and not isinstance(chance, dict):
+        _Where(text, name, "random", 0).fail("random", "write [random], and what it has below it")
+    if not faults and not chance:
+        raise Invalid(f"{name} has no fault; give [random] or [[fault]]")
+    return Plan(
+        tuple(_fault(each, _Where(text, name, "fault", n)) for n, each in enumerate(faults)),
+        None if chance is None else _chance(chance, _Where(text, name, "random", 0)),
+    )
+
+
+def _fault(table: dict[str, Any], where: _Where) -> Fault:
+    where.known(table, ("kind", "victim", "for_s", "factor", *MOMENTS))
+    kind = where.kind("kind", table.get("kind"))
+    victim = table.get("victim", "random")
+    if not isinstance(victim, str) or not _VICTIM.fullmatch(victim):
+        where.fail("victim", f"{victim!r} is no victim; give one of {VICTIMS}")
+    given = [key for key in MOMENTS if key in table]
+    if len(given) != 1:
+        said = f"has {' and '.join(given)}" if given else "does not say when"
+        where.fail(given[1] if given else "", f"the fault {said}; give one of {', '.join(MOMENTS)}")
+    fault = Fault(
+        kind,
+        victim,
+        at_s=where.number("at_s", table["at_s"], 0.0) if "at_s" in table else None,
+        after_commits=where.whole("after_commits", table.get("after_commits")),
+        at_generation=where.whole("at_generation", table.get("at_generation")),
+    )
+    if "for_s" in table and kind not in LASTING:
+        where.fail("for_s", f"a {kind} does not last; leave for_s out")
+    if "factor" in table and kind != "slow":
+        where.fail("factor", f"a {kind} has no factor; leave it out, or give kind = 'slow'")
+    if kind in LASTING:
+        fault = replace(fault, for_s=where.positive("for_s", table.get("for_s", FOR_S)))
+    if kind == "slow":
+        fault = replace(fault, factor=where.factor(table.get("factor", FACTOR)))
+    return fault
+
+
+def _chance(table: dict[str, Any], where: _Where) -> Chance:
+    keys = (
+        "mean_time_between_faults_s",
+        "faults",
+        "seed",
+        "duration_s",
+        "for_s",
+        "factor",
+        "spare",
+    )
+    where.known(table, keys)
+    if keys[0] not in table:
+        where.fail("", f"[random] needs {keys[0]}")
+    mean = where.positive(keys[0], table[keys[0]])
+    if mean < MEAN_LEAST_S:
+        where.fail(keys[0], f"{keys[0]} is {mean:g}; give at least {MEAN_LEAST_S:g}")
+    kinds = table.get("faults", ["kill", "freeze"])
+    if not isinstance(kinds, list) or not kinds:
+        where.fail("faults", f'faults is {kinds!r}; give a list, as in ["kill", "freeze"]')
+    span = table.get("for_s")
+    if span is not None:
+        if not isinstance(span, list) or len(span) != 2:
+            where.fail(
+                "for_s", f"for_s is {span!r}; give the shortest and the longest, as in [1, 8]"
+            )
+        low, high = (where.positive("for_s", each) for each in span)
+        if low > high:
+            where.fail("for_s", f"for_s is {span!r}; give the shortest first")
+    spare = table.get("spare", [])
+    if not isinstance(spare, list) or not all(
+        isinstance(each, str) and re.fullmatch(r"\S+:\d+", each) for each in spare
+    ):
+        where.fail("spare", f'spare is {spare!r}; give a list of slots, as in ["localhost:0"]')
+    duration = table.get("duration_s")
+    return Chance(
+        mean,
+        tuple(where.kind("faults", each) for each in kinds),
+        where.whole("seed", table.get("seed"), least=0),
+        None if duration is None else where.positive("duration_s", duration),
+        None if span is None else (low, high),
+        where.factor(table.get("factor", FACTOR)),
+        tuple(spare),
+    )
+
+
+class _Where:
+    """A table of the text: finds the line of a key, and words mistakes."""
+
+    def __init__(self, text: str, name: str, table: str, index: int) -> None:
+        self._lines = text.splitlines()
+        self._name, self._table, self._index = name, table, index
+
+    def fail(self, key: str, sentence: str) -> None:
+        raise Invalid(f"{self._name}, line {self._line(key)}: {sentence}")
+
+    def known(self, table: dict[str, Any], keys: Sequence[str]) -> None:
+        for key in table:
+            if key not in keys:
+                self.fail(key, f"{key!r} is not known here; give one of {', '.join(keys)}")
+
+    def kind(self, key: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in KINDS:
+            said = "the fault has no kind" if value is None else f"{value!r} is no kind of fault"
+            self.fail(key, f"{said}; give one of {', '.join(KINDS)}")
+        return str(value)
+
+    def number(self, key: str, value: Any, least: float) -> float:
+        """This or more."""
+        return self._number(key, value, f"of {least:g} or more", least, SECONDS_MAX)
+
+    def positive(self, key: str, value: Any) -> float:
+        number = self._number(key, value, "above 0", 0.0, SECONDS_MAX)
+        if number == 0:
+            self.fail(key, f"{key} is 0; give a number above 0")
+        return number
+
+    def factor(self, value: Any) -> float:
+        number = self._number("factor", value, "above 1", 1.0, FACTOR_MAX)
+        if number == 1:
+            self.fail("factor", "factor is 1; give a number above 1")
+        return number
+
+    def _number(self, key: str, value: Any, which: str, least: float, most: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+            self.fail(key, f"{key} is {value!r}; give a number {which}")
+        if value == math.inf:
+            self.fail(key, f"{key} is {value!r}; give a finite number")
+        if value > most:  # not said: it may have any number of digits
+            self.fail(key, f"{key} is too much; give at most {most:.0f}")
+        return float(value)
+
+    def whole(self, key: str, value: Any, *, least: int = 1) -> int | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.fail(key, f"{key} is {value!r}; give a whole number, {least} or more")
+        if value > WHOLE_MAX:
+            self.fail(key, f"{key} is too much; give at most {WHOLE_MAX}")
+        return int(value)
+
+    def _line(self, key: str) -> int:
+        """Of the key in this table; of the table's head where the key is not there."""
+        table, head, seen = "", 1, -1
+        for number, line in enumerate(self._lines, start=1):
+            match = re.match(r"\s*\[+\s*([\w-]+)", line)
+            if match:
+                table = match[1]
+                seen += table == self._table
+                if table == self._table and seen == self._index:
+                    head = number
+            here = table == self._table and seen == self._index
+            if key and here and re.match(rf"\s*['\"]?{re.escape(key)}['\"]?\s*=", line):
+                return number
+            if not table and re.match(rf"\s*{re.escape(self._table)}\s*=", line):
+                return number
+        return head

@@ -1,0 +1,332 @@
+"""What a job's journal and the faults that were done to it amount to: recoveries, steps lost, goodput. Pure.
+
+Words that it uses exactly:
+
+- a commit is *lost* if a world went on from an older one although one of its own members held it. It must never happen.
+- a commit is *gone with its holders* if only workers that died had made it. Nobody could go on from it; it was done
+  again, as was everything since the last commit (*done again*, in seconds).
+- *training* is the time in which a whole world trained and its work was kept: from the moment when every member had
+  its first collective behind it, to the last commit before the world broke, or to a planned change, or to the end.
+- *goodput* is the training time as a share of the time from the first such moment to the end of training.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from elastic.chaos.inject.fault_outcomes import FaultOutcome, outcomes
+from elastic.chaos.inject.plan import Injected
+from elastic.driver.events import (
+    BreakWorld,
+    EndJob,
+    PublishWorld,
+    ReportRecovery,
+    StopMembersAt,
+    WorkerDigested,
+    WorkerReady,
+    WorkerResumed,
+    WorkerReturned,
+)
+from elastic.driver.journal.journal import Entry
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Commit, Worker
+
+EXAMPLES = 5  # differing commits that are named
+LONG = 3.0  # times the usual: from here on a gap between two commits may be a stall
+STALL_S = 0.25
+
+
+@dataclass
+class Recovery:
+    """A new world of elastic.run, at work. ``at_s``: since training began."""
+
+    at_s: float
+    generation: int
+    kind: str  # "recovery" or "change"
+    reason: str
+    size: int
+    total_ms: float
+    phases_ms: dict[str, float]
+    copied_bytes: int
+
+
+@dataclass
+class Steps:
+    """Numbers of commits, but for ``again_s``: seconds of work that was not committed, and done again."""
+
+    kept: int = 0
+    lost: int = 0
+    gone: int = 0
+    again_s: float = 0.0
+    lost_at: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Goodput:
+    """Seconds. ``full_s``: with at least as many workers as the job was started with."""
+
+    total_s: float = 0.0
+    training_s: float = 0.0
+    full_s: float = 0.0
+    worker_s: float = 0.0  # training, times the workers
+    stalled_s: float = 0.0
+    workers: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.training_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def full_share(self) -> float:
+        return self.full_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def worker_share(self) -> float:
+        """Of what all workers that the job was started with could have trained."""
+        whole = self.total_s * self.workers
+        return self.worker_s / whole if whole else 0.0
+
+
+@dataclass
+class Digests:
+    """``compared``: commits, and copies of the state, that at least two workers reported. ``single``: only one did."""
+
+    compared: int = 0
+    differing: int = 0
+    single: int = 0
+    examples: list[str] = field(default_factory=list)
+    of_commits: bool = False  # and not only of copies
+
+
+@dataclass
+class Report:
+    """``code``: the job's exit code. ``broken``: invariants that do not hold, in words.
+
+    ``trained``: some worker of elastic.run had a collective behind it. Where none had, nothing was tested.
+    ``planned``: faults that the plan names. ``missed``: a sentence for each of them that was done to nobody.
+    """
+
+    code: int
+    ended: str
+    faults: list[FaultOutcome]
+    spared: int
+    recoveries: list[Recovery]
+    steps: Steps
+    goodput: Goodput
+    digests: Digests
+    broken: list[str] = field(default_factory=list)
+    trained: bool = True
+    planned: int = 0
+    missed: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """The job's own where it failed; 1 where it succeeded and broke a promise, or was no test at all."""
+        promises = self.broken or self.steps.lost or self.digests.differing
+        return self.code or (1 if promises or not self.trained else 0)
+
+
+def report(
+    settings: Settings,
+    entries: Sequence[Entry],
+    injected: Sequence[Injected],
+    *,
+    code: int,
+    spared: int = 0,
+    broken: Iterable[str] = (),
+    planned: int = 0,
+    missed: Iterable[str] = (),
+) -> Report:
+    """``spared``: faults that chance drew, and that found nobody whom they might hit."""
+    reading = _Reading(settings)
+    for entry in entries:
+        reading.read(entry)
+    reading.finish()
+    reading.leave_out_stalls([(each.at, each.until or each.at) for each in injected])
+    return Report(
+        code,
+        # The process's own code: one that was asked to stop ends with the code of the signal.
+        f"exit code {code}: {reading.ended}" if reading.ended else "",
+        outcomes(entries, injected, began_at=reading.began_at or 0.0),
+        spared,
+        reading.recoveries,
+        reading.steps,
+        reading.goodput,
+        reading.digests(),
+        list(broken),
+        reading.trained,
+        planned,
+        list(missed),
+    )
+
+
+def percentiles(values: Iterable[float], shares: Sequence[float] = (50, 90, 100)) -> list[float]:
+    """By nearest rank: values that were really measured. Empty for none."""
+    ordered = sorted(values)
+    return [ordered[max(0, math.ceil(p / 100 * len(ordered)) - 1)] for p in shares if ordered]
+
+
+class _Reading:
+    """One pass over the journal."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.began_at: float | None = None
+        self.ended = ""  # why
+        self.trained = False
+        self.recoveries: list[Recovery] = []
+        self.steps = Steps()
+        self.goodput = Goodput(workers=settings.np)
+        self._digests: dict[Commit, dict[Worker, int]] = {}
+        self._sees_commits = False  # copies of the state are compared in any case, as commit 0
+        self._history: list[Commit] = []  # committed in it, as of now
+        self._held: dict[Worker, Commit] = {}  # the newest that each has shown to hold
+        self._generation = 0
+        self._size = 0
+        self._training_since: float | None = None
+        self._committed_at: float | None = None  # the newest commit of this generation
+        self._gaps: list[
+            tuple[float, float, int]
+        ] = []  # between two commits of one world; its size
+        self._over_at: float | None = None
+        self._at = 0.0
+
+    def read(self, entry: Entry) -> None:
+        self._at = entry.at
+        match entry.event:
+            case WorkerDigested() as digested:
+                self._digested(digested)
+            case WorkerReady(worker=worker, commit=commit) if commit is not None:
+                self._held[worker] = max(commit, self._held.get(worker, commit))
+            case WorkerResumed():
+                self.trained = True
+            case WorkerReturned():
+                self._training_ends(entry.at)
+                self._over(entry.at)
+        for action in entry.actions:
+            match action:
+                case PublishWorld():
+                    self._published(action)
+                case BreakWorld(generation=generation) if generation == self._generation:
+                    self._world_breaks(entry.at)
+                case StopMembersAt():
+                    self._training_ends(entry.at)
+                case ReportRecovery():
+                    self._trains(action, entry.at)
+                case EndJob(code, reason):
+                    self.ended = reason
+                    if code:
+                        self._world_breaks(entry.at)
+                    self._training_ends(entry.at)
+                    self._over(entry.at)
+
+    def finish(self) -> None:
+        """The journal ends here, whether the job did or not."""
+        self._training_ends(self._at)
+        self._over(self._at)
+        self.steps.kept = len(self._history)
+
+    def leave_out_stalls(self, faults: Sequence[tuple[float, float]]) -> None:
+        """Takes away from the training time what faults, each from when to when, have held up without breaking it."""
+        usual = statistics.median(after - before for before, after, _ in self._gaps or [(0, 0, 0)])
+        for before, after, size in self._gaps:
+            longer = after - before > max(LONG * usual, STALL_S)
+            if not longer or not any(at < after and until > before for at, until in faults):
+                continue
+            stalled = after - before - usual
+            self.goodput.stalled_s += stalled
+            self._train(-stalled, size)
+
+    def digests(self) -> Digests:
+        several = {c: found for c, found in self._digests.items() if len(found) > 1}
+        differing = {c: f for c, f in several.items() if len(set(f.values())) > 1}
+        examples = [
+            f"commit {commit}: {', '.join(f'{w} {d:016x}' for w, d in sorted(found.items()))}"
+            for commit, found in list(differing.items())[:EXAMPLES]
+        ]
+        single = len(self._digests) - len(several)
+        return Digests(len(several), len(differing), single, examples, self._sees_commits)
+
+    # ---- commits ---------------------------------------------------------------------------------
+
+    def _digested(self, event: WorkerDigested) -> None:
+        found = self._digests.setdefault(event.commit, {})
+        if not found and event.commit.number:
+            self._history.append(event.commit)
+            self._sees_commits = True
+        found[event.worker] = event.digest
+        held = self._held.get(event.worker, event.commit)
+        self._held[event.worker] = max(held, event.commit)
+        if event.commit.generation != self._generation:
+            return
+        if len(found) == 1 and self._committed_at is not None:
+            self._gaps.append((self._committed_at, self._at, self._size))
+        self._committed_at = self._at
+
+    def _published(self, world: PublishWorld) -> None:
+        self._training_ends(self._at)
+        members = [member.worker for member in world.members]
+        held = max((self._held[w] for w in members if w in self._held), default=None)
+        start = world.commit
+        undone = [c for c in self._history if start is None or c > start]
+        lost = [c for c in undone if held is not None and c <= held]
+        if lost:
+            self.steps.lost += len(lost)
+            self.steps.lost_at.append(
+                f"generation {world.generation} began at {start or 'nothing'}, but a member held {held}"
+            )
+        self.steps.gone += len(undone) - len(lost)
+        self._history = [c for c in self._history if c not in set(undone)]
+        self._held = {worker: commit for worker, commit in self._held.items() if worker in members}
+        self._generation, self._size = world.generation, len(members)
+        self._committed_at = None
+
+    # ---- time ------------------------------------------------------------------------------------
+
+    def _trains(self, done: ReportRecovery, at: float) -> None:
+        if self.began_at is None:
+            self.began_at = at
+        if done.generation == self._generation and self._over_at is None:
+            self._training_since = at
+        if done.kind != "start":
+            self.recoveries.append(
+                Recovery(
+                    at - self.began_at,
+                    done.generation,
+                    done.kind,
+                    done.reason,
+                    done.size,
+                    done.total_ms,
+                    done.phases_ms,
+                    done.copied_bytes,
+                )
+            )
+
+    def _world_breaks(self, at: float) -> None:
+        since = self._training_since
+        if since is None:
+            return
+        # Without digests nothing is known of commits: then the work until now counts as kept.
+        kept_until = max(since, self._committed_at or since) if self._sees_commits else at
+        self._training_ends(kept_until)
+        self.steps.again_s += at - kept_until
+
+    def _training_ends(self, at: float) -> None:
+        if self._training_since is None:
+            return
+        spent = max(0.0, at - self._training_since)
+        self._training_since = None
+        self._train(spent, self._size)
+
+    def _train(self, seconds: float, size: int) -> None:
+        self.goodput.training_s += seconds
+        self.goodput.worker_s += seconds * size
+        if size >= self.goodput.workers:
+            self.goodput.full_s += seconds
+
+    def _over(self, at: float) -> None:
+        if self._over_at is None:
+            self._over_at = at
+            self.goodput.total_s = at - self.began_at if self.began_at is not None else 0.0

@@ -1,0 +1,299 @@
+"""What must hold in every job, whatever befell it; checked on what the driver heard and answered. Pure.
+
+It knows nothing of how membership decides. It is fed events with the actions that answered them, from a journal or
+from a running simulation, and raises BrokenInvariant at the first line that can't be. Its own state is small, and the
+work for an event is in proportion to the length of the answer.
+
+ONE GENERATION     Worlds are numbered without a gap. Whoever trained in the last one is in the next, or was let go,
+                   fenced or lost before. Orders about a world go to its live members and carry its generation.
+                   Not seen: whether a process obeyed before it answered.
+NO OLDER COMMIT    Nobody outside the present world, unless fenced or on its way out, reports a commit that is newer
+                   than the one this world began from. Not seen: a commit that nobody reports.
+NEVER BACK         A world begins from the newest commit that its old members reported, rank 0 holds it, and nobody
+                   who stays reports less than it held before, nor an older commit after a newer one of the same
+                   world, unless its connection was replaced. After a planned change all old members hold the same.
+                   Not seen: what a worker held that was killed before it reported.
+EQUAL DIGESTS      Equal (generation, number) means equal parameters; a world's commit 0 is the one it began from.
+EACH SAMPLE ONCE   See `sample_history`. Only where workers report samples, which they do in tests.
+SIZE               min <= members <= max, one more while somebody leaves; a gathering that takes long says why.
+NO MIXING          A worker speaks only of generations that it was given a place in, never of an older one after a
+                   newer, and resumes once in each. Not seen: which bytes a collective moved.
+RANK 0 IS NO OTHER Old members keep their order behind the holders, newcomers come last, ranks count from 0. The job
+                   does not end for want of a holder while one lives.
+EVERY WAIT ENDS    For a start, an exit, an answer, a stop, a gathering and the end, each within its setting; the job
+                   ends. Not seen: what a worker waits for without telling.
+ONE PER SLOT       Nobody is started in a slot whose last worker was not seen to exit; incarnations grow. Who was
+                   never started is not heard of.
+FENCED STAYS OUT   Who was killed, let go, rejected, lost with its host, or finished is in no later world.
+THE END            After EndJob nothing is started or published, and it comes once; the driver never raises. Its code
+                   and reason are what was seen: of returns, of exits. See `job_end`.
+TIME               It does not go back, not even where another driver goes on.
+ONE DRIVER         Each that goes on with the job has a greater term than the one before, and says first that it was
+                   restarted. Not seen: what one does that was replaced; it can't write.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.chaos.invariants.job_end import JobEnd
+from elastic.chaos.invariants.worker_records import BrokenInvariant, Known
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    CallOffChange,
+    DriverRestarted,
+    DumpStacks,
+    EndJob,
+    Event,
+    FinishWorld,
+    HostReported,
+    KillWorker,
+    LetGo,
+    PrepareChange,
+    PublishWorld,
+    RejectWorker,
+    Report,
+    StartWorker,
+    StopMembersAt,
+    TellWorld,
+    WorkerReconnected,
+)
+from elastic.driver.journal.entries import Writer, describe
+from elastic.driver.journal.journal import recording
+from elastic.driver.settings import Settings
+from elastic.errors import Invalid
+from elastic.protocol.messages import Worker
+
+__all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
+
+EXPLAIN_S = 12.0  # a gathering that takes longer has said why
+IMMORTAL = "can't be killed"
+AFTER_THE_END = (LetGo, KillWorker, DumpStacks, Report)
+REPEATS = (WorkerReconnected, HostReported, DriverRestarted)  # answered with what holds already
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How much was checked: an empty journal breaks nothing."""
+
+    worlds: int
+    recoveries: int
+    commits_compared: int
+    samples_counted: int
+
+
+class Invariants(JobEnd):
+    """``samples``: how many the dataset has, if it is known that the job trains whole epochs."""
+
+    def __init__(self, settings: Settings, *, samples: int = 0) -> None:
+        super().__init__(settings, samples)
+        self._explained = False
+        self._repeating = False
+        self._recoveries = 0
+        self._term = 0  # of the driver that writes
+        self._resumed_at = 0  # the line of another driver that has said nothing yet
+
+    @property
+    def summary(self) -> Summary:
+        return Summary(self._worlds, self._recoveries, self._compared, self._samples.counted)
+
+    def begun(self, writer: Writer) -> None:
+        """The first driver of the job; without a word about it any other may follow."""
+        self._term = writer.term
+
+    def resumed(self, writer: Writer, line: int | None = None) -> None:
+        """Another driver goes on with the journal. Raises BrokenInvariant."""
+        self._line, self._event = line or self._line + 1, None
+        what = f"a driver of term {writer.term} follows one of term {self._term}"
+        self._must(writer.term > self._term, "ONE DRIVER", what)
+        self._term, self._resumed_at = writer.term, self._line
+
+    def saw(
+        self, at: float, event: Event, actions: Iterable[Action], line: int | None = None
+    ) -> None:
+        """One entry of the journal. Raises BrokenInvariant."""
+        self._line = line or self._line + 1
+        before, self._now, self._event = self._now, at, event
+        if at < before:
+            self._broken("TIME", f"the line before was at {before:.3f}")
+        if self._resumed_at:
+            what = f"the driver that goes on from line {self._resumed_at} does not say so first"
+            self._must(isinstance(event, DriverRestarted), "ONE DRIVER", what)
+            self._resumed_at = 0
+        self._repeating = isinstance(event, REPEATS)
+        answer = list(actions)
+        if self._end is not None:
+            self._nothing_after_the_end(answer)
+            return
+        self._heard(event)
+        let_go = {a.worker for a in answer if isinstance(a, LetGo | RejectWorker)}
+        self._finishes = any(isinstance(action, FinishWorld) for action in answer)
+        for action in answer:
+            self._did(action, let_go)
+        if self._end is None:
+            self._nobody_waits_too_long()
+
+    def raised(self, error: str) -> None:
+        """What handling the last event raised."""
+        self._broken(
+            "THE END", f"the driver raised {error}, expected it to go on or to end the job"
+        )
+
+    def finish(self, *, ended: bool = True) -> None:
+        """The journal is over. Raises BrokenInvariant, also if the job should have ``ended`` and has not."""
+        self._event = None
+        if ended and self._end is None:
+            self._broken("EVERY WAIT ENDS", "the job did not end; expected EndJob")
+        complete = self._end is not None and self._end.code == 0
+        wrong = self._samples.finish(complete=complete)
+        if wrong:
+            self._broken("EACH SAMPLE ONCE", wrong)
+
+    # ---- actions ---------------------------------------------------------------------------------------------------
+
+    def _did(self, action: Action, let_go: set[Worker]) -> None:
+        if self._end is not None:
+            self._broken("THE END", f"{describe(action)} follows EndJob")
+        match action:
+            case StartWorker(worker):
+                self._starts(worker)
+            case KillWorker(worker):
+                self._waits.end(("init", worker))
+                self._leaves(worker, "was killed", self._dies_within_s(worker))
+            case LetGo(worker) | RejectWorker(worker):
+                self._leaves(worker, "was told to leave", self.settings.leave_s)
+                if worker in self._workers:
+                    self._workers[worker].dismissed = True
+            case PublishWorld():
+                self._publishes(action, let_go)
+            case TellWorld():
+                pass
+            case (
+                BreakWorld(members=members)
+                | PrepareChange(members=members)
+                | StopMembersAt(members=members)
+                | CallOffChange(members=members)
+                | FinishWorld(members=members)
+            ) if isinstance(self._event, WorkerReconnected) and members == [self._event.worker]:
+                pass  # what holds already, said again
+            case BreakWorld(generation, members):
+                self._concerns(action, generation, members)
+                self._recoveries += 1
+                self._stop_at = None
+                if self._broken_at is None:
+                    self._broken_at, self._explained = self._now, False
+                    self._gathers()
+                self._waits.end("stop", "end")
+            case PrepareChange(generation, _, members):
+                self._concerns(action, generation, members)
+                self._checks = {}
+                by = self._now + self.settings.prepare_s
+                self._waits.begin(
+                    "stop", by, "expected the planned change to stop or be called off"
+                )
+            case StopMembersAt(generation, _, check, members):
+                self._concerns(action, generation, members)
+                passed = max(self._checks.values(), default=-1)
+                what = f"all are to stop at check {check}, which one that has passed {passed} can't"
+                self._must(check > passed, "NEVER BACK", what)
+                self._stop_at = check
+                by = self._now + self.settings.elastic_timeout_s
+                self._waits.begin(
+                    "stop", by, f"expected all members to have stopped at check {check}"
+                )
+            case CallOffChange(generation, _, members):
+                self._concerns(action, generation, members)
+                self._stop_at = None
+                self._waits.end("stop")
+            case FinishWorld(generation, members):
+                self._concerns(action, generation, members)
+                self._have_returned(action)
+                self._waits.end("end")
+                for worker in members:
+                    self._leaves(worker, "had finished", None)
+            case Report(_, text):
+                self._explained = True
+                if IMMORTAL in text:
+                    named = [w for w, k in self._workers.items() if k.going and str(w) in text]
+                    self._waits.end(*(("exit", worker) for worker in named))
+                    for worker in named:
+                        self._workers[worker].dismissed = True
+            case EndJob():
+                self._ends(action)
+
+    def _concerns(self, action: Action, generation: int, members: list[Worker]) -> None:
+        what = f"{type(action).__name__} is about generation {generation}, and {self._generation} is active"
+        self._must(generation == self._generation, "ONE GENERATION", what)
+        event = self._event
+        for worker in members:
+            if isinstance(event, HostReported) and worker.host == event.host:
+                continue  # several are found to be gone at once, one after the other
+            if worker not in self._members or worker not in self._workers:
+                what = f"{type(action).__name__} goes to {worker}, no live member of generation"
+                self._broken("ONE GENERATION", f"{what} {generation}")
+
+    def _leaves(self, worker: Worker, why: str, exit_within: float | None) -> None:
+        known = self._workers.get(worker)
+        if known is not None and not (self._repeating and known.going):
+            self._goes(worker, known, why, exit_within=exit_within)
+
+    def _dies_within_s(self, worker: Worker) -> float:
+        known = self._workers.get(worker)
+        if worker in self._members and known is not None and not known.going:
+            return self.settings.kill_s  # others wait with it
+        return max(self.settings.leave_s, self.settings.kill_s)
+
+    def _starts(self, worker: Worker) -> None:
+        slot = (worker.host, worker.slot)
+        living = self._slots.get(slot)
+        what = f"{worker} is started while {living} was not seen to exit"
+        self._must(living is None, "ONE PER SLOT", what)
+        last = self._incarnations.get(slot, 0)
+        what = f"{worker} is started after incarnation {last}"
+        self._must(worker.incarnation > last, "ONE PER SLOT", what)
+        self._slots[slot], self._incarnations[slot] = worker, worker.incarnation
+        self._workers[worker] = Known()
+        if self._first_ready_at is not None:
+            self._awaits_init(worker, self._workers[worker])
+
+    def _nobody_waits_too_long(self) -> None:
+        overdue = self._waits.overdue(self._now)
+        self._must(not overdue, "EVERY WAIT ENDS", overdue)
+        since = self._broken_at
+        if since is not None and self._now > since + EXPLAIN_S and not self._explained:
+            self._broken("SIZE", f"no world since {since:.3f}, and not a word why")
+
+    def _nothing_after_the_end(self, actions: list[Action]) -> None:
+        for action in actions:
+            again = self._repeating and action == self._end
+            what = f"{describe(action)} after EndJob"
+            self._must(again or isinstance(action, AFTER_THE_END), "THE END", what)
+
+
+def check_journal(path: Path, *, samples: int = 0, ended: bool = True) -> Summary:
+    """Every line of a journal; ``ended`` is False where the job goes on, or its driver was killed.
+
+    Raises BrokenInvariant, or Invalid where the file is no journal.
+    """
+    found = recording(path)
+    if found.start is not None:
+        raise Invalid(
+            f"{str(path)!r} begins in the middle of a job, so that it can be replayed, but not be checked;"
+            " give the journal of its first driver"
+        )
+    invariants = Invariants(found.settings, samples=samples)
+    invariants.begun(found.header.writer)
+    takeovers = deque(found.takeovers)
+    for number, entry in found.entries:
+        while takeovers and takeovers[0][0] < number:
+            line, writer = takeovers.popleft()
+            invariants.resumed(writer, line)
+        invariants.saw(entry.at, entry.event, entry.actions, number)
+        if entry.error:
+            invariants.raised(entry.error)
+    invariants.finish(ended=ended)
+    return invariants.summary

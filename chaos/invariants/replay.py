@@ -1,0 +1,59 @@
+"""`python -m elastic.chaos replay JOURNAL`: decides again what a journal has recorded, and checks it.
+
+Three questions: do the same events lead to the same actions, does every invariant hold, and what happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
+from elastic.driver.events import EndJob
+from elastic.driver.journal.journal import (
+    ReplayDiffers,
+    recording,
+    replay,
+    story_of,
+)
+
+DESCRIPTION = """Feeds the events of a journal to a new driver, compares what it decides with what was recorded, and
+checks every invariant. Exit code 1 if either does not hold."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "journal", type=Path, help="of a job (elasticrun --journal) or of a simulation"
+    )
+    parser.add_argument("--story", action="store_true", help="print every event and its actions")
+
+
+def main(options: argparse.Namespace) -> int:
+    """0: it agrees and every invariant holds. Raises Invalid where the file is no journal."""
+    found = recording(options.journal)
+    entries = [entry for _, entry in found.entries]
+    if options.story:
+        for line in story_of(found):
+            print(line)
+    ended = any(isinstance(action, EndJob) for entry in entries for action in entry.actions)
+    wrong = False
+    try:
+        print(f"the replay agrees: {len(replay(options.journal))} events led to the same actions")
+    except ReplayDiffers as error:
+        wrong = True
+        print(f"the replay differs: {error}", file=sys.stderr)
+    if found.start is not None:
+        print("it begins in the middle of a job, so that invariants can't be checked")
+        return int(wrong)
+    try:
+        summary = check_journal(options.journal, ended=ended)
+        print(f"every invariant holds: {summary}")
+    except BrokenInvariant as error:
+        wrong = True
+        print(f"an invariant does not hold: {error}", file=sys.stderr)
+    if found.takeovers:
+        print(f"{len(found.takeovers) + 1} drivers have written it, one after the other")
+    if not ended:
+        print("the job had not ended when the journal did")
+    return 1 if wrong else 0

@@ -1,0 +1,150 @@
+"""Which samples count: of everything that was trained, what the committed history has kept. Pure.
+
+A worker reports under each commit the samples that it trained since the commit before, those of each epoch apart. A
+report counts if its commit is in the chain: the commits that later worlds began from, and those of the same worlds
+before them. What was trained on top of a commit that nobody kept was undone, and is trained again.
+
+Within an epoch each sample counts once. Only the last round may be filled with repeats, fewer than the world has
+workers, and exactly as many as its partition lacks. A worker that dies between a commit and its report takes the
+report with it. So a sample that is missing is an error only if the reports that are missing cannot explain it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from elastic.protocol.messages import Commit, Worker
+
+
+@dataclass
+class Epoch:
+    """What counts so far."""
+
+    seen: dict[int, Commit] = field(default_factory=dict)  # sample: the first commit it was in
+    repeats: dict[Commit, list[int]] = field(default_factory=dict)  # samples seen before
+    last: Commit | None = None  # the latest with samples of this epoch
+    fresh: dict[int, int] = field(default_factory=dict)  # generation: samples not seen before
+    # Where members did not report: how many, and how long such a report is at most.
+    silent: dict[Commit, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def unreported(self) -> int:
+        """At most so many samples were trained, but never reported."""
+        return sum(reports * longest for reports, longest in self.silent.values())
+
+
+class SampleHistory:
+    """Fed with worlds and reports in the order of the journal. Methods return what is wrong, or an empty string."""
+
+    def __init__(self, samples: int = 0) -> None:
+        self._samples = samples  # in the dataset; 0: as many as were ever seen
+        self._sizes: dict[int, int] = {}
+        self._kept: dict[int, int] = {}  # generation: number of its last commit in the chain
+        self._settled = 0  # what is older than this generation can't be undone any more
+        self._pending: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}  # by epoch
+        self._epochs: dict[int, Epoch] = {}
+        self.counted = 0
+
+    def reported(self, worker: Worker, commit: Commit, epoch: int, samples: list[int]) -> str:
+        """A worker's report. It may come late, when a later world has begun."""
+        if commit.number > self._kept.get(commit.generation, commit.number):
+            return ""  # undone
+        if commit.generation < self._settled:
+            silent = self._epoch(epoch).silent
+            if commit in silent:
+                reports_missing, longest = silent[commit]
+                silent[commit] = (reports_missing - 1, longest)
+            return self._count(commit, epoch, samples)
+        mine = self._pending.setdefault(commit, {}).setdefault(worker, {})
+        if samples and mine.get(epoch):
+            return f"{worker} reports samples of epoch {epoch} under {commit} twice"
+        if samples:
+            mine[epoch] = list(samples)
+        return ""
+
+    def began(self, generation: int, size: int, commit: Commit | None) -> str:
+        """A world. What its commit stands on is settled, what came after that commit is undone."""
+        self._sizes[generation] = size
+        for old in range((commit.generation if commit else 0), generation):
+            self._kept[old] = -1
+        if commit is not None:
+            self._kept[commit.generation] = commit.number
+        undone = [c for c in self._pending if commit is None or c > commit]
+        for each in undone:
+            del self._pending[each]
+        self._settled = commit.generation if commit else 0
+        return self._settle(before=self._settled)
+
+    def finish(self, *, complete: bool) -> str:
+        """The job has ended. ``complete``: with success, so that all of a dataset of known length must be there."""
+        wrong = self._settle(before=None)
+        if wrong or not self._epochs:
+            return wrong
+        length = self._samples or 1 + max(max(e.seen, default=-1) for e in self._epochs.values())
+        last = max(self._epochs)
+        for number, epoch in sorted(self._epochs.items()):
+            whole = number < last or (complete and self._samples > 0)
+            wrong = self._judge(number, epoch, length, whole=whole)
+            if wrong:
+                return wrong
+        return ""
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _epoch(self, number: int) -> Epoch:
+        return self._epochs.setdefault(number, Epoch())
+
+    def _settle(self, before: int | None) -> str:
+        """Counts what no later world can undo: commits of generations ``before`` this one, or all."""
+        for commit in sorted(c for c in self._pending if before is None or c.generation < before):
+            reports = self._pending.pop(commit)
+            said = [pair for by_epoch in reports.values() for pair in by_epoch.items()]
+            silent = self._sizes.get(commit.generation, 0) - len(reports)
+            for epoch, samples in said if silent > 0 else ():
+                known = self._epoch(epoch).silent
+                known[commit] = (silent, max(len(samples), known.get(commit, (0, 0))[1]))
+            for epoch, samples in said:
+                wrong = self._count(commit, epoch, samples)
+                if wrong:
+                    return wrong
+        return ""
+
+    def _count(self, commit: Commit, number: int, samples: Iterable[int]) -> str:
+        epoch, size = self._epoch(number), self._sizes.get(commit.generation, 1)
+        epoch.last = max(epoch.last or commit, commit)
+        for sample in samples:
+            self.counted += 1
+            if sample not in epoch.seen:
+                epoch.seen[sample] = commit
+                epoch.fresh[commit.generation] = epoch.fresh.get(commit.generation, 0) + 1
+                continue
+            repeats = epoch.repeats.setdefault(commit, [])
+            repeats.append(sample)
+            if len(repeats) >= size:
+                return (
+                    f"sample {sample} of epoch {number} counts in {epoch.seen[sample]} and again in {commit}:"
+                    f" repeat {len(repeats)} in a world of {size}, and the last round needs at most {size - 1}"
+                )
+        return ""
+
+    def _judge(self, number: int, epoch: Epoch, length: int, *, whole: bool) -> str:
+        missing = length - len(epoch.seen)
+        if whole and missing > epoch.unreported:
+            first = next(self._absent(epoch, length))
+            return f"{missing} samples of epoch {number} are in no commit, the first is {first}"
+        for commit, repeats in sorted(epoch.repeats.items()):
+            twice = f"samples {repeats[:8]} of epoch {number} count again in {commit}"
+            if epoch.last is not None and commit < epoch.last:
+                return f"{twice}, which is not its last round: that was in {epoch.last}"
+            if epoch.unreported > 0 or missing > 0:
+                continue  # how long the last partition was can't be known
+            size = self._sizes.get(commit.generation, 1)
+            left = length - sum(n for g, n in epoch.fresh.items() if g < commit.generation)
+            if len(repeats) > -left % size:
+                return f"{twice}: {left} were left for {size} workers, which needs {-left % size} repeats"
+        return ""
+
+    @staticmethod
+    def _absent(epoch: Epoch, length: int) -> Iterator[int]:
+        return (sample for sample in range(length) if sample not in epoch.seen)

@@ -1,0 +1,51 @@
+"""A real driver as a process of its own, for agents that come by themselves: see `light_agents`.
+
+    python -m elastic.chaos.load.driver FLAGS OF elasticrun
+
+It is elasticrun, but for two things that thousands of hosts on one machine make necessary: no name of a host is looked
+up, and no agent is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from elastic.driver.commandline import cli
+from elastic.driver.job import start_multi_host
+from elastic.driver.job.start import start
+from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.network.hosts import ThisHost
+
+
+class NobodyStarted:
+    """In place of ssh: whoever is expected is on its way already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    async def start(self, bootstrap: Bootstrap) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def _elsewhere(name: str) -> list[str]:
+    return ["192.0.2.1"]  # another machine, for whoever asks; nothing is ever sent there
+
+
+def main(arguments: Sequence[str]) -> int:
+    vars(start_multi_host)["SshStarter"] = NobodyStarted
+    environ = dict(os.environ)
+    this_host = ThisHost(resolve=_elsewhere)
+    job = cli.make_job(cli.read_options(arguments, environ), environ, this_host=this_host)
+    outcome = asyncio.run(start(job, this_host=this_host))
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

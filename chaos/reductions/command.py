@@ -1,0 +1,244 @@
+"""`python -m elastic.chaos reductions`: ranks that share memory reduce tensors while others are killed or frozen.
+
+A few processes form one group after another. In some of them a rank is killed or frozen at any moment; a frozen one is
+killed after the others were told to abort, as the driver does it. Every result that a rank was given is compared, bit
+by bit, with what must come out. A finding is a wrong number, a rank that was given no error, one that was given it
+late, a tensor that somebody wrote into after it was said to be safe, or anything that a process still holds at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from elastic.chaos.reductions.numbers import ELEMENT_BYTES, Numbers
+from elastic.chaos.reductions.plan import (
+    Fault,
+    Round,
+    Tally,
+    Told,
+    draw,
+    quantile,
+)
+from elastic.chaos.reductions.worker import (
+    Cut,
+    Formed,
+    Outcome,
+    Rested,
+    Task,
+    Worker,
+)
+from elastic.chaos.soak import resources
+from elastic.collectives.shared_memory import native_library
+from elastic.collectives.topology import MOST_LOCAL
+from elastic.errors import Invalid
+
+DESCRIPTION = "Reduces tensors in shared memory under fire, and checks every bit of every result."
+EXAMPLES = """\
+examples:
+  python -m elastic.chaos reductions --count 10000 --seed 7
+"""
+ANSWER_S = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--count", type=int, default=1000, metavar="N", help="groups to form (default: 1000)")
+    add("--seed", type=int, default=1, help="draws the same again (default: 1)")
+    add("--workers", type=int, default=4, metavar="N", help="processes (default: 4)")
+    add("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
+
+
+def main(options: argparse.Namespace) -> int:
+    if options.count < 1:
+        raise Invalid(f"--count is {options.count}; give 1 or more")
+    if not 2 <= options.workers <= MOST_LOCAL:
+        raise Invalid(f"--workers is {options.workers}; give 2 to {MOST_LOCAL}")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise Invalid(f"{options.json}: there is no folder {options.json.resolve().parent}")
+    if native_library.load() is None:
+        raise Invalid(native_library.missing())
+    began = time.monotonic()
+    before, segments = shared_bytes(), resources.segments()
+    fire = Fire(options.workers, options.seed)
+    try:
+        tally = fire.run(options.count)
+    finally:
+        fire.end()
+    for path in sorted(resources.unused_segments() - segments):
+        tally.found(f"{path} is left behind")
+    content = summary(tally, time.monotonic() - began)
+    content["shared memory of this machine, MB"] = [
+        round(each / 1e6, 1) for each in (before, shared_bytes())
+    ]
+    show(content, tally, options.seed)
+    if options.json is not None:
+        options.json.write_text(json.dumps(content | {"findings": tally.findings}, indent=1) + "\n")
+    return 1 if tally.findings else 0
+
+
+class Fire:
+    """Directs the processes, and sets fire to them."""
+
+    def __init__(self, workers: int, seed: int) -> None:
+        torch.set_num_threads(1)  # no thread of this process may hold anything when it forks
+        self._pick = random.Random(seed)
+        self._numbers = Numbers(seed)
+        gc.collect()
+        gc.freeze()  # or each process would look through all of torch again and again
+        self._members = [self._fork() for _ in range(workers)]
+
+    def run(self, count: int) -> Tally:
+        """All of it, or what was done until a Ctrl-C."""
+        tally = Tally()
+        with contextlib.suppress(KeyboardInterrupt):
+            for number in range(1, count + 1):
+                drawn = draw(self._pick, len(self._members), ELEMENT_BYTES)
+                tally.note(number, drawn, self._try(number, drawn, tally))
+        return tally
+
+    def end(self) -> None:
+        for member in self._members:
+            member.process.kill()
+            member.process.join()
+
+    def _fork(self) -> _Member:
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        process = context.Process(target=Worker(there, self._numbers).run, daemon=True)
+        process.start()
+        there.close()
+        member = _Member(process, here)
+        member.rested = _expect(member, Rested)
+        return member
+
+    def _try(self, number: int, drawn: Round, tally: Tally) -> list[Told]:
+        members = [self._members[worker] for worker in drawn.ranks]
+        address = members[0].rested.listening
+        for rank, member in enumerate(members):
+            member.pipe.send(Task(number, drawn, rank, address))
+        for member in members:
+            _expect(member, Formed)
+        if drawn.fault is Fault.NONE:
+            return [self._rested(member, tally).told for member in members]
+        victim = members[drawn.victim]
+        time.sleep(drawn.after_s)
+        struck_at = time.monotonic()
+        assert victim.process.pid is not None
+        if drawn.fault is Fault.KILL:
+            os.kill(victim.process.pid, signal.SIGKILL)
+        others = [member for member in members if member is not victim]
+        if drawn.fault is Fault.FREEZE:
+            os.kill(victim.process.pid, signal.SIGSTOP)
+            time.sleep(drawn.held_s)
+            for member in others:
+                member.pipe.send(Cut(number))
+            time.sleep(drawn.held_s / 3)
+            os.kill(victim.process.pid, signal.SIGKILL)
+        outcomes = [self._rested(member, tally) for member in others]
+        victim.process.join()
+        victim.pipe.close()
+        victim.process.close()
+        self._members[drawn.ranks[drawn.victim]] = self._fork()
+        if drawn.fault is Fault.FREEZE:
+            struck_at = min((each.cut_at for each in outcomes if each.cut_at), default=struck_at)
+        return [
+            dataclasses.replace(each.told, late_s=each.failed_at - max(struck_at, each.began_at))
+            for each in outcomes
+        ]
+
+    def _rested(self, member: _Member, tally: Tally) -> Outcome:
+        """What it tells; it must hold no more than it ever did in peace."""
+        outcome: Outcome = _expect(member, Outcome)
+        held = outcome.rested.held
+        # Of its own arena and of those of the other workers that live, or have just been killed.
+        limits = {
+            "descriptors": member.rested.held["descriptors"] + len(self._members),
+            "mappings": len(self._members) + 1,
+            "bytes lent": 0,
+        }
+        for what, limit in limits.items():
+            if held[what] > limit:
+                tally.found(f"process {member.process.pid} still holds {held[what]} {what}")
+        member.rested = Rested(outcome.rested.listening, member.rested.held)
+        return outcome
+
+
+class _Member:
+    rested: Rested  # as it told last where it listens, and first what it held
+
+    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
+        self.process = process
+        self.pipe = pipe
+
+
+def _expect(member: _Member, kind: type[Any]) -> Any:
+    if not member.pipe.poll(ANSWER_S):
+        raise SystemExit(f"process {member.process.pid} has not answered for {ANSWER_S:g} s")
+    try:
+        said = member.pipe.recv()
+    except EOFError:
+        raise SystemExit(f"process {member.process.pid} has ended; see what it wrote") from None
+    assert isinstance(said, kind), said
+    return said
+
+
+def shared_bytes() -> int:
+    """Of the whole machine: others may use some too."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("Shmem:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def summary(tally: Tally, seconds: float) -> dict[str, Any]:
+    every = [*tally.errors_s[Fault.KILL], *tally.errors_s[Fault.FREEZE]]
+    times = {"kill": tally.errors_s[Fault.KILL], "abort": tally.errors_s[Fault.FREEZE]}
+    return {
+        "groups": tally.rounds.total(),
+        "collectives": {kind.value: count for kind, count in tally.calls.items()},
+        "results compared": tally.right + tally.wrong,
+        "wrong": tally.wrong,
+        "kills": tally.rounds[Fault.KILL],
+        "freezes": tally.rounds[Fault.FREEZE],
+        "errors": len(every),
+        "later than 100 ms": tally.late,
+        "in the middle of a chunk": tally.undrained,
+        "ms to the error": {
+            name: {
+                "p50": round(quantile(values, 0.5) * 1e3, 2),
+                "p99": round(quantile(values, 0.99) * 1e3, 2),
+                "worst": round(max(values, default=0.0) * 1e3, 2),
+            }
+            for name, values in times.items()
+        },
+        "seconds": round(seconds, 1),
+    }
+
+
+def show(content: dict[str, Any], tally: Tally, seed: int) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for name, value in content.items():
+        shown = value
+        if isinstance(value, dict):
+            shown = "; ".join(f"{key} {each}" for key, each in value.items()).replace("'", "")
+        console.print(f"{name:34} {shown}", markup=False, highlight=False)
+    for finding in tally.findings:
+        console.print(f"FOUND {finding}", markup=False, highlight=False)
+    console.print(f"seed {seed}: {len(tally.findings) or 'no'} findings")

@@ -1,0 +1,176 @@
+"""`python -m elastic.chaos simulate`: seeds, one after the other, each a whole job. Prints what a failing one needs.
+
+A run is a function of the seed and of the code, so a violation prints both, writes the driver's journal, and says how
+to see it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from elastic.chaos.simulator.scale import Scale
+from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
+from elastic.errors import Invalid
+
+DESCRIPTION = """Runs the real driver and worker state machines of whole jobs on a virtual clock, under faults that a
+seed draws: crashes, freezes and restarts of every process, and a network that delays, loses, repeats and cuts."""
+EXAMPLES = """examples:
+  python -m elastic.chaos simulate --seed 7                     one job of 8 workers, with its story
+  python -m elastic.chaos simulate --seeds 1000                 seeds 0 to 999; prints those that fail
+  python -m elastic.chaos simulate --workers 10000 --seed 7     one large one: 300 virtual seconds, hosts that fail
+  python -m elastic.chaos replay simulated-seed-7.jsonl         decide again what a run has recorded, and check it"""
+LARGE = 200  # workers: from here on a step of a world is one event
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, counted up from --seed")
+    parser.add_argument("--workers", type=int, default=8, help="of the job (default 8)")
+    parser.add_argument("--steps", type=int, default=150, help="to train (default 150)")
+    parser.add_argument("--faults", type=int, default=14, help="to inject (default 14)")
+    parser.add_argument(
+        "--mild",
+        action="store_true",
+        help="only faults that leave somebody to go on from: the job has to succeed",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"virtual, in which hosts of a job of {LARGE} workers or more fail; a regroup that is under way at the"
+        " end may finish (default 300)",
+    )
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        help=f"where to write the journal of a single seed or a failing one, of less than {LARGE} workers",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """0: nothing false was seen; 1: a violation."""
+    _refuse_what_cannot_run(options)
+    if options.workers >= LARGE:
+        return _large(options)
+    outcomes: Counter[str] = Counter()
+    failed = 0
+    began = time.monotonic()
+    for seed in range(options.seed, options.seed + options.seeds):
+        simulation = Simulation(
+            seed,
+            workers=options.workers,
+            steps=options.steps,
+            faults=options.faults,
+            mild=options.mild,
+        )
+        try:
+            outcome = simulation.run()
+            wrong = f"the job failed: {outcome.reason}" if options.mild and outcome.code else ""
+            if not wrong:
+                outcomes["ended with success" if outcome.code == 0 else "ended with a reason"] += 1
+        except Violation as error:
+            wrong = str(error)
+        if wrong:
+            failed += 1
+            _failed(simulation, wrong, options)
+        elif options.seeds == 1:
+            _tell(simulation, outcome, options)
+    if options.seeds > 1:
+        outcomes["failed"] = failed
+        text = ", ".join(f"{count} {what}" for what, count in outcomes.items())
+        print(f"{options.seeds} seeds of {options.workers} workers: {text}")
+        print(f"{time.monotonic() - began:.1f} s", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
+    """Raises Invalid before anything runs."""
+    for name in ("seeds", "workers", "steps"):
+        if getattr(options, name) < 1:
+            raise Invalid(f"--{name} is {getattr(options, name)}; give 1 or more")
+    if options.faults < 0:
+        raise Invalid(f"--faults is {options.faults}; give 0 or more")
+    large = options.workers >= LARGE
+    seconds: float | None = options.seconds
+    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
+        raise Invalid(f"--seconds is {seconds:g}; give a number of virtual seconds above 0")
+    if seconds is not None and not large:
+        what = f"--seconds is for jobs of {LARGE} workers or more, this one has {options.workers}"
+        raise Invalid(f"{what} and runs until its --steps are trained; leave --seconds out")
+    if options.journal is None:
+        return
+    if large:
+        raise Invalid(f"a job of {LARGE} workers or more keeps no journal; leave --journal out")
+    path: Path = options.journal
+    writable = path if path.exists() else path.parent
+    if path.is_dir() or not writable.exists() or not os.access(writable, os.W_OK):
+        raise Invalid(
+            f"cannot write the journal {str(path)!r}; give a file in a writable folder that exists"
+        )
+
+
+def _tell(simulation: Simulation, outcome: Outcome, options: argparse.Namespace) -> None:
+    print(simulation.story())
+    how = "success" if outcome.code == 0 else f"exit code {outcome.code}"
+    print(
+        f"seed {simulation.seed}: {how} after {outcome.virtual_s:.1f} virtual seconds, {outcome.generation} worlds,"
+        f" {outcome.messages} messages: {outcome.reason}"
+    )
+    if options.journal is not None:
+        simulation.write_journal(options.journal)
+        print(f"journal: {options.journal}")
+
+
+def _failed(simulation: Simulation, wrong: str, options: argparse.Namespace) -> None:
+    seed = simulation.seed
+    journal = options.journal or Path(f"simulated-seed-{seed}.jsonl")
+    simulation.write_journal(journal)
+    print(f"seed {seed}: {wrong.removeprefix(f'seed {seed}: ')}")
+    again = f"python -m elastic.chaos simulate --seed {seed} --workers {options.workers}"
+    again += (
+        f" --steps {options.steps} --faults {options.faults}{' --mild' if options.mild else ''}"
+    )
+    print(f"\nseed     {seed}\ncommit   {_commit()}\nagain    {again}")
+    print(f"journal  {journal}: python -m elastic.chaos replay {journal}")
+
+
+def _commit() -> str:
+    """Of the code that ran."""
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown: git did not answer"
+    return found.stdout.strip() or "unknown: not in a git checkout"
+
+
+def _large(options: argparse.Namespace) -> int:
+    began = time.process_time()
+    seconds = 300.0 if options.seconds is None else options.seconds
+    scale = Scale(options.seed, workers=options.workers, virtual_s=seconds)
+    try:
+        outcome = scale.run()
+    except Violation as error:
+        print(f"{error}\n\nseed     {options.seed}\ncommit   {_commit()}")
+        return 1
+    spent = time.process_time() - began
+    for fault in scale.simulation.faults:
+        print(f"fault: {fault}")
+    print(
+        f"seed {options.seed}: {options.workers} workers, {outcome.virtual_s:.0f} virtual seconds,"
+        f" {outcome.generation} worlds, {outcome.messages} messages, {outcome.happened} events,"
+        f" {spent:.1f} s of processor time"
+    )
+    return 0

@@ -1,0 +1,184 @@
+"""Large jobs on the virtual clock, and what a regroup costs as they grow. The machines are the same, the model coarser.
+
+A step of a world is one event, a heartbeat one per host. Faults are what befalls large jobs most: whole hosts that
+die, in the middle of training, and come back. When its time is up no host fails any more, and the job may finish the
+regroup that it is in: only then it is judged. `python -m elastic.chaos.simulator.scale` prints the table.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+from elastic.chaos.simulator.simulated_faults import Weather
+from elastic.chaos.simulator.simulator import (
+    LIVENESS_S,
+    Outcome,
+    Simulation,
+    Violation,
+)
+from elastic.driver.membership.membership import Phase
+
+SLOTS = 8
+STEP_S = 2.0
+SIZES = (10, 100, 1_000, 10_000)
+
+
+class Scale:
+    """One large job that trains for a given virtual time while hosts fail, and for as long after it as it takes until
+    all are together again.
+    """
+
+    def __init__(
+        self, seed: int, *, workers: int, virtual_s: float = 300.0, host_failures: int = 4
+    ) -> None:
+        self.virtual_s = virtual_s
+        self.simulation = sim = Simulation(
+            seed,
+            workers=workers,
+            steps=10**9,
+            faults=0,
+            weather=Weather(),
+            slots=SLOTS,
+            step_s=STEP_S,
+            faults_s=virtual_s + 1,
+            keep_journal=False,
+        )
+        for number in range(host_failures):
+            at = virtual_s * (number + 1) / (host_failures + 2)
+            sim.clock.at(at, self._lose_a_host)
+
+    def run(self) -> Outcome:
+        """Raises Violation, also if training does not go on with everybody LIVENESS_S after the last fault."""
+        sim = self.simulation
+        membership = sim.driver.membership
+        try:
+            sim.clock.run(self.virtual_s)
+            sim.clock.run(self.virtual_s + LIVENESS_S, over=self._settled)
+            assert sim.driver.end is None, f"the job has ended: {sim.driver.end}"
+            since = f"{LIVENESS_S:g} s after the last fault"
+            assert membership.phase is Phase.TRAINING, f"it is {membership.phase.value} {since}"
+            missing = sim.workers - len(membership.members)
+            assert not missing, f"{missing} workers are not in the world {since}"
+        except AssertionError as error:
+            raise Violation(f"seed {sim.seed}: {error}") from error
+        return Outcome(
+            0,
+            "",
+            membership.generation,
+            sim.clock.now,
+            sim.faults,
+            sim.clock.happened,
+            sim.network.messages,
+        )
+
+    def _settled(self) -> bool:
+        """All train together, and no fault is left that has not been noticed yet."""
+        sim, membership = self.simulation, self.simulation.driver.membership
+        if sim.driver.end is not None:
+            return True
+        together = membership.phase is Phase.TRAINING and len(membership.members) == sim.workers
+        alive = len(sim.processes) == sim.workers
+        return together and alive and not any(agent.lost for agent in sim.agents.values())
+
+    def _lose_a_host(self) -> None:
+        sim = self.simulation
+        host = sim.clock.random.choice(sorted(sim.agents))
+        sim.note(f"lose {host} for 20 s")
+        sim.lose_host(host)
+        sim.clock.after(20.0, self._back, host)
+
+    def _back(self, host: str) -> None:
+        agent = self.simulation.agents[host]
+        self.simulation.heal(host)
+        agent.lost = False
+        agent.restart()
+
+
+@dataclass
+class Cost:
+    """Of the regroup that follows the loss of one worker."""
+
+    workers: int
+    decide_ms: float  # of the driver's processor time, over all its events
+    events: int  # that the driver heard
+    messages: int  # both ways
+    virtual_s: float  # until the new world was published
+
+    @property
+    def per_worker_us(self) -> float:
+        return self.decide_ms * 1e3 / self.workers
+
+
+def regroup(workers: int, seed: int = 1) -> Cost:
+    """One worker of a training world is killed; what it takes until all others train again."""
+    sim = Scale(seed, workers=workers, virtual_s=1e6, host_failures=0).simulation
+    driver = sim.driver
+    sim.clock.run(1e6, over=lambda: _trains(sim, workers))
+    generation = driver.membership.generation
+    spent = 0.0
+    heard = 0
+    handle = driver.membership.handle
+    deadline = driver.membership.next_deadline
+
+    def timed_handle(*args, **kwargs):  # type: ignore[no-untyped-def]
+        nonlocal spent, heard
+        began = time.process_time()
+        try:
+            return handle(*args, **kwargs)
+        finally:
+            spent += time.process_time() - began
+            heard += 1
+
+    def timed_deadline() -> float | None:
+        nonlocal spent
+        began = time.process_time()
+        try:
+            return deadline()
+        finally:
+            spent += time.process_time() - began
+
+    driver.membership.handle = timed_handle  # type: ignore[method-assign]
+    driver.membership.next_deadline = timed_deadline  # type: ignore[method-assign]
+    before, at = sim.network.messages, sim.clock.now
+    victim = sorted(sim.processes)[len(sim.processes) // 2]
+    sim.processes[victim].die(-9)
+    sim.clock.run(1e6, over=lambda: driver.membership.generation > generation)
+    published_at = sim.clock.now
+    sim.clock.run(published_at + 0.5)
+    return Cost(workers, spent * 1e3, heard, sim.network.messages - before, published_at - at)
+
+
+def _trains(sim: Simulation, workers: int) -> bool:
+    membership = sim.driver.membership
+    first = next(iter(sim.processes.values()), None)
+    return (
+        membership.phase is Phase.TRAINING
+        and len(membership.members) == workers
+        and first is not None
+        and first.state.steps > 10
+    )
+
+
+def table(sizes: tuple[int, ...] = SIZES) -> list[Cost]:
+    return [regroup(size) for size in sizes]
+
+
+def main() -> int:
+    print(
+        "Cost of a regroup after the loss of one worker: all survivors are told, come back, and are placed."
+    )
+    print(
+        f"{'workers':>8} {'driver ms':>10} {'us/worker':>10} {'events':>8} {'messages':>9} {'virtual s':>10}"
+    )
+    for cost in table():
+        print(
+            f"{cost.workers:8} {cost.decide_ms:10.1f} {cost.per_worker_us:10.1f} {cost.events:8}"
+            f" {cost.messages:9} {cost.virtual_s:10.3f}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""An agent on the virtual clock: starts, watches, samples, probes and kills the workers of its host. Decides nothing.
+
+One per host. It tells the driver of every exit, sends a heartbeat for the whole host, and says on each new connection
+which workers run and which have ended, because nothing that was said on a lost one can be relied on. When it dies its
+workers die with it; started again, it finds none, and says so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic.chaos.simulator.simulated_network import Connection, Link
+from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
+from elastic.driver.events import (
+    DumpStacks,
+    Event,
+    HostReported,
+    KillWorker,
+    ProbeWorkers,
+    StartWorker,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerProbed,
+    WorkerThawed,
+)
+from elastic.driver.processes.leases import Leases
+from elastic.protocol.messages import Worker
+
+if TYPE_CHECKING:
+    from elastic.chaos.simulator.simulator import Simulation
+
+SAMPLE_S = 0.25
+Command = StartWorker | KillWorker | ProbeWorkers | DumpStacks
+
+
+class SimulatedAgent:
+    """One host's."""
+
+    def __init__(self, sim: Simulation, host: str) -> None:
+        self.sim = sim
+        self.host = host
+        self.alive = True
+        self.frozen = False
+        self.lost = False  # the machine is gone for good
+        self.processes: dict[Worker, SimulatedWorker] = {}
+        self.link = self._new_link()
+        self._exits: dict[Worker, WorkerExited] = {}
+        self._leases: Leases[Worker] = Leases(sim.settings.lease_s)
+        self._watching = False
+        self._mail: list[Command] = []  # while it is frozen
+        self._told_frozen: set[Worker] = set()
+
+    def _new_link(self) -> Link:
+        return Link(
+            self.sim.network,
+            self.host,
+            opened=self._opened,
+            gave_up=self.crash,
+            give_up_s=GIVE_UP_S,
+        )
+
+    def _opened(self, connection: Connection) -> None:
+        """Who runs, and what became of the others."""
+        for event in self._exits.values():
+            self._tell(event)
+        self.link.send(
+            self.sim.driver.agent_found, self.host, HostReported(self.host, [*self.processes])
+        )
+        for worker in self._told_frozen:
+            self._tell(WorkerFrozen(worker, "stopped"))
+
+    def _tell(self, event: Event) -> None:
+        self.link.send(self.sim.driver.agent_said, self.host, event)
+
+    def beat(self) -> None:
+        """One heartbeat for all that run here."""
+        connection = self.link.connection
+        if connection is not None and self.alive and not self.frozen:
+            connection.beat(self.sim.driver.beaten, self.host)
+
+    # ---- commands --------------------------------------------------------------------------------------------------
+
+    def receive(self, connection: Connection, command: Command) -> None:
+        if connection is not self.link.connection or not self.alive:
+            return  # from a driver, or a time, that is over
+        if self.frozen:
+            self._mail.append(command)
+        else:
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        clock = self.sim.clock
+        match command:
+            case StartWorker(worker):
+                if worker in self.processes or worker in self._exits:
+                    return
+                if worker.incarnation > 1 and clock.chance(0.02):
+                    self._exited(WorkerExited(worker, 127, reason="no such program"))
+                    return
+                process = SimulatedWorker(self.sim, self, worker)
+                self.processes[worker] = self.sim.processes[worker] = process
+                self.sim.born(process)
+                clock.after(clock.between(0.0, 0.1), process.begin)
+            case KillWorker(worker):
+                clock.after(clock.between(0.0, 0.01), self.kill, worker)
+            case ProbeWorkers(workers):
+                for worker in workers:
+                    found = self.processes.get(worker)
+                    if found is not None:
+                        state = "T" if found.frozen else "S"
+                        self._tell(WorkerProbed(worker, found.cpu_s(), 0, state))
+            case DumpStacks():
+                pass
+
+    def kill(self, worker: Worker) -> None:
+        """SIGKILL: frozen processes die too."""
+        if worker in self.processes:
+            self.processes[worker].die(-9)
+
+    # ---- what it sees ----------------------------------------------------------------------------------------------
+
+    def reaped(self, process: SimulatedWorker, code: int) -> None:
+        """A process has ended."""
+        worker = process.worker
+        self.processes.pop(worker, None)
+        self.sim.processes.pop(worker, None)
+        self._leases.drop(worker)
+        self._told_frozen.discard(worker)
+        if self.alive:
+            event = WorkerExited(worker, code)
+            self.sim.clock.after(self.sim.clock.between(0.0, 0.02), self._exited, event)
+
+    def _exited(self, event: WorkerExited) -> None:
+        if self.frozen:
+            self.sim.clock.after(SAMPLE_S, self._exited, event)
+        elif self.alive:
+            self._exits[event.worker] = event
+            self._tell(event)
+
+    def watch(self) -> None:
+        """Samples are taken all the time; where every worker runs they only renew leases, and are left out."""
+        if not self._watching:
+            self._watching = True
+            now = self.sim.clock.now
+            for worker in self.processes:
+                self._leases.grant(worker, now)
+            self.sim.clock.after(SAMPLE_S, self._sample)
+
+    def _sample(self) -> None:
+        now = self.sim.clock.now
+        if not self.alive:
+            self._watching = False
+            return
+        if not self.frozen:
+            for worker, process in self.processes.items():
+                if worker not in self._leases:
+                    self._leases.grant(worker, now)
+                elif not process.frozen and self._leases.renew(worker, now):
+                    self._told_frozen.discard(worker)
+                    self._tell(WorkerThawed(worker))
+            for worker in self._leases.expired(now):
+                self._told_frozen.add(worker)
+                self._tell(WorkerFrozen(worker, "stopped"))
+        self._watching = bool(self._told_frozen) or any(p.frozen for p in self.processes.values())
+        if self._watching:
+            self.sim.clock.after(SAMPLE_S, self._sample)
+
+    # ---- what befalls it -------------------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """With its workers."""
+        if not self.alive:
+            return
+        self.alive = self.frozen = False
+        self._mail.clear()
+        self._exits.clear()
+        for process in list(self.processes.values()):
+            process.die(-9)
+        self._leases = Leases(self.sim.settings.lease_s)
+        self._told_frozen.clear()
+        if self.link.connection is not None:
+            self.link.connection.break_off()
+        self.link.closed = True
+
+    def restart(self) -> None:
+        if not self.alive and not self.lost:
+            self.alive = True
+            self.link = self._new_link()
+            self.link.open()
+
+    def freeze(self) -> None:
+        self.frozen = self.link.asleep = True
+
+    def thaw(self) -> None:
+        if self.frozen:
+            self.frozen = False
+            mail, self._mail = self._mail, []
+            for command in mail:
+                self._obey(command)
+            self.link.wake()

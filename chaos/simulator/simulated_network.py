@@ -1,0 +1,271 @@
+"""Connections between the driver and processes on hosts, as TCP makes them. On the virtual clock.
+
+What is sent on one connection arrives in order, after random times. A connection that breaks loses the end of what was
+under way, each direction its own, and the two sides learn of it at different times. A host can be cut off in one
+direction or in both: then what is sent waits, as TCP repeats it, until the cut ends or the lease on the connection
+runs out. Pieces of a lost connection may still turn up later ("ghosts"), as a driver that mistook them would hear them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic.chaos.simulator.virtual_clock import Clock
+from elastic.protocol.messages import Worker
+
+INWARD, OUTWARD = 0, 1  # towards the driver, and away from it
+GHOST_S = 6.0  # a piece of a lost connection may come so late
+
+Deliver = Callable[..., None]
+
+
+class DriverEnd(Protocol):
+    """What the network asks of the driver."""
+
+    def can_accept(self) -> bool: ...
+
+    def lost(self, connection: Connection, silent: bool) -> None: ...
+
+
+@dataclass
+class Conditions:
+    """How good the network is."""
+
+    delays_s: tuple[float, ...] = (0.0005, 0.001, 0.02)  # the longest, one drawn per message
+    ghosts: float = 0.0  # share of lost messages that come late after all
+    lease_s: float = 2.0  # what is not acknowledged for so long breaks the connection
+
+
+class Network:
+    """All connections of one job."""
+
+    def __init__(self, clock: Clock, conditions: Conditions) -> None:
+        self.clock = clock
+        self.conditions = conditions
+        self.messages = 0
+        self.driver: DriverEnd
+        self.cuts: set[tuple[str, int]] = set()
+        self.slow: dict[str, float] = {}  # host: how many times slower
+        self._of: dict[str, list[Connection]] = {}  # by host
+
+    def open(self, host: str, lost: Callable[[Connection], None]) -> Connection | None:
+        """A new connection from a process on ``host``; None if the driver can't be reached now."""
+        blocked = (host, INWARD) in self.cuts or (host, OUTWARD) in self.cuts
+        if blocked or not self.driver.can_accept():
+            return None
+        connection = Connection(self, host, lost)
+        self._of.setdefault(host, []).append(connection)
+        return connection
+
+    def forget(self, connection: Connection) -> None:
+        mine = self._of.get(connection.host, [])
+        if connection in mine:
+            mine.remove(connection)
+
+    def connections(self, host: str) -> list[Connection]:
+        return list(self._of.get(host, ()))
+
+    def driver_gone(self) -> None:
+        """Its process has ended: so have all connections, also those that it had not heard of yet."""
+        for connections in list(self._of.values()):
+            for connection in list(connections):
+                connection.break_off(tell_driver=False)
+
+    def cut(self, host: str, *ways: int) -> None:
+        self.cuts.update((host, way) for way in ways)
+        self.clock.after(self.conditions.lease_s, self._give_up, host)
+
+    def heal(self, host: str) -> None:
+        self.cuts -= {(host, INWARD), (host, OUTWARD)}
+        for connection in self.connections(host):
+            connection.resume()
+
+    def is_cut(self, host: str) -> bool:
+        return (host, INWARD) in self.cuts or (host, OUTWARD) in self.cuts
+
+    def _give_up(self, host: str) -> None:
+        if self.is_cut(host):
+            for connection in self.connections(host):
+                connection.break_off(silent=True)
+
+    def delay(self, host: str) -> float:
+        chance, longest = self.clock.random.random, self.conditions.delays_s
+        delay = chance() * longest[int(chance() * len(longest))]
+        return delay * self.slow.get(host, 1.0) if self.slow else delay
+
+
+class Connection:
+    """One of them. ``lost`` tells the process, the driver is told by its own name for it."""
+
+    __slots__ = (
+        "_ahead",
+        "_arrived",
+        "_held",
+        "_limit",
+        "_lost",
+        "_sent",
+        "host",
+        "network",
+        "over",
+        "worker",
+    )
+
+    def __init__(self, network: Network, host: str, lost: Callable[[Connection], None]) -> None:
+        self.network = network
+        self.host = host
+        self.over = False
+        self.worker: Worker | None = None  # whose it is, once the driver knows
+        self._lost = lost
+        # Per direction: how many were sent and have arrived, how many will at most, and when the last one does.
+        self._sent = [0, 0]
+        self._arrived = [0, 0]
+        self._limit: list[float] = [float("inf"), float("inf")]
+        self._ahead = [0.0, 0.0]
+        self._held: tuple[deque[Any], deque[Any]] = (deque(), deque())  # under way, or cut off
+
+    def send(self, way: int, deliver: Deliver, *args: Any) -> None:
+        """``deliver`` is called with the connection and ``args`` when it arrives, if it does."""
+        network = self.network
+        network.messages += 1
+        if self.over:
+            return  # the sender does not know it yet
+        self._sent[way] += 1
+        self._held[way].append((self._sent[way], deliver, args))
+        if network.cuts and (self.host, way) in network.cuts:
+            return
+        self._carry(way, self._sent[way])
+
+    def beat(self, deliver: Deliver, *args: Any) -> None:
+        """Inwards, for what the next one replaces: it is not repeated and holds nothing up."""
+        network = self.network
+        network.messages += 1
+        if not self.over and (self.host, INWARD) not in network.cuts:
+            network.clock.after(network.delay(self.host), deliver, self, *args)
+
+    def _carry(self, way: int, number: int) -> None:
+        clock = self.network.clock
+        time = max(clock.now + self.network.delay(self.host), self._ahead[way])
+        self._ahead[way] = time
+        clock.at(time, self._arrive, way, number)
+
+    def _arrive(self, way: int, number: int) -> None:
+        held = self._held[way]
+        while held and held[0][0] <= number:
+            number_here, deliver, args = held.popleft()
+            if number_here <= self._limit[way]:
+                self._arrived[way] = number_here
+                deliver(self, *args)
+
+    def flush(self, way: int) -> None:
+        """What was sent so far arrives now."""
+        if (self.host, way) not in self.network.cuts:
+            self._arrive(way, self._sent[way])
+
+    def resume(self) -> None:
+        """A cut has ended."""
+        for way in (INWARD, OUTWARD):
+            if self._held[way]:
+                self._carry(way, self._sent[way])
+
+    def close(self) -> None:
+        """The process has ended: what it said arrives, then the driver sees the end."""
+        if not self.over:
+            self.send(INWARD, self._closed)
+            self.over = True
+
+    def _closed(self, connection: Connection) -> None:
+        self.network.forget(self)
+        self.network.driver.lost(self, False)
+
+    def break_off(self, *, silent: bool = False, tell_driver: bool = True) -> None:
+        """The end of what was under way is lost."""
+        self.network.forget(self)
+        if self.over and not silent:
+            return
+        clock = self.network.clock
+        self.over = True
+        for way in (INWARD, OUTWARD):
+            under_way = (self.host, way) not in self.network.cuts
+            most = self._sent[way] if under_way else self._arrived[way]
+            self._limit[way] = clock.random.randint(self._arrived[way], most)
+            for number, deliver, args in self._held[way]:
+                if number > self._limit[way] and clock.chance(self.network.conditions.ghosts):
+                    clock.after(clock.between(0.0, GHOST_S), deliver, self, *args)
+        if tell_driver:
+            clock.at(
+                max(clock.now + clock.between(0.0, 0.05), self._ahead[INWARD]), self._tell, silent
+            )
+        clock.after(clock.between(0.0, 0.05), self._lost, self)
+
+    def _tell(self, silent: bool) -> None:
+        self.network.driver.lost(self, silent)
+
+
+class Link:
+    """A process's way to the driver: one connection after the other."""
+
+    def __init__(
+        self,
+        network: Network,
+        host: str,
+        *,
+        opened: Callable[[Connection], None],
+        gave_up: Callable[[], None],
+        give_up_s: float,
+    ) -> None:
+        self.connection: Connection | None = None
+        self.asleep = False  # its process is frozen
+        self.closed = False
+        self._network = network
+        self._host = host
+        self._opened = opened
+        self._gave_up = gave_up
+        self._give_up_s = give_up_s
+        self._alone_since = network.clock.now
+        self._wait_s = 0.02
+        self._trying = False
+
+    def open(self) -> None:
+        self._trying = False
+        if self.asleep or self.closed or self.connection is not None:
+            return
+        self.connection = self._network.open(self._host, self._lost)
+        clock = self._network.clock
+        if self.connection is not None:
+            self._wait_s = 0.02
+            self._opened(self.connection)
+        elif clock.now - self._alone_since > self._give_up_s:
+            self.closed = True
+            self._gave_up()
+        else:
+            self._wait_s = min(0.3, self._wait_s * 2)
+            self._try_again()
+
+    def _try_again(self) -> None:
+        if not self._trying:
+            self._trying = True
+            self._network.clock.after(self._network.clock.between(0.0, self._wait_s), self.open)
+
+    def _lost(self, connection: Connection) -> None:
+        if connection is self.connection:
+            self.connection = None
+            self._alone_since = self._network.clock.now
+            self._try_again()
+
+    def wake(self) -> None:
+        self.asleep = False
+        if self.connection is None:
+            self._try_again()
+
+    def send(self, deliver: Deliver, *args: Any) -> None:
+        if self.connection is not None:
+            self.connection.send(INWARD, deliver, *args)
+
+    def close(self) -> None:
+        """The process has ended."""
+        self.closed = True
+        if self.connection is not None:
+            self.connection.close()

@@ -1,0 +1,304 @@
+"""What simulated workers train, and what must hold about it whoever dies: only a simulator can see all of it at once.
+
+A state is a number of steps, a cursor into the samples, and a hash of how both came about, so that two states are
+equal only if the same worlds made them. A collective belongs to one generation, needs every rank of it, and brings
+equal states together; each of its ranks brings the sample that it trained. Whoever finishes must have trained every
+sample of every epoch exactly once, but for the repeats that fill the last round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from elastic.driver.events import PublishWorld
+from elastic.protocol.messages import (
+    GRADIENTS,
+    Commit,
+    Launches,
+    Worker,
+)
+
+if TYPE_CHECKING:
+    from elastic.chaos.simulator.simulated_worker import SimulatedWorker
+    from elastic.chaos.simulator.simulator import Simulation
+
+LOOK_S = 1.0  # who has waited for so long in a collective says so
+
+
+class State(NamedTuple):
+    steps: int
+    history: int
+    cursor: int = 0  # samples trained, over all epochs
+
+    def sample(self, rank: int, epoch: int) -> int:
+        """The sample that this rank trains next, counted over all epochs. The last round of an epoch is filled up."""
+        before = self.cursor % epoch
+        left = epoch - before
+        return self.cursor + rank if rank < left else self.cursor - before + rank - left
+
+    def after(self, generation: int, size: int, epoch: int) -> State:
+        left = epoch - self.cursor % epoch
+        history = hash((self.history, generation, size))
+        return State(self.steps + 1, history, self.cursor + min(size, left))
+
+
+class Collective:
+    """One collective of one generation: done when all ranks have come, each hearing of it at its own time."""
+
+    __slots__ = ("brought", "came", "done", "key", "ranks", "samples", "sent", "since", "told")
+
+    def __init__(self, key: tuple[int, str, int], ranks: tuple[int, ...]) -> None:
+        self.key = key
+        self.ranks = ranks
+        self.came: dict[int, SimulatedWorker] = {}
+        self.samples: dict[int, int] = {}
+        self.brought: State | None = None  # by the first that came
+        self.sent = State(0, 0)  # by the first of the ranks
+        self.done: set[int] = set()
+        self.since: dict[int, float] = {}
+        self.told: set[int] = set()  # ranks that have said that they wait
+
+    @property
+    def complete(self) -> bool:
+        return len(self.came) == len(self.ranks)
+
+
+class Training:
+    """Of one job: its worlds, its collectives, every state that was ever committed."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.epoch = (
+            61 if sim.workers < 30 else 8 * sim.workers + 1
+        )  # samples; no world's size divides it
+        self.worlds: dict[int, PublishWorld] = {}
+        self.ranks: dict[int, dict[Worker, int]] = {}
+        self._runs: dict[int, WorldRun] = {}
+        self.cut_off: set[str] = set()  # hosts whose workers can't reach those of others
+        self._collectives: dict[tuple[int, str, int], Collective] = {}
+        self._stalled: list[Collective] = []
+        self._copying: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._states: dict[Commit, State] = {}
+        self._made: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # history: the one before, and its samples
+        self.on_gpus = False
+        self.hung: set[int] = set()  # generations in which NCCL hangs
+        self._losing: dict[int, set[Worker]] = {}  # by generation: who hears of a closed socket
+
+    def published(self, world: PublishWorld) -> None:
+        self.worlds[world.generation] = world
+        self.ranks[world.generation] = {m.worker: n for n, m in enumerate(world.members)}
+
+    def copying(self, holders: int, size: int) -> tuple[int, ...]:
+        """The ranks among which the state is copied: the source, and all that lack it."""
+        if (holders, size) not in self._copying:
+            self._copying[holders, size] = (0, *range(max(1, holders), size))
+        return self._copying[holders, size]
+
+    def run_of(self, generation: int, size: int, step_s: float) -> WorldRun:
+        if generation not in self._runs:
+            self._runs[generation] = WorldRun(self, generation, size, step_s)
+        return self._runs[generation]
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+
+    def collective(
+        self, process: SimulatedWorker, purpose: str, number: int, ranks: tuple[int, ...] | None
+    ) -> Collective:
+        generation, place = process.recovery.generation, process.recovery.place
+        members = self.worlds[generation].members
+        mine = self.ranks[generation].get(process.worker)
+        assert mine == place.rank, f"{process.worker} has another's rank in generation {generation}"
+        assert place.size == len(members), f"{process.worker} sees a world of another size"
+        key = (generation, purpose, number)
+        ranks = ranks or self.copying(1, place.size)
+        found = self._collectives.get(key)
+        if found is None:
+            found = self._collectives[key] = Collective(key, ranks)
+        same = found.ranks is ranks or found.ranks == ranks
+        assert same, f"{key}: {process.worker} expects {ranks}, not {found.ranks}"
+        return found
+
+    def arrives(self, collective: Collective, rank: int, process: SimulatedWorker) -> None:
+        assert rank not in collective.came, f"{process.worker} came twice to {collective.key}"
+        if not collective.came:
+            self.sim.clock.after(LOOK_S, self._look, collective)
+        collective.came[rank] = process
+        if rank == collective.ranks[0]:
+            collective.sent = process.state
+        collective.since[rank] = self.sim.clock.now
+        if collective.key[1] == "gradients":
+            collective.brought = collective.brought or process.state
+            same = process.state == collective.brought
+            assert same, f"{process.worker} brings {process.state}, others {collective.brought}"
+            collective.samples[rank] = process.state.sample(rank, self.epoch)
+        if collective.complete:
+            self._try_to_complete(collective)
+
+    def _try_to_complete(self, collective: Collective) -> None:
+        clock = self.sim.clock
+        peers = collective.came
+        if not all(peer.alive for peer in peers.values()):
+            return
+        if collective.key[1] == "gradients" and (
+            collective.key[0] in self.hung or any(peer.gpu_hangs for peer in peers.values())
+        ):
+            return
+        hosts = {peer.worker.host for peer in peers.values()} if self.cut_off else set()
+        if len(hosts) > 1 and hosts & self.cut_off:
+            self._stalled.append(collective)
+            return
+        if collective.key[1] == "gradients":
+            self._count(collective)
+        spread = clock.random.choice((0.001, 0.03))
+        for rank, peer in peers.items():
+            clock.after(clock.between(0.0, spread), self._done, collective, rank, peer)
+
+    def _done(self, collective: Collective, rank: int, peer: SimulatedWorker) -> None:
+        collective.done.add(rank)
+        peer.poke()
+
+    def _count(self, collective: Collective) -> None:
+        """One step, made by all: which samples it trained."""
+        generation, size = collective.key[0], len(collective.ranks)
+        before = collective.brought
+        assert before is not None
+        after = before.after(generation, size, self.epoch)
+        self.step_made(before, after, sorted(collective.samples.values()))
+
+    def step_made(self, before: State, after: State, samples: list[int]) -> None:
+        fresh = sorted(set(range(before.cursor, after.cursor)))
+        assert fresh == [s for s in samples if s >= before.cursor], (
+            f"trained {samples}, not {fresh}"
+        )
+        self._made.setdefault(after.history, (before.history, fresh))
+
+    def _look(self, collective: Collective) -> None:
+        """What the link threads of those who wait look at once a second."""
+        waits = False
+        for rank, peer in collective.came.items():
+            if peer.inside is collective and rank not in collective.done:
+                waits = True
+                peer.says_it_waits(collective)
+        if waits:
+            self.sim.clock.after(LOOK_S, self._look, collective)
+
+    # ---- GPUs ------------------------------------------------------------------------------------------------------
+
+    def launches(self, process: SimulatedWorker, collective: Collective) -> list[Launches]:
+        """How far the GPU of one that waits is: each step launches one collective."""
+        if not self.on_gpus or collective.key[1] != "gradients" or len(collective.ranks) < 2:
+            return []
+        launched = collective.key[2] + 1
+        arrived = launched - process.gpu_hangs
+        done = launched - (process.recovery.place.rank not in collective.done)
+        return [Launches(GRADIENTS, len(collective.ranks), launched, arrived, done)]
+
+    # ---- peers that are gone ---------------------------------------------------------------------------------------
+
+    def peers_lose(self, process: SimulatedWorker, generation: int) -> None:
+        """Its sockets of this generation are closed: blocked collectives fail at the others, each in its time."""
+        world = self.worlds.get(generation)
+        if world is None:
+            return
+        told = self._losing.setdefault(generation, set())
+        if len(told) == len(world.members):
+            return
+        clock = self.sim.clock
+        for member in world.members:
+            worker = member.worker
+            if worker not in told and worker != process.worker:
+                apart = worker.host in self.cut_off or process.worker.host in self.cut_off
+                if apart and worker.host != process.worker.host:
+                    continue  # it hears nothing of it: the driver has to say it
+                told.add(worker)
+                peer = self.sim.processes.get(worker)
+                if peer is not None:
+                    clock.after(clock.between(0.0, 0.04), peer.peer_gone, generation)
+
+    def cut(self, host: str) -> None:
+        self.cut_off.add(host)
+
+    def heal(self, host: str) -> None:
+        self.cut_off.discard(host)
+        stalled, self._stalled = self._stalled, []
+        for collective in stalled:
+            self._try_to_complete(collective)
+
+    # ---- what must hold --------------------------------------------------------------------------------------------
+
+    def labelled(self, process: SimulatedWorker) -> None:
+        """Equal commits are equal states."""
+        commit = process.recovery.newest
+        assert commit is not None
+        known = self._states.setdefault(commit, process.saved)
+        assert known == process.saved, f"{process.worker} holds another state as {commit}"
+
+    def completed(self, process: SimulatedWorker, steps: int) -> None:
+        """It has returned: its history has every sample once."""
+        assert process.state.steps == steps, f"{process.worker} finished after {process.state}"
+        seen: list[int] = []
+        history = process.state.history
+        while history in self._made:
+            history, samples = self._made[history]
+            seen += samples
+        assert sorted(seen) == list(range(process.state.cursor)), (
+            f"{process.worker} has trained {len(seen)} samples, not each of {process.state.cursor} once"
+        )
+
+
+class WorldRun:
+    """All members of one generation in step: one event for a step of the whole world, whatever its size."""
+
+    def __init__(self, training: Training, generation: int, size: int, step_s: float) -> None:
+        self.training = training
+        self.generation = generation
+        self.size = size
+        self.step_s = step_s
+        self.joined: dict[SimulatedWorker, Callable[[], bool]] = {}
+        self._due = False
+
+    def join(self, process: SimulatedWorker, commits: Callable[[], bool]) -> None:
+        """``commits`` makes a step at this worker; False: it has something else to do now."""
+        self.joined[process] = commits
+        if not self._due and len(self.joined) == self.size:
+            self._due = True
+            self.training.sim.clock.after(self.step_s, self._step)
+
+    def leave(self, process: SimulatedWorker) -> None:
+        self.joined.pop(process, None)
+
+    def _step(self) -> None:
+        self._due = False
+        if len(self.joined) < self.size:
+            return
+        clock = self.training.sim.clock
+        generation = self.generation
+        first = next(iter(self.joined))
+        before = first.state
+        for process in self.joined:
+            if process.frozen or not process.alive:
+                # Nobody gets on. The others will hear that the world is over.
+                self._due = True
+                clock.after(self.step_s, self._step)
+                return
+            same = process.state is before or process.state == before
+            assert same, f"{process.worker} trains on another state"
+        epoch = self.training.epoch
+        after = before.after(generation, self.size, epoch)
+        samples = sorted(before.sample(rank, epoch) for rank in range(self.size))
+        self.training.step_made(before, after, samples)
+        stopped = []
+        for process, made in self.joined.items():
+            process.state = after
+            if not made():
+                stopped.append(process)
+        for process in stopped:
+            self.leave(process)
+        for process in stopped:
+            process.poke()
+        if len(self.joined) == self.size:
+            self._due = True
+            clock.after(self.step_s, self._step)

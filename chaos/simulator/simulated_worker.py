@@ -1,0 +1,505 @@
+"""A worker on the virtual clock: a real Recovery machine under a model of the run loop, its link and its collectives.
+
+The training thread is a generator. Wherever it gives up control it yields the name of the place and what it waits for:
+seconds, or a condition that is looked at again whenever something happens to this worker. At each of these places the
+process can be killed or frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+from elastic.chaos.simulator.simulated_network import Connection, Link
+from elastic.chaos.simulator.simulated_training import Collective, State
+from elastic.errors import DeviceLost, LeaveRequested, PeerLost, WorldChanging
+from elastic.protocol import messages
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Message,
+    Worker,
+)
+from elastic.runtime import recovery
+from elastic.runtime.progress import REPEAT_S
+from elastic.runtime.recovery import (
+    Cut,
+    Phase,
+    Recovery,
+    Send,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from elastic.chaos.simulator.simulated_agent import SimulatedAgent
+    from elastic.chaos.simulator.simulator import Simulation
+
+HOLD_S = 60.0
+DEVICE_S = 10.0
+GIVE_UP_S = 40.0  # without any connection to the driver
+PACE_S, LARGE_PACE_S = 5.0, 30.0
+Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
+
+
+QUITS = {"a": 0, "b": 3}  # user code calls sys.exit instead, with this code
+QUITTING_S = 8.0  # at most, for an interpreter to end
+
+
+class UserError(Exception):
+    """What user code raises."""
+
+
+class SimulatedWorker:
+    """One process from its start to its exit."""
+
+    def __init__(self, sim: Simulation, agent: SimulatedAgent, worker: Worker) -> None:
+        self.sim = sim
+        self.agent = agent
+        self.worker = worker
+        self.recovery = Recovery()
+        self.alive = True
+        # Everybody starts with weights of its own.
+        self.state = State(0, sim.clock.random.getrandbits(32))
+        self.saved = self.state
+        self.frozen = False
+        self.doomed = False  # something was done to it that it may be killed for
+        self.point = "start"  # where its training thread has given up control
+        self.will_raise = ""  # one of few, so that several raise the same
+        self.trouble = ""  # at its next step: stuck, spinning, slow, long
+        self.trouble_s = 0.0
+        self.gpu_hangs = False  # it comes to no collective any more
+        self.innocent = False  # slow, or in a long phase: it must not be killed for that
+        # At the n-th such place, or at the one of that name: killed, or frozen for so long.
+        self.strike: tuple[int | str, float] | None = None
+        self.inside: Collective | None = None
+        self.entered = 0  # collectives of this generation
+        self._said_at = 0.0  # that it waits
+        self._cpu_s = 0.0
+        self._idle = False
+        self._looked_at = sim.clock.now
+        self._phase = ""
+        self._said_hello = False
+        self._welcomed = False
+        self._unread: list[tuple[Connection, Message]] = []  # while it is frozen
+        self._failed: set[int] = set()  # generations of which a peer is gone
+        self._samples: list[int] = []  # since the last commit
+        self._paced = (0.0, 0, 0.0)  # since when, collectives, seconds in them
+        self._verdict = Verdict.PASS
+        self._waits_for: Callable[[], bool] = lambda: False
+        self._thread = self._life()
+        self.link = Link(
+            sim.network,
+            worker.host,
+            opened=self._opened,
+            gave_up=self._gave_up,
+            give_up_s=GIVE_UP_S,
+        )
+
+    # ---- the process -----------------------------------------------------------------------------------------------
+
+    def poke(self) -> None:
+        """Something happened: go on if that is what the training thread waits for."""
+        while self.alive and not self.frozen and self._waits_for():
+            try:
+                self.point, awaited = next(self._thread)
+            except StopIteration:
+                return
+            if callable(awaited):
+                self._waits_for = awaited
+            else:
+                clock = self.sim.clock
+                until = clock.now + awaited
+                self._waits_for = lambda until=until, clock=clock: clock.now >= until  # type: ignore[misc]
+                clock.at(until, self.poke)
+            if self.strike is not None:
+                self._struck(*self.strike)
+
+    def _struck(self, place: int | str, frozen_s: float) -> None:
+        if isinstance(place, int) and place > 1:
+            self.strike = (place - 1, frozen_s)
+            return
+        if isinstance(place, str) and place != self.point:
+            return
+        self.strike = None
+        sim = self.sim
+        sim.struck(self)
+        if frozen_s:
+            self.freeze()
+            sim.clock.after(frozen_s, self.thaw)
+        else:
+            self.die(-9)
+
+    def begin(self) -> None:
+        self._waits_for = lambda: True
+        self.poke()
+
+    def die(self, code: int) -> None:
+        if self.alive:
+            self.alive = False
+            self.sim.training.peers_lose(self, self.recovery.generation)
+            self.link.close()
+            self.agent.reaped(self, code)
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        if self.alive and not self.frozen:
+            self.frozen = self.link.asleep = True
+            self.agent.watch()
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        if not self.alive or not self.frozen:
+            return
+        self.frozen = False
+        unread, self._unread = self._unread, []
+        for connection, message in unread:
+            self.receive(connection, message)
+        self.link.wake()
+        self.poke()
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it will go by itself, sooner or later."""
+        listed = self.worker.slot < self.sim.listed.get(self.worker.host, 0)
+        return not listed or self.recovery.leaving or self.recovery.phase is Phase.OVER
+
+    def trains(self, generation: int) -> bool:
+        """Whether it could take part in a step of this generation now."""
+        recovery = self.recovery
+        return (
+            self.alive
+            and not self.frozen
+            and recovery.phase is Phase.TRAINING
+            and recovery.generation == generation
+            and generation not in self._failed
+        )
+
+    def cpu_s(self) -> float:
+        """Processor time so far, as its host counts it."""
+        now = self.sim.clock.now
+        if not (self._idle or self.frozen or self.inside is not None):
+            self._cpu_s += now - self._looked_at
+        self._looked_at = now
+        return self._cpu_s
+
+    # ---- its link --------------------------------------------------------------------------------------------------
+
+    def _opened(self, connection: Connection) -> None:
+        self.sim.driver.accept(connection, self.worker)
+        if not self._said_hello:
+            self._said_hello = True
+            self.say(messages.Hello(self.worker, 1))
+        else:
+            self.perform(self.recovery.reconnected())
+            if self.inside is not None and self.recovery.place.rank in self.inside.told:
+                self._progress(self.inside)
+            elif self._phase:
+                self._progress(None)
+
+    def _gave_up(self) -> None:
+        self.perform(self.recovery.driver_lost("the driver can't be reached"))
+        self._welcomed = True
+        self.poke()
+
+    def say(self, message: Message) -> None:
+        self.link.send(self.sim.driver.heard, self.worker, message)
+
+    def receive(self, connection: Connection, message: Message) -> None:
+        """The link thread."""
+        if self.frozen:
+            self._unread.append((connection, message))
+        elif self.alive:
+            self._welcomed |= not isinstance(message, messages.Broken)
+            self.perform(self.recovery.receive(message))
+            self.poke()
+
+    def peer_gone(self, generation: int) -> None:
+        self._failed.add(generation)
+        self.poke()
+
+    def perform(self, actions: list[recovery.Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(message):
+                    self.say(message)
+                case Cut(generation):
+                    self.sim.training.peers_lose(self, generation)
+
+    def says_it_waits(self, collective: Collective) -> None:
+        rank, now = self.recovery.place.rank, self.sim.clock.now
+        if not self.alive or self.frozen:
+            return
+        # Again and again only on GPUs, whose state may change while it waits.
+        due = self.sim.training.on_gpus and now - self._said_at >= REPEAT_S
+        if rank not in collective.told or due:
+            collective.told.add(rank)
+            self._said_at = now
+            self._progress(collective)
+
+    def _progress(self, collective: Collective | None) -> None:
+        inside, waited_s = "", 0.0
+        if collective is not None:
+            inside = collective.key[1]
+            waited_s = self.sim.clock.now - collective.since[self.recovery.place.rank]
+        where = self.recovery.generation, self.entered, inside
+        gpu = [] if collective is None else self.sim.training.launches(self, collective)
+        self.say(messages.Progress(*where, waited_s, self._phase, gpu))
+
+    # ---- what a script does ----------------------------------------------------------------------------------------
+
+    def _life(self) -> Thread:
+        between = self.sim.clock.between
+        code = 0
+        yield "imports", between(0.2, 2.0)
+        self.link.open()
+        yield "welcome", lambda: self._welcomed
+        try:
+            if not self.recovery.newcomer:
+                yield from self._wait_for_world("")
+            yield "model", between(0.0, 1.0)
+            self.recovery.enter()
+            yield from self._run()
+            self.recovery.leave()
+            self.sim.training.completed(self, self.sim.steps)
+        except LeaveRequested:
+            code = 0 if isinstance(self.recovery.over, messages.Leave) else 1
+        except SystemExit as end:
+            assert isinstance(end.code, int)
+            code = end.code
+            self.perform(self.recovery.quit(code))
+            yield "interpreter ends", between(0.0, QUITTING_S)
+        except DeviceLost as error:
+            self.perform(self.recovery.raised(str(error), "Traceback ...", True))
+            code = 1
+        except UserError as error:
+            self.perform(self.recovery.raised(str(error), "Traceback ..."))
+            code = 1
+        yield "exit", between(0.0, 0.5)
+        self.die(code)
+
+    def _run(self) -> Thread:
+        while True:
+            try:
+                yield from self._enter_world()
+                if self.sim.step_s:
+                    yield from self._train_in_step()
+                else:
+                    yield from self._train()
+                self.perform(self.recovery.returned())
+                yield "returned", lambda: self.recovery.phase is not Phase.RETURNED
+                self._raise_if_broken()
+                return
+            except PeerLost:
+                if self.gpu_hangs:  # what was aborted on it does not end
+                    yield "drain", DEVICE_S
+                    raise DeviceLost("its GPU did not come back") from None
+                yield "restore", self.sim.clock.between(0.0, 0.05)
+                self.state = self.saved
+                self._samples = []
+            except WorldChanging:
+                self._commit()
+
+    def _wait_for_world(self, layout: str) -> Thread:
+        self.perform(self.recovery.wait_for_world(Address("127.0.0.1", 1), layout))
+        yield "ready", lambda: self.recovery.phase is not Phase.WAITING
+        self.entered = 0
+        self._paced = (self.sim.clock.now, 0, 0.0)
+        if self.recovery.phase is Phase.OVER:
+            raise LeaveRequested(self.recovery.reason)
+
+    def _enter_world(self) -> Thread:
+        yield from self._wait_for_world("model.weight float32 [10]")
+        world = self.recovery.world
+        assert world is not None
+        rank, size = world.place.rank, world.place.size
+        lacking = max(1, world.holders)
+        if world.holders == 0:
+            self.saved = self.state
+        if lacking < size and (rank == 0 or rank >= lacking):
+            ranks = self.sim.training.copying(world.holders, size)
+            copying = self._collective("state", 0, ranks)
+            yield from self._arrive(copying)
+            if rank:
+                self.state = self.saved = copying.sent
+                self._samples = []
+        self.recovery.adopt()
+        self.sim.labelled(self)
+
+    def _train(self) -> Thread:
+        clock = self.sim.clock
+        while self.state.steps < self.sim.steps:
+            yield "step", clock.between(*self.sim.weather.step_s)
+            if self.trouble:
+                yield from self._be_in_trouble()
+            self._raise_what_it_will()
+            rank, size = self.recovery.place.rank, self.recovery.place.size
+            yield from self._arrive(self._collective("gradients", self.entered))
+            if self.entered == 1:
+                self.perform(self.recovery.resumed({}))
+            epoch = self.sim.training.epoch
+            self._samples.append(self.state.sample(rank, epoch))
+            self.state = self.state.after(self.recovery.generation, size, epoch)
+            commits = self.state.steps % 4 == 0 or self.state.cursor % epoch == 0
+            if commits:
+                self._commit()
+                yield "commit", 0.0
+            if commits or self.state.steps % 2 == 0:
+                yield from self._check()
+            self._pace()
+
+    def _raise_what_it_will(self) -> None:
+        if self.will_raise in QUITS:
+            raise SystemExit(QUITS[self.will_raise])
+        if self.will_raise:
+            raise UserError(f"ValueError: {self.will_raise}")
+
+    def _be_in_trouble(self) -> Thread:
+        trouble, self.trouble = self.trouble, ""
+        if trouble == "long":
+            self._phase, self._idle = "checkpoint", True
+            self._progress(None)
+        elif trouble == "stuck":
+            self._idle = True
+        self.innocent = trouble in ("slow", "long")
+        if self.innocent:
+            yield trouble, self.trouble_s
+        else:
+            yield trouble, lambda: False
+        self._idle = False
+        self.innocent = False
+        if self._phase:
+            self._phase = ""
+            self._progress(None)
+
+    def _commit(self) -> None:
+        self.saved = self.state
+        self.recovery.committed()
+        self.sim.labelled(self)
+        commit, running = self.recovery.newest, self.recovery.phase is Phase.TRAINING
+        if commit is not None and running and not self.sim.step_s:
+            samples, self._samples = self._samples, []
+            self._digest(commit, samples)
+        self.sim.commits(self)
+
+    def _digest(self, commit: Commit, samples: list[int]) -> None:
+        generation, digest = self.recovery.generation, self.state.history & 0xFFFFFFFF
+        if not self.sim.reports_samples:
+            samples = []
+        length = self.sim.training.epoch
+        number = samples[0] // length if samples else 0
+        of_epoch = [sample % length for sample in samples]
+        self.say(messages.Digested(generation, commit, digest, 0, of_epoch, number))
+
+    def _check(self) -> Thread:
+        self._verdict = self.recovery.arrive()
+        yield from self._at_check()
+
+    def _at_check(self) -> Thread:
+        if self._verdict is Verdict.HOLD:
+            clock = self.sim.clock
+            until = clock.now + HOLD_S
+            clock.at(until, self.poke)
+            self._idle = True
+            yield (
+                "held",
+                lambda: self.recovery.verdict() is not Verdict.HOLD or clock.now >= until,
+            )
+            self._idle = False
+            if self.recovery.verdict() is Verdict.HOLD:
+                self.recovery.release()
+            self._verdict = self.recovery.verdict()
+        if self._verdict is Verdict.STOP:
+            raise WorldChanging
+        self._raise_if_broken()
+
+    def _pace(self) -> None:
+        since, collectives, waited_s = self._paced
+        over_s = self.sim.clock.now - since
+        if over_s >= (LARGE_PACE_S if self.sim.step_s else PACE_S):
+            self._paced = (self.sim.clock.now, 0, 0.0)
+            self.say(messages.Pace(self.recovery.generation, collectives, waited_s, over_s))
+
+    def _raise_if_broken(self) -> None:
+        if self.recovery.phase is Phase.BROKEN:
+            raise PeerLost(self.recovery.reason)
+        if self.recovery.phase is Phase.OVER:
+            raise LeaveRequested(self.recovery.reason)
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+
+    def _collective(
+        self, purpose: str, number: int, ranks: tuple[int, ...] | None = None
+    ) -> Collective:
+        self._raise_if_broken()
+        return self.sim.training.collective(self, purpose, number, ranks)
+
+    def _arrive(self, collective: Collective) -> Thread:
+        rank, generation = self.recovery.place.rank, self.recovery.generation
+        began = self.sim.clock.now
+        self.entered += collective.key[1] == "gradients"
+        self.cpu_s()
+        self.inside = collective
+        self.sim.training.arrives(collective, rank, self)
+
+        def awaited() -> bool:
+            broken = self.recovery.phase is not Phase.TRAINING or generation in self._failed
+            return rank in collective.done or broken
+
+        yield collective.key[1], awaited
+        self.cpu_s()
+        self.inside = None
+        since, collectives, waited_s = self._paced
+        self._paced = (since, collectives + 1, waited_s + self.sim.clock.now - began)
+        if rank in collective.told:
+            self._progress(None)
+        if rank in collective.done:
+            return
+        self._fail(generation)
+
+    def _fail(self, generation: int) -> None:
+        self.perform(self.recovery.fail(generation, "connection closed by peer"))
+        self._raise_if_broken()
+
+    # ---- many workers in step --------------------------------------------------------------------------------------
+
+    def _train_in_step(self) -> Thread:
+        """As `_train`, where one event makes the steps of all members."""
+        generation, size = self.recovery.generation, self.recovery.place.size
+        run = self.sim.training.run_of(generation, size, self.sim.step_s)
+        began = self.state.steps
+        reported = False
+        while self.state.steps < self.sim.steps:
+            self._verdict = Verdict.PASS
+            run.join(self, self._one_step)
+            yield (
+                "training",
+                lambda: self not in run.joined or not self.trains(generation),
+            )
+            run.leave(self)
+            if not reported and self.state.steps > began:
+                reported = True
+            if not self.trains(generation):
+                self._fail(generation)
+            if self._verdict is Verdict.PASS and self.trouble:
+                yield from self._be_in_trouble()
+            self._raise_what_it_will()
+            yield from self._at_check()
+
+    def _one_step(self) -> bool:
+        """In the world's one event. False: this worker has to see to something."""
+        self.entered += 1
+        if self.entered == 1:
+            self.perform(self.recovery.resumed({}))
+        if self.state.steps % 10 == 0:
+            self._commit()
+        self._verdict = self.recovery.arrive()
+        if self.entered % 10 == 0:
+            self._pace()
+        going_on = self._verdict is Verdict.PASS and not self.trouble and not self.will_raise
+        return going_on and self.state.steps < self.sim.steps
+
+
+def newest(worker: SimulatedWorker) -> Commit | None:
+    """What it could bring into the next world."""
+    here = worker.alive and worker.recovery.running and worker.recovery.phase is not Phase.OVER
+    return worker.recovery.newest if here else None

@@ -1,0 +1,276 @@
+"""Runs the real Membership, Recovery and Leases of a whole job on a virtual clock. A run is a function of its seed.
+
+One driver, an agent on each host, workers; between them a network that delays, loses, repeats and cuts. First come
+faults, in which only safety is asked for: after every event the invariants hold, and nothing false is trained. Then
+they stop: what is cut is healed, what is frozen wakes, who crashed is started, and within LIVENESS_S the job has
+trained to its end or has ended with a reason. No real clock, process, socket or thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic.chaos.invariants.invariants import Invariants
+from elastic.chaos.simulator import simulated_faults
+from elastic.chaos.simulator.simulated_agent import SimulatedAgent
+from elastic.chaos.simulator.simulated_driver import BEAT_S, SimulatedDriver
+from elastic.chaos.simulator.simulated_faults import Weather
+from elastic.chaos.simulator.simulated_network import Network
+from elastic.chaos.simulator.simulated_training import Training
+from elastic.chaos.simulator.simulated_worker import SimulatedWorker
+from elastic.chaos.simulator.virtual_clock import Clock
+from elastic.driver.events import (
+    Action,
+    DumpStacks,
+    Event,
+    HostsChanged,
+    KillWorker,
+    PublishWorld,
+    StartWorker,
+)
+from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.journal import tell
+from elastic.driver.monitoring.metrics import kind_of
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Worker
+
+FAULTS_S = 12.0  # virtual seconds in which faults happen
+LIVENESS_S = 400.0  # virtual seconds after them in which the job must end, and all of its processes
+SLOTS = 2  # per host
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    code: int
+    reason: str
+    generation: int
+    virtual_s: float
+    faults: list[str] = field(default_factory=list)
+    happened: int = 0  # events of all kinds
+    messages: int = 0
+    crashes: int = 0  # of the driver
+    places: Counter[str] = field(default_factory=Counter)  # where processes were struck
+
+
+class Violation(AssertionError):
+    """An invariant does not hold. Carries the seed and the latest events."""
+
+
+def settings_for(workers: int) -> Settings:
+    """Short enough for what is stuck to be found while a run lasts."""
+    return Settings(
+        np=workers,
+        workers_min=min(2, workers),
+        workers_max=workers,
+        elastic=True,
+        start_timeout_s=30.0,
+        elastic_timeout_s=60.0,
+        cooldown_max_s=8.0,
+        leave_s=10.0,
+        idle_s=9.0,
+        busy_warning_s=6.0,
+        busy_s=30.0,
+        gpu_hang_s=3.0,
+        gpu_limit_s=40.0,
+    )
+
+
+class Simulation:
+    """One job. ``faults`` is how many are injected; ``mild`` ones never take the last holder of the state."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        workers: int = 5,
+        steps: int = 200,
+        faults: int = 8,
+        mild: bool = False,
+        weather: Weather | None = None,
+        slots: int = SLOTS,
+        step_s: float = 0.0,
+        faults_s: float = FAULTS_S,
+        keep_journal: bool = True,
+    ) -> None:
+        self.seed = seed
+        self.workers = workers
+        self.steps = steps
+        self.mild = mild
+        self.step_s = step_s  # more than 0: all members make a step in one event, that far apart
+        self.keep_journal = keep_journal
+        self.faults_s = faults_s
+        self.weather = weather or Weather.drawn(seed, mild=mild)
+        # The one report that is not repeated on a new connection.
+        self.reports_samples = not self.weather.loses_messages
+        self.settings = settings_for(workers)
+        self.clock = Clock(seed)
+        self.network = Network(self.clock, self.weather.network)
+        self.network.conditions.lease_s = self.settings.lease_s
+        self.hosts = {f"h{n}": slots for n in range((workers + slots - 1) // slots)}
+        self.listed = self.hosts  # as discovery has it now
+        self.processes: dict[Worker, SimulatedWorker] = {}  # live ones
+        self.training = Training(self)
+        self.driver = SimulatedDriver(self)
+        self.network.driver = self.driver
+        self.agents = {host: SimulatedAgent(self, host) for host in self.hosts}
+        self.invariants: Invariants | None = Invariants(self.settings)
+        self.faults: list[str] = []  # those that were injected
+        self.places: Counter[str] = Counter()
+        self.aimed = 0  # kills that wait for a commit
+        self.going_on = True
+        self._faulty = True
+        self._decisions = 0
+        at = self.clock.at
+        for agent in self.agents.values():
+            at(0.0, agent.link.open)
+        at(0.5, self.list_hosts, self.hosts)
+        at(0.3, self._beat)
+        if self.weather.faults:
+            for _ in range(faults):
+                at(self.clock.between(0.2, faults_s), self._inject)
+        at(faults_s, self.calm)
+
+    # ---- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """To the end of the job and of its processes. Raises Violation."""
+        try:
+            self.clock.run(self.faults_s + LIVENESS_S, over=self._over)
+            end = self.driver.end
+            assert end is not None, (
+                f"the job did not end within {LIVENESS_S:g} s after the faults had stopped; workers: "
+                + ", ".join(f"{p.worker} at {p.point!r}" for p in self.processes.values())
+            )
+            left = ", ".join(f"{p.worker} at {p.point!r}" for p in self.processes.values())
+            assert not left, f"the job has ended, but these still run: {left}"
+            if self.invariants is not None:
+                self.invariants.finish()
+        except AssertionError as error:
+            raise Violation(f"seed {self.seed}: {error}\n{self.story(last=30)}") from error
+        return Outcome(
+            end.code,
+            end.reason,
+            len(self.training.worlds),
+            self.driver.ended_at,
+            self.faults,
+            self.clock.happened,
+            self.network.messages,
+            self.driver.crashes,
+            self.places,
+        )
+
+    def _over(self) -> bool:
+        driver = self.driver
+        over = driver.end is not None and not self.processes and (driver.up or driver.gone)
+        if over and self.clock.now > self.driver.ended_at + 1.0:
+            self.going_on = False
+        return not self.going_on
+
+    def story(self, last: int | None = None) -> str:
+        """What the driver heard and did, readable, and what was done to it all."""
+        entries = self.driver.entries[-last if last else 0 :]
+        since = entries[0].at if entries else 0.0
+        faults = [f"fault: {fault}" for fault in self.faults]
+        return "\n".join([*faults, f"from {since:.3f} s:", *tell(entries, since=0.0)])
+
+    def write_journal(self, path: Path) -> None:
+        """As a real driver writes it."""
+        journal = FileJournal.begin(path, self.settings)
+        for entry in self.driver.entries:
+            journal.record(entry.at, entry.event, entry.actions, error=entry.error)
+        journal.close()
+
+    # ---- the world around ------------------------------------------------------------------------------------------
+
+    def note(self, fault: str) -> None:
+        self.faults.append(f"{self.clock.now:.3f} {fault}")
+
+    def list_hosts(self, hosts: dict[str, int]) -> None:
+        self.listed = hosts
+        self.driver.hear(HostsChanged(hosts))
+
+    def _inject(self) -> None:
+        self.clock.random.choice(self.weather.faults)(self)
+
+    def _beat(self) -> None:
+        for agent in self.agents.values():
+            agent.beat()
+        if self.going_on:
+            self.clock.after(BEAT_S, self._beat)
+
+    def heal(self, host: str) -> None:
+        self.network.heal(host)
+        self.training.heal(host)
+
+    def lose_host(self, host: str) -> None:
+        """It dies as it stands: no connection is closed, nobody hears anything."""
+        agent = self.agents[host]
+        agent.lost = True
+        self.network.cut(host, 0, 1)
+        self.training.cut(host)
+        agent.crash()
+
+    def calm(self) -> None:
+        """Faults are over; what they did to processes that were fenced for it is not."""
+        self._faulty = False
+        self.weather.struck = 0.0
+        self.aimed = 0
+        self.network.slow.clear()
+        self.driver.doom = None
+        self.driver.wake()
+        for process in list(self.processes.values()):
+            process.strike = None
+            process.thaw()
+        for agent in self.agents.values():
+            self.heal(agent.host)
+            agent.lost = False
+            agent.thaw()
+            agent.restart()
+        self.list_hosts(self.hosts)
+
+    # ---- told by the others ----------------------------------------------------------------------------------------
+
+    def born(self, process: SimulatedWorker) -> None:
+        if self.clock.chance(self.weather.struck) and not self.mild:
+            frozen_s = self.clock.random.choice((0.0, 0.0, 5.0))
+            process.strike = (self.clock.random.randint(1, 12), frozen_s)
+
+    def struck(self, process: SimulatedWorker) -> None:
+        self.places[process.point] += 1
+        self.note(f"{process.worker} is struck at {process.point!r}")
+
+    def labelled(self, process: SimulatedWorker) -> None:
+        self.training.labelled(process)
+
+    def commits(self, process: SimulatedWorker) -> None:
+        """Where the state is at its most delicate: some have committed, and others have not."""
+        if self.aimed:
+            self.aimed -= 1
+            self.clock.after(self.clock.between(0.0, 0.02), simulated_faults.kill_one, self)
+
+    def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
+        """Nobody is killed for being slow, for a phase that was marked as long, or for another's GPU."""
+        if isinstance(action, KillWorker):
+            process = self.processes.get(action.worker)
+            hung = kind_of(action.reason) == "gpu"
+            assert not hung or process is None or process.gpu_hangs, (
+                f"{action.worker} is killed, whose GPU is sound: {action.reason}"
+            )
+            blamed = "while the others waited" in action.reason
+            assert not (blamed and process is not None and process.innocent), (
+                f"{action.worker} is killed at {process and process.point!r}: {action.reason}"
+            )
+
+    def decided(self, event: Event, actions: list[Action]) -> None:
+        """After each of the driver's decisions, before anything is done about it."""
+        if self.invariants is not None:
+            self.invariants.saw(self.clock.now, event, actions)
+        if not self.step_s:
+            self.driver.membership.check()  # looks at every worker
+        for action in actions:
+            if isinstance(action, PublishWorld):
+                self.training.published(action)

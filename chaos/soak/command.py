@@ -1,0 +1,222 @@
+"""`python -m elastic.chaos soak`: trains a small model under fire for long, and measures what must not grow.
+
+Samples the driver, with its agent, and one worker that no fault hits; `curves` decides what is flat,
+`faulty_job` does the rest. After the last fault the job is left alone until all its workers are back, and ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import secrets
+import shlex
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from elastic.chaos.inject import command, network, tables
+from elastic.chaos.inject.faulty_job import Job, say, under_fire
+from elastic.chaos.inject.journal_tail import Story
+from elastic.chaos.inject.plan import KINDS, Chance, Plan
+from elastic.chaos.soak import page, resources
+from elastic.chaos.soak.growth import QUANTITIES, Curve
+from elastic.chaos.soak.page import BACK_S, DRIVER, Found
+from elastic.driver.network.hosts import SLOTS_LIMIT
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Trains a small model on four workers of this machine, lets a fault happen every two seconds, at random, and has the
+workers return. One worker is spared, so that it lives as long as the job. Passes if no committed step was lost and all
+invariants hold, if memory, file descriptors, threads, sockets and shared memory are flat in that worker and in the
+driver, and if nothing is left behind."""
+
+EXAMPLES = """\
+examples:
+  python -m elastic.chaos soak --minutes 3
+  python -m elastic.chaos soak --minutes 20 --json soak.json --write-doc docs/soak.md"""
+
+FAULTS = "kill,leave,freeze,cut"
+SLOTS_PER_FAULT = (
+    0.5  # slots to have for each fault: a worker that leaves on request leaves its slot empty
+)
+SPARED = "localhost:0"
+FREEZE_S = (0.2, 4.0)  # shorter and longer than the lease
+SETTLED_S = 0.5  # since the world has changed: until then the old one's sockets are still there
+TOLD_S = 30.0  # how often a line says how it goes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--minutes", type=float, default=20.0, metavar="N", help="how long (default: 20)")
+    add(
+        "--fault-every",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="mean time between faults (default: 2)",
+    )
+    add("--workers", type=int, default=4, metavar="N", help="workers (default: 4)")
+    add(
+        "--faults",
+        metavar="LIST",
+        help=f"which faults (default: {FAULTS}; cut only as root)",
+    )
+    add("--seed", type=int, metavar="N", help="the same faults at the same times again")
+    add("--sample-every", type=float, default=5.0, metavar="S", help="default: 5")
+    add("--json", type=Path, metavar="FILE", help="write report and curves to FILE")
+    add("--write-doc", type=Path, metavar="FILE", help="write a page about this run to FILE")
+
+
+def main(options: argparse.Namespace) -> int:
+    plan = _plan(options)
+    for path in (options.json, options.write_doc):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise Invalid(f"{path}: there is no folder {path.resolve().parent}")
+    folder = Path(tempfile.mkdtemp(prefix="elastic-soak-"))
+    job = _job(options, plan, folder)
+    command.check_plan(plan, job.settings, digests=True)
+    say(f"the job writes to {folder}/output.txt; seed {plan.chance.seed if plan.chance else 0}")
+    before = resources.segments()
+    watch = Watch(options, folder)
+    with (folder / "output.txt").open("wb") as output:
+        faulty_job = under_fire(job, plan, each_turn=watch.look, output=output)
+    report = command.report_of(faulty_job)
+    found = watch.found()
+    found.left = sorted(resources.unused_segments() - before)
+    found.left += [f"process {pid}" for pid in resources.processes_of(folder)]
+    tables.show(report)
+    page.show(found, Console())
+    passed = not report.exit_code and not found.troubles
+    print(f"{'PASSED' if passed else 'FAILED'}; everything is in {folder}")
+    if options.json is not None:
+        content = {
+            "passed": passed,
+            "troubles": found.troubles,
+            "growth": {f"{c.who} {c.quantity.key}": c.growth for c in found.curves},
+            "report": asdict(report),
+            "soak": asdict(found),
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    if options.write_doc is not None:
+        options.write_doc.write_text(page.page(_again(options, plan), report, found, passed=passed))
+    return 0 if passed else report.exit_code or 1
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    for flag, value in (
+        ("--minutes", options.minutes),
+        ("--fault-every", options.fault_every),
+        ("--sample-every", options.sample_every),
+    ):
+        if not 0 < value < float("inf"):
+            raise Invalid(f"{flag} is {value:g}; give more than 0")
+    if options.workers < 2:
+        raise Invalid(f"--workers is {options.workers}; give at least 2, because one is spared")
+    kinds = (options.faults or FAULTS).split(",")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise Invalid(f"--faults: {kind!r} is no fault; give some of {','.join(KINDS)}")
+    if options.faults is None:
+        try:
+            network.check_cut()
+        except Invalid as error:
+            kinds.remove("cut")
+            say(f"without cut: {error}")
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    chance = Chance(
+        options.fault_every,
+        tuple(kinds),
+        seed=seed,
+        duration_s=60 * options.minutes,
+        for_s=FREEZE_S,
+        spare=(SPARED,),
+    )
+    return Plan(chance=chance)
+
+
+def _job(options: argparse.Namespace, plan: Plan, folder: Path) -> Job:
+    program = Path(sys.executable).with_name("elasticrun")
+    if not program.exists():
+        raise Invalid(f"there is no {program}; install hvd-elastic into this environment")
+    faults = 60 * options.minutes / options.fault_every
+    slots = min(SLOTS_LIMIT, options.workers + int(SLOTS_PER_FAULT * faults))
+    flags = f"-np {options.workers} --min-np 1 --max-np {options.workers} -H localhost:{slots}"
+    words = [str(program), *flags.split(), "--blacklist-cooldown-range", "0.1", "1"]
+    words += [sys.executable, "-m", "elastic.chaos.soak.training", str(folder / "over")]
+    return command.check_job(words, plan, folder=folder)
+
+
+def _again(options: argparse.Namespace, plan: Plan) -> str:
+    """The command that runs this soak again."""
+    assert plan.chance is not None
+    flags = [
+        f"--minutes={options.minutes:g}",
+        f"--fault-every={options.fault_every:g}",
+        f"--workers={options.workers}",
+        f"--faults={','.join(plan.chance.kinds)}",
+        f"--seed={plan.chance.seed}",
+    ]
+    return f"python -m elastic.chaos soak {shlex.join(flags)}"
+
+
+# ---- watching --------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Looks at the processes while the job runs, and ends it when its time has come."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._every_s = options.sample_every
+        self._length_s = 60 * options.minutes
+        self._workers = options.workers
+        self._folder = folder
+        self._samples: dict[str, list[tuple[float, int, dict[str, float]]]] = {}
+        self._world = (0, 0)  # generation and live members
+        self._settled_at = 0.0
+        self._sample_at = self._tell_at = 0.0
+        self._back_s: float | None = None
+        self._over = False
+
+    def look(self, story: Story, driver: int, now: float) -> None:
+        """Called all the time; see `faulty_job.under_fire`."""
+        if story.began_at is None or story.ending:
+            return
+        since = now - story.began_at
+        size = len(story.present())
+        if (story.generation, size) != self._world:
+            self._world, self._settled_at = (story.generation, size), now + SETTLED_S
+        if now >= max(self._sample_at, self._settled_at) and since <= self._length_s:
+            self._sample_at = now + self._every_s
+            self._sample(DRIVER, driver, since, size)
+            for worker, pid in story.pids.items():
+                if f"{worker.host}:{worker.slot}" == SPARED:
+                    self._sample(str(worker), pid, since, size)
+        if now >= self._tell_at:
+            self._tell_at = now + TOLD_S
+            say(
+                f"{since / 60:.1f} min: generation {story.generation}, {len(story.members)} workers,"
+                f" {story.commits} commits"
+            )
+        calm = since - self._length_s
+        if calm > 0 and self._back_s is None and size == self._workers:
+            self._back_s = calm
+        if not self._over and (calm > BACK_S or (calm > 0 and self._back_s is not None)):
+            self._over = True
+            (self._folder / "over").touch()
+
+    def found(self) -> Found:
+        curves = []
+        for who, samples in self._samples.items():
+            at, sizes = [when for when, _, _ in samples], [size for _, size, _ in samples]
+            for quantity in QUANTITIES:
+                values = [measured[quantity.key] for _, _, measured in samples]
+                curves.append(Curve(who, quantity, at, values, sizes))
+        return Found(curves, self._back_s)
+
+    def _sample(self, who: str, pid: int, since: float, size: int) -> None:
+        with contextlib.suppress(OSError):  # it ends
+            self._samples.setdefault(who, []).append((since, size, resources.measure(pid)))

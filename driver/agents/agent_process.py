@@ -1,0 +1,181 @@
+"""Starts an agent process: what it has to know comes as one line of JSON on standard input (see `Bootstrap`).
+
+    python -m elastic.driver.agents.agent_process
+
+Once that is checked it writes a line that begins with READY, and its release, to standard output. Told to outlive who
+started it, it then goes on in the background, with nothing of its starter's; otherwise the end of its standard input
+is the end of its starter, and its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from elastic.driver.agents.host_agent import AgentProcess, Find
+from elastic.driver.agents.uplink import NoDriver
+from elastic.driver.launch.starter import READY, Bootstrap
+from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.resolver import resolved
+from elastic.driver.network.secret import SECRET_BYTES
+from elastic.driver.processes.console import Console, stand_in_for_closed
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
+from elastic.version import __version__
+
+BOOTSTRAP_LIMIT = 1 << 20  # bytes
+LOOKUP_S = 5.0
+
+
+def main() -> int:
+    stand_in_for_closed()
+    try:
+        bootstrap = read_bootstrap(sys.stdin.buffer.readline(BOOTSTRAP_LIMIT))
+        slots = bootstrap.slots or own_slots()
+        check(bootstrap)
+    except Invalid as error:
+        print(f"hvd-elastic agent: {error}", file=sys.stderr)
+        return 2
+    print(f"{READY} {__version__}", flush=True)
+    if bootstrap.outlives:
+        _leave()
+    log = Console(write_stderr, level=bootstrap.log_level, colour=False, timestamps=True)
+    return asyncio.run(serve(bootstrap, slots=slots, bound=True, log=log))
+
+
+async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> int:
+    """One agent until its end; returns its exit code. Raises Invalid where etcd can't be used."""
+    if bootstrap.etcd is None:
+        find = _at_addresses(bootstrap.drivers, bootstrap.drivers_file)
+        process = AgentProcess(bootstrap, find, slots=slots, bound=bound, log=log)
+        if bound and not bootstrap.outlives:
+            _end_with_stdin(process)
+        return await process.run()
+    from elastic.driver.agents.etcd_agent import serve_by_etcd
+
+    return await serve_by_etcd(bootstrap, bootstrap.etcd, slots=slots, bound=bound, log=log)
+
+
+def read_bootstrap(line: bytes) -> Bootstrap:
+    """Raises Invalid; the text holds nothing of the line, which has a secret in it."""
+    try:
+        bootstrap = msgspec.json.decode(line, type=Bootstrap)
+        secret = bytes.fromhex(bootstrap.secret)
+    except (msgspec.MsgspecError, ValueError):
+        secret = b""
+    if len(secret) < SECRET_BYTES:
+        raise Invalid(
+            "standard input holds no bootstrap of this release; agents are started by elasticrun,"
+            " or by hand with: elasticrun agent --job NAME --etcd HOST:PORT"
+        )
+    known = bootstrap.drivers or bootstrap.drivers_file
+    if not known and bootstrap.etcd is None:
+        raise Invalid("the bootstrap says nothing of where the driver is")
+    return bootstrap
+
+
+def check(bootstrap: Bootstrap) -> None:
+    """Before it is said to be ready. Raises Invalid."""
+    from elastic.driver.network.choose_address import check_wanted
+
+    check_wanted(bootstrap.interfaces)
+    for address in bootstrap.drivers:
+        parse_address(address)
+    if bootstrap.tls is not None:
+        from elastic.protocol import tls
+
+        tls.check(bootstrap.tls.cert, bootstrap.tls.key, bootstrap.tls.ca)
+
+
+def own_slots() -> int:
+    """As many as this host has GPUs that may be used, else cores. Without torch, which takes seconds to import."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        named = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
+        if named:
+            return len(named)
+    else:
+        with contextlib.suppress(OSError):
+            gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
+            if gpus:
+                return gpus
+    return len(os.sched_getaffinity(0))
+
+
+# ---- where the driver is -------------------------------------------------------------------------------------------
+
+
+def _at_addresses(drivers: list[str], file: str = "") -> Find:
+    async def find() -> list[tuple[str, int]]:
+        found: list[tuple[str, int]] = []
+        troubles = []
+        for text in _listed(file) or drivers:
+            try:
+                found += await numeric(text)
+            except OSError as error:
+                troubles.append(str(error))
+        if not found:
+            raise NoDriver("; ".join(troubles))
+        return found
+
+    return find
+
+
+def _listed(file: str) -> list[str]:
+    """The addresses in a file that whoever started this agent may write anew; none if there is no such file."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return Path(file).read_text().split() if file else []
+    return []
+
+
+async def numeric(text: str) -> list[tuple[str, int]]:
+    """Every address behind ``host:port``, looked up anew. Raises OSError with a clause that names it."""
+    try:
+        host, port = parse_address(text)
+    except Invalid as error:  # of what somebody has written into etcd
+        raise OSError(str(error)) from None
+    return [(address, port) for _, address in await resolved(host, port, LOOKUP_S)]
+
+
+# ---- in the background -----------------------------------------------------------------------------------------------
+
+
+def _leave() -> None:
+    """Goes on as a child in a session of its own, with nothing that was its starter's but its environment."""
+    sys.stdout.flush()
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
+def _end_with_stdin(process: AgentProcess) -> None:
+    """Who holds the other end of standard input has started this process, and it ends with that."""
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(process.end, 0, "who started it is gone")
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
+
+
+def write_stderr(data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, data)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

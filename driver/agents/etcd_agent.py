@@ -1,0 +1,118 @@
+"""An agent that is found, and finds its driver, by etcd. Acts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+
+from elastic.driver.agents.agent_process import numeric
+from elastic.driver.agents.host_agent import AgentProcess
+from elastic.driver.agents.uplink import NoDriver
+from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.connection import Unavailable
+from elastic.driver.etcd.keys import DriverSeat, job_root
+from elastic.driver.etcd.registration import Registration
+from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.network.credentials import EtcdAccess
+from elastic.driver.sinks import Log
+
+
+class _Generation(msgspec.Struct):
+    """What the driver writes of the latest world; see `start_fleet`."""
+
+    generation: int
+    job: str
+
+
+async def serve_by_etcd(
+    bootstrap: Bootstrap, access: EtcdAccess, *, slots: int, bound: bool, log: Log
+) -> int:
+    """Until its end; returns its exit code. ``bound``: a driver has started it, which knows of its host already.
+
+    Raises Invalid where etcd can't be used, or another agent serves this host.
+    """
+    seat = _Seat()
+    etcd = Etcd(access, log)
+    await etcd.open()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(etcd.close)
+        process = AgentProcess(bootstrap, seat.find, slots=slots, bound=bound, log=log)
+        registration = Registration(
+            etcd, bootstrap.job, bootstrap.host, slots, process.identity.incarnation, log
+        )
+        if not bound:
+            await registration.open()
+            stack.push_async_callback(registration.close)
+        tasks = [
+            asyncio.ensure_future(_watch_driver(registration, seat, process)),
+            asyncio.ensure_future(_watch_generation(etcd, bootstrap.job, process)),
+            asyncio.ensure_future(_end_with_registration(registration, process)),
+        ]
+        try:
+            return await process.run()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Seat:
+    """Where the driver is, as far as etcd has told."""
+
+    def __init__(self) -> None:
+        self._seat: DriverSeat | None = None
+        self._changed = asyncio.Event()
+
+    def told(self, seat: DriverSeat | None) -> None:
+        self._seat = seat
+        self._changed.set()
+
+    async def find(self) -> list[tuple[str, int]]:
+        """Waits for one while nobody leads."""
+        while self._seat is None:
+            self._changed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(self._changed.wait(), 30.0)
+            if self._seat is None:
+                raise NoDriver("no driver leads this job")
+        try:
+            return await numeric(self._seat.address)
+        except OSError as error:
+            raise NoDriver(str(error)) from None
+
+
+async def _watch_driver(registration: Registration, seat: _Seat, process: AgentProcess) -> None:
+    with contextlib.suppress(Unavailable):
+        async for found in registration.watch_driver():
+            seat.told(found)
+            if found is not None:
+                process.driver_leads(found.term)
+
+
+async def _watch_generation(etcd: Etcd, job: str, process: AgentProcess) -> None:
+    """Whether the others have gone on without this host, while no driver reaches it."""
+    latest: _Generation | None = None
+
+    async def look_again() -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            if latest is not None:
+                process.fence(latest.generation, latest.job)
+
+    looking = asyncio.ensure_future(look_again())
+    try:
+        async for item in etcd.watch(f"{job_root(job)}generation"):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeError):
+                latest = None if item is None else msgspec.json.decode(item.value, type=_Generation)
+    except Unavailable:
+        return
+    finally:
+        looking.cancel()
+
+
+async def _end_with_registration(registration: Registration, process: AgentProcess) -> None:
+    await registration.ended.wait()
+    process.end(1, registration.why)

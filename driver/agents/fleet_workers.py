@@ -1,0 +1,60 @@
+"""The connections of all workers, each through its host's agent, as `loop.Driver` sees a `Server`. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
+
+from elastic.driver.agents.messages import Drop, Tell
+from elastic.protocol.messages import Address, Message, Worker
+
+if TYPE_CHECKING:
+    from elastic.driver.agents.fleet import Fleet
+
+
+class Workers:
+    """Of one fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def open(
+        self,
+        interface: str,
+        port: int = 0,
+        *,
+        heard: Callable[[Worker, Any], None],
+        gone: Callable[[Worker, bool], None],
+        expected: Callable[[Worker], bool],
+    ) -> Address:
+        """See `Server.open`. Which workers may connect is known to their agents, who started them."""
+        return await self._fleet.listen(interface, port, heard, gone)
+
+    def send(self, who: Worker, message: Message) -> bool:
+        return self._fleet.order(who.host, Tell([who], cast(Any, message)))
+
+    def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
+        """Those of one host that stand together leave in one piece; the first need not wait for the last."""
+        for host, there in groupby(messages, key=lambda each: each[0].host):
+            self._fleet.order(host, *(Tell([who], cast(Any, said)) for who, said in there))
+
+    def broadcast(self, them: Iterable[Worker], message: Message) -> None:
+        by_host: dict[str, list[Worker]] = {}
+        for worker in them:
+            by_host.setdefault(worker.host, []).append(worker)
+        for host, there in by_host.items():
+            self._fleet.order(host, Tell(there, cast(Any, message)))
+
+    def connected(self, who: Worker) -> bool:
+        """No exit needs to wait for last words: their agent has seen to that."""
+        return False
+
+    def drain(self, who: Worker) -> None:
+        """See `connected`."""
+
+    def disconnect(self, who: Worker) -> None:
+        self._fleet.order(who.host, Drop(who))
+
+    async def close(self) -> None:
+        await self._fleet.hang_up()

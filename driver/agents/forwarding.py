@@ -1,0 +1,70 @@
+"""The sink of an agent process: passes on what workers write to whoever shows it. Decides nothing.
+
+Nobody waits for a driver that is away: what is written meanwhile is kept up to a limit, and what finds no room there
+is left out, and counted in the output itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from elastic.driver.agents.messages import Printed
+from elastic.driver.processes.stderr_tail import Tails
+from elastic.driver.sinks import Stream
+from elastic.protocol.messages import Worker
+
+KEPT_LIMIT = 4 * 1024 * 1024  # bytes, of one host
+CONGESTED = 8 * 1024 * 1024  # bytes that the connection still has to send: then nothing is added
+
+
+class Forwarding:
+    """See `Sink`. ``send`` is False when there is no connection, ``backlog`` what it still has to send."""
+
+    def __init__(self, send: Callable[[Printed], bool], backlog: Callable[[], int]) -> None:
+        self._send = send
+        self._backlog = backlog
+        self._tails = Tails()
+        self._kept: deque[Printed] = deque()
+        self._kept_bytes = 0
+        self._left_out: dict[tuple[Worker, Stream], int] = {}
+
+    def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
+        if stream == "stderr":
+            self._tails.add(worker, data)
+        self._pass_on(Printed(worker, stream, data))
+
+    def finish(self, worker: Worker, stream: Stream) -> None:
+        self._pass_on(Printed(worker, stream, b""))
+
+    def tail(self, worker: Worker) -> str:
+        return self._tails.of(worker)
+
+    def forget(self, worker: Worker) -> None:
+        self._tails.forget(worker)
+
+    def catch_up(self) -> None:
+        """There is a connection, or room in it again: send what was kept."""
+        while self._kept and self._backlog() < CONGESTED:
+            if not self._send(self._kept[0]):
+                return
+            self._kept_bytes -= len(self._kept.popleft().data)
+        if not self._kept:
+            for (worker, stream), count in [*self._left_out.items()]:
+                text = f"\n[{count} bytes of output were left out here]\n"
+                if self._send(Printed(worker, stream, text.encode())):
+                    del self._left_out[worker, stream]
+
+    def _pass_on(self, printed: Printed) -> None:
+        if self._kept or self._left_out:
+            self.catch_up()
+        if not self._kept and self._backlog() < CONGESTED and self._send(printed):
+            return
+        key = (printed.worker, printed.stream)
+        if printed.data and (
+            key in self._left_out or self._kept_bytes + len(printed.data) > KEPT_LIMIT
+        ):
+            self._left_out[key] = self._left_out.get(key, 0) + len(printed.data)
+            return
+        self._kept.append(printed)
+        self._kept_bytes += len(printed.data)

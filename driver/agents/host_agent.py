@@ -1,0 +1,436 @@
+"""An agent as a process of its own: between the workers of its host, which call it, and the driver, which it calls.
+
+Acts; `Agency` decides whom it serves. Workers are started, watched and killed by `Agent`, as in a driver's process, and
+speak the worker protocol with this process over loopback. What they say is passed on while there is a driver, and lost
+while there is none: whenever a driver is found, it is told which workers run and what became of the others, and each
+worker is asked to say again where it stands. So neither the loss of a connection nor that of a driver stops training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+
+from elastic.driver.agents.agent_state import Agency
+from elastic.driver.agents.forwarding import Forwarding
+from elastic.driver.agents.messages import (
+    Beat,
+    Dismissed,
+    Drop,
+    Dump,
+    Heard,
+    Here,
+    Hire,
+    HostAgent,
+    Kill,
+    Logged,
+    Probe,
+    Refused,
+    Registered,
+    Seen,
+    Start,
+    Tell,
+)
+from elastic.driver.agents.uplink import Uplink
+from elastic.driver.events import Event, WorkerDisconnected, WorkerExited
+from elastic.driver.launch.environment import (
+    defaults,
+    host_environment,
+    threads_per_worker,
+    without_secrets,
+)
+from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.membership.give_up import counted
+from elastic.driver.network import choose_address, interfaces
+from elastic.driver.network.secret import derived
+from elastic.driver.network.server import WORKERS, Server
+from elastic.driver.processes.exit_ordering import Partings
+from elastic.driver.processes.supervisor import Agent
+from elastic.driver.settings import Settings
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
+from elastic.protocol import messages
+from elastic.protocol.messages import Address, Worker
+from elastic.rendezvous import nccl_settings
+from elastic.version import __version__
+
+LOOPBACK = "127.0.0.1"
+CLEARED_S = 12.0  # for killed workers to be gone; the agent reports those that are not
+MISSING_SAID_S = 600.0  # between two lines about a driver that is not found
+HERE_S = 2.0  # between two signs of life
+ANOTHER_REASON_S = 3.0  # ... if the reason is another
+FIND_S = 120.0  # for the first driver, where one has started this agent
+
+Find = Callable[[], Awaitable[list[tuple[str, int]]]]
+
+
+class AgentProcess:
+    """One host's agent. `run` returns its exit code; no worker is left when it does.
+
+    ``find`` gives addresses at which the driver may be. ``bound``: it was started by a driver, and serves one job only.
+    """
+
+    def __init__(
+        self, bootstrap: Bootstrap, find: Find, *, slots: int, bound: bool, log: Log
+    ) -> None:
+        self.bootstrap = bootstrap
+        self.identity = HostAgent(bootstrap.host, time.time_ns())
+        self.slots = slots
+        self._find = find
+        self._bound = bound
+        self._log_here = log
+        self._secret = bytes.fromhex(bootstrap.secret)
+        self._workers_secret = derived(self._secret, "worker")
+        self._agency = Agency()
+        self._lease_s = Settings.lease_s
+        self._address = Address("", 0)  # where the workers call
+        self._bind = ""
+        self._addresses: list[str] = []
+        self._network: dict[str, str] = {}
+        self._results: dict[Worker, Heard] = {}  # a launched function's value is said once
+        self._connected: set[Worker] = set()
+        self._workers_of = ""  # the job that the workers here belong to
+        self._stale: set[Worker] = set()  # of a job that is over; their names may come again
+        self._missing_said_at = float("-inf")
+        self._missing_said = ""
+        self._said_here_at = float("-inf")
+        self._seated = 0  # the term of the driver that leads, as etcd has told
+        self._served = False
+        self._over: asyncio.Future[int] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._away_alarm: asyncio.TimerHandle | None = None
+
+    # ---- the whole life --------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._over = loop.create_future()
+        contexts = _contexts(self.bootstrap)
+        self._uplink = Uplink(
+            self.identity,
+            self._secret,
+            self._find,
+            opened=lambda: None,  # the driver speaks first
+            heard=self._heard,
+            closed=self._driver_lost,
+            missing=self._missing,
+            lease_s=self._lease_s,
+            tls=contexts[0],
+        )
+        self._sink = Forwarding(self._uplink.send, lambda: self._uplink.backlog)
+        self._server: Server[Worker] = Server(
+            secret=self._workers_secret,
+            log=self._log,
+            callers=WORKERS,
+            lease_s=self._lease_s,
+            tls=contexts[1],
+        )
+        self._partings = Partings(self._server, self._exited)
+        self._agent = Agent(
+            exited=self._partings.gone,
+            noticed=self._noticed,
+            sink=self._sink,
+            log=self._log,
+            lease_s=self._lease_s,
+        )
+        self._address = await self._server.open(
+            LOOPBACK,
+            heard=self._worker_said,
+            gone=self._worker_hung_up,
+            expected=lambda worker: worker in self._agent.alive(),
+        )
+        ends = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup sets
+            ends.append(signal.SIGHUP)
+        for number in ends:
+            loop.add_signal_handler(number, self._asked_to_end, number)
+        if self._bound:
+            loop.call_later(FIND_S, self._never_found)
+        linking = asyncio.create_task(self._uplink.run())
+        linking.add_done_callback(self._link_ended)
+        try:
+            return await self._over
+        finally:
+            if self._away_alarm is not None:
+                self._away_alarm.cancel()
+            await self._agent.close()
+            self._sink.catch_up()
+            await self._uplink.finish()
+            linking.cancel()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(linking, *self._tasks, return_exceptions=True)
+            await self._server.close()
+
+    def end(self, code: int, why: str) -> None:
+        """Kill the workers and return this code from `run`."""
+        if self._over is not None and not self._over.done():
+            level = "error" if code else "debug" if self._bound else "info"
+            self._log(level, f"the agent ends: {why}")
+            self._over.set_result(code)
+
+    def driver_leads(self, term: int) -> None:
+        """A driver of this term leads, as far as is known from elsewhere. One of a lower term is left for it."""
+        self._seated = term
+        if self._agency.superseded(term):
+            self._uplink.drop(f"a driver of term {term} leads now")
+
+    def fence(self, generation: int, job: str) -> None:
+        """The others of this job are known to train in this generation; see `Agency.fenced`."""
+        if self._agency.job == job and self._agency.fenced(generation, self._now()):
+            self._give_up(
+                f"the job has gone on to generation {generation} without this host, which no driver"
+                " has reached for a lease"
+            )
+
+    # ---- the driver ------------------------------------------------------------------------------------------------
+
+    def _heard(self, message: Any) -> None:
+        match message:
+            case Hire():
+                self._hired(message)
+            case Start():
+                self._start(message)
+            case Kill(worker):
+                self._agent.kill(worker)
+            case Probe(workers):
+                self._agent.probe(workers)
+            case Dump(worker):
+                self._agent.dump(worker)
+            case Drop(worker):
+                self._server.disconnect(worker)
+            case Tell(workers, word):
+                if isinstance(word, messages.World):
+                    self._agency.told(word.generation)
+                self._server.broadcast(workers, word)
+            case Dismissed(reason):
+                self._dismissed(reason)
+            case Beat():
+                self._beaten()
+            case Refused(reason):
+                self._refused(reason)
+
+    def _hired(self, hire: Hire) -> None:
+        terms = self._agency.hired(hire, seated=self._seated)
+        if terms.refused:
+            self._missing(f"a driver was turned away: {terms.refused}")
+            self._uplink.drop(f"refused: {terms.refused}")
+            return
+        try:
+            own = interfaces.own_addresses()
+            wanted, local = self.bootstrap.interfaces, self._uplink.bound
+            if not self._bind or not self._agent.alive():  # those that run listen where they do
+                self._bind = choose_address.choose_bind(wanted, own, local=local)
+            self._network = choose_address.worker_variables(self._bind, own, os.environ)
+            self._addresses = [f"{each.address}/{each.prefix_length}" for each in own if each.up]
+        except Invalid as error:
+            self.end(1, str(error))
+            return
+        if self._away_alarm is not None:
+            self._away_alarm.cancel()
+            self._away_alarm = None
+        others = self._agent.alive() if self._workers_of != hire.job else frozenset()
+        self._stale |= others
+        self._workers_of = hire.job
+        self._in_background(self._register(hire, clear=bool(others)))
+
+    async def _register(self, hire: Hire, *, clear: bool) -> None:
+        if clear:
+            await self._clear("a new job has begun")
+        if not self._uplink.open or self._agency.job != hire.job:
+            return
+        again = self._served
+        self._served = True
+        self._uplink.send(
+            Registered(
+                self.slots,
+                self._bind,
+                self._addresses,
+                sorted(self._agent.alive()),
+                [*self._agency.exits.values()],
+                hire.job,
+                __version__,
+            )
+        )
+        for result in self._results.values():
+            self._uplink.send(result)
+        self._server.broadcast(self._connected, messages.Restate())
+        self._sink.catch_up()
+        count = len(self._agent.alive())
+        workers = f", {counted(count, 'worker')} here" if count else ""
+        verb = "serves again" if again else "serves"
+        self._log_here(
+            "info", f"{verb} job {self.bootstrap.job}, its driver of term {hire.term}{workers}"
+        )
+
+    def _driver_lost(self, reason: str) -> None:
+        self._agency.lost(self._now())
+        by = self._agency.away_by
+        if by is None:
+            return
+        if self._away_alarm is None:
+            self._away_alarm = asyncio.get_running_loop().call_at(by + 0.01, self._away_too_long)
+            wait_s = by - self._now()
+            workers = counted(len(self._agent.alive()), "worker")
+            self._log_here(
+                "warning",
+                f"lost the driver ({reason}); {workers} may train on without one for {wait_s:.0f} s",
+            )
+
+    def _away_too_long(self) -> None:
+        self._away_alarm = None
+        if self._agency.given_up(self._now()):
+            self._give_up("no driver has come back")
+
+    def _give_up(self, why: str) -> None:
+        if self._bound:
+            self.end(1, why)
+        else:
+            self._log("error", f"{why}: its workers are killed")
+            self._in_background(self._clear(why))
+
+    def _missing(self, reason: str) -> None:
+        """Said when it is news, and now and then."""
+        now = self._now()
+        least_s = MISSING_SAID_S if reason == self._missing_said else ANOTHER_REASON_S
+        if now - self._missing_said_at >= least_s:
+            level = "info" if not self._agency.job else "warning"
+            self._missing_said_at, self._missing_said = now, reason
+            self._log_here(level, f"no driver to serve: {reason}; looking on")
+
+    def _never_found(self) -> None:
+        if not self._served:
+            self.end(1, f"the driver that started it was not found within {FIND_S:g} s")
+
+    def _beaten(self) -> None:
+        if (now := self._now()) - self._said_here_at >= HERE_S:
+            self._said_here_at = now
+            self._uplink.send(Here())
+
+    def _refused(self, reason: str) -> None:
+        """What runs here is nobody's any more. Where this agent was started by hand, it waits for the other's end."""
+        if self._bound:
+            self.end(1, f"the driver refuses it: {reason}")
+            return
+        self._missing(f"the driver refuses this agent: {reason}")
+        self._agency.dismissed()
+        self._stale |= self._agent.alive()
+        self._in_background(self._clear(reason))
+        self._uplink.drop(reason)
+
+    def _dismissed(self, reason: str) -> None:
+        self._agency.dismissed()
+        if self._bound:
+            self.end(0, reason)
+        else:
+            self._log_here("info", f"the job is over ({reason}); waiting for the next")
+            self._in_background(self._clear(reason))
+
+    def _link_ended(self, linking: asyncio.Task[None]) -> None:
+        if not linking.cancelled() and linking.exception() is not None:
+            self.end(1, f"a bug in the agent, please report it: {linking.exception()!r}")
+
+    # ---- workers ---------------------------------------------------------------------------------------------------
+
+    def _start(self, start: Start) -> None:
+        worker = start.worker
+        if not self._agency.may_start(worker) or worker in self._agent.alive():
+            return
+        sharing = int(start.env.get("HOROVOD_LOCAL_SIZE", "1"))
+        env = {
+            **defaults(threads_per_worker(len(os.sched_getaffinity(0)), sharing)),
+            **self._network,
+            **_with_own_programs(without_secrets(os.environ)),
+            **start.env,
+            **nccl_settings.needed(float(start.env.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or 30)),
+            **host_environment(
+                self._address, self._workers_secret.hex(), self._bind, self.bootstrap.tls
+            ),
+        }
+        folder: str | None = self.bootstrap.folder or start.folder
+        if folder and not os.path.isdir(folder):
+            home = os.path.expanduser("~")
+            self._log("warning", f"there is no folder {folder} here; workers start in {home}")
+            folder = home
+        self._agent.start(worker, start.command, env, folder=folder or None)
+
+    def _worker_said(self, worker: Worker, message: Any) -> None:
+        self._connected.add(worker)
+        if worker in self._stale:
+            return
+        heard = Heard(worker, message)
+        if isinstance(message, messages.Result):
+            self._results[worker] = heard
+        self._uplink.send(heard)
+
+    def _worker_hung_up(self, worker: Worker, silent: bool) -> None:
+        self._connected.discard(worker)
+        if worker not in self._stale:
+            self._uplink.send(Seen(WorkerDisconnected(worker, silent)))
+        self._partings.disconnected(worker)
+
+    def _exited(self, event: WorkerExited) -> None:
+        if event.worker in self._stale:
+            self._stale.discard(event.worker)
+            return
+        self._agency.exited(event)
+        self._uplink.send(Seen(event))
+
+    def _noticed(self, event: Event) -> None:
+        self._uplink.send(Seen(event))  # type: ignore[arg-type]
+
+    async def _clear(self, why: str) -> None:
+        """Kill every worker, and wait for it within a bound."""
+        doomed = self._agent.alive()
+        if doomed:
+            self._log_here("info", f"killing {counted(len(doomed), 'worker')}: {why}")
+        for worker in doomed:
+            self._agent.kill(worker)
+        deadline = self._now() + CLEARED_S
+        while self._agent.alive() & doomed and self._now() < deadline:
+            await asyncio.sleep(0.005)
+        self._results.clear()
+
+    # ---- small things ----------------------------------------------------------------------------------------------
+
+    def _asked_to_end(self, number: int) -> None:
+        self.end(0, f"{signal.Signals(number).name}")
+
+    def _log(self, level: str, text: str) -> None:
+        """In the driver's log; and here, where nobody has started this process who would show both."""
+        told = level != "debug" and self._uplink.send(Logged(cast(Any, level), text))
+        if not (told and self._bound):
+            self._log_here(level, text)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:
+    """``python`` means the one that runs this agent, which has the package; a login over ssh may have another PATH."""
+    own = os.path.dirname(sys.executable)
+    path = environ.get("PATH", os.defpath)
+    return {
+        **environ,
+        "PATH": path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}",
+    }
+
+
+def _contexts(bootstrap: Bootstrap) -> tuple[Any, Any]:
+    """TLS as one who calls, and as one who is called."""
+    if bootstrap.tls is None:
+        return None, None
+    from elastic.protocol import tls
+
+    files = bootstrap.tls
+    return tuple(tls.context(files.cert, files.key, files.ca, server=s) for s in (False, True))  # type: ignore[return-value]

@@ -1,0 +1,242 @@
+"""An agent's connection to the driver: found, proved on both sides, lost, found again. Moves messages; decides nothing.
+
+    searching --connected--> proving --Accepted--> open: each message goes to ``heard``
+        ^                                            |
+        +--- closed, silent for a lease, nonsense ---+     ``closed`` is told, with the reason
+
+It looks for the driver for as long as it is not closed: the driver may be restarted, elsewhere even. Whoever owns it
+decides how long that makes sense.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
+
+from elastic.driver.agents import messages
+from elastic.driver.agents.messages import (
+    AgentAnswer,
+    AgentMessage,
+    Heard,
+    HostAgent,
+)
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.network.keepalive import expect_signs_of_life
+from elastic.protocol.framing import NONCE_BYTES, Wire, proof
+from elastic.protocol.messages import (
+    RELAY_LIMIT,
+    VERSION,
+    Accepted,
+    Challenge,
+    Message,
+    ProtocolError,
+    Result,
+    encoded,
+)
+from elastic.protocol.tls import explained
+
+CONNECT_S = 5.0  # to one address, and to prove who we are
+RETRY_S = (0.05, 1.0)  # between two tries: the first, the longest
+SAID_S = 30.0  # between two log lines about a driver that can't be found
+BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a driver that reads nothing is lost
+
+
+class NoDriver(Exception):
+    """Nobody to connect to, or not the one we look for. The text says why."""
+
+
+class Uplink:
+    """``find`` gives numeric addresses and ports to try, in order; it may wait, and raises NoDriver.
+
+    ``opened`` is called when both sides have proved themselves, ``heard`` for each message, ``closed`` with the reason
+    when that connection has ended; ``missing`` when the driver was looked for in vain, with the reason.
+    """
+
+    def __init__(
+        self,
+        agent: HostAgent,
+        secret: bytes,
+        find: Callable[[], Awaitable[list[tuple[str, int]]]],
+        *,
+        opened: Callable[[], None],
+        heard: Callable[[Any], None],
+        closed: Callable[[str], None],
+        missing: Callable[[str], None],
+        lease_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._agent = agent
+        self._secret = secret
+        self._find = find
+        self._opened, self._heard, self._closed, self._missing = opened, heard, closed, missing
+        self._lease_s = lease_s
+        self._tls = tls
+        self._wire = Wire(messages.to_agent)
+        self._writer: asyncio.StreamWriter | None = None
+        self._drop_reason = ""
+        self._results = 0  # bytes of functions' values that may still wait
+        self.bound = ""  # the numeric address of this host by which the driver was reached last
+
+    @property
+    def open(self) -> bool:
+        return self._writer is not None
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be sent."""
+        return 0 if self._writer is None else self._writer.transport.get_write_buffer_size()
+
+    async def run(self) -> None:
+        """For ever: until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        pause_s = RETRY_S[0]
+        try:
+            while True:
+                reader = await self._connected()
+                began = loop.time()
+                self._opened()
+                reason = await self._read(reader)
+                self._hang_up()
+                self._closed(reason)
+                # A driver that closes at once has a reason, and none to hear us ask again without a pause.
+                quick = loop.time() - began < RETRY_S[1]
+                pause_s = min(2 * pause_s, RETRY_S[1]) if quick else RETRY_S[0]
+                await asyncio.sleep(pause_s)
+        finally:
+            self._hang_up()
+
+    def send(self, message: AgentMessage) -> bool:
+        """Without blocking. False when there is no connection: then the message is dropped."""
+        if self._writer is None:
+            return False
+        frame = self._wire.frame_of(encoded(message, RELAY_LIMIT))
+        if not self.backlog:
+            self._results = 0
+        if isinstance(message, Heard) and isinstance(message.message, Result):
+            # Each worker has one, and it may be large: that is no sign of a driver's end.
+            self._results += len(frame)
+        self._writer.write(frame)
+        if self.backlog > BACKLOG_LIMIT + self._results:
+            self.drop(f"it has not read for {BACKLOG_LIMIT >> 20} MiB")
+            return False
+        return True
+
+    def drop(self, reason: str) -> None:
+        """Give this connection up; the next is looked for at once."""
+        if self._writer is not None:
+            self._drop_reason = reason
+            self._writer.transport.abort()
+
+    async def finish(self, timeout_s: float = 1.0) -> None:
+        """Wait until what was said is sent, within a bound."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self.backlog and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.002)
+
+    # ---- one connection --------------------------------------------------------------------------------------------
+
+    async def _connected(self) -> asyncio.StreamReader:
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type((OSError, ProtocolError, NoDriver)),
+            wait=wait_exponential(multiplier=RETRY_S[0], max=RETRY_S[1]),
+            before_sleep=lambda state: self._missing(
+                str(state.outcome and state.outcome.exception())
+            ),
+        )
+        async for attempt in retrying:
+            with attempt:
+                return await self._reach()
+        raise AssertionError("it retries for ever")
+
+    async def _reach(self) -> asyncio.StreamReader:
+        failures = []
+        for host, port in await self._find():
+            try:
+                return await within(self._prove(host, port), CONNECT_S)
+            except asyncio.TimeoutError:
+                failures.append(f"{host}:{port} does not answer within {CONNECT_S:g} s")
+            except (OSError, ProtocolError) as error:
+                failures.append(f"{host}:{port}: {_worded(error)}")
+        raise NoDriver("; ".join(failures) or "no address to try")
+
+    async def _prove(self, host: str, port: int) -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection(host, port, ssl=self._tls)
+        try:
+            sock: socket.socket = writer.get_extra_info("socket")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            expect_signs_of_life(sock, self._lease_s)
+            wire = Wire(messages.to_agent)
+            challenge = await self._next(reader, wire)
+            if not isinstance(challenge, Challenge):
+                raise ProtocolError("it is no driver of hvd-elastic")
+            if challenge.version != VERSION:
+                raise ProtocolError(
+                    f"the driver speaks version {challenge.version} of the protocol, this agent"
+                    f" {VERSION}: install the same hvd-elastic on every host"
+                )
+            if len(challenge.nonce) != NONCE_BYTES:  # a proof's text must have one reading only
+                raise ProtocolError("its challenge has no proper length")
+            nonce, name = secrets.token_bytes(NONCE_BYTES), str(self._agent)
+            mine = proof(self._secret, "agent", challenge.nonce, nonce, name)
+            writer.write(wire.frame_of(encoded(AgentAnswer(self._agent, nonce, mine))))
+            accepted = await self._next(reader, wire)
+            theirs = proof(self._secret, "driver", nonce, challenge.nonce, name)
+            if not isinstance(accepted, Accepted) or not hmac.compare_digest(
+                accepted.proof, theirs
+            ):
+                raise ProtocolError("the driver does not know this job's secret")
+            wire.seal(self._secret, mine=nonce, theirs=challenge.nonce, caller=True)
+        except BaseException:
+            writer.transport.abort()
+            raise
+        self._wire, self._writer, self._drop_reason = wire, writer, ""
+        self.bound = sock.getsockname()[0]
+        return reader
+
+    async def _next(self, reader: asyncio.StreamReader, wire: Wire) -> Message:
+        while (message := wire.next()) is None:
+            data = await reader.read(65536)
+            if not data:
+                raise ProtocolError(
+                    "the driver refused this agent: its log says why (another secret, another"
+                    " release, or TLS on one side only)"
+                )
+            wire.feed(data)
+        assert isinstance(message, Message | AgentMessage)
+        return message  # type: ignore[return-value]
+
+    async def _read(self, reader: asyncio.StreamReader) -> str:
+        """Until the end; returns why it came."""
+        try:
+            self._hear(b"")
+            while data := await reader.read(256 * 1024):
+                self._hear(data)
+        except (OSError, ProtocolError) as error:
+            return self._drop_reason or _worded(error)
+        return self._drop_reason or "the driver closed the connection"
+
+    def _hear(self, data: bytes) -> None:
+        for message in self._wire.receive(data):
+            self._heard(message)
+            if self._drop_reason:
+                return  # whoever says the rest is not the one we serve
+
+    def _hang_up(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.transport.abort()
+            self._writer = None
+
+
+def _worded(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return explained(error)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,164 @@
+"""The other programs in ``elasticrun``: ``agent``, which offers this host to a job, and ``secret``."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.driver.agents import agent_process
+from elastic.driver.commandline.arguments import (
+    LOG_LEVELS,
+    Names,
+    Parser,
+    log_level,
+    whole,
+)
+from elastic.driver.commandline.flags import Options
+from elastic.driver.commandline.multi_host_flags import add_etcd, add_security
+from elastic.driver.commandline.multi_host_options import etcd_access, tls_files
+from elastic.driver.etcd.keys import check_host, check_slots, job_root
+from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.membership.give_up import counted
+from elastic.driver.network import choose_address
+from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.secret import make_secret_file, read_secret
+from elastic.driver.processes.console import LEVELS, Console, is_terminal
+from elastic.errors import Invalid
+
+AGENT = """\
+Offers this host to the jobs of one name: starts, watches and ends their workers, one job after the other, until it is
+stopped itself. It is found by etcd, or calls the driver."""
+
+SECRET = """\
+Makes a file with a new secret, which only you can read. Whoever has it may act as driver, agent or worker of the jobs
+that use it: copy it to their hosts, and give it there with --secret-file."""
+
+
+@dataclass
+class AgentOptions(Options):
+    """Flags as given. None means not given."""
+
+    drivers: list[str] | None = None
+    host: str | None = None
+    slots: str | None = None
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The exit code. Raises Invalid."""
+    name, *rest = arguments
+    return _secret(rest) if name == "secret" else _agent(rest, environ)
+
+
+def _secret(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="elasticrun secret", usage="elasticrun secret FILE", description=SECRET)
+    parser.group("general")("-h --help", None, None, "Show this.", action="help")
+    own, files = parser.split(arguments)
+    parser.parse_args(own)
+    if len(files) != 1:
+        raise Invalid("give one file to make, as in: elasticrun secret job.secret")
+    make_secret_file(files[0])
+    print(f"made {files[0]}: copy it to every host of the job, and keep it from everybody else")
+    return 0
+
+
+def agent_parser() -> Parser:
+    """All flags of ``elasticrun agent``."""
+    parser = Parser(
+        prog="elasticrun agent",
+        usage="elasticrun agent --job NAME (--etcd HOST:PORT | --driver HOST:PORT) [flags]",
+        description=AGENT,
+    )
+    add = parser.group("where the driver is", "One of --etcd and --driver.")
+    add_etcd(add)
+    add(
+        "--driver",
+        "HOST:PORT,...",
+        str,
+        "Call the driver there; a name is looked up anew at each try.",
+        action=Names,
+        dest="drivers",
+    )
+    add = parser.group("this host")
+    add("--host", "NAME", str, "Be listed by this name (default: the host's name).")
+    add(
+        "--slots",
+        "N",
+        str,
+        "Workers at once; auto: as many as there are GPUs, else cores (default).",
+    )
+    add(
+        "--network-interface --network-interfaces",
+        "LIST",
+        str,
+        "Workers talk over the first of these that this host has: interfaces, networks or"
+        " addresses (default: what leads to the driver).",
+        action=Names,
+        dest="network_interfaces",
+    )
+    add_security(parser.group("security", "As the driver's."))
+    add = parser.group("general")
+    add("--log-level", "LEVEL", log_level, f"One of {', '.join(LOG_LEVELS)} (default: INFO).")
+    add("-h --help", None, None, "Show this.", action="help")
+    return parser
+
+
+def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = agent_parser()
+    own, rest = parser.split(arguments)
+    options = AgentOptions()
+    _, unknown = parser.parse_known_args(own, namespace=options)
+    if unknown or rest:
+        word = (unknown or rest)[0]
+        raise Invalid(f"an agent takes no {word!r}; see elasticrun agent --help")
+    bootstrap = agent_bootstrap(options, environ)
+    agent_process.check(bootstrap)
+    level = {"TRACE": "debug", "FATAL": "error"}.get(bootstrap.log_level, bootstrap.log_level)
+    log = Console(
+        agent_process.write_stderr,
+        level=level.lower() if level.lower() in LEVELS else "info",
+        colour=is_terminal(sys.stderr),
+    )
+    slots = bootstrap.slots or agent_process.own_slots()
+    log("info", f"host {bootstrap.host} has {counted(slots, 'slot')} for job {bootstrap.job}")
+    return asyncio.run(agent_process.serve(bootstrap, slots=slots, bound=False, log=log))
+
+
+def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootstrap:
+    """What an agent that is started by hand has to know. Raises Invalid."""
+    etcd = etcd_access(options, environ)
+    if options.job_name is None:
+        raise Invalid("--job is missing; give the name of the driver's --job")
+    job_root(options.job_name)
+    if (etcd is None) == (options.drivers is None):
+        raise Invalid("give one of --etcd HOST:PORT and --driver HOST:PORT, to find the driver by")
+    for address in options.drivers or ():
+        parse_address(address)
+    secret = read_secret(options.secret_file, environ)
+    if secret is None:
+        raise Invalid("--secret-file is missing; give the file that the driver was given")
+    choose_address.check_wanted(options.network_interfaces or [])
+    host = socket.gethostname() if options.host is None else options.host
+    check_host(host)
+    return Bootstrap(
+        job=options.job_name,
+        host=host,
+        secret=secret.hex(),
+        drivers=options.drivers or [],
+        etcd=etcd,
+        tls=tls_files(options.tls_cert, options.tls_key, options.tls_ca),
+        slots=_slots(options.slots),
+        interfaces=options.network_interfaces or [],
+        log_level=(options.log_level or "INFO").lower(),
+    )
+
+
+def _slots(text: str | None) -> int:
+    if text in (None, "auto"):
+        return 0
+    try:
+        return check_slots(whole(1)(str(text)))
+    except Exception:
+        raise Invalid(f"--slots {text!r} is no number of workers; give one, or auto") from None

@@ -1,0 +1,504 @@
+"""The program ``elasticrun`` (also ``horovodrun``): from flags to a checked Job, and to an exit code.
+
+The only place of the driver that reads the environment. Every mistake that can be found before something is started
+is found here, and told in one sentence with exit code 2. A flag given on the command line wins over the config file,
+that over the environment, that over the default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from elastic.driver.commandline import check_build, flags
+from elastic.driver.commandline.command import check_command
+from elastic.driver.commandline.config_file import read_config
+from elastic.driver.commandline.flags import Options
+from elastic.driver.commandline.multi_host_options import fleet_plan
+from elastic.driver.discovery.script import find_script
+from elastic.driver.job.job import Job
+from elastic.driver.job.multi_host_plan import provided
+from elastic.driver.job.provider import Provider
+from elastic.driver.launch.environment import threads_per_worker
+from elastic.driver.membership.give_up import counted
+from elastic.driver.network.hosts import (
+    SLOTS_LIMIT,
+    ThisHost,
+    parse_hosts,
+    read_hostfile,
+    show,
+)
+from elastic.driver.network.interfaces import alone_address, worker_network
+from elastic.driver.processes.console import stand_in_for_closed
+from elastic.driver.settings import UNBOUNDED, Settings
+from elastic.errors import Invalid
+
+T = TypeVar("T")
+
+_FROM_ENVIRONMENT = {
+    "HOROVOD_START_TIMEOUT": "--start-timeout",
+    "HOROVOD_ELASTIC_TIMEOUT": "--elastic-timeout",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "--gloo-timeout-seconds",
+    "HOROVOD_LOG_LEVEL": "--log-level",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "--stall-check-warning-time-seconds",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "--stall-check-shutdown-time-seconds",
+    "HOROVOD_CYCLE_TIME": "--cycle-time-ms",
+    "HOROVOD_CACHE_CAPACITY": "--cache-capacity",
+    "HOROVOD_THREAD_AFFINITY": "--thread-affinity",
+    "HOROVOD_TIMELINE": "--timeline-filename",
+    "HOROVOD_AUTOTUNE_LOG": "--autotune-log-file",
+    "HOROVOD_NUM_NCCL_STREAMS": "--num-nccl-streams",
+}
+# Switches: 1 is the flag, 0 or nothing says nothing.
+_SWITCHES = {
+    "HOROVOD_STALL_CHECK_DISABLE": "--no-stall-check",
+    "HOROVOD_TIMELINE_MARK_CYCLES": "--timeline-mark-cycles",
+    "HOROVOD_LOG_HIDE_TIME": "--log-without-timestamp",
+    "HOROVOD_AUTOTUNE": "--autotune",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "--hierarchical-allreduce",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "--hierarchical-allgather",
+    "HOROVOD_TORUS_ALLREDUCE": "--torus-allreduce",
+    "HOROVOD_MPI_THREADS_DISABLE": "--mpi-threads-disable",
+}
+# Read by workers only, and checked here so that a mistake is told once and before anything starts.
+_WORKERS_SWITCHES = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_DISABLE_GROUP_FUSION")
+_SAYS_NOTHING = {
+    ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),  # Horovod's default is no wish
+    ("HOROVOD_NUM_NCCL_STREAMS", "0"),
+    ("HOROVOD_NUM_NCCL_STREAMS", "1"),
+    ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script will say where
+}
+NAMES = ("elasticrun", "horovodrun")
+_MIB = 1 << 20
+_A_DAY_S = 86_400.0
+_GLOO_S = 30.0
+_SLACK_S = 60.0  # a collective gives up by itself only when its worker has long been judged
+
+
+class _Patience(NamedTuple):
+    """With a worker that others wait for, in seconds; 0: without end."""
+
+    idle_s: float
+    busy_warning_s: float
+    busy_s: float
+    gpu_hang_s: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code. ``arguments`` are those of the process by default."""
+    stand_in_for_closed()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    environ = dict(os.environ)
+    try:
+        if arguments and arguments[0] in ("agent", "secret"):
+            from elastic.driver.commandline import agent_cli
+
+            return agent_cli.main(arguments, environ)
+        options = read_options(arguments, environ)
+        if options.version:
+            print(check_build.version())
+            return 0
+        if options.check_build:
+            print(check_build.describe(check_build.probe()))
+            return 0
+        return asyncio.run(_run(make_job(options, environ)))
+    except Invalid as error:
+        print(f"{_called()}:", str(error).replace("\n", " "), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{_called()}: the driver can't start: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _called() -> str:
+    """The name under which it was called."""
+    name = os.path.basename(sys.argv[0])
+    return name if name in NAMES else NAMES[0]
+
+
+async def _run(job: Job) -> int:
+    from elastic.driver.job.start import start
+
+    return (await start(job)).code
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """The options of command line, config file and environment together. Raises Invalid."""
+    options = flags.parse(arguments)
+    words = [
+        (f"{flag}={environ[name]}", f"environment variable {name}")
+        for name, flag in _FROM_ENVIRONMENT.items()
+        if environ.get(name) and (name, environ[name]) not in _SAYS_NOTHING
+    ]
+    words += _switches(environ) + _fusion(environ)
+    if options.config_file is not None:
+        words += read_config(options.config_file)
+    for word, source in words:
+        try:
+            flags.parse([word])
+        except Invalid as error:
+            raise Invalid(f"{source}: {error}") from None
+    # The last one given wins, so the command line comes last.
+    return flags.parse([*(word for word, _ in words), *arguments])
+
+
+def _switches(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    words = []
+    for name in (*_SWITCHES, *_WORKERS_SWITCHES):
+        match environ.get(name, "").lower():
+            case "" | "0" | "false":
+                pass
+            case "1" | "true":
+                if name in _SWITCHES:
+                    words.append((_SWITCHES[name], f"environment variable {name}"))
+            case _:
+                raise Invalid(f"{name} is {environ[name]!r}; set it to 1 or 0")
+    return words
+
+
+def _fusion(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The variable counts bytes, the flag MiB."""
+    name = "HOROVOD_FUSION_THRESHOLD"
+    text = environ.get(name)
+    if not text:
+        return []
+    if not text.isdecimal():
+        raise Invalid(f"{name} is {text!r}; give a whole number of bytes")
+    return [(f"--fusion-threshold-mb={int(text) / _MIB!r}", f"environment variable {name}")]
+
+
+# ---- the job ---------------------------------------------------------------------------------------------------------
+
+
+def make_job(
+    options: Options,
+    environ: Mapping[str, str],
+    *,
+    this_host: ThisHost | None = None,
+    cores: int | None = None,
+    provider: Provider | None = None,
+) -> Job:
+    """Checks everything and fills in the defaults. Creates the output directory. Raises Invalid.
+
+    ``cores`` are those that the workers may share, by default those of this process. ``provider``: an engine that
+    supplies the hosts.
+    """
+    if options.controller != "gloo":
+        raise Invalid(
+            f"--{options.controller} is not available; leave it out: workers are started directly"
+            " and talk over Gloo or NCCL"
+        )
+    np, workers_min, workers_max, elastic = _workers(options)
+    this_host = this_host or ThisHost()
+    hosts = _hosts(options, workers_max) if provider is None else None
+    elsewhere = {host for host in hosts or () if this_host.elsewhere(host) is not None}
+    fleet = fleet_plan(options, environ, elsewhere=bool(elsewhere))
+    if provider is not None:
+        fleet = provided(fleet, provider)
+    if not fleet.needed:
+        check_command(options.command, path=environ.get("PATH"))
+    elif not options.command:
+        check_command([], path=None)
+    script = None
+    if options.host_discovery_script is not None:
+        script = find_script(options.host_discovery_script, path=environ.get("PATH"))
+    elif hosts is not None and np > sum(hosts.values()):
+        raise Invalid(
+            f"{np} workers need {np} slots, but {show(hosts)} has {sum(hosts.values())} available;"
+            " list more slots, or lower -np"
+        )
+    bind = "" if fleet.needed else alone_address(options.network_interfaces or ())
+    timeline = _writable_place(options.timeline_filename)
+    env = _worker_additions(options, timeline)
+    notes = _notes(options, elastic=elastic)
+    # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.
+    if "OMP_NUM_THREADS" not in environ and not fleet.needed and hosts is not None:
+        cores = cores or len(os.sched_getaffinity(0))
+        workers = min(workers_max, sum(hosts.values()))
+        threads = threads_per_worker(cores, workers)
+        env["OMP_NUM_THREADS"] = str(threads)
+        told = f"OMP_NUM_THREADS={threads} ({cores} cores, up to {counted(workers, 'worker')})"
+        notes.append(("info", f"each worker gets {told}; set it yourself to change that"))
+    cooldown_min_s, cooldown_max_s = _given(
+        options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)
+    )
+    patience = _patience(options)
+    return Job(
+        command=options.command,
+        settings=Settings(
+            np=np,
+            workers_min=workers_min,
+            workers_max=workers_max,
+            elastic=elastic,
+            start_timeout_s=_given(options.start_timeout, Settings.start_timeout_s),
+            elastic_timeout_s=_given(options.elastic_timeout, Settings.elastic_timeout_s),
+            reset_limit=options.reset_limit,
+            cooldown_min_s=cooldown_min_s,
+            cooldown_max_s=cooldown_max_s,
+            slot_attempts=_given(options.slot_attempts, Settings.slot_attempts),
+            host_attempts=options.host_attempts,
+            lease_s=_given(options.lease, Settings.lease_s),
+            idle_s=patience.idle_s,
+            busy_warning_s=patience.busy_warning_s,
+            busy_s=patience.busy_s,
+            gpu_hang_s=patience.gpu_hang_s,
+            gpu_limit_s=_own_timeout_s(options, environ) or Settings.gpu_limit_s,
+            timeline=timeline,
+            env=env,
+        ),
+        hosts=hosts,
+        script=script,
+        fleet=fleet,
+        slots_per_host=_given(options.slots_per_host, 1),
+        environ={
+            **environ,
+            **(worker_network(bind, environ) if bind and options.network_interfaces else {}),
+        },
+        bind=bind,
+        collective_timeout_s=_collective_timeout_s(options, environ),
+        journal=_writable_file(options.journal),
+        metrics=_metrics(options),
+        output_dir=_writable_dir(options.output_filename),
+        prefix_timestamps=options.prefix_output_with_timestamp,
+        log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
+        log_timestamps=_given(options.log_timestamps, True),
+        notes=notes,
+    )
+
+
+def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
+    """What flags add to the environment of every worker, under Horovod's names. They win over what is inherited."""
+    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, _GLOO_S):g}"}
+    if options.tcp:
+        env["NCCL_IB_DISABLE"] = "1"
+    if options.fusion_threshold_mb is not None:
+        env["HOROVOD_FUSION_THRESHOLD"] = str(int(options.fusion_threshold_mb * _MIB))
+    given: dict[str, str | float | None] = {
+        "HOROVOD_LOG_LEVEL": options.log_level,
+        "HOROVOD_CYCLE_TIME": options.cycle_time_ms,
+        "HOROVOD_CACHE_CAPACITY": options.cache_capacity,
+        "HOROVOD_THREAD_AFFINITY": options.thread_affinity,
+        "HOROVOD_TIMELINE": timeline,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": options.stall_warning,
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": options.stall_shutdown,
+    }
+    for name, value in given.items():
+        if value is not None:
+            env[name] = value if isinstance(value, str) else f"{value:.17g}"
+    switches = {
+        "HOROVOD_TIMELINE_MARK_CYCLES": options.timeline_mark_cycles,
+        "HOROVOD_STALL_CHECK_DISABLE": _not(options.stall_check),
+        "HOROVOD_LOG_HIDE_TIME": _not(options.log_timestamps),
+    }
+    return env | {name: str(int(on)) for name, on in switches.items() if on is not None}
+
+
+def _patience(options: Options) -> _Patience:
+    if options.stall_check is False:
+        return _Patience(0.0, 0.0, 0.0, 0.0)
+    warning_s = _given(options.busy_warning, options.stall_warning)
+    busy_s = _given(options.busy_timeout, options.stall_shutdown)
+    busy_s = _given(busy_s, Settings.busy_s)
+    # Nobody would replace a fenced worker of a static job: one that waits for an upload is as good as a busy one there.
+    idle_s = Settings.idle_s if _is_elastic(options) else busy_s
+    return _Patience(
+        _given(options.idle_timeout, idle_s),
+        _given(warning_s, Settings.busy_warning_s),
+        busy_s,
+        _given(options.gpu_hang_timeout, Settings.gpu_hang_s),
+    )
+
+
+def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None:
+    """How long the user lets a collective take; None: that was not said. Raises Invalid."""
+    if options.gloo_timeout_seconds is not None:
+        return options.gloo_timeout_seconds
+    text = environ.get("ELASTIC_COLLECTIVE_TIMEOUT")
+    if not text:
+        return None
+    try:
+        given_s = float(text)
+    except ValueError:
+        given_s = math.nan
+    if not (math.isfinite(given_s) and given_s > 0):
+        name = "ELASTIC_COLLECTIVE_TIMEOUT"
+        raise Invalid(f"{name} is {text!r}; give a number of seconds, more than 0")
+    return given_s
+
+
+def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float:
+    """Gloo knows only that somebody is late: the driver finds out who and why, and this is the last resort."""
+    own_s = _own_timeout_s(options, environ)
+    if own_s is not None:
+        return own_s
+    busy_s = _patience(options).busy_s
+    return busy_s + _SLACK_S if busy_s else _A_DAY_S
+
+
+def _metrics(options: Options) -> tuple[str, int] | None:
+    if options.metrics_port is None:
+        if options.metrics_host is not None:
+            raise Invalid("--metrics-host is given without --metrics-port; give the port too")
+        return None
+    if options.metrics_port > 65535:
+        raise Invalid(f"--metrics-port {options.metrics_port} is no port; give 1 to 65535")
+    return _given(options.metrics_host, "127.0.0.1"), options.metrics_port
+
+
+def _is_elastic(options: Options) -> bool:
+    asked = (
+        options.min_num_proc,
+        options.max_num_proc,
+        options.host_discovery_script,
+        options.kubernetes_service,
+        options.etcd if options.hosts is None and options.hostfile is None else None,
+    )
+    return any(each is not None for each in asked)
+
+
+def _workers(options: Options) -> tuple[int, int, int, bool]:
+    """np, min, max, and whether the job is elastic."""
+    np, least, most = options.num_proc, options.min_num_proc, options.max_num_proc
+    elastic = _is_elastic(options)
+    if not elastic:
+        if np is None:
+            late = " before the program" if "-np" in options.command else ""
+            raise Invalid(f"-np is missing; say how many workers to start, as in -np 4{late}")
+        return np, np, np, False
+    if np is None and least is None:
+        raise Invalid("-np and --min-np are missing; say how many workers to start, as in -np 4")
+    if np is None:
+        assert least is not None, "one of the two is given"
+        np = least
+    least = _given(least, np)
+    growing = (options.host_discovery_script, options.etcd, options.kubernetes_service)
+    most = _given(most, np if all(each is None for each in growing) else UNBOUNDED)
+    if least > most:
+        raise Invalid(f"--min-np {least} is greater than --max-np {most}; give min <= max")
+    if np < least:
+        raise Invalid(f"-np {np} is smaller than --min-np {least}; give min <= np <= max")
+    if np > most:
+        raise Invalid(f"-np {np} is greater than --max-np {most}; give min <= np <= max")
+    return np, least, most, True
+
+
+def _hosts(options: Options, workers_max: int) -> dict[str, int] | None:
+    """The list that never changes, or None where hosts come and go."""
+    sources = {
+        "-H": options.hosts,
+        "--hostfile": options.hostfile,
+        "--host-discovery-script": options.host_discovery_script,
+        "--kubernetes-service": options.kubernetes_service,
+    }
+    given = [flag for flag, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise Invalid(f"{' and '.join(given)} are given together; keep one of them")
+    slots = _given(options.slots_per_host, 1)
+    if options.hosts is not None:
+        hosts = parse_hosts(options.hosts, default_slots=slots)
+    elif options.hostfile is not None:
+        hosts = read_hostfile(options.hostfile, default_slots=slots)
+    elif given or options.etcd is not None:
+        return None
+    elif workers_max > SLOTS_LIMIT:
+        raise Invalid(
+            f"{workers_max} workers are too many for one machine; it has {SLOTS_LIMIT} slots"
+        )
+    else:
+        return {"localhost": workers_max}
+    return hosts
+
+
+def _notes(options: Options, *, elastic: bool) -> list[tuple[str, str]]:
+    """What must not be accepted in silence."""
+    notes: list[tuple[str, str]] = []
+    other = check_build.other_horovod()
+    if other is not None:
+        notes.append(("warning", other))
+    without: dict[str, list[str]] = {}
+    for flag, on in options.without_meaning.items():
+        if on:
+            without.setdefault(flags.why_without_meaning(flag), []).append(flag)
+    for why, unused in without.items():
+        verb = "have" if len(unused) > 1 else "has"
+        notes.append(("warning", f"{', '.join(unused)} {verb} no meaning here: {why}"))
+    if not elastic:
+        of_elastic = {
+            "--reset-limit": options.reset_limit,
+            "--blacklist-cooldown-range": options.cooldown_range,
+            "--slot-attempts": options.slot_attempts,
+            "--host-attempts": options.host_attempts,
+        }
+        unused = [flag for flag, value in of_elastic.items() if value is not None]
+        if unused:
+            notes.append(
+                ("warning", f"without effect unless --min-np is given: {', '.join(unused)}")
+            )
+    return notes
+
+
+def _writable_dir(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except FileExistsError:
+        raise Invalid(f"--output-filename {path} is a file; give a directory") from None
+    except OSError as error:
+        raise Invalid(
+            f"--output-filename {path} can't be written to: {error.strerror}; give another directory"
+        ) from None
+    return os.path.abspath(path)
+
+
+def _writable_file(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise Invalid(
+            f"--journal {path} can't be written to: {error.strerror}; give another file"
+        ) from None
+    return os.path.abspath(path)
+
+
+def _writable_place(path: str | None) -> str | None:
+    """For a timeline. Not made here: an empty file is none that a viewer opens."""
+    if path is None:
+        return None
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        trouble = "it is a directory"
+    elif not os.path.isdir(folder):
+        trouble = f"there is no directory {folder}"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        trouble = "permission denied"
+    else:
+        return os.path.abspath(path)
+    raise Invalid(f"--timeline-filename {path} can't be written to: {trouble}; give another file")
+
+
+def _not(on: bool | None) -> bool | None:
+    return None if on is None else not on
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The flags for other hosts, for drivers that follow each other, and for security. Only names and help."""
+
+from __future__ import annotations
+
+from elastic.driver.commandline.arguments import (
+    Group,
+    Names,
+    seconds,
+    whole,
+)
+
+
+def add_several_hosts(add: Group) -> None:
+    add("-p --ssh-port", "PORT", whole(1), "Reach other hosts by ssh on this port.")
+    add("-i --ssh-identity-file", "FILE", str, "Log in to other hosts with this key.")
+    add("--ssh-config", "FILE", str, "Use this configuration of ssh (default: the user's).")
+    add(
+        "--remote-python",
+        "PATH",
+        str,
+        "The python with hvd-elastic on other hosts (default: where it is here, else python3).",
+    )
+    add(
+        "--export",
+        "NAMES",
+        str,
+        "Give workers on all hosts these variables of this environment, beside HOROVOD_*, NCCL_*"
+        " and the like.",
+        action=Names,
+        dest="exported",
+    )
+    add_etcd(add)
+    add(
+        "--kubernetes-service",
+        "NAME",
+        str,
+        "Hosts are the addresses behind this headless service, on each of which an agent runs.",
+    )
+
+
+def add_etcd(add: Group) -> None:
+    add("--job", "NAME", str, "The name under which driver and agents meet.", dest="job_name")
+    add(
+        "--etcd",
+        "HOST:PORT,...",
+        str,
+        "The members of an etcd; without a list of hosts, they are those whose agents are there.",
+    )
+    add(
+        "--etcd-user",
+        "NAME",
+        str,
+        "Log in to etcd; the password stands in ELASTIC_ETCD_PASSWORD.",
+    )
+    add("--etcd-ca", "FILE", str, "Speak TLS with etcd, whose certificate this one has signed.")
+    add("--etcd-cert", "FILE", str, "Our certificate for etcd.")
+    add("--etcd-key", "FILE", str, "Its key.")
+
+
+def add_failover(add: Group) -> None:
+    add(
+        "--resume",
+        None,
+        None,
+        "Go on with the job of --journal or --etcd if there is one, else begin it. Commits are in the workers' memory:"
+        " when all die at once, only a checkpoint that the script saves is left.",
+    )
+    add(
+        "--standby",
+        None,
+        None,
+        "Wait until no other driver leads the job in --etcd, then go on with it. Start two.",
+    )
+    add(
+        "--fresh",
+        None,
+        None,
+        "Begin a new job; what is left of an earlier one in --journal or under --job is ended.",
+    )
+    add(
+        "--driver-timeout",
+        "S",
+        seconds,
+        "Workers train on for so long without a driver (default: 600 with --resume or --standby,"
+        " else 30).",
+    )
+    add(
+        "--driver-port",
+        "PORT",
+        whole(1),
+        "Listen for agents on this port (default: any free one).",
+    )
+
+
+def add_security(add: Group) -> None:
+    add(
+        "--secret-file",
+        "FILE",
+        str,
+        "The job's secret, as `elasticrun secret FILE` makes one (default: ELASTIC_SECRET_FILE,"
+        " ELASTIC_JOB_SECRET, or a new one where nobody else needs it).",
+    )
+    add("--tls-cert", "FILE", str, "Encrypt control connections; our certificate.")
+    add("--tls-key", "FILE", str, "Its key.")
+    add("--tls-ca", "FILE", str, "The authority that has signed the certificates of all hosts.")

@@ -1,0 +1,224 @@
+"""One connection to one member of etcd, and what goes wrong with it in two kinds: no answer, or no for an answer.
+
+The messages and stubs are those of ``aetcd``; its client is not used, because it knows neither TLS nor a second
+member. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from elastic.driver.network.credentials import EtcdAccess
+from elastic.errors import ElasticError, Invalid
+
+Answer = TypeVar("Answer")
+
+OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel connects at once, whatever failed before
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.max_receive_message_length", -1),
+]
+# Read once, when gRPC starts: without the first it writes a line to stderr at each fork of a worker, without the
+# second it logs there what we say in our own words.
+QUIET = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}
+
+
+NOBODY_THERE = "connection refused"
+
+
+class Unavailable(ElasticError):
+    """etcd has not answered. It may have done what it was asked."""
+
+
+class NotLetIn(Unavailable):
+    """It answers, but does not let us in. At startup that is the user's to mend, later it is awaited."""
+
+
+class Rejected(ElasticError):
+    """etcd has said no; to ask again would not help."""
+
+
+class LeaseGone(Rejected):
+    """The lease is over, or was never there."""
+
+
+def load() -> Any:
+    """The module ``aetcd.rpc``: messages and stubs. Raises Invalid if the extra is not installed."""
+    before = {name: os.environ.get(name) for name in QUIET}
+    os.environ.update({name: text for name, text in QUIET.items() if before[name] is None})
+    try:
+        import grpc.aio
+        from aetcd import rpc
+
+        grpc.aio.init_grpc_aio()
+    except ImportError as error:
+        raise Invalid(
+            f"etcd can't be used ({error.name} is missing); run: pip install 'hvd-elastic[etcd]'"
+        ) from None
+    finally:  # workers are not to inherit it
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+    return rpc
+
+
+class Connection:
+    """Opens at the first call. ``closed``: by us; every call under way ends in Unavailable."""
+
+    def __init__(self, endpoint: str, access: EtcdAccess) -> None:
+        self.endpoint = endpoint
+        self.closed = False
+        self._access = access
+        self._rpc = rpc = load()
+        self._channel = _channel(rpc, endpoint, access)
+        self.kv = rpc.KVStub(self._channel)
+        self.lease = rpc.LeaseStub(self._channel)
+        self.watches = rpc.WatchStub(self._channel)
+        self._auth = rpc.AuthStub(self._channel)
+        self._token = ""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("token", self._token),) if self._token else ()
+
+    async def log_in(self, within_s: float) -> None:
+        """Get a token, if we are somebody. Raises Unavailable or NotLetIn."""
+        if not self._access.user:
+            return
+        request = self._rpc.AuthenticateRequest(
+            name=self._access.user, password=self._access.password
+        )
+        try:
+            answer = await self.outcome(self._auth.Authenticate(request, timeout=within_s))
+        except Rejected as error:
+            if "authentication is not enabled" in str(error):
+                return  # whoever comes is let in
+            raise NotLetIn(
+                f"it does not let user {self._access.user!r} in: {error};"
+                " check --etcd-user and its password"
+            ) from None
+        self._token = answer.token
+
+    async def call(
+        self, method: Callable[..., Awaitable[Any]], request: Any, within_s: float
+    ) -> Any:
+        """One question, one answer."""
+        return await self.outcome(method(request, timeout=within_s, metadata=self.metadata or None))
+
+    async def outcome(self, call: Awaitable[Answer], within_s: float | None = None) -> Answer:
+        """What becomes of a call, with its errors translated."""
+        task = asyncio.ensure_future(call)
+        # In a task of its own: that our channel was closed is not to look as if we had been cancelled.
+        try:
+            done, _ = await asyncio.wait({task}, timeout=within_s)
+        except asyncio.CancelledError:
+            _forget(task)
+            raise
+        if not done:
+            _forget(task)
+            raise Unavailable(f"no answer within {within_s:g} s")
+        if task.cancelled():
+            raise Unavailable("the connection was closed")
+        error = task.exception()
+        if error is None:
+            return task.result()
+        if isinstance(error, self._rpc.AioRpcError):
+            raise self._translated(error) from None
+        if self.closed and isinstance(error, Exception):
+            raise Unavailable("the connection was closed") from None
+        raise error
+
+    async def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            await self._channel.close()
+
+    def _translated(self, error: Any) -> ElasticError:
+        codes, code = self._rpc.StatusCode, error.code()
+        details = str(error.details() or code.name)
+        text = details.removeprefix("etcdserver: ")
+        if code is codes.UNAUTHENTICATED or "revision of auth store is old" in details:
+            return Unavailable(text)  # the token has run out: the next connection gets a new one
+        if "user name is empty" in details:
+            return NotLetIn("it asks for a user; give --etcd-user and its password")
+        if code is codes.NOT_FOUND and "lease not found" in details:
+            return LeaseGone(text)
+        if code is codes.RESOURCE_EXHAUSTED and "larger than max" in details:
+            return Rejected(text)
+        if code is codes.DEADLINE_EXCEEDED:
+            return Unavailable("no answer in time")
+        if code in _rejections(codes):
+            return Rejected(text)
+        return _trouble(details, self._access)
+
+
+def _rejections(codes: Any) -> tuple[Any, ...]:
+    return (
+        codes.PERMISSION_DENIED,
+        codes.INVALID_ARGUMENT,
+        codes.FAILED_PRECONDITION,
+        codes.ALREADY_EXISTS,
+        codes.NOT_FOUND,
+        codes.OUT_OF_RANGE,
+        codes.UNIMPLEMENTED,
+    )
+
+
+def _trouble(details: str, access: EtcdAccess) -> Unavailable:
+    """gRPC's words for a connection that does not come about, in ours."""
+    tls = access.tls
+    if "Connection refused" in details:
+        return Unavailable(NOBODY_THERE)
+    if "DNS" in details or "resolution" in details:
+        return Unavailable("its name can't be looked up")
+    if tls and "CERTIFICATE_VERIFY_FAILED" in details:
+        return NotLetIn(f"its certificate is not signed by {tls.ca}; check --etcd-ca")
+    if tls and "not in peer certificate" in details:
+        return NotLetIn("its certificate is for another name; use a name that is in it")
+    if tls and "WRONG_VERSION" in details:
+        return NotLetIn("it doesn't speak TLS; leave out --etcd-ca, or turn TLS on there")
+    if tls and "Unwrap failed" in details:
+        return NotLetIn("it does not take our certificate; check --etcd-cert and --etcd-key")
+    if tls and "handshake" in details.lower():
+        return Unavailable("the TLS handshake failed; check --etcd-cert, and that it speaks TLS")
+    if "Socket closed" in details or "reset" in details or "Broken pipe" in details:
+        wants = "a certificate, by --etcd-cert and --etcd-key" if tls else "TLS, by --etcd-ca"
+        return Unavailable(f"it closed the connection; it may want {wants}")
+    return Unavailable(details.removeprefix("etcdserver: "))
+
+
+def _channel(rpc: Any, endpoint: str, access: EtcdAccess) -> Any:
+    if access.tls is None:
+        return rpc.insecure_channel(endpoint, options=OPTIONS)
+    import grpc
+
+    try:
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=_content(access.tls.ca, "--etcd-ca"),
+            private_key=_content(access.tls.key, "--etcd-key") if access.tls.key else None,
+            certificate_chain=_content(access.tls.cert, "--etcd-cert") if access.tls.cert else None,
+        )
+    except OSError as error:
+        raise NotLetIn(f"{error.filename} can't be read: {error.strerror}") from None
+    return rpc.secure_channel(endpoint, credentials, options=OPTIONS)
+
+
+def _content(path: str, flag: str) -> bytes | None:
+    """Read anew for each connection, so that renewed certificates are taken."""
+    if not path:
+        return None
+    with open(path, "rb") as file:
+        content = file.read()
+    if b"-----BEGIN" not in content:
+        raise NotLetIn(f"{flag} {path} is no PEM file; give one")
+    return content
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    """Cancel it, and take no interest in how it ends."""
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    task.cancel()

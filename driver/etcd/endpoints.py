@@ -1,0 +1,212 @@
+"""Asks a member of etcd, the next one when it doesn't answer, and says so once when none does. Decides nothing.
+
+Whether etcd counts as away is decided in `etcd_contact`. While it is away, what is asked without a deadline waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from elastic.driver.etcd.availability import Contact
+from elastic.driver.etcd.connection import (
+    NOBODY_THERE,
+    Connection,
+    NotLetIn,
+    Rejected,
+    Unavailable,
+    load,
+)
+from elastic.driver.network.credentials import EtcdAccess
+from elastic.errors import Invalid
+
+Log = Callable[[str, str], None]
+Method = Callable[[Connection], Callable[..., Awaitable[Any]]]
+
+CALL_S = 2.0  # one question to one member
+PULSE_S = 2.0  # after so much silence etcd is asked whether it is there
+GRACE_S = 3.0  # and after so much it is told that it is not
+GAP_S = 2.5  # after so much, leases may have run out that nobody could renew
+OPEN_S = 5.0
+
+
+class Members:
+    """At most one connection at a time. ``root``: the prefix under which all is that will be asked for."""
+
+    def __init__(
+        self, access: EtcdAccess, log: Log, *, root: bytes, end: bytes, grace_s: float
+    ) -> None:
+        if not access.endpoints:
+            raise Invalid("it isn't said where etcd is; give HOST:PORT[,HOST:PORT...]")
+        for endpoint in access.endpoints:
+            name, _, port = endpoint.rpartition(":")
+            if not name or "/" in name or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise Invalid(f"{endpoint!r} can't be where etcd is; give HOST:PORT, as in a:2379")
+        self.rpc = load()
+        self.closed = False
+        self._access = access
+        self._log = log
+        self._root = root
+        self._end = end
+        self._name = ", ".join(access.endpoints)
+        self._connection: Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._next = 0  # index of the endpoint that is asked next
+        self._failures = 0  # since the last answer
+        self._contact = Contact(self._name, self._now(), grace_s=grace_s, gap_s=GAP_S)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._pulse_task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """See that it is there and lets us in. Raises Invalid, with what to do, within 5 seconds."""
+        deadline = self._now() + OPEN_S - 0.5
+        while True:
+            troubles: dict[str, str] = {}
+            for left in range(len(self._access.endpoints), 0, -1):
+                endpoint = self._access.endpoints[self._next]
+                try:
+                    async with self._connecting:
+                        await self._ask_root(max(0.1, (deadline - self._now()) / left))
+                except (NotLetIn, Rejected) as error:
+                    await self.close()
+                    raise Invalid(f"etcd at {endpoint}: {self._mend(error)}") from None
+                except Unavailable as error:
+                    troubles[endpoint] = str(error)
+                    self._leave(self._connection)
+                else:
+                    self._pulse_task = asyncio.ensure_future(self._pulse())
+                    return
+            # Members that are there may be about to elect their leader.
+            if set(troubles.values()) == {NOBODY_THERE} or self._now() >= deadline:
+                break
+            await asyncio.sleep(0.1)
+        await self.close()
+        if len(set(troubles.values())) == 1:
+            troubles = {self._name: next(iter(troubles.values()))}
+        texts = [f"etcd at {where} does not answer ({why})" for where, why in troubles.items()]
+        raise Invalid(f"{'; '.join(texts)}; start it, or give other addresses") from None
+
+    async def close(self) -> None:
+        """What is under way, or asked later, is Unavailable."""
+        self.closed = True
+        self._leave(self._connection)
+        if self._pulse_task is not None:
+            self._pulse_task.cancel()
+            await asyncio.wait({self._pulse_task})
+        if self._closing:
+            await asyncio.wait(set(self._closing), timeout=CALL_S)
+            # gRPC's thread still hands over what was cancelled; with the loop closed it would log an error.
+            await asyncio.sleep(0.01)
+
+    def unsettled_s(self, settle_s: float) -> float:
+        """How long until etcd has been back for ``settle_s``: see `Contact.unsettled_s`."""
+        return self._contact.unsettled_s(self._now(), settle_s)
+
+    async def ask(
+        self,
+        method: Method,
+        request: Any,
+        within_s: float | None,
+    ) -> Any:
+        """The answer of whoever gives one; Unavailable when the time is over. None: wait until etcd is back."""
+        deadline = None if within_s is None else self._now() + within_s
+        while True:
+            left_s = CALL_S if deadline is None else min(CALL_S, deadline - self._now())
+            connection = None
+            try:
+                connection = await self.connected()
+                answer = await connection.call(method(connection), request, max(0.05, left_s))
+            except Rejected:
+                self.answered()
+                raise
+            except Unavailable as error:
+                if self.closed or (deadline is not None and self._now() >= deadline):
+                    self._report(error, connection)
+                    raise
+                await self.failed(error, connection)
+            else:
+                self.answered()
+                return answer
+
+    async def connected(self) -> Connection:
+        async with self._connecting:
+            if self.closed:
+                raise Unavailable("we have closed the connection")
+            if self._connection is None:
+                await self._connect(CALL_S)
+            assert self._connection is not None
+            return self._connection
+
+    async def _connect(self, within_s: float) -> None:
+        connection: Connection | None = None
+        try:
+            connection = Connection(self._access.endpoints[self._next], self._access)
+            await connection.log_in(within_s)
+        except BaseException:
+            self._next = (self._next + 1) % len(self._access.endpoints)
+            if connection is not None:
+                self._close(connection)
+            raise
+        self._connection = connection
+
+    async def _ask_root(self, within_s: float) -> None:
+        if self._connection is None:
+            await self._connect(within_s)
+        connection = self._connection
+        assert connection is not None
+        request = self.rpc.RangeRequest(key=self._root, range_end=self._end, count_only=True)
+        await connection.call(connection.kv.Range, request, within_s)
+        self.answered()
+
+    def _leave(self, connection: Connection | None) -> None:
+        """Close it; the next call goes to the next member."""
+        if connection is not None and connection is self._connection:
+            self._connection = None
+            self._next = (self._next + 1) % len(self._access.endpoints)
+            self._close(connection)
+
+    def _report(self, error: Exception, connection: Connection | None) -> None:
+        # Several calls may fail with one connection.
+        if connection is None or connection is self._connection:
+            self._failures += 1
+        self._leave(connection)
+        if not self.closed and (line := self._contact.failed(str(error), self._now())):
+            self._log(*line)
+
+    async def failed(self, error: Exception, connection: Connection | None) -> None:
+        """Wait a moment, unless there is another member to be asked at once."""
+        self._report(error, connection)
+        rounds, rest = divmod(self._failures, len(self._access.endpoints))
+        if rest == 0:
+            await asyncio.sleep(min(0.5, 0.05 * 2 ** min(rounds, 5)))
+
+    def answered(self) -> None:
+        self._failures = 0
+        if line := self._contact.answered(self._now()):
+            self._log(*line)
+
+    async def _pulse(self) -> None:
+        """Ask when nothing else is asked: a watch alone doesn't tell silence from absence."""
+        while not self.closed:
+            await asyncio.sleep(max(0.05, PULSE_S - self._contact.silent_s(self._now())))
+            if self._contact.silent_s(self._now()) >= PULSE_S and not self.closed:
+                with contextlib.suppress(Unavailable, Rejected):
+                    await self.ask(
+                        lambda each: each.kv.Range, self.rpc.RangeRequest(key=self._root), CALL_S
+                    )
+
+    def _close(self, connection: Connection) -> None:
+        task = asyncio.ensure_future(connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _mend(self, error: Exception) -> str:
+        if isinstance(error, NotLetIn):
+            return str(error)
+        who = f"user {self._access.user!r}" if self._access.user else "we"
+        return f"{who} may not read {self._root.decode()} ({error}); grant readwrite on this prefix"
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

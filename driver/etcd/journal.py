@@ -1,0 +1,205 @@
+"""Keeps a job's journal in etcd, and finds in it what another driver goes on from. Decides nothing.
+
+    journal/header          {"begins": N, "header": {...}}: what counts are the records from number N on
+    journal/000000000017    1/1, and below it the lines of one record, as they would stand in a file
+
+A record is a batch of entries, a snapshot, or a take-over; one that is larger than etcd takes at once is cut into
+pieces with numbers of their own, and counts when the last is there. Actions are left out: they follow from the events,
+and a digest tells whether another driver comes to the same. Every transaction is carried out only while we lead: a
+driver that was replaced can't write, nor act, because what is not written is not acted upon.
+
+A snapshot moves N in one transaction, so that it is there as a whole or not at all; what stands before N is deleted
+then and with the following records, as etcd takes only so many operations at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from elastic.driver.journal.entries import (
+    Header,
+    Resumed,
+    Writer,
+    encoded,
+)
+from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.records import Record
+from elastic.driver.journal.remote_journal import RecordJournal
+from elastic.driver.journal.resume import Past, past_of
+from elastic.errors import Invalid
+
+if TYPE_CHECKING:
+    from elastic.driver.etcd.client import Listing
+
+DELETES = 100  # in one transaction; etcd takes 128 operations
+_NUMBER = re.compile(r"\d{12}")
+
+
+class Leader(Protocol):
+    """What only a leader may change; see `leadership`."""
+
+    async def transact(self, puts: list[tuple[str, bytes]], deletes: list[str]) -> None: ...
+
+
+class Readable(Protocol):
+    async def get_prefix(self, prefix: str, *, within_s: float | None = ...) -> Listing: ...
+
+
+class _Beginning(msgspec.Struct):
+    begins: int
+    header: Header
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class EtcdArchive:
+    """The journal under ``root``, which ends in the job's name and a slash. ``leader`` leads already."""
+
+    def __init__(self, etcd: Readable, leader: Leader, root: str) -> None:
+        self._etcd = etcd
+        self._leader = leader
+        self._folder = f"{root}journal/"
+        self._next: int | None = None  # not known yet
+        self._obsolete: list[int] = []  # before what counts
+        self._counting: list[int] = []
+
+    async def past(self) -> Past | None:
+        """What is there to go on from; waits for etcd. Raises Invalid."""
+        listing = await self._etcd.get_prefix(self._folder, within_s=None)
+        kept = {key.removeprefix(self._folder): item.value for key, item in listing.items.items()}
+        beginning = kept.pop("header", None)
+        numbers = {
+            int(name): data for name, data in sorted(kept.items()) if _NUMBER.fullmatch(name)
+        }
+        self._next = max(numbers, default=-1) + 1
+        self._obsolete, self._counting = [*numbers], []
+        if beginning is None:
+            return None
+        try:
+            found = msgspec.json.decode(beginning, type=_Beginning)
+            self._next = max(self._next, found.begins)
+            self._obsolete = [number for number in numbers if number < found.begins]
+            self._counting = [number for number in numbers if number >= found.begins]
+            lines = b"".join(_records(numbers, found.begins)).split(b"\n")[:-1]
+            return past_of(found.header, lines)
+        except (msgspec.MsgspecError, ValueError) as error:
+            where = f"the journal in etcd under {self._folder}"
+            raise Invalid(f"{where} can't be resumed: {error}") from error
+
+    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> EtcdJournal:
+        if self._next is None:
+            raise RuntimeError("what is there was not looked at")
+        journal = EtcdJournal(self._leader, self._folder, header, header.writer, upkeep)
+        await journal.replace([*self._obsolete, *self._counting], self._next)
+        return journal
+
+    async def go_on(self, past: Past, writer: Writer, upkeep: Upkeep | None = None) -> EtcdJournal:
+        if self._next is None:
+            raise RuntimeError("what is there was not looked at")
+        journal = EtcdJournal(
+            self._leader, self._folder, past.header, writer, upkeep, entries=past.replayed
+        )
+        await journal.go_on(self._obsolete, self._counting, self._next)
+        return journal
+
+    async def clear(self) -> None:
+        """Nobody is to go on from what is there."""
+        left = [f"{self._folder}header"] + [
+            f"{self._folder}{number:012}" for number in [*self._obsolete, *self._counting]
+        ]
+        while left:
+            await self._leader.transact([], left[:DELETES])
+            left = left[DELETES:]
+
+    def close(self) -> None:
+        """Nothing is held here: the leadership is."""
+
+
+class EtcdJournal(RecordJournal[Record]):
+    """An open journal."""
+
+    def __init__(
+        self,
+        leader: Leader,
+        folder: str,
+        header: Header,
+        writer: Writer,
+        upkeep: Upkeep | None,
+        *,
+        entries: int = 0,
+    ) -> None:
+        super().__init__(Record, writer, upkeep, entries=entries)
+        self._leader = leader
+        self._folder = folder
+        self._header = header
+        self._next = 0  # number of the next piece
+        self._counting: list[int] = []  # pieces that are there and count
+        self._obsolete: deque[int] = deque()  # those that are still there and do not
+
+    async def replace(self, obsolete: Iterable[int], number: int) -> None:
+        """A new job begins with the piece of this number."""
+        self._next = number
+        self._obsolete.extend(obsolete)
+        await self._transact([self._beginning(number)])
+
+    async def go_on(self, obsolete: Iterable[int], counting: Iterable[int], number: int) -> None:
+        """The job goes on with the piece of this number."""
+        self._next = number
+        self._obsolete.extend(obsolete)
+        self._counting = list(counting)
+        self._waiting.append(Record(bytearray(encoded(Resumed(self._writer)))))
+        await self.settle()
+
+    async def _put(self, record: Record) -> None:
+        """Piece by piece. One whose answer did not arrive is put again, in the same place."""
+        record.begun = True
+        count = record.pieces
+        while record.written < count:
+            piece = b"%d/%d\n" % (record.written + 1, count) + record.next_piece()
+            puts = [(self._key(self._next), piece)]
+            first = self._next - record.written
+            if record.begins and record.written + 1 == count:
+                puts.append(self._beginning(first))
+                self._obsolete.extend(n for n in self._counting if n < first)
+                self._counting = [n for n in self._counting if n >= first]
+            await self._transact(puts)
+            self._counting.append(self._next)
+            self._next += 1
+            record.written += 1
+
+    async def _transact(self, puts: list[tuple[str, bytes]]) -> None:
+        """With as much of the rubbish as fits."""
+        rubbish = list(islice(self._obsolete, DELETES))
+        await self._leader.transact(puts, [self._key(number) for number in rubbish])
+        for _ in rubbish:
+            self._obsolete.popleft()
+
+    def _beginning(self, number: int) -> tuple[str, bytes]:
+        return f"{self._folder}header", _encode(_Beginning(number, self._header))
+
+    def _key(self, number: int) -> str:
+        return f"{self._folder}{number:012d}"
+
+
+def _records(numbers: Mapping[int, bytes], begins: int) -> Iterator[bytes]:
+    """Those that are there to their last piece. Raises ValueError if one in the middle is missing."""
+    pieces: list[bytes] = []
+    for expected, number in enumerate((n for n in numbers if n >= begins), start=begins):
+        if number != expected:
+            raise ValueError(f"record {expected} is missing")
+        head, _, body = numbers[number].partition(b"\n")
+        index, count = map(int, head.split(b"/"))
+        if index == 1:
+            pieces = []  # a driver was gone before it had written all of the one before
+        if index == len(pieces) + 1:
+            pieces.append(body)
+            if index == count:
+                yield b"".join(pieces)
+                pieces = []

@@ -1,0 +1,244 @@
+"""Which of several drivers leads a job: the one that holds the seat in etcd. Decides nothing; etcd does.
+
+The seat is a key under a lease. Whoever takes it counts the job's term up in the same transaction, and everything it
+writes later is written only if that is still the last change of the term. So a driver that was stopped, or cut off,
+and has been replaced can write nothing when it wakes, whatever it believes. One that has lost the seat, but has not
+been replaced, takes it again, under the same term: nobody has acted in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+import msgspec
+
+from elastic.driver.etcd.client import (
+    Etcd,
+    Item,
+    Put,
+    Unchanged,
+)
+from elastic.driver.etcd.connection import LeaseGone, Rejected, Unavailable
+from elastic.driver.etcd.endpoints import Log
+from elastic.driver.etcd.keys import (
+    SeatRecord,
+    job_root,
+    read_seat,
+    split_address,
+)
+from elastic.driver.etcd.lease_guard import LeaseGuard
+from elastic.errors import ElasticError, Invalid
+
+RETAKE_S = 1.0  # for the driver of before to take its seat again, once etcd is back
+
+
+class Deposed(ElasticError):
+    """Another driver leads this job, or we have resigned: nothing was written, and nothing will be."""
+
+
+class Leadership:
+    """``lost`` is set when another driver leads. ``term`` is 0 before we lead.
+
+    The seat stays ours until `resign`, the end of this process, or a silence of longer than ``ttl_s`` while another
+    one waits. Resign before the connection to etcd is closed.
+    """
+
+    def __init__(self, etcd: Etcd, job: str, log: Log, *, ttl_s: float = 2.0) -> None:
+        self.lost = asyncio.Event()
+        self.term = 0
+        self._etcd = etcd
+        self._job = job
+        self._seat = f"{job_root(job)}driver"
+        self._term = f"{job_root(job)}term"
+        self._log = log
+        self._ttl_s = ttl_s
+        self._record = SeatRecord(0)
+        self._guard_condition: Unchanged | None = None  # holds as long as nobody leads after us
+        self._resigned = False
+        self._lease = 0
+        self._seating = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._guard: LeaseGuard | None = None
+
+    @property
+    def leads(self) -> bool:
+        """As far as we know. Only a transaction tells for sure."""
+        return self._guard_condition is not None and not self.lost.is_set()
+
+    @property
+    def guard_pid(self) -> int | None:
+        return self._guard.pid if self._guard else None
+
+    async def acquire(self) -> int:
+        """Wait until nobody leads, then lead: the new term. Raises Deposed if we resign meanwhile."""
+        if self._resigned:
+            raise self._deposed()
+        self._guard = self._guard or LeaseGuard(self._etcd.access, self._log)
+        campaign = asyncio.ensure_future(self._campaign())
+        self._tasks += [campaign, asyncio.ensure_future(self._keep())]
+        try:
+            await asyncio.wait({campaign})
+        except asyncio.CancelledError:
+            campaign.cancel()
+            raise
+        if campaign.cancelled():
+            raise self._deposed()
+        campaign.result()
+        self._tasks.append(asyncio.ensure_future(self._look()))
+        return self.term
+
+    async def announce(self, address: str) -> None:
+        """Tell where we listen, ``host:port``. Raises Deposed."""
+        host, port = split_address(address)
+        self._record = SeatRecord(self.term, host, port)
+        await self._sit(anew=True)
+        if not self.leads:
+            raise self._deposed()
+
+    async def transact(
+        self, puts: Sequence[tuple[str, bytes]] = (), deletes: Sequence[str] = ()
+    ) -> None:
+        """Write all of it, if we lead; raises Deposed if we don't. While etcd is away it waits.
+
+        The keys are whole ones. At most 127 operations and 1.5 MB.
+        """
+        if not self.leads or self._guard_condition is None:
+            raise self._deposed()
+        written = await self._etcd.transact(
+            [self._guard_condition], [Put(*each) for each in puts], deletes, within_s=None
+        )
+        if written is None:
+            self._depose()
+            raise self._deposed()
+
+    async def resign(self) -> None:
+        """Free the seat, or stop waiting for it. Within a bound."""
+        self._resigned = True
+        self._guard_condition = None
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._lease:
+            with contextlib.suppress(Unavailable, Rejected):  # it runs out by itself
+                await self._etcd.revoke(self._lease, within_s=2.0)
+        if self._guard is not None:
+            self._guard.close()
+
+    # ---- the seat
+
+    async def _campaign(self) -> None:
+        """Returns when we lead."""
+        async with contextlib.aclosing(self._etcd.watch(self._seat)) as looks:
+            async for item in looks:
+                if item is not None and item.lease != self._lease:
+                    continue
+                while wait_s := self._etcd.unsettled_s(self._ttl_s + RETAKE_S):
+                    await asyncio.sleep(wait_s)
+                if await self._take():
+                    return
+        raise Unavailable("the connection to etcd was closed")
+
+    async def _take(self) -> bool:
+        """Sit down on a free seat. False: somebody else was quicker."""
+        while True:
+            last = await self._etcd.get(self._term, within_s=None)
+            try:
+                term = int(last.value) + 1 if last else 1
+            except ValueError:
+                raise Invalid(
+                    f"etcd key {self._term} holds no number; delete it if no job {self._job} runs"
+                ) from None
+            lease = await self._live_lease()
+            record = SeatRecord(term)
+            conditions = [Unchanged(self._seat, 0), Unchanged(self._term, _changed(last))]
+            puts = [
+                Put(self._seat, msgspec.json.encode(record), lease),
+                Put(self._term, str(term).encode()),
+            ]
+            try:
+                revision = await self._etcd.transact(conditions, puts, within_s=None)
+            except LeaseGone:
+                self._lease = 0
+                continue
+            if revision is None:
+                seat = await self._etcd.get(self._seat, within_s=None)
+                if seat is None:
+                    continue
+                taken = read_seat(seat.value)
+                if seat.lease != lease or taken is None:
+                    return False
+                record, revision = taken, seat.changed  # it was us; the answer got lost
+            self.term, self._record = record.term, record
+            self._guard_condition = Unchanged(self._term, revision)
+            return True
+
+    async def _sit(self, *, anew: bool = False) -> None:
+        """See to it that the seat is ours and says what we want, or that we know that we have lost it."""
+        async with self._seating:
+            while self.leads and self._guard_condition is not None:
+                lease = await self._live_lease()
+                seat = await self._etcd.get(self._seat, within_s=None)
+                value = msgspec.json.encode(self._record)
+                if seat is not None and seat.lease == lease and seat.value == value:
+                    return
+                # The seat may be free or ours; that nobody led after us is what counts.
+                conditions = [self._guard_condition, Unchanged(self._seat, _changed(seat))]
+                try:
+                    if await self._etcd.transact(
+                        conditions, [Put(self._seat, value, lease)], within_s=None
+                    ):
+                        if not anew:
+                            self._log("info", f"the driver's seat of job {self._job} is ours again")
+                        return
+                except LeaseGone:
+                    self._lease = 0
+                    continue
+                term = await self._etcd.get(self._term, within_s=None)
+                if _changed(term) != self._guard_condition.changed:
+                    self._depose()
+
+    async def _live_lease(self) -> int:
+        if not self._lease:
+            self._lease = await self._etcd.grant(self._ttl_s, within_s=None)
+            if self._guard is not None:
+                self._guard.tell(self._lease)
+        return self._lease
+
+    async def _keep(self) -> None:
+        """Renew the lease, while we wait and while we lead."""
+        while not self.lost.is_set():
+            await asyncio.sleep(self._ttl_s / 3)
+            if not self._lease:
+                continue
+            with contextlib.suppress(Unavailable, Rejected):
+                lease = self._lease
+                if not await self._etcd.keep_alive(lease, within_s=self._ttl_s):
+                    if self._lease == lease:
+                        self._lease = 0
+                    await self._sit()
+
+    async def _look(self) -> None:
+        async with contextlib.aclosing(self._etcd.watch(self._seat)) as looks:
+            async for item in looks:
+                record = read_seat(item.value) if item else None
+                if record is None or record.term != self.term:
+                    with contextlib.suppress(Unavailable, Rejected):
+                        await self._sit()
+
+    def _depose(self) -> None:
+        if not self.lost.is_set():
+            self.lost.set()
+            self._log(
+                "warning",
+                f"another driver leads job {self._job} now, or etcd has lost its data; this one ends",
+            )
+
+    def _deposed(self) -> Deposed:
+        return Deposed(f"this driver does not lead job {self._job}; nothing was written")
+
+
+def _changed(item: Item | None) -> int:
+    return item.changed if item else 0

@@ -1,0 +1,117 @@
+"""Ends the lease of a driver that was killed, so that its seat is free at once. Decides nothing, and renews nothing.
+
+A process of its own, in its own session. Its standard input is a pipe from the driver: a line with how etcd is reached,
+then one with each lease that the driver has. When the driver's process is gone, the last of them is revoked. Should
+that not succeed, the lease runs out by itself a little later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import msgspec
+
+from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.connection import Rejected, Unavailable
+from elastic.driver.etcd.endpoints import Log
+from elastic.driver.network.credentials import EtcdAccess
+
+REVOKE_S = 10.0
+
+
+class LeaseGuard:
+    """The driver's end: starts the process, tells it of leases, ends it."""
+
+    def __init__(self, access: EtcdAccess, log: Log) -> None:
+        self._popen: subprocess.Popen[bytes] | None = None
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "elastic.driver.etcd.lease_guard", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            log(
+                "warning",
+                f"the lease guard can't be started ({error.strerror}); if this driver is killed,"
+                " another one takes over only when its lease has run out",
+            )
+            return
+        assert self._popen.stdin is not None
+        os.set_blocking(self._popen.stdin.fileno(), False)
+        self._write(msgspec.json.encode(access))
+
+    @property
+    def pid(self) -> int | None:
+        return self._popen.pid if self._popen else None
+
+    def tell(self, lease: int) -> None:
+        self._write(str(lease).encode())
+
+    def close(self) -> None:
+        """The lease is over, or may run out by itself."""
+        if self._popen is not None:
+            self._popen.kill()
+            assert self._popen.stdin is not None
+            self._popen.stdin.close()
+            self._popen.wait()
+            self._popen = None
+
+    def _write(self, line: bytes) -> None:
+        if self._popen is not None and self._popen.stdin is not None:
+            with contextlib.suppress(OSError):  # it has died: the lease runs out by itself
+                os.write(self._popen.stdin.fileno(), line + b"\n")
+
+
+# ---- the process
+
+
+def watch(driver: int) -> bytes:
+    """Everything that the driver has said, when it is gone."""
+    said = b""
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    with contextlib.suppress(OSError):  # no pidfd here: the pipe alone tells
+        # A fork of the driver may hold the pipe open for longer than the driver lives.
+        poll.register(os.pidfd_open(driver), select.POLLIN)
+    os.set_blocking(0, False)
+    while True:
+        gone = os.getppid() != driver or any(fd != 0 for fd, _ in poll.poll())
+        try:
+            while text := os.read(0, 65536):
+                said += text
+            return said
+        except BlockingIOError:
+            if gone:
+                return said
+
+
+async def revoke(access: EtcdAccess, lease: int) -> None:
+    etcd = Etcd(access, lambda level, text: None)
+    try:
+        with contextlib.suppress(Unavailable, Rejected):
+            await etcd.revoke(lease, within_s=REVOKE_S)
+    finally:
+        await etcd.close()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    first, *leases = watch(int(sys.argv[1])).split(b"\n")[:-1] or [b""]
+    if leases:
+        asyncio.run(revoke(msgspec.json.decode(first, type=EtcdAccess), int(leases[-1])))
+
+
+if __name__ == "__main__":
+    main()

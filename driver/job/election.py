@@ -1,0 +1,83 @@
+"""Takes the seat of a job's driver in etcd, or waits for it. Acts; etcd decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import Any
+
+from elastic.driver.etcd.leadership import Leadership
+from elastic.driver.job.multi_host_plan import FleetPlan
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
+
+SOON_S = 1.0  # a seat that is free is taken within this time
+LEFT_S = 4.0  # ... and one that a killed driver has left when its lease is over
+
+
+class Lead:
+    """Our seat in etcd. ``waited``: another driver sat there before us."""
+
+    def __init__(self, etcd: Any, leadership: Leadership, *, waited: bool) -> None:
+        self.etcd = etcd
+        self.leadership = leadership
+        self.waited = waited
+
+
+async def lead(plan: FleetPlan, log: Log, stack: contextlib.AsyncExitStack) -> Lead | str | None:
+    """None without etcd; a sentence where the wait for the seat was ended. Raises Invalid where it is taken."""
+    if plan.etcd is None:
+        return None
+    from elastic.driver.etcd.client import Etcd
+
+    etcd = Etcd(plan.etcd, log)
+    await etcd.open()
+    stack.push_async_callback(etcd.close)
+    leadership = Leadership(etcd, plan.name, log)
+    stack.push_async_callback(leadership.resign)
+    taking = asyncio.ensure_future(leadership.acquire())
+    done, _ = await asyncio.wait({taking}, timeout=SOON_S)
+    if not done and not plan.standby:
+        done, _ = await asyncio.wait({taking}, timeout=LEFT_S)
+    waited = not done
+    if waited and not plan.standby:
+        taking.cancel()
+        await asyncio.wait({taking})
+        raise Invalid(
+            f"another driver leads job {plan.name}; wait for its end, take another --job name, or give"
+            " --standby to follow it"
+        )
+    if waited:
+        log("info", f"standing by: another driver leads job {plan.name}")
+        stopped = await _unless_stopped(taking)
+        if stopped:
+            return stopped
+    taking.result()
+    log("info", f"leads job {plan.name} with term {leadership.term}")
+    return Lead(etcd, leadership, waited=waited)
+
+
+async def _unless_stopped(taking: asyncio.Future[int]) -> str:
+    """Waits for the seat; a sentence if Ctrl-C or SIGTERM came first."""
+    stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def asked(name: str) -> None:
+        if not stop.done():
+            stop.set_result(f"{name} while standing by")
+
+    aio = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        aio.add_signal_handler(number, asked, number.name)
+    try:
+        both: set[asyncio.Future[Any]] = {taking, stop}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not taking.done():
+            taking.cancel()
+            await asyncio.wait({taking})
+            return stop.result()
+        return ""
+    finally:
+        stop.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            aio.remove_signal_handler(number)

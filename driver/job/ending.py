@@ -1,0 +1,123 @@
+"""Decides how a job ends once its outcome is known: whom to wait for, whom to kill, which exit code. Pure.
+
+outcome 0: members run on by themselves, as long as they like --> all gone --> exit code 0, or 1 if one failed
+           others have been told to leave and get ``leave_s``
+otherwise: everybody has been told; GRACE_S later all are killed --> all gone, or DEATH_S passed --> the code
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from elastic.driver.events import Action, EndJob, KillWorker, Report, WorkerExited
+from elastic.driver.membership.membership import describe_exit
+from elastic.protocol.messages import Place, Worker
+
+GRACE_S = 1.0  # between the word that the job is over and the kill
+DEATH_S = 15.0  # for killed processes to be gone
+REMIND_S = 30.0  # between two lines that say who is awaited
+
+
+class Ending:
+    """From the outcome to the exit code. ``members`` are those of the last world, ``alive`` all worker processes."""
+
+    def __init__(
+        self,
+        outcome: EndJob,
+        *,
+        members: Mapping[Worker, Place],
+        alive: Collection[Worker],
+        leave_s: float,
+        now: float,
+    ) -> None:
+        self.code = outcome.code
+        self._reason = outcome.reason
+        self._members = dict(members)
+        self._alive = set(alive)
+        self._remind_at: float | None = None
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+        if outcome.code == 0:
+            self._remind_at = now + REMIND_S
+            self._kill_at = now + leave_s
+        else:
+            self._kill_at = now + GRACE_S
+
+    @property
+    def over(self) -> bool:
+        return not self._alive
+
+    def next_deadline(self) -> float | None:
+        """When to call ``overdue``."""
+        if self.over:
+            return None
+        times = (self._remind_at, self._kill_at, self._give_up_at)
+        return min((at for at in times if at is not None), default=None)
+
+    def exited(self, event: WorkerExited) -> list[Action]:
+        """A process is gone."""
+        self._alive.discard(event.worker)
+        place = self._members.get(event.worker)
+        if self.code != 0 or event.code == 0 or place is None:
+            return []
+        self.code = 1
+        return [
+            Report(
+                "error",
+                f"rank {place.rank} ({event.worker} on {event.worker.host}) ended with"
+                f" {event.reason or describe_exit(event.code)} in code that"
+                " runs after training, which had succeeded: the job fails with exit code 1",
+            )
+        ]
+
+    def lost(self, workers: Collection[Worker]) -> list[Action]:
+        """Their host is gone: no exit will be seen."""
+        members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
+        self._alive -= set(workers)
+        if self.code != 0 or not members:
+            return []
+        self.code = 1
+        named = ", ".join(f"rank {self._rank(w)} ({w})" for w in members)
+        text = "after training had succeeded: nobody knows how it ended, and the job fails with exit code 1"
+        return [Report("error", f"{named} was lost with its host {text}")]
+
+    def stopped(self, code: int, now: float) -> None:
+        """Asked to stop: from now on this is no success, and nobody is waited for."""
+        self.code = code
+        self._remind_at = None
+        if self._give_up_at is None:
+            self._kill_at = now + GRACE_S
+
+    def hurried(self, now: float) -> list[Action]:
+        """Asked again: no grace."""
+        self._remind_at = None
+        self._kill_at = now
+        return self.overdue(now)
+
+    def overdue(self, now: float) -> list[Action]:
+        """What to do at a deadline."""
+        actions: list[Action] = []
+        if self._remind_at is not None and now >= self._remind_at:
+            self._remind_at = now + REMIND_S
+            awaited = sorted(self._alive & self._members.keys(), key=self._rank)
+            if awaited:
+                named = ", ".join(f"rank {self._rank(w)} ({w})" for w in awaited[:8])
+                more = f" and {len(awaited) - 8} more" if len(awaited) > 8 else ""
+                text = f"training has ended; waiting for {named}{more} to exit: code after it still runs"
+                actions.append(Report("info", text))
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            ending = self._remind_at is None
+            if ending:
+                self._give_up_at = now + DEATH_S
+            reason = "the job is over" if ending else "it did not leave in time"
+            doomed = self._alive if ending else self._alive - self._members.keys()
+            actions += [KillWorker(worker, reason) for worker in sorted(doomed)]
+        if self._give_up_at is not None and now >= self._give_up_at:
+            left = ", ".join(str(worker) for worker in sorted(self._alive))
+            actions.append(Report("error", f"{left} cannot be killed; leaving without them"))
+            self._alive.clear()
+        return actions
+
+    def _rank(self, worker: Worker) -> int:
+        return self._members[worker].rank

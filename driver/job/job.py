@@ -1,0 +1,74 @@
+"""One job, complete and checked: what to run, where, and what to say about it. Made by `cli`, run by the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from elastic.driver.discovery.interface import Discovery, Log
+from elastic.driver.discovery.local import LocalDiscovery
+from elastic.driver.discovery.script import ScriptDiscovery
+from elastic.driver.job.multi_host_plan import FleetPlan
+from elastic.driver.network.hosts import ThisHost
+from elastic.driver.processes.console import Write
+from elastic.driver.settings import Settings
+from elastic.protocol.report_values import Report
+
+
+class Stoppable(Protocol):
+    """A driver, for whoever may want its job to end."""
+
+    def stop(self, reason: str, code: int = 1) -> None:
+        """From any thread: end the job with this exit code; a second time at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """At most one of ``hosts`` and ``script`` is set; without either, hosts come as ``fleet`` says.
+
+    ``settings.env`` is what the job adds to every worker's environment; ``environ`` is the driver's own.
+    """
+
+    command: list[str]  # the program and its arguments
+    settings: Settings
+    hosts: dict[str, int] | None  # host -> slots, in order of preference
+    script: list[str] | None  # the discovery script, with an absolute path, and its arguments
+    fleet: FleetPlan | None = None  # what is needed beyond this machine; None: nothing ever is
+    slots_per_host: int = 1  # of a host that the script prints without a number
+    environ: dict[str, str] = field(default_factory=dict, repr=False)
+    streams: tuple[Write, Write] | None = None  # in place of the driver's stdout and stderr
+    reported: Callable[[Report], object] | None = (
+        None  # each report of a worker, in the loop's thread
+    )
+    begun: Callable[[Stoppable], object] | None = None  # is given the driver, once there is one
+    bind: str = "127.0.0.1"  # the address on which driver and workers listen
+    collective_timeout_s: float = 660.0  # when a collective gives up by itself
+    output_dir: str | None = None  # exists, and can be written to
+    prefix_timestamps: bool = False
+    journal: str | None = None  # can be written to
+    metrics: tuple[str, int] | None = None  # address and port to serve them on
+    log_level: str = "INFO"  # one of flags.LOG_LEVELS
+    log_timestamps: bool = True  # in the driver's own lines
+    notes: list[tuple[str, str]] = field(default_factory=list)  # level and line, to be said once
+
+
+async def first_hosts(job: Job, log: Log) -> dict[str, int]:
+    """What the discovery script lists now. It must work this first time; later on troubles are only reported.
+
+    Raises Invalid if it fails, or prints what is no list of hosts. An empty list is none: hosts may be on their way.
+    """
+    assert job.script is not None
+    hosts = await ScriptDiscovery(job.script, log, default_slots=job.slots_per_host).ask()
+    if not hosts:
+        log("info", f"discovery script {job.script[0]} lists no host yet; waiting for one")
+    return hosts
+
+
+def script_discovery(
+    job: Job, known: dict[str, int], log: Log, *, only: ThisHost | None = None
+) -> Discovery:
+    """The script's hosts as they change, from its first list on. ``only``: others than this machine are left out."""
+    assert job.script is not None
+    script = ScriptDiscovery(job.script, log, default_slots=job.slots_per_host, known=known)
+    return script if only is None else LocalDiscovery(script, only.elsewhere, log)

@@ -1,0 +1,122 @@
+"""What surrounds a driver whatever kind of job it runs: its console, its workers' output, metrics, timeline. Acts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic.driver.events import Action, Event
+from elastic.driver.job.job import Job
+from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.processes.console import Console, is_terminal, write_both
+from elastic.driver.processes.output import Output
+from elastic.protocol.messages import Place, Worker
+from elastic.protocol.report_values import Report
+
+if TYPE_CHECKING:
+    from elastic.driver.monitoring.metrics import Metrics
+
+STOPPED_S = 2.0  # for what is not written yet, per stream, when a job was stopped
+
+# Horovod's names; ours have four levels.
+_LEVELS = {
+    "TRACE": "debug",
+    "DEBUG": "debug",
+    "INFO": "info",
+    "WARNING": "warning",
+    "ERROR": "error",
+    "FATAL": "error",
+}
+
+
+@dataclass
+class Surroundings:
+    """``place_of`` may be set later, once there is a membership that knows."""
+
+    console: Console
+    output: Output
+    tracing: Tracing
+    metrics: Metrics | None
+    place_of: Callable[[Worker], Place | None]
+
+    level: str  # of the console
+    stopped: bool = False  # by a signal: nobody wants to wait for whoever reads its output
+
+    def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
+        """A worker has reported something; ``reported`` is whoever else hears it."""
+        if self.metrics is not None:
+            self.metrics.report(report)
+        if reported is not None:
+            reported(report)
+
+    def noted(self, event: Event, actions: Sequence[Action]) -> None:
+        if self.metrics is not None:
+            self.metrics.note(event, actions)
+
+
+@contextlib.contextmanager
+def surroundings(job: Job) -> Iterator[Surroundings]:
+    """Says the job's notes. Raises Invalid or OSError where a file or a port can't be had."""
+    found: list[Surroundings] = []
+    stdout, stderr = job.streams or write_both(sys.stdout, sys.stderr)
+    output = Output(
+        place_of=lambda worker: found[0].place_of(worker) if found else None,
+        stdout=stdout,
+        stderr=stderr,
+        timestamps=job.prefix_timestamps,
+        folder=Path(job.output_dir) if job.output_dir else None,
+    )
+    level = _LEVELS[job.log_level]
+    console = Console(
+        output.say,
+        level=level,
+        colour=job.streams is None and is_terminal(sys.stderr),
+        timestamps=job.log_timestamps,
+    )
+    metrics: Metrics | None = None
+    wait_s: float | None = STOPPED_S  # also where an exception ends it
+    try:
+        for note_level, line in job.notes:
+            console(note_level, line)
+        tracing = Tracing(console)
+        if job.settings.timeline is not None:
+            tracing.open(job.settings.timeline)
+            console("info", f"the timeline is written to {job.settings.timeline}")
+        if job.metrics is not None:
+            from elastic.driver.monitoring.metrics import (
+                Metrics,  # its library takes a tenth of a second
+            )
+
+            metrics = Metrics(*job.metrics)
+            host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
+            console("info", f"metrics are at http://{host}:{metrics.port}/metrics")
+        found.append(Surroundings(console, output, tracing, metrics, lambda worker: None, level))
+        yield found[0]
+        if not found[0].stopped:
+            wait_s = None
+    finally:
+        if metrics is not None:
+            metrics.close()
+        with _ctrl_c_ends_it():
+            output.close(wait_s)
+
+
+@contextlib.contextmanager
+def _ctrl_c_ends_it() -> Iterator[None]:
+    """Of a wait in this thread: asyncio's own handler would only cancel a task, which no loop runs meanwhile."""
+    unwanted = (None, signal.SIG_IGN, signal.SIG_DFL)
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) in unwanted:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,620 @@
+"""Runs one job: tells membership what happens, does what it answers. Decides nothing itself.
+
+    mailbox -> membership.handle(event, now) -> journal, until that has settled -> perform each action
+
+Events that have queued up meanwhile are decided together and written together. Whatever an action brings about comes
+back through the mailbox as another event: a process that could not be started as its exit, a message that a worker
+sends as the event of that name. Once membership has given the outcome (EndJob), `Ending` says whom to await and whom to
+kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic.driver.discovery.interface import Discovery
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    CallOffChange,
+    DriverRestarted,
+    DumpStacks,
+    EndJob,
+    Event,
+    FinishWorld,
+    HostLost,
+    HostReported,
+    HostsChanged,
+    KillWorker,
+    LetGo,
+    PrepareChange,
+    ProbeWorkers,
+    PublishWorld,
+    RejectWorker,
+    Report,
+    ReportRecovery,
+    StartWorker,
+    StopMembersAt,
+    StopRequested,
+    TellWorld,
+    TimePassed,
+    WelcomeWorker,
+    WorkerConnected,
+    WorkerDisconnected,
+    WorkerExited,
+)
+from elastic.driver.job.ending import Ending
+from elastic.driver.journal.journal import Journal
+from elastic.driver.launch.environment import (
+    job_environment,
+    threads_per_worker,
+    without_secrets,
+    worker_environment,
+)
+from elastic.driver.launch.interface import Launcher
+from elastic.driver.membership import layout_diff
+from elastic.driver.membership.root_cause import brief
+from elastic.driver.membership.torch_versions import Versions
+from elastic.driver.membership.wording import event_of, recovery_line
+from elastic.driver.monitoring.reports import Reports
+from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.network.credentials import TlsFiles
+from elastic.driver.processes.exit_ordering import Partings
+from elastic.driver.settings import Settings
+from elastic.driver.sinks import Log
+from elastic.protocol import messages as protocol
+from elastic.protocol.messages import Address, Place, Worker
+from elastic.protocol.report_values import Report as WorkerReport
+
+AT_ONCE = 1000  # events that are decided and written together
+WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
+Line = tuple[str, str]  # level and text for the log
+STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class Machine(Protocol):
+    """Membership, or a test's script."""
+
+    def handle(self, event: Event, now: float) -> list[Action]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+    def place_of(self, worker: Worker) -> Place | None: ...
+
+
+class Workers(Protocol):
+    """The connections of all workers: a `Server` that they call, or a `Fleet` of agents."""
+
+    async def open(
+        self,
+        interface: str,
+        port: int = 0,
+        *,
+        heard: Callable[[Worker, Any], None],
+        gone: Callable[[Worker, bool], None],
+        expected: Callable[[Worker], bool],
+    ) -> Address: ...
+
+    def send(self, who: Worker, message: protocol.Message) -> bool: ...
+    def send_each(self, messages: Iterable[tuple[Worker, protocol.Message]]) -> None: ...
+    def broadcast(self, them: Iterable[Worker], message: protocol.Message) -> None: ...
+    def connected(self, who: Worker) -> bool: ...
+    def drain(self, who: Worker) -> None: ...
+    def disconnect(self, who: Worker) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is run, and where its workers find the driver and each other.
+
+    ``by_agents``: agents start the workers, and add what their hosts have; then ``environ`` is only what goes before
+    that, and ``advertised``, ``bind`` and ``secret`` mean nothing.
+    """
+
+    settings: Settings
+    command: Sequence[str]
+    environ: Mapping[str, str]  # what workers inherit
+    by_agents: bool = False
+    secret: str = ""  # hexadecimal
+    tls: TlsFiles | None = None
+    interface: str = "127.0.0.1"  # address the control server listens on
+    advertised: str = ""  # address workers connect to, if it is another one
+    bind: str = "127.0.0.1"  # address on which a worker may listen for its peers
+    port: int = 0
+    gloo_timeout_s: float = 30.0  # for a group to form
+    collective_timeout_s: float = 30.0  # for a collective to end
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What another driver of the job has left behind. ``clock_offset``: added to this machine's clock, in seconds, it
+    goes on from the journal's.
+    """
+
+    running: Collection[Worker]
+    places: Mapping[Worker, Place]  # in the last world
+    generation: int
+    clock_offset: float
+
+
+class Driver:
+    """One job, from its first worker to its exit code.
+
+    ``log`` takes a level and a text, ``noted`` every event with its actions, as the journal does. ``past``: what the
+    driver before this one has left, if membership was rebuilt from its journal. ``listening`` is awaited with the
+    address at which this driver is found, before anything else happens. ``reported`` is called with each report of a
+    worker, in the event loop's thread.
+    After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        membership: Machine,
+        server: Workers,
+        launcher: Launcher,
+        discovery: Discovery,
+        journal: Journal,
+        log: Log,
+        noted: Callable[[Event, Sequence[Action]], None] | None = None,
+        tracing: Tracing | None = None,
+        past: Adopted | None = None,
+        listening: Callable[[Address], Awaitable[None]] | None = None,
+        reported: Callable[[WorkerReport], object] | None = None,
+    ) -> None:
+        self.job = job
+        self.results: dict[Worker, bytes] = {}
+        self.places: dict[Worker, Place] = dict(past.places) if past else {}
+        self._versions = Versions()
+        self._promised: dict[Worker, Place] = {}  # at their start; until there is a world
+        self.generation = past.generation if past else 0
+        self.outcome = ""  # why the job ended
+        self._adopts = past is not None
+        self._offset = past.clock_offset if past else 0.0
+        self._listening = listening
+        self._membership = membership
+        self._server = server
+        self._launcher = launcher
+        self._discovery = discovery
+        self._journal = journal
+        self._log = log
+        self._noted = noted
+        self._tracing = tracing or Tracing(log)
+        self._reports = Reports(reported, log)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mailbox: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._address = Address("", 0)
+        self._layouts: dict[str, str] = {}  # text by digest
+        # Started, and their exit is not posted yet.
+        self._running: set[Worker] = set(past.running) if past else set()
+        self._partings = Partings(server, self._post)
+        self._ending: Ending | None = None
+        self._buggy = False  # membership has raised
+        self._let_go: set[Worker] = set()  # and their exit was not handled yet
+        self._stop_code: int | None = None  # set by the first request to stop
+        self._signalled: int | None = None  # the exit code of the last signal
+        self._early_stop: tuple[str, int] | None = None  # a request that came before run()
+        self._said_last = ""  # of what was done to the world
+
+    def ordered_results(self) -> list[bytes | None]:
+        """The results of the last world's members by rank; None of those that sent none.
+
+        Where no worker called ``init()`` there was no world, and the ranks are those they were started with.
+        """
+        places = self.places or self._promised
+        by_rank = sorted(places, key=lambda worker: places[worker].rank)
+        return [self.results.get(worker) for worker in by_rank]
+
+    def last_reports(self) -> dict[int, WorkerReport]:
+        """The last report of each member of the last world that has made any, by rank."""
+        return self._reports.by_rank(self.places)
+
+    def stop(self, reason: str, code: int = 1) -> None:
+        """End the job with this exit code; asked a second time, kill everything at once. From any thread."""
+        if self._loop is None:
+            self._early_stop = (reason, code)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop, reason, code)
+
+    async def run(self) -> int:
+        """The whole job. Returns its exit code; no worker is left when it does. Raises OSError if it can't listen."""
+        self._loop = asyncio.get_running_loop()
+        if self._early_stop is not None:
+            self._stop(*self._early_stop)
+        with self._signals():
+            await self._run()
+        assert self._ending is not None
+        # A signal may have come when the loop had no turn left to hear of it.
+        return (
+            self._ending.code
+            if self._stop_code is not None
+            else self._signalled or self._ending.code
+        )
+
+    async def _run(self) -> None:
+        watching: asyncio.Task[None] | None = None
+        try:
+            bound = await self._server.open(
+                self.job.interface,
+                self.job.port,
+                heard=self._heard,
+                gone=self._connection_gone,
+                expected=self._running.__contains__,
+            )
+            self._address = Address(self.job.advertised or bound.host, bound.port)
+            self._tracing.serve(self._server.send)
+            self._reports.serve(self._server.send_each)
+            self._log("debug", f"listening on {bound}")
+            if self._adopts:
+                self._post(DriverRestarted())
+            await self._launcher.open(self._worker_gone, self._post)
+            if self._listening is not None:
+                await self._listening(self._address)
+            watching = asyncio.create_task(self._watch_hosts())
+            while self._ending is None or not self._ending.over:
+                await self._handle(await self._mailbox.get())
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            if self._alarm is not None:
+                self._alarm.cancel()
+            await self._launcher.close()
+            self._reports.close()
+            await self._server.close()
+            await self._tracing.close()
+            self._journal.close()
+
+    # ---- what happens becomes an event -----------------------------------------------------------------------------
+
+    async def _watch_hosts(self) -> None:
+        listed = False
+        trouble = "it gave no list"
+        try:
+            async for hosts in self._discovery.watch():
+                self._post(HostsChanged(dict(hosts)))
+                if listed:
+                    # A hint to scripts, which may wait for it: nobody has to stop.
+                    self._server.broadcast(self.places, protocol.HostsListed())
+                listed = True
+        except Exception as error:
+            # Adapters report their sources' trouble themselves: this is a bug in one, and the hosts we have stay good.
+            trouble = repr(error)
+            self._log("error", f"host discovery ended, the list of hosts stays as it is: {trouble}")
+        if not listed:
+            self._post(StopRequested(f"host discovery ended before there was any host: {trouble}"))
+
+    def _heard(self, worker: Worker, message: Any) -> None:
+        if self._tracing.heard(worker, message) or self._reports.heard(worker, message):
+            return
+        match message:
+            case protocol.Layout(digest, text):
+                self._layouts[digest] = text
+            case protocol.Result(blob):
+                self.results[worker] = blob
+            case _:
+                self._post(event_of(worker, message))
+
+    def _connection_gone(self, worker: Worker, silent: bool) -> None:
+        self._tracing.gone(worker)
+        self._post(WorkerDisconnected(worker, silent))
+        self._partings.disconnected(worker)
+
+    def _worker_gone(self, event: WorkerExited) -> None:
+        """An exit comes after everything that the worker has said."""
+        self._running.discard(event.worker)
+        self._partings.gone(event)
+
+    def _stop(self, reason: str, code: int) -> None:
+        first = self._stop_code is None
+        if first:
+            self._stop_code = code
+            self._log("info", f"stopping: {reason}")
+        if self._ending is not None and first:
+            self._ending.stopped(code, self._now())
+            self._server.broadcast(self._running, protocol.End(reason))
+        elif not first:
+            self._end(EndJob(code, reason))
+            assert self._ending is not None
+            self._perform(self._ending.hurried(self._now()))
+        self._post(StopRequested(reason))
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM stop the job, if this is the thread that may handle signals."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = self._loop
+        assert loop is not None
+
+        def heard(number: int, _: object) -> None:
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            code = STOP_CODES[signal.Signals(number)]
+            self._signalled = code
+            loop.call_soon_threadsafe(self._stop, f"{name} at the driver", code)
+
+        before = {number: signal.getsignal(number) for number in STOP_CODES}
+        for number in STOP_CODES:
+            signal.signal(number, heard)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                if (
+                    handler is not None
+                ):  # None: it was not set from Python, and cannot be restored from there
+                    signal.signal(number, handler)
+
+    def _post(self, event: Event) -> None:
+        self._mailbox.put_nowait((self._now(), event))
+
+    # ---- one event -------------------------------------------------------------------------------------------------
+
+    async def _handle(self, first: tuple[float, Event]) -> None:
+        """This event and all that have queued up behind it. Each counts as of when it came."""
+        decided: list[tuple[Event, list[Action]]] = []
+        arrived: tuple[float, Event] | None = first
+        while arrived is not None:
+            at, event = arrived
+            decided.append((event, [] if self._buggy else self._decide(event, at)))
+            more = not self._mailbox.empty() and len(decided) < AT_ONCE
+            arrived = self._mailbox.get_nowait() if more else None
+        await self._journal.settle()
+        for event, actions in decided:
+            self._carry_out(event, actions)
+        if self._mailbox.empty():
+            self._set_alarm()
+            await self._journal.rest()
+
+    def _carry_out(self, event: Event, actions: list[Action]) -> None:
+        # The exit that brings the end about is membership's to judge.
+        begun = self._ending is not None
+        self._perform(actions)
+        if isinstance(event, WorkerConnected):
+            told = self._versions.heard(event.worker.host, event.torch_version)
+            if told:
+                self._log("warning", told)
+        unseen = self._unseen(event)
+        self._running -= unseen
+        if self._ending is not None:
+            if begun and isinstance(event, WorkerExited):
+                self._perform(self._ending.exited(event))
+            self._perform(self._ending.lost(unseen))
+            self._perform(self._ending.overdue(self._now()))
+        if isinstance(event, WorkerExited):
+            self._forget(event.worker)
+
+    def _unseen(self, event: Event) -> set[Worker]:
+        """Whose exit nobody will report any more."""
+        match event:
+            case HostLost(host):
+                return {worker for worker in self._running if worker.host == host}
+            case HostReported(_, running, ordered) if ordered is not None:
+                return self._running & (set(ordered) - set(running))
+            case _:
+                return set()
+
+    def _forget(self, worker: Worker) -> None:
+        """It is gone, and all of its words were heard. A job may start workers for as long as it likes."""
+        self._let_go.discard(worker)
+        if worker not in self.results:
+            self._promised.pop(worker, None)
+
+    def _decide(self, event: Event, now: float) -> list[Action]:
+        """What membership answers, written down before anything is done about it."""
+        try:
+            actions = self._membership.handle(event, now)
+        except Exception as error:
+            self._buggy = True  # from here on it would only add to the confusion
+            self._journal.record(now, event, error=f"{type(error).__name__}: {error}")
+            reason = f"a bug in the driver, please report it with the journal: {error!r}"
+            self._log("error", f"{reason}; the latest events:\n{self._journal.story(last=30)}")
+            return [EndJob(1, reason)]
+        self._journal.record(now, event, actions)
+        self._tracing.noted(event, actions)
+        if self._noted is not None:
+            self._noted(event, actions)
+        return actions
+
+    def _set_alarm(self) -> None:
+        """Post TimePassed at the next deadline."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        ending = self._ending.next_deadline() if self._ending is not None else None
+        decision = None if self._buggy else self._membership.next_deadline()
+        deadlines = [d for d in (decision, ending) if d is not None]
+        if deadlines:
+            assert self._loop is not None
+            at = min(deadlines) - self._offset
+            self._alarm = self._loop.call_at(at, self._post, TimePassed())
+
+    def _now(self) -> float:
+        """On the clock of the journal, which goes on from one driver to the next."""
+        assert self._loop is not None
+        return self._loop.time() + self._offset
+
+    # ---- what is asked for gets done -------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        # Starting a process takes milliseconds: who waits for a word about the world hears it first, the log last.
+        if not actions:
+            return
+        lines: dict[int, Line | None] = {}
+        for urgent in (True, False):
+            for index, action in enumerate(actions):
+                if isinstance(action, (BreakWorld, PublishWorld)) is urgent:
+                    lines[index] = self._do(action)
+        told = [action.text for action in actions if isinstance(action, Report)]
+        self._log_workers("starting", [a for a in actions if isinstance(a, StartWorker)], told)
+        for index in range(len(actions)):
+            if (line := lines[index]) is not None:
+                self._log(*line)
+        self._log_workers("killing", [a for a in actions if isinstance(a, KillWorker)], told)
+        self._log_workers("letting go", [a for a in actions if isinstance(a, LetGo)], told)
+
+    def _do(self, action: Action) -> Line | None:
+        """Perform one action. Returns what the log has to say of it."""
+        send, broadcast = self._server.send, self._server.broadcast
+        match action:
+            case StartWorker():
+                self._start(action)
+            case KillWorker():
+                self._launcher.kill(action.worker)
+            case ProbeWorkers(workers):
+                self._launcher.probe(workers)
+                return ("debug", f"looking at what {_some(workers)} does")
+            case DumpStacks(worker, reason):
+                self._launcher.dump(worker)
+                return ("info", f"the stacks of {worker} follow: {brief(reason)}")
+            case BreakWorld(generation, members, reason):
+                broadcast(members, protocol.Broken(generation, reason))
+                return self._news(f"generation {generation} is over: {reason}")
+            case PublishWorld():
+                return self._publish(action)
+            case TellWorld(generation, member, store, holders, commit, reason):
+                word = protocol.World(generation, member.place, store, holders, commit, reason)
+                send(member.worker, word)
+            case WelcomeWorker(worker, place, newcomer, elastic):
+                send(worker, protocol.Welcome(place, newcomer, elastic))
+            case PrepareChange(generation, change, members, reason):
+                broadcast(members, protocol.Prepare(generation, change))
+                return self._news(f"generation {generation} is to change: {reason}")
+            case StopMembersAt(generation, change, check, members):
+                broadcast(members, protocol.StopAt(generation, change, check))
+                return ("debug", f"generation {generation} stops at check {check}")
+            case CallOffChange(generation, change, members, reason):
+                broadcast(members, protocol.Proceed(generation, change))
+                return self._news(f"generation {generation} goes on unchanged: {reason}")
+            case LetGo(worker, reason, fenced):
+                self._let_go.add(worker)
+                send(worker, protocol.Leave(reason, fenced))
+            case RejectWorker(worker, layout, expected):
+                texts = (self._layouts.get(layout, ""), self._layouts.get(expected, ""))
+                words = layout_diff.difference(*texts)
+                self._let_go.add(worker)
+                send(worker, protocol.Rejected(words))
+                return ("error", f"the state of {worker} differs from the world's:\n{words}")
+            case FinishWorld(generation, members):
+                broadcast(members, protocol.Finish(generation))
+                return ("debug", f"generation {generation} is finished")
+            case EndJob():
+                return self._end(action)
+            case Report(level, text):
+                return (level, text)
+            case ReportRecovery():
+                return ("info", recovery_line(action))
+            case _:
+                raise AssertionError(f"nothing is known about {type(action).__name__}")
+        return None
+
+    def _news(self, text: str) -> Line:
+        """What holds for all is said again to each that comes back, and there may be thousands."""
+        level = "debug" if text == self._said_last else "info"
+        self._said_last = text
+        return (level, text)
+
+    def _start(self, action: StartWorker) -> None:
+        settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
+        wait_timeout_s = 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
+        if job.by_agents:
+            said = job_environment(
+                worker, place, settings.elastic, job.collective_timeout_s, wait_timeout_s
+            )
+            env = {**without_secrets(job.environ), **settings.env, **said}
+        else:
+            env = worker_environment(
+                job.environ,
+                worker=worker,
+                place=place,
+                driver=self._address,
+                secret=job.secret,
+                bind=job.bind,
+                elastic=settings.elastic,
+                gloo_timeout_s=job.gloo_timeout_s,
+                collective_timeout_s=job.collective_timeout_s,
+                wait_timeout_s=wait_timeout_s,
+                threads=threads_per_worker(len(os.sched_getaffinity(0)), place.local_size),
+                tls=job.tls,
+                extra=settings.env,
+            )
+        self._running.add(action.worker)
+        if not self.generation:
+            self._promised[action.worker] = action.place
+        self._launcher.start(action.worker, self.job.command, env)
+
+    def _log_workers(
+        self, verb: str, actions: Sequence[StartWorker | KillWorker | LetGo], told: Sequence[str]
+    ) -> None:
+        """Workers to which the same is done for one reason share a line, unless a report has given the reason."""
+        by_reason: dict[str, list[Worker]] = {}
+        for action in actions:
+            if not any(action.reason in text for text in told):
+                by_reason.setdefault(action.reason, []).append(action.worker)
+        for reason, workers in by_reason.items():
+            number = f"{len(workers)} workers, " if len(workers) > 1 else ""
+            now = f" (generation {self.generation})" if self.generation else ""
+            self._log("info", f"{verb} {number}{_some(workers)}: {reason}{now}")
+
+    def _publish(self, world: PublishWorld) -> Line:
+        self._server.send_each(
+            (
+                member.worker,
+                protocol.World(
+                    world.generation,
+                    member.place,
+                    world.store,
+                    world.holders,
+                    world.commit,
+                    world.reason,
+                ),
+            )
+            for member in world.members
+        )
+        self.generation = world.generation
+        self.places = {member.worker: member.place for member in world.members}
+        self._reports.keep({*self.places, *self._running, *self._partings.workers})
+        self._promised.clear()
+        noun = "worker" if len(world.members) == 1 else "workers"
+        text = f"generation {world.generation} has {len(world.members)} {noun}: {world.reason}"
+        return ("info", text)
+
+    def _end(self, outcome: EndJob) -> Line | None:
+        if self._ending is not None:
+            return None
+        if self._stop_code is not None:
+            outcome = EndJob(self._stop_code, outcome.reason)
+        self.outcome = outcome.reason
+        if outcome.code != 0:
+            self._server.broadcast(self._running, protocol.End(outcome.reason))
+        self._ending = Ending(
+            outcome,
+            members={w: place for w, place in self.places.items() if w not in self._let_go},
+            alive=self._running.union(self._partings.workers),
+            leave_s=self.job.settings.leave_s,
+            now=self._now(),
+        )
+        if outcome.code == 0:
+            return ("info", f"training has ended: {outcome.reason}")
+        level = "info" if self._stop_code is not None else "error"
+        said = f"the job ends with exit code {outcome.code}: {outcome.reason}"
+        first, *more = outcome.reason.rstrip().splitlines() or [""]
+        if more:  # what a worker wrote may fill the screen, and its last line says most
+            ended = first.removesuffix("; it wrote:")
+            said += f"\nthe job ends with exit code {outcome.code}: {ended}: {more[-1].strip()}"
+        return (level, said)
+
+
+def _some(workers: Sequence[Worker]) -> str:
+    return ", ".join(map(str, workers[:8])) + (", ..." if len(workers) > 8 else "")

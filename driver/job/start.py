@@ -1,0 +1,127 @@
+"""Puts a checked job together and runs it from this process. Decides nothing but on how many machines it is."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elastic.driver.discovery.interface import Discovery
+from elastic.driver.discovery.static import StaticDiscovery
+from elastic.driver.job import loop
+from elastic.driver.job.job import Job, first_hosts, script_discovery
+from elastic.driver.job.job_io import Surroundings, surroundings
+from elastic.driver.job.multi_host_plan import FleetPlan
+from elastic.driver.journal.entries import header_of
+from elastic.driver.journal.file import FileArchive, FileJournal
+from elastic.driver.journal.journal import Journal, Upkeep
+from elastic.driver.journal.resume import to_go_on_with, writer_here
+from elastic.driver.launch.local import LocalLauncher
+from elastic.driver.membership.membership import Membership
+from elastic.driver.network.choose_address import is_loopback
+from elastic.driver.network.hosts import ThisHost
+from elastic.driver.network.interfaces import alone_address, listen_address
+from elastic.driver.network.server import WORKERS, Server
+from elastic.protocol import tls
+from elastic.protocol.report_values import Report
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. ``results`` are the values of launched functions by rank, still pickled, None where there is
+    none; ``reports`` the last of each rank of the last world that has made any.
+    """
+
+    code: int
+    reason: str
+    results: list[bytes | None]
+    reports: dict[int, Report] = field(default_factory=dict)
+
+
+async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
+    """Runs the job to its end; no worker is left when this returns.
+
+    Raises Invalid for what can be known before anything is started, OSError if it can't listen.
+    """
+    this_host = this_host or ThisHost()
+    with surroundings(job) as around:
+        fleet = job.fleet
+        known = None
+        if job.script is not None:
+            known = await first_hosts(job, around.console)
+            elsewhere = [host for host in known if this_host.elsewhere(host) is not None]
+            if fleet is not None and not fleet.needed:
+                fleet = replace(fleet, needed=bool(elsewhere) or await _may_grow(fleet))
+        if fleet is None or not fleet.needed:
+            outcome = await _alone(job, around, known, this_host)
+        else:
+            from elastic.driver.job.start_multi_host import start_fleet
+
+            outcome = Outcome(*await start_fleet(job, fleet, around, known, this_host))
+        around.stopped = outcome.code in loop.STOP_CODES.values()
+        return outcome
+
+
+async def _may_grow(fleet: FleetPlan) -> bool:
+    """Whether a script that lists this machine alone may list another later: its workers must reach those here."""
+    return not is_loopback(await listen_address(fleet.interfaces, (), grows=True))
+
+
+async def _alone(
+    job: Job, around: Surroundings, known: dict[str, int] | None, this_host: ThisHost
+) -> Outcome:
+    """All hosts are this machine, and everything ends with this process."""
+    membership = Membership(job.settings)
+    around.place_of = membership.place_of
+    console = around.console
+    if known is not None:
+        discovery: Discovery = script_discovery(job, known, console, only=this_host)
+    else:
+        assert job.hosts is not None, "hosts that come by themselves need agents"
+        discovery = StaticDiscovery(job.hosts)
+    journal = Journal()
+    if job.journal:
+        warned = Upkeep(failed=lambda text: console("warning", text))
+        archive = FileArchive(Path(job.journal))
+        fresh = job.fleet is not None and job.fleet.fresh
+        past = await archive.past() if archive.outlives() and not fresh else None
+        name = f"the journal {job.journal}"
+        to_go_on_with(past, job.command, job.settings, resume=False, fresh=fresh, name=name)
+        journal = FileJournal(archive, header_of(job.settings, writer=writer_here()), 0, warned)
+    secret = secrets.token_bytes(32)
+    bind = job.bind or alone_address(())
+    files = None if job.fleet is None else job.fleet.tls
+    driver = loop.Driver(
+        loop.Job(
+            settings=job.settings,
+            command=job.command,
+            environ=job.environ,
+            secret=secret.hex(),
+            tls=files,
+            interface=bind,
+            bind=bind,
+            gloo_timeout_s=float(job.settings.env.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30")),
+            collective_timeout_s=job.collective_timeout_s,
+        ),
+        membership=membership,
+        server=Server(
+            secret=secret,
+            log=console,
+            callers=WORKERS,
+            lease_s=job.settings.lease_s,
+            tls=None
+            if files is None
+            else tls.context(files.cert, files.key, files.ca, server=True),
+        ),
+        launcher=LocalLauncher(sink=around.output, log=console, lease_s=job.settings.lease_s),
+        discovery=discovery,
+        journal=journal,
+        log=console,
+        noted=around.noted,
+        tracing=around.tracing,
+        reported=lambda report: around.told(report, job.reported),
+    )
+    if job.begun is not None:
+        job.begun(driver)
+    code = await driver.run()
+    return Outcome(code, driver.outcome, driver.ordered_results(), driver.last_reports())

@@ -1,0 +1,398 @@
+"""Runs a job whose workers belong to agent processes: on several hosts, or with a driver that another may follow. Acts.
+
+In order: lead, read what there is to go on from, listen, tell where, adopt or begin. Whoever is deposed in between ends
+without touching a worker: they are another driver's by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elastic.driver.agents.fleet import AGENTS, Fleet, silence_s
+from elastic.driver.agents.messages import Hire
+from elastic.driver.agents.open_files import allow_hosts
+from elastic.driver.discovery.interface import Discovery
+from elastic.driver.discovery.static import StaticDiscovery
+from elastic.driver.etcd.journal import EtcdArchive
+from elastic.driver.etcd.keys import job_root
+from elastic.driver.etcd.leadership import Deposed
+from elastic.driver.events import Action, Event, PublishWorld
+from elastic.driver.job import loop
+from elastic.driver.job.election import Lead, lead
+from elastic.driver.job.job import Job, script_discovery
+from elastic.driver.job.job_io import Surroundings
+from elastic.driver.job.multi_host_plan import FleetPlan
+from elastic.driver.journal.copy import Copied, copied_to
+from elastic.driver.journal.entries import Writer, header_of
+from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.journal import Archive, Journal, Upkeep
+from elastic.driver.journal.resume import Past, to_go_on_with, writer_here
+from elastic.driver.launch.by_host import StarterFor
+from elastic.driver.launch.ssh import SshStarter
+from elastic.driver.launch.starter import Bootstrap, Starter
+from elastic.driver.launch.subprocess_starter import ChildStarter
+from elastic.driver.membership import snapshot
+from elastic.driver.membership.give_up import GONE
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.worlds import Phase
+from elastic.driver.network.choose_address import is_loopback
+from elastic.driver.network.hosts import ThisHost, parse_address
+from elastic.driver.network.interfaces import listen_address
+from elastic.driver.network.server import Server
+from elastic.errors import Invalid
+from elastic.protocol.messages import Address
+from elastic.protocol.report_values import Report
+
+ASKED = 16  # hosts whose names are looked up to find out where to listen
+DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver goes on with the job
+
+Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
+
+
+async def start_fleet(
+    job: Job,
+    plan: FleetPlan,
+    around: Surroundings,
+    known: dict[str, int] | None,
+    this_host: ThisHost,
+) -> Outcome:
+    """The job's exit code, why it ended, results and last reports by rank. Raises Invalid and OSError before anything
+    is started.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        leading = await lead(plan, around.console, stack)
+        if isinstance(leading, str):
+            return DEPOSED_CODE, leading, [], {}
+        archive = _archive(job, plan, leading)
+        if archive is not None:
+            stack.callback(archive.close)
+        past = await _past(job, plan, leading, archive)
+        if past is not None and past.ended is not None and not past.membership.roster:
+            code, reason = past.ended.code, past.ended.reason
+            again = "give --fresh to begin it anew" + (f". {GONE}" if code else "")
+            around.console("info", f"this job has ended with exit code {code}: {reason}; {again}")
+            return code, reason, [], {}
+        run = _Run(job, plan, around, past, leading, this_host)
+        return await run.to_its_end(archive, known)
+
+
+async def _past(
+    job: Job, plan: FleetPlan, lead: Lead | None, archive: Archive | None
+) -> Past | None:
+    """The job that this driver goes on with. Raises Invalid where it must not begin one."""
+    if archive is None:
+        return None
+    begun_alone = isinstance(archive, FileArchive) and not archive.outlives()
+    if begun_alone and not plan.outlived:
+        return None
+    try:
+        found = await archive.past()
+    except Invalid:
+        if not plan.fresh:
+            raise
+        found = None
+    unawaited = plan.standby and lead is not None and not lead.waited
+    if found is None and lead is not None and lead.waited and not plan.fresh:
+        raise Invalid(
+            f"job {plan.name} has no journal in etcd, although a driver has led it until now: nobody"
+            " can go on with it; --fresh ends what is left of it and begins a new one"
+        )
+    if begun_alone or (found is not None and found.ended is not None and unawaited):
+        return None  # its workers ended with their driver; or nobody has waited for its outcome
+    name = f"job {plan.name}" if lead is not None else f"the journal {job.journal}"
+    return to_go_on_with(
+        found, job.command, job.settings, resume=plan.outlived, fresh=plan.fresh, name=name
+    )
+
+
+def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
+    """Where the journal of jobs that outlive a driver is kept. Raises Invalid where another driver writes it."""
+    if plan.provider is not None:
+        return plan.provider.archive()
+    if lead is not None:
+        return EtcdArchive(lead.etcd, lead.leadership, job_root(plan.name))
+    return None if job.journal is None else FileArchive(Path(job.journal))
+
+
+class _Run:
+    """One driver, from its first word to its last."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: FleetPlan,
+        around: Surroundings,
+        past: Past | None,
+        lead: Lead | None,
+        this_host: ThisHost,
+    ) -> None:
+        self.job = job
+        self.plan = plan
+        self.around = around
+        self.past = past
+        self.lead = lead
+        self.this_host = this_host
+        self.log = around.console
+        self.membership = Membership(job.settings) if past is None else past.membership
+        around.place_of = self.membership.place_of
+        self.term = lead.leadership.term if lead is not None else (past.term if past else 0) + 1
+        self.id = past.job if past is not None else uuid.uuid4().hex
+        self.lost: asyncio.Event | None = None  # another driver leads
+        if lead is not None:
+            self.lost = lead.leadership.lost
+        elif plan.provider is not None:
+            self.lost = plan.provider.lost
+        self._told: set[asyncio.Task[None]] = set()
+
+    async def to_its_end(self, archive: Archive | None, known: dict[str, int] | None) -> Outcome:
+        job, plan, past = self.job, self.plan, self.past
+        allow_hosts(None if job.hosts is None else len(job.hosts))
+        server = Server(
+            secret=plan.secret,
+            log=self.log,
+            callers=AGENTS,
+            lease_s=silence_s(job.settings.lease_s),
+            tls=_tls(plan),
+        )
+        address = server.bind(*await self._place(known))
+        writer = writer_here(term=self.term, address=str(address), past=past)
+        if plan.tls is None and not is_loopback(address.host):
+            self.log(
+                "info",
+                f"listening on {address}: connections are authenticated, not encrypted; see --tls-cert",
+            )
+        journal = await self._journal(archive, writer)
+        fleet = Fleet(
+            server,
+            hire=Hire(self.id, self.term, job.settings.lease_s, plan.away_s),
+            sink=self.around.output,
+            log=self.log,
+            starter=self._starter(),
+            reach=lambda host: self._bootstrap(host, address),
+            folder=past.folder if past is not None else os.getcwd(),
+            adopted=[*past.membership.roster] if past is not None else (),
+            environ_of=None if plan.provider is None else plan.provider.environ_of,
+            deposed=lambda: self.lost is not None and self.lost.is_set(),
+        )
+        driver = loop.Driver(
+            loop.Job(
+                settings=job.settings,
+                command=job.command,
+                environ=plan.forwarded,
+                by_agents=True,
+                interface=address.host,
+                port=address.port,
+                collective_timeout_s=job.collective_timeout_s,
+            ),
+            membership=self.membership,
+            server=fleet.workers,
+            launcher=fleet,
+            discovery=Overheard(self._discovery(known), fleet.listed),
+            journal=journal,
+            log=self.log,
+            noted=self._noted,
+            tracing=self.around.tracing,
+            past=self._adopted(writer.offset_s),
+            listening=self._announce,
+            reported=lambda report: self.around.told(report, job.reported),
+        )
+        if past is not None:
+            count = len(past.membership.roster)
+            self.log(
+                "info",
+                f"goes on with the job at generation {self.membership.generation}, term {self.term}:"
+                f" {count} workers to find again",
+            )
+        if job.begun is not None:
+            job.begun(driver)
+        code = await self._unless_deposed(driver)
+        if code is None:
+            return DEPOSED_CODE, driver.outcome, [], {}
+        return code, driver.outcome, driver.ordered_results(), driver.last_reports()
+
+    async def _unless_deposed(self, driver: loop.Driver) -> int | None:
+        if self.lost is None:
+            return await driver.run()
+        running = asyncio.ensure_future(driver.run())
+        lost = asyncio.ensure_future(self.lost.wait())
+        try:
+            await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if lost.done() and not running.done():
+                running.cancel()
+                await asyncio.wait({running})
+            elif running.cancelled() or not isinstance(running.exception(), Deposed):
+                return running.result()
+        finally:
+            lost.cancel()
+        driver.outcome = (
+            f"this driver does not lead job {self.plan.name} any more: it ends, and leaves its workers"
+            " to the next"
+        )
+        self.log("warning", driver.outcome)
+        return None
+
+    # ---- where and how ---------------------------------------------------------------------------------------------
+
+    async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
+        """The address and port to listen on. Agents without etcd know only those of the driver before this one."""
+        movable = self.plan.etcd is not None or self.plan.provider is not None
+        if self.past is not None and not movable and self.past.address:
+            return parse_address(self.past.address)
+        hosts = known if known is not None else (self.job.hosts or {})
+        elsewhere = await asyncio.gather(
+            *(asyncio.to_thread(self.this_host.elsewhere, host) for host in [*hosts][:ASKED])
+        )
+        towards = [host for host, why in zip(hosts, elsewhere, strict=False) if why is not None]
+        if not towards and self.plan.etcd is not None:
+            towards = [parse_address(endpoint)[0] for endpoint in self.plan.etcd.endpoints]
+        if not towards and self.plan.kubernetes is not None:
+            towards = [self.plan.kubernetes]
+        if self.plan.provider is not None:
+            towards = [*self.plan.provider.towards]
+        grows = self.job.script is not None
+        return await listen_address(self.plan.interfaces, towards, grows=grows), self.plan.port
+
+    def _bootstrap(self, host: str, address: Address) -> Bootstrap:
+        plan = self.plan
+        return Bootstrap(
+            job=plan.name,
+            host=host,
+            secret=plan.secret.hex(),
+            drivers=[] if plan.etcd is not None else [str(address)],
+            etcd=plan.etcd,
+            tls=plan.tls,
+            interfaces=plan.interfaces,
+            outlives=plan.outlived and plan.provider is None,
+            log_level=self.around.level,
+        )
+
+    def _starter(self) -> Starter | None:
+        if self.plan.provider is not None:
+            return self.plan.provider.starter(self.log)
+        if self.plan.by_etcd or self.plan.kubernetes is not None:
+            return None  # agents come by themselves
+        return StarterFor(
+            self.this_host.elsewhere,
+            here=ChildStarter(environ=self.job.environ, log=self.log),
+            there=SshStarter(self.plan.ssh, environ=os.environ, log=self.log),
+        )
+
+    def _discovery(self, known: dict[str, int] | None) -> Discovery:
+        if self.plan.provider is not None:
+            return self.plan.provider.discovery(self.log)
+        if known is not None:
+            return script_discovery(self.job, known, self.log)
+        if self.plan.kubernetes is not None:
+            from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
+
+            return HeadlessServiceDiscovery(self.plan.kubernetes, self.job.slots_per_host, self.log)
+        if self.plan.by_etcd:
+            from elastic.driver.discovery.etcd import EtcdDiscovery
+
+            assert self.lead is not None
+            return EtcdDiscovery(self.lead.etcd, self.plan.name, self.log)
+        assert self.job.hosts is not None
+        return StaticDiscovery(self.job.hosts)
+
+    async def _announce(self, address: Address) -> None:
+        if self.plan.provider is not None:
+            await self.plan.provider.listening(str(address))
+        if self.lead is not None:
+            await self.lead.leadership.announce(str(address))
+
+    # ---- what is kept for the next driver --------------------------------------------------------------------------
+
+    async def _journal(self, archive: Archive | None, writer: Writer) -> Journal:
+        if isinstance(archive, EtcdArchive) and not self.plan.outlived:
+            await archive.clear()
+            archive = None if self.job.journal is None else FileArchive(Path(self.job.journal))
+        if archive is None:
+            return Journal()
+        upkeep = Upkeep(
+            take=(lambda: snapshot.taken(self.membership)) if self.plan.outlived else None,
+            failed=lambda text: self.log("warning", text),
+            suits=self._nobody_waits,
+        )
+        header = header_of(
+            self.job.settings,
+            job=self.id,
+            command=self.job.command,
+            folder=os.getcwd() if self.past is None else self.past.folder,
+            outlives=self.plan.outlived,
+            writer=writer,
+        )
+        copy = None
+        if self.job.journal is not None and not isinstance(archive, FileArchive):
+            # Readable here, whatever etcd has forgotten by then: from where this driver begins.
+            at = writer.at if self.past is None else max(self.past.last_at, writer.at)
+            state = None if self.past is None else snapshot.taken(self.membership)
+            file = FileArchive(Path(self.job.journal))
+            copy = await copied_to(file, header, state, at, failed=upkeep.failed)
+        if self.past is not None:
+            journal = await archive.go_on(self.past, writer, upkeep)
+        else:
+            journal = await archive.begin(header, upkeep)
+        return journal if copy is None else Copied(journal, copy)
+
+    def _nobody_waits(self) -> bool:
+        """All train, and nobody has to be found again, or must be gone soon: a snapshot of many workers takes long."""
+        membership = self.membership
+        return membership.phase is Phase.TRAINING and membership.roster.first_exit_by() is None
+
+    def _adopted(self, clock_offset: float) -> loop.Adopted | None:
+        if self.past is None:
+            return None
+        membership = self.membership
+        places = {worker: membership.place_of(worker) for worker in membership.members}
+        return loop.Adopted(
+            running=[*membership.roster],
+            places={worker: place for worker, place in places.items() if place is not None},
+            generation=membership.generation,
+            clock_offset=clock_offset,
+        )
+
+    def _noted(self, event: Event, actions: Sequence[Action]) -> None:
+        self.around.noted(event, actions)
+        if self.lead is None:
+            return
+        for action in actions:
+            if isinstance(action, PublishWorld):
+                task = asyncio.ensure_future(self._tell_generation(action.generation))
+                self._told.add(task)
+                task.add_done_callback(self._told.discard)
+
+    async def _tell_generation(self, generation: int) -> None:
+        """For agents that no driver reaches: whether the others have gone on without them."""
+        assert self.lead is not None
+        value = msgspec.json.encode({"generation": generation, "term": self.term, "job": self.id})
+        with contextlib.suppress(Deposed):
+            await self.lead.leadership.transact([(f"{job_root(self.plan.name)}generation", value)])
+
+
+class Overheard:
+    """A discovery whose lists somebody else hears too."""
+
+    def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:
+        self._source = source
+        self._hears = hears
+
+    async def watch(self) -> AsyncIterator[dict[str, int]]:
+        async for hosts in self._source.watch():
+            self._hears(hosts)
+            yield hosts
+
+
+def _tls(plan: FleetPlan) -> Any:
+    if plan.tls is None:
+        return None
+    from elastic.protocol import tls
+
+    return tls.context(plan.tls.cert, plan.tls.key, plan.tls.ca, server=True)

@@ -1,0 +1,8 @@
+"""``python -m elastic.driver.journal``: prints a journal."""
+
+import sys
+
+from elastic.driver.journal.journal import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,205 @@
+"""What stands in a journal, and how it is told. Pure: values and bytes. Decides nothing.
+
+One JSON object per line. The first is the header; then events with the actions that they led to, and between them
+what lets another driver go on without reading all of them: snapshots of the whole state, and who has taken over.
+
+    {"journal": 1, "date": ..., "settings": {...}, "job": ..., "command": [...], "folder": ..., "writer": {...}}
+    {"at": seconds, "event": {...}, "actions": [...]}
+    {"snapshot": {...}, "at": seconds, "writer": {...}}
+    {"resumed": {"term": 2, "address": ..., ...}}
+
+Secrets are never in it: the job's secret is in no event, and of the extra environment only the names are kept.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Union
+
+import msgspec
+
+from elastic.driver import events
+from elastic.driver.events import Action, Event
+from elastic.driver.settings import Settings
+from elastic.errors import Invalid
+from elastic.protocol.messages import Worker
+
+FORMAT = 1
+ABANDONED = 0  # in the place of the format: its driver could not go on writing it
+BEGINNING = b'{"journal":'  # of a header, and thus of a journal
+SNAPSHOT = b'{"snapshot":'  # of a line with one
+
+
+class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A driver that writes from here on: the first, or one that has taken over. ``at``, ``unix_s`` and ``boot``: what
+    the clocks showed when it began, on which start of its machine.
+    """
+
+    term: int = 1  # grows with every driver of a job
+    address: str = ""  # host:port
+    date: str = ""
+    pid: int = 0
+    at: float = 0.0  # on the clock of the entries ...
+    offset_s: float = 0.0  # ... which is the machine's monotonic one and this
+    unix_s: float = 0.0
+    boot: str = ""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a job is. The fields with defaults are missing in journals that older versions wrote."""
+
+    journal: int
+    date: str
+    settings: dict[str, Any]
+    job: str = ""
+    command: list[str] = []
+    folder: str = ""
+    outlives: bool = False  # its agents and workers go on without a driver
+    writer: Writer = Writer()
+
+    def checked(self) -> Settings:
+        """The settings; the values of the extra environment are missing. Raises Invalid."""
+        if self.journal == ABANDONED:
+            raise Invalid(
+                "its driver could not write it to its end, as on a full disk, so that no other can go"
+                " on from it; end what is left of the job, and begin anew with --fresh"
+            )
+        if self.journal != FORMAT:
+            raise Invalid(f"it has format {self.journal}; this version reads {FORMAT}")
+        try:
+            return Settings(**self.settings)
+        except TypeError as error:
+            raise Invalid(f"its settings are those of another version: {error}") from error
+
+
+class Entry(msgspec.Struct, omit_defaults=True):
+    """One event. ``error`` is what handling it raised, if it did."""
+
+    at: float
+    event: Event
+    actions: list[Action] = []
+    error: str = ""
+    digest: int | None = None  # of the actions, where these are left out
+
+
+class Snapshot(msgspec.Struct):
+    """All of a membership after the entry before; see `snapshot`."""
+
+    snapshot: msgspec.Raw
+    at: float
+    writer: Writer  # who has written it
+
+
+class Resumed(msgspec.Struct):
+    resumed: Writer
+
+
+Line = Entry | Snapshot | Resumed
+
+
+class _Line(msgspec.Struct):
+    """Any line as it is read: the parts of an entry are decoded by their own tags."""
+
+    at: float = 0.0
+    event: msgspec.Raw = msgspec.Raw()
+    actions: list[msgspec.Raw] = []
+    error: str = ""
+    digest: int | None = None
+    snapshot: msgspec.Raw = msgspec.Raw()
+    writer: Writer = Writer()
+    resumed: Writer | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_lines = msgspec.json.Decoder(_Line)
+_events: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[tuple(Event.__subclasses__())])  # noqa: UP007
+_actions: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[tuple(Action.__subclasses__())])  # noqa: UP007
+_headers = msgspec.json.Decoder(Header)
+
+
+def header_of(
+    settings: Settings,
+    *,
+    job: str = "",
+    command: Sequence[str] = (),
+    folder: str = "",
+    outlives: bool = False,
+    writer: Writer | None = None,
+) -> Header:
+    """Of a job that begins."""
+    said = asdict(settings)
+    said["env"] = dict.fromkeys(said["env"], "")
+    writer = writer or Writer()
+    return Header(FORMAT, writer.date, said, job, list(command), folder, outlives, writer)
+
+
+def encoded(line: Header | Line) -> bytes:
+    """One line, with its end."""
+    return _encoder.encode(line) + b"\n"
+
+
+def decoded_header(line: bytes) -> Header:
+    """Raises msgspec.MsgspecError."""
+    return _headers.decode(line)
+
+
+def decoded(line: bytes) -> Line:
+    """Raises msgspec.MsgspecError."""
+    parts = _lines.decode(line)
+    if parts.resumed is not None:
+        return Resumed(parts.resumed)
+    if len(bytes(parts.snapshot)):
+        return Snapshot(parts.snapshot, parts.at, parts.writer)
+    actions = [_actions.decode(action) for action in parts.actions]
+    return Entry(parts.at, _events.decode(parts.event), actions, parts.error, parts.digest)
+
+
+def same(one: Action | None, other: Action | None) -> bool:
+    """Compared as JSON: recorded numbers and sequences have been through it."""
+    return one == other or _encoder.encode(one) == _encoder.encode(other)
+
+
+def digest_of(actions: Sequence[Action]) -> int:
+    """Tells whether two drivers have decided the same, where actions are left out."""
+    return zlib.crc32(_encoder.encode(actions)) if actions else 0
+
+
+# ---- told ----------------------------------------------------------------------------------------------------------
+
+
+def tell(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
+    """Readable lines: seconds since ``since``, the event, and below it each action."""
+    for entry in entries:
+        yield f"{entry.at - since:+10.3f}  {describe(entry.event)}"
+        for action in entry.actions:
+            yield f"{'':12}-> {describe(action)}"
+        if entry.error:
+            yield f"{'':12}!! {entry.error}"
+
+
+def tell_writer(writer: Writer) -> str:
+    """Who goes on from here."""
+    where = f" at {writer.address}" if writer.address else ""
+    return f"-- another driver goes on: term {writer.term}{where}, {writer.date}"
+
+
+def describe(value: Any, *, limit: int = 160) -> str:
+    """One line for an event, an action or a value inside them."""
+    if isinstance(value, (events.Event, events.Action)):
+        fields = " ".join(
+            f"{name}={describe(getattr(value, name))}"
+            for name in value.__struct_fields__
+            if getattr(value, name) not in ("", None)
+        )
+        return f"{type(value).__name__} {fields}".rstrip()
+    if isinstance(value, events.Member):
+        return str(value.worker)
+    if isinstance(value, list):
+        shown = ", ".join(describe(each) for each in value[:8])
+        return f"[{shown}{f', ... {len(value)} in all' if len(value) > 8 else ''}]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = str(value) if isinstance(value, Worker) or not isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

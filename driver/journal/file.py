@@ -1,0 +1,210 @@
+"""Keeps a job's journal in a file, and finds in it what another driver goes on from. Decides nothing.
+
+Each entry is in the file when `record` returns: it is there for the next driver after this one was killed in any way.
+It is not forced to the disk, so a machine that loses its power may lose the latest; then its workers are lost too. A
+lock on the file keeps a second driver from writing it for as long as the first one lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from elastic.driver.journal.entries import (
+    ABANDONED,
+    BEGINNING,
+    SNAPSHOT,
+    Entry,
+    Header,
+    Resumed,
+    Snapshot,
+    Writer,
+    decoded_header,
+    encoded,
+    header_of,
+)
+from elastic.driver.journal.journal import Journal, Upkeep
+from elastic.driver.journal.resume import Past, past_of, writer_here
+from elastic.driver.settings import Settings
+from elastic.errors import Invalid
+
+BLOCK = 1 << 20  # bytes, looked at in one go for the last snapshot
+_UNLOCKABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class FileArchive:
+    """One file, locked from here on."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises Invalid if it can't be written, or another driver writes it."""
+        self.path = path
+        self._end = 0  # of the last whole line
+        try:
+            self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _not_writable(path, error) from error
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(self.fd, 0o600)  # an old file keeps its mode when it is opened
+        except OSError as error:
+            if error.errno in _UNLOCKABLE:
+                return  # a device, or a file system without locks
+            os.close(self.fd)
+            if isinstance(error, BlockingIOError):
+                raise _in_use(path) from error
+            raise _not_writable(path, error) from error
+
+    async def past(self) -> Past | None:
+        """What is there to go on from. Reads no further back than to the last snapshot. Raises Invalid."""
+        try:
+            with open(self.path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                end = _last(file.fileno(), b"\n", size) + 1
+                self._end = end
+                file.seek(0)
+                first = file.readline()
+                if first and not first.startswith(BEGINNING[: len(first)]):
+                    raise Invalid(
+                        f"{str(self.path)!r} is no journal, and would be overwritten; give another file"
+                    )
+                if not end:
+                    return None  # nothing, or a header that was not written to its end
+                start = _last(file.fileno(), b"\n" + SNAPSHOT, end - 1) + 1 or len(first)
+                file.seek(start)
+                lines = file.read(end - start).split(b"\n")[:-1]
+            return past_of(decoded_header(first), lines)
+        except OSError as error:
+            raise Invalid(
+                f"cannot read the journal {str(self.path)!r}: {error.strerror}"
+            ) from error
+        except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
+            raise Invalid(f"the journal {str(self.path)!r} can't be resumed: {error}") from error
+
+    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> FileJournal:
+        return FileJournal(self, header, 0, upkeep)
+
+    async def go_on(self, past: Past, writer: Writer, upkeep: Upkeep | None = None) -> FileJournal:
+        """Cuts off what a crash has left of a last line."""
+        return FileJournal(self, Resumed(writer), self._end, upkeep, entries=past.replayed)
+
+    def outlives(self) -> bool:
+        """Whether the workers of the job written there outlive their driver. Reads no more than its beginning."""
+        try:
+            with open(self.path, "rb") as file:
+                return decoded_header(file.readline()).outlives
+        except (OSError, UnicodeError, msgspec.MsgspecError):
+            return False
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class FileJournal(Journal):
+    """An open journal, from the byte ``at`` on."""
+
+    def __init__(
+        self,
+        archive: FileArchive,
+        first: Header | Resumed,
+        at: int,
+        upkeep: Upkeep | None,
+        *,
+        entries: int = 0,
+    ) -> None:
+        super().__init__(upkeep, entries=entries)
+        self._archive = archive
+        self._writer = first.writer if isinstance(first, Header) else first.resumed
+        if stat.S_ISREG(os.fstat(archive.fd).st_mode):
+            os.ftruncate(archive.fd, at)
+            os.lseek(archive.fd, at, os.SEEK_SET)
+        self._write(encoded(first))
+
+    @classmethod
+    def begin(cls, path: Path, settings: Settings, upkeep: Upkeep | None = None) -> FileJournal:
+        """Of a job that ends with its driver. Raises Invalid."""
+        return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, upkeep)
+
+    async def settle(self) -> None:
+        """What was recorded is in the file already, and outlives this process however that ends."""
+
+    def close(self) -> None:
+        self._archive.close()
+
+    def _keep(self, entry: Entry) -> int:
+        line = encoded(entry)
+        self._write(line)
+        return len(line)
+
+    def keep_snapshot(self, data: bytes, at: float) -> None:
+        self._write(encoded(Snapshot(msgspec.Raw(data), at, self._writer)))
+
+    def _write(self, line: bytes) -> None:
+        if self._archive.fd < 0:
+            return
+        try:
+            view = memoryview(line)
+            while view:
+                view = view[os.write(self._archive.fd, view) :]
+        except OSError as error:
+            path = repr(str(self._archive.path))
+            followed = ""
+            if self._take is not None:
+                self._abandon()
+                followed = "; no other driver can go on with this job after this one"
+            self.close()
+            self._failed(f"the journal {path} ends here: {error.strerror}{followed}")
+
+    def _abandon(self) -> None:
+        """In place, for which there is room: the next driver must not take the beginning of a story for all of it."""
+        try:
+            with open(self._archive.path, "r+b") as file:
+                head = file.read(len(BEGINNING))
+                if head == BEGINNING:
+                    file.write(str(ABANDONED).encode())
+        except OSError:
+            return  # then the workers tell: they are in a generation that the journal does not know
+
+
+def _last(fd: int, what: bytes, end: int) -> int:
+    """Where it stands last before ``end``, or -1. Read backwards, block by block."""
+    while end > 0:
+        start = max(0, end - BLOCK)
+        found = os.pread(fd, end - start, start).rfind(what)
+        if found >= 0:
+            return start + found
+        end = start + len(what) - 1 if start else 0  # it may lie across the border
+    return -1
+
+
+def _not_writable(path: Path, error: OSError) -> Invalid:
+    return Invalid(
+        f"cannot write the journal {str(path)!r}: {error.strerror}; give a path in a writable folder"
+    )
+
+
+def _in_use(path: Path) -> Invalid:
+    """Whoever wrote the latest header or take-over holds the lock."""
+    pid = 0
+    try:
+        with open(path, "rb") as file:
+            first = file.readline()
+            size = file.seek(0, os.SEEK_END)
+            start = _last(file.fileno(), b'\n{"resumed":', size) + 1
+            if start:
+                file.seek(start)
+                pid = msgspec.json.decode(file.readline(), type=Resumed).resumed.pid
+            else:
+                pid = decoded_header(first).writer.pid
+    except (OSError, UnicodeError, msgspec.MsgspecError):
+        pass  # it has only just begun
+    who = f"the driver with process number {pid}" if pid else "another driver"
+    return Invalid(
+        f"{who} writes the journal {str(path)!r}; wait for its end, stop it, or give another file"
+    )

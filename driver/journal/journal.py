@@ -1,0 +1,319 @@
+"""Writes down every event and what membership answered, and plays it back. Decides nothing.
+
+    journal.record(now, event, actions)     right after each decision, in its order
+    await journal.settle()                  before anything is done about what was recorded
+    await journal.rest()                    when nothing waits to be decided: time for a snapshot
+
+Membership is deterministic, so the events alone rebuild every decision: ``replay`` feeds them to a new Membership and
+compares. `journal_file` and `journal_etcd` keep it, `entries` says what stands in it, and `resume` how another driver
+goes on from it. ``python -m elastic.driver.journal FILE`` prints the story and whether the replay agrees.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import msgspec
+
+from elastic.driver.events import Action, Event
+from elastic.driver.journal.entries import (
+    Entry,
+    Header,
+    Resumed,
+    Snapshot,
+    Writer,
+    decoded,
+    decoded_header,
+    describe,
+    digest_of,
+    same,
+    tell,
+    tell_writer,
+)
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.snapshot import NotTaken, restored
+from elastic.driver.settings import Settings
+from elastic.errors import ElasticError, Invalid
+
+if TYPE_CHECKING:
+    from elastic.driver.journal.resume import Past
+
+__all__ = ["Archive", "Entry", "Header", "Journal", "Upkeep", "Writer", "describe", "read", "tell"]
+
+RING = 200  # entries kept in memory for the story of an assertion
+SNAPSHOT_EVERY = 2000  # entries
+FORCED = 8  # times as many, and no moment has suited
+
+
+class Machine(Protocol):
+    """What is replayed: Membership, or a test's stand-in."""
+
+    def handle(self, event: Event, now: float) -> list[Action]: ...
+
+
+Rebuilt = TypeVar("Rebuilt", bound=Machine)
+
+
+class ReplayDiffers(ElasticError):
+    """The same events led to other actions than those recorded: the code has changed, or is not deterministic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upkeep:
+    """``take`` makes a snapshot of the state that the latest entry has led to; None: there are none. ``failed`` is told
+    once if the journal can't be kept any longer, as on a full disk: a job does not end because of that. ``suits``:
+    whether nobody waits for the driver now, which does nothing else while a snapshot is taken.
+    """
+
+    take: Callable[[], bytes] | None = None
+    snapshot_every: int = SNAPSHOT_EVERY
+    failed: Callable[[str], None] = lambda text: None
+    suits: Callable[[], bool] = lambda: True
+
+
+class Journal:
+    """Keeps the latest entries in memory, for the story. Those that keep more are made of it.
+
+    A snapshot is due after ``snapshot_every`` entries, but not before these are as large as the last snapshot was: it
+    costs no more than what it saves from being read. It waits until the driver has nothing to decide and the moment
+    suits, if that is before FORCED times as many.
+    """
+
+    def __init__(self, upkeep: Upkeep | None = None, *, entries: int = 0) -> None:
+        upkeep = upkeep or Upkeep()
+        self._failed = upkeep.failed
+        self._take = upkeep.take
+        self._every = upkeep.snapshot_every
+        self._suits = upkeep.suits
+        self._entries = entries  # since the last snapshot
+        self._bytes = 0
+        self._snapshot_bytes = 0
+        self._ring: deque[Entry] = deque(maxlen=RING)
+
+    def record(
+        self, at: float, event: Event, actions: Sequence[Action] = (), *, error: str = ""
+    ) -> None:
+        """One event, just handled, and what was answered. It counts once `settle` has returned."""
+        entry = Entry(at, event, list(actions), error)
+        self._ring.append(entry)
+        self._bytes += self._keep(entry)
+        self._entries += 1
+        if error:
+            self._take = None  # nothing is known of a state in which a bug has shown
+        elif self._due(FORCED):
+            self._snapshot()
+
+    async def settle(self) -> None:
+        """All that was recorded is where the next driver finds it, so that it may be acted upon."""
+
+    async def rest(self) -> None:
+        """Nothing waits to be decided. All that was recorded is settled."""
+        if self._due(1) and self._suits():
+            self._snapshot()
+            await self.settle()
+
+    def story(self, last: int = RING) -> str:
+        """The latest entries, readable, oldest first."""
+        entries = list(self._ring)[-last:]
+        return "\n".join(tell(entries, since=entries[0].at)) if entries else "no events yet"
+
+    def close(self) -> None:
+        """Nothing more is recorded."""
+
+    # ---- of those that keep more -----------------------------------------------------------------------------------
+
+    def _keep(self, entry: Entry) -> int:
+        """Returns its size in bytes."""
+        return 0
+
+    def keep_snapshot(self, data: bytes, at: float) -> None:
+        """Of the state after the entry that was kept last."""
+
+    def _due(self, patience: int) -> bool:
+        if self._take is None or self._entries < patience * self._every:
+            return False
+        return self._bytes >= patience * self._snapshot_bytes
+
+    def _snapshot(self) -> None:
+        assert self._take is not None
+        try:
+            data = self._take()
+        except NotTaken as error:  # a bug; without snapshots a resume only takes longer
+            self._take = None
+            self._failed(f"the journal has no snapshots from here on: {error}")
+            return
+        self._entries = self._bytes = 0
+        self._snapshot_bytes = len(data)
+        self.keep_snapshot(data, self._ring[-1].at)
+
+
+class Archive(Protocol):
+    """Where the journal of one job is kept, the present one or the last. Nobody else writes there meanwhile."""
+
+    async def past(self) -> Past | None:
+        """What is there to go on from; None: nothing. Raises Invalid where it can't be gone on from."""
+
+    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> Journal:
+        """The journal of a new job. What was there of another is gone. Only after `past`."""
+
+    async def go_on(self, past: Past, writer: Writer, upkeep: Upkeep | None = None) -> Journal:
+        """The same journal, continued by another driver."""
+
+    def close(self) -> None:
+        """Of no effect once there is a journal, which is closed instead."""
+
+
+# ---- a file, read ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A whole journal. Numbers are those of lines. ``start``: it is a copy that begins in the middle of a job."""
+
+    header: Header
+    settings: Settings
+    entries: list[tuple[int, Entry]]
+    takeovers: list[tuple[int, Writer]]
+    start: Snapshot | None
+
+
+def recording(path: Path) -> Recording:
+    """A line that a crash cut off at the end is left out. Raises Invalid."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise Invalid(f"cannot read the journal {str(path)!r}: {error.strerror}") from error
+    torn = lines.pop()
+    try:
+        header = decoded_header(lines[0] if lines else torn)
+        settings = header.checked()
+    except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
+        raise Invalid(f"{str(path)!r} is no journal: {error}") from error
+    entries: list[tuple[int, Entry]] = []
+    takeovers: list[tuple[int, Writer]] = []
+    start: Snapshot | None = None
+    for number, text in enumerate(lines[1:], start=2):
+        try:
+            match decoded(text):
+                case Entry() as entry:
+                    entries.append((number, entry))
+                case Resumed(writer):
+                    takeovers.append((number, writer))
+                case Snapshot() as snapshot if number == 2:
+                    start = snapshot
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise Invalid(f"{str(path)!r}, line {number}, is no journal entry: {error}") from error
+    return Recording(header, settings, entries, takeovers, start)
+
+
+def read(path: Path) -> tuple[Settings, list[Entry]]:
+    """Settings and entries, of all drivers that have written it. Raises Invalid."""
+    found = recording(path)
+    return found.settings, [entry for _, entry in found.entries]
+
+
+# ---- played back ----------------------------------------------------------------------------------------------------
+
+
+def replay(
+    path: Path, machine: Callable[[Settings], Machine] = Membership
+) -> list[tuple[Event, list[Action]]]:
+    """Feed the events to a new machine (Membership by default) and compare what it does with what was recorded.
+
+    Raises ReplayDiffers at the first difference, Invalid where the file is no journal.
+    """
+    found = recording(path)
+    begun: Machine
+    if found.start is not None and machine is Membership:
+        begun = restored(bytes(found.start.snapshot), found.settings)
+    else:
+        begun = machine(found.settings)
+    return list(_replayed(found.entries, begun))
+
+
+def rebuilt(entries: Iterable[Entry], machine: Rebuilt) -> Rebuilt:
+    """A machine, brought to where the last entry left the old one. What it answers was answered before.
+
+    Raises ReplayDiffers.
+    """
+    for _ in _replayed(enumerate(entries, start=2), machine):
+        pass
+    return machine
+
+
+def _replayed(
+    entries: Iterable[tuple[int, Entry]], machine: Machine
+) -> Iterator[tuple[Event, list[Action]]]:
+    for number, entry in entries:
+        actions: list[Action] = []
+        raised = ""
+        try:
+            actions = machine.handle(entry.event, now=entry.at)
+        except Exception as error:
+            raised = type(error).__name__
+        if raised != entry.error.partition(":")[0]:
+            raise ReplayDiffers(
+                f"line {number}, {describe(entry.event)}: the replay raised {raised or 'nothing'},"
+                f" the recording {entry.error or 'nothing'}"
+            )
+        if entry.digest is None:
+            _compare(number, entry, actions)
+        elif entry.digest != digest_of(actions):
+            told = describe(actions)
+            raise ReplayDiffers(f"line {number}, {describe(entry.event)}: leads now to {told}")
+        yield entry.event, actions
+
+
+def _compare(number: int, entry: Entry, actions: Sequence[Action]) -> None:
+    for index in range(max(len(actions), len(entry.actions))):
+        recorded = entry.actions[index] if index < len(entry.actions) else None
+        now = actions[index] if index < len(actions) else None
+        if not same(recorded, now):
+            raise ReplayDiffers(
+                f"line {number}, {describe(entry.event)}: action {index + 1} was recorded as"
+                f" {describe(recorded)}, but is now {describe(now)}"
+            )
+
+
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m elastic.driver.journal FILE", file=sys.stderr)
+        return 2
+    path = Path(arguments[0])
+    try:
+        found = recording(path)
+        print(f"settings: {found.settings}")
+        for line in story_of(found):
+            print(line)
+        print(f"the replay agrees: {len(replay(path))} events led to the same actions")
+    except ReplayDiffers as error:
+        print(f"the replay differs: {error}", file=sys.stderr)
+        return 1
+    except Invalid as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def story_of(found: Recording) -> Iterator[str]:
+    """All of it, readable."""
+    since = found.entries[0][1].at if found.entries else 0.0
+    if found.start is not None:
+        yield f"-- from the middle of the job: term {found.start.writer.term}"
+    takeovers = deque(found.takeovers)
+    for number, entry in found.entries:
+        while takeovers and takeovers[0][0] < number:
+            yield tell_writer(takeovers.popleft()[1])
+        yield from tell([entry], since=since)
+    yield from (tell_writer(writer) for _, writer in takeovers)

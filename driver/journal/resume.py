@@ -1,0 +1,229 @@
+"""What another driver goes on from: the state of a job as its journal tells it, and the time that has passed since.
+
+`past_of` feeds a Membership, a snapshot or a new one, with the entries that follow it. Times in a journal are those
+of a clock of the process that wrote it: `clock_offset` says what to add to another one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import msgspec
+
+from elastic.driver.events import EndJob
+from elastic.driver.journal.entries import (
+    Entry,
+    Header,
+    Resumed,
+    Snapshot,
+    Writer,
+    decoded,
+)
+from elastic.driver.journal.journal import ReplayDiffers, rebuilt
+from elastic.driver.membership import snapshot
+from elastic.driver.membership.membership import Membership
+from elastic.driver.settings import UNBOUNDED, Settings
+from elastic.errors import Invalid
+
+FLAGS = {
+    "np": "-np",
+    "workers_min": "--min-np",
+    "workers_max": "--max-np",
+    "start_timeout_s": "--start-timeout",
+    "elastic_timeout_s": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "cooldown_min_s": "the least of --blacklist-cooldown-range",
+    "cooldown_max_s": "the most of --blacklist-cooldown-range",
+    "slot_attempts": "--slot-attempts",
+    "host_attempts": "--host-attempts",
+    "lease_s": "--lease",
+    "idle_s": "--idle-timeout",
+    "busy_warning_s": "--busy-warning",
+    "busy_s": "--busy-timeout",
+    "gpu_hang_s": "--gpu-hang-timeout",
+    "gpu_limit_s": "ELASTIC_COLLECTIVE_TIMEOUT",
+    "timeline": "--timeline-filename",
+}
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """A job, as its last driver has left it."""
+
+    header: Header
+    settings: Settings  # without the values of the extra environment
+    writer: Writer  # the last driver
+    membership: Membership
+    last_at: float  # on its clock: the latest entry
+    ended: EndJob | None  # the outcome, where it is decided; it may not have been told to anybody
+    replayed: int  # entries that were read, those since the last snapshot
+
+    @property
+    def job(self) -> str:
+        return self.header.job
+
+    @property
+    def command(self) -> list[str]:
+        return self.header.command
+
+    @property
+    def folder(self) -> str:
+        return self.header.folder
+
+    @property
+    def term(self) -> int:
+        return self.writer.term
+
+    @property
+    def address(self) -> str:
+        """Where the last driver listened."""
+        return self.writer.address
+
+
+def past_of(header: Header, lines: Iterable[bytes]) -> Past:
+    """``lines``: all after the header, or from a snapshot on. Raises Invalid."""
+    settings, writer = header.checked(), header.writer
+    membership: Membership | None = None
+    at = writer.at
+    entries: list[Entry] = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = decoded(text)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise Invalid(f"entry {number} of what is to be resumed is none: {error}") from error
+        match line:
+            case Snapshot(data, at, writer):
+                membership = snapshot.restored(bytes(data), settings)
+                entries.clear()
+            case Resumed(writer):
+                at = max(at, writer.at)
+            case Entry():
+                entries.append(line)
+    membership = membership or Membership(settings)
+    try:
+        rebuilt(entries, membership)
+    except ReplayDiffers as error:
+        why = f"it was written by another version of this program, which has decided otherwise ({error})"
+        raise Invalid(f"{why}; resume with the version that wrote it") from error
+    ended = membership.verdict
+    if entries:
+        at = max(at, entries[-1].at)
+        if entries[-1].error:
+            ended = EndJob(1, f"a bug in the driver: {entries[-1].error}")
+    return Past(
+        header=header,
+        settings=settings,
+        writer=writer,
+        membership=membership,
+        last_at=at,
+        ended=ended,
+        replayed=len(entries),
+    )
+
+
+# ---- the same job? -------------------------------------------------------------------------------------------------
+
+
+def differences(past: Past, command: Sequence[str], settings: Settings) -> list[str]:
+    """What is now otherwise than the job began with, in words."""
+    found = []
+    if list(command) != past.command:
+        found.append(f"the command is {_line(command)}, the job began with {_line(past.command)}")
+    for field in fields(Settings):
+        now, then = getattr(settings, field.name), getattr(past.settings, field.name)
+        if field.name == "env":
+            found += [f"workers are given {name} in addition" for name in now if name not in then]
+            found += [f"workers are not given {name} any more" for name in then if name not in now]
+        elif now != then:
+            flag = FLAGS.get(field.name, field.name)
+            found.append(f"{flag} is {_shown(now)}, the job began with {_shown(then)}")
+    return found
+
+
+def check_same_job(past: Past, command: Sequence[str], settings: Settings) -> None:
+    """Raises Invalid with everything that differs."""
+    found = differences(past, command, settings)
+    if found:
+        raise Invalid(
+            f"this is not how the job began: {'; '.join(found)}. Resume it with what it began with,"
+            " or give --fresh to end what is left of it and begin a new one"
+        )
+
+
+def to_go_on_with(
+    past: Past | None,
+    command: Sequence[str],
+    settings: Settings,
+    *,
+    resume: bool,
+    fresh: bool,
+    name: str,
+) -> Past | None:
+    """The job that a driver with this command has to go on with; None: it begins one. ``resume``: it may go on.
+
+    An ended one, with the same command, is returned too. Raises Invalid where neither is meant.
+    """
+    if past is None or fresh:
+        return None
+    over = past.ended is not None and not past.membership.roster
+    if not resume:
+        if over:
+            return None
+        raise Invalid(
+            f"{name} has a job that has not ended, and its workers may train on without a driver:"
+            " --resume goes on with it, --fresh ends what is left of it and begins a new one"
+        )
+    if over and list(command) != past.command:
+        assert past.ended is not None
+        raise Invalid(
+            f"{name} has another job, {_line(past.command)}, which has ended with exit code"
+            f" {past.ended.code}; --fresh begins a new one"
+        )
+    if not over:
+        check_same_job(past, command, settings)
+    return past
+
+
+def _line(command: Sequence[str]) -> str:
+    return repr(" ".join(command))
+
+
+def _shown(value: object) -> str:
+    if value == UNBOUNDED:
+        return "without bound"
+    if value is None or isinstance(value, bool):
+        return {None: "not set", True: "on", False: "off"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---- time ----------------------------------------------------------------------------------------------------------
+
+
+def clock_offset(past: Past, loop_time: float, *, unix_s: float, boot: str) -> float:
+    """What to add to a driver's own clock, which shows ``loop_time``, so that the job's goes on.
+
+    On the same start of the same machine that clock has gone on by itself. Elsewhere only the dates tell how long
+    nobody drove, and dates may be wrong: no longer than all cooldowns take. It never goes back.
+    """
+    if boot and boot == past.writer.boot:
+        now = loop_time + past.writer.offset_s
+    else:
+        last_unix_s = past.writer.unix_s + past.last_at - past.writer.at
+        now = past.last_at + min(max(0.0, unix_s - last_unix_s), past.settings.cooldown_max_s)
+    return max(now, past.last_at) - loop_time
+
+
+def writer_here(*, term: int = 1, address: str = "", past: Past | None = None) -> Writer:
+    """This process, as the driver that writes from now on. Its clock is that of asyncio's loops, and ``offset_s``."""
+    at, unix_s, boot = time.monotonic(), time.time(), ""
+    with contextlib.suppress(OSError):
+        boot = BOOT.read_text().strip()
+    offset_s = 0.0 if past is None else clock_offset(past, at, unix_s=unix_s, boot=boot)
+    date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return Writer(term, address, date, os.getpid(), at + offset_s, offset_s, unix_s, boot)

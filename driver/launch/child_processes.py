@@ -1,0 +1,333 @@
+"""The processes that a starter has begun: each is handed its bootstrap, heard until it is ready, and reaped.
+
+Decides nothing. A process is in a session of its own, so that neither Ctrl-C nor the end of a terminal reaches it. Its
+standard input stays open as long as we live, by which the agent knows that we do, unless it outlives us. Its end is
+known from a pidfd, not from its output, which others may hold open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from elastic.driver.launch.starter import READY, Bootstrap, StartFailed
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.sinks import Log
+from elastic.version import __version__
+
+KEPT_BYTES = 64 * 1024  # of what a process has said last
+SAID_LINES = 20  # warnings that an agent may have passed on beside its connection to the driver
+REAP_S = 1.0
+# What the driver itself may have been told in its environment; an agent is told in its bootstrap.
+WITHHELD = frozenset({"ELASTIC_JOB_SECRET", "ELASTIC_ETCD_PASSWORD"})
+
+_READY = re.compile(rb"%s (\S+)\r?\n" % READY.encode())
+
+
+_LOGGED = re.compile(r"elastic \| (?:\d\d:\d\d:\d\d \| )?(?:(warning|error): )?(.*)")
+
+
+def as_logged(line: str) -> tuple[str, str]:
+    """Level and text of a line of an agent's log; what is none, such as a traceback, counts as a warning."""
+    if found := _LOGGED.match(line):
+        return found[1] or "debug", found[2].strip()
+    return ("warning" if line.strip() else "debug"), line[:500]
+
+
+class Attended:
+    """One process. ``heard`` is told each line that it says once it is ready, ``gone`` that nothing more comes."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], text: bytes, *, outlives: bool
+    ) -> None:
+        """Raises OSError. ``text`` goes to its standard input. ``outlives``: it may go to the background."""
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[str | None] = self._loop.create_future()  # None: it won't be
+        self.ended = asyncio.Event()
+        self.code: int | None = None
+        self.outlives = outlives
+        self.heard: Callable[[str], None] = lambda line: None
+        self.gone: Callable[[], None] = lambda: None
+        self._said = bytearray()
+        self._line = bytearray()
+        self._unsent = text
+        self._popen = subprocess.Popen(
+            list(command),
+            env={name: value for name, value in env.items() if name not in WITHHELD},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        self.pid = self._popen.pid
+        self._input, self._output = self._popen.stdin, self._popen.stdout
+        self._pidfd: int | None = None
+        for pipe in (self._input, self._output):
+            os.set_blocking(pipe.fileno(), False)
+        self._loop.add_reader(self._output.fileno(), self._read)
+        self._watch()
+        self._send()
+
+    def said(self) -> str:
+        """The end of what it has said on either stream."""
+        return self._said.decode("utf-8", "replace")
+
+    def hang_up(self) -> None:
+        """Close its standard input: whoever started it is gone."""
+        if not self._input.closed:
+            self._loop.remove_writer(self._input.fileno())
+            self._input.close()
+
+    def kill(self) -> None:
+        """SIGKILL it and what it has started in its process group; it may have ended."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def release(self) -> None:
+        """Let go of a process, whether it has ended or not."""
+        self.hang_up()
+        self._close_output()
+        self._conclude()
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self._popen.returncode is None:
+            self._popen.returncode = (
+                0  # It lives on, and Popen would complain that nobody waits for it.
+            )
+
+    def _send(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._input.fileno(), self._unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # its end comes as an exit
+            self._unsent = b""
+        self._loop.remove_writer(self._input.fileno())
+        if self._unsent:
+            self._loop.add_writer(self._input.fileno(), self._send)
+
+    def _read(self) -> bool:
+        """Take one chunk. False when there is none now, or never again."""
+        if self._output.closed:
+            return False
+        try:
+            data = os.read(self._output.fileno(), KEPT_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close_output()
+            return False
+        self._said += data
+        if self.ready.done():
+            self._pass_on(data)
+        elif found := _READY.search(self._said):
+            self.ready.set_result(found[1].decode("utf-8", "replace"))
+            del self._said[: found.end()]
+            self._pass_on(bytes(self._said))
+        del self._said[:-KEPT_BYTES]
+        return True
+
+    def _pass_on(self, data: bytes) -> None:
+        *lines, rest = (bytes(self._line) + data).split(b"\n")
+        self._line[:] = rest[-KEPT_BYTES:]
+        for line in lines:
+            if not line.endswith(b"\r"):  # what ssh says itself
+                self.heard(line.decode("utf-8", "replace"))
+
+    def _close_output(self) -> None:
+        if not self._output.closed:
+            self._loop.remove_reader(self._output.fileno())
+            self._output.close()
+            if self.ended.is_set():
+                self._conclude()
+                self.gone()
+
+    def _conclude(self) -> None:
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _watch(self) -> None:
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # forbidden in some sandboxes: wait in a thread instead
+            threading.Thread(target=self._wait_in_thread, daemon=True).start()
+        else:
+            self._loop.add_reader(self._pidfd, self._on_exit)
+
+    def _wait_in_thread(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            self._loop.call_soon_threadsafe(self._on_exit)
+
+    def _on_exit(self) -> None:
+        if self._popen.returncode is not None:  # released
+            return
+        self.code = self._popen.wait()
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        self.hang_up()
+        for _ in range(16):  # a grandchild may write on
+            if not self._read():
+                break
+        at_its_end = self._output.closed
+        self.ended.set()
+        if at_its_end:
+            self._conclude()
+            self.gone()
+        elif self.code != 0 or not self.outlives:
+            self._close_output()
+        # Else it has gone to the background and left the pipe to its child, which says when it is ready.
+
+
+class Attendance:
+    """All processes of one starter; not more than ``at_once`` are being started at a time.
+
+    A start takes at most ``ready_s`` from when its turn comes, the end of all of them ``close_s`` and a second.
+    ``describe(host, process)`` words why a process has ended that was ready.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        describe: Callable[[str, Attended], str],
+        *,
+        at_once: int,
+        ready_s: float,
+        close_s: float,
+    ) -> None:
+        self._log = log
+        self._describe = describe
+        self._turns = asyncio.Semaphore(at_once)
+        self._ready_s = ready_s
+        self._close_s = close_s
+        self._all: set[Attended] = set()
+        self._left: set[Attended] = set()  # those that were ready and outlive us
+        self._serving: dict[str, Attended] = {}  # by host: those that were ready and end with us
+        self._closed = False
+
+    async def begin(
+        self,
+        bootstrap: Bootstrap,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        explain: Callable[[Attended, str | None], Awaitable[str]],
+        *,
+        first: bytes = b"",
+    ) -> None:
+        """Start ``command``, hand it ``first`` and the bootstrap, and return when it is ready. Raises StartFailed.
+
+        ``explain(process, release)`` words why it is of no use: ``release`` is what it said that it is, None if it
+        ended before, or has been killed as it did not say so in time (then its ``code`` is None). Raises OSError where
+        there is no such program.
+        """
+        host = bootstrap.host
+        async with self._turns:
+            earlier = self._serving.pop(host, None)
+            if earlier is not None:
+                earlier.gone = partial(self._forget, earlier)
+                await self._end([earlier])
+            if self._closed:
+                raise StartFailed(f"no agent is started on {host}: the job is ending")
+            text = first + msgspec.json.encode(bootstrap) + b"\n"
+            process = Attended(command, env, text, outlives=bootstrap.outlives)
+            self._all.add(process)
+            process.gone = partial(self._forget, process)
+            process.heard = self._hear(host)
+            try:
+                await self._become_ready(bootstrap, process, explain)
+            except BaseException:
+                process.kill()
+                raise
+
+    async def _become_ready(
+        self,
+        bootstrap: Bootstrap,
+        process: Attended,
+        explain: Callable[[Attended, str | None], Awaitable[str]],
+    ) -> None:
+        host = bootstrap.host
+        try:
+            release = await within(process.ready, self._ready_s)
+        except asyncio.TimeoutError:
+            release = None
+        if self._closed:
+            raise StartFailed(f"no agent is started on {host}: the job is ending")
+        if release != __version__:
+            raise StartFailed(await explain(process, release))
+        if process.outlives:
+            if process in self._all:  # not gone to the background already
+                self._left.add(process)
+                process.hang_up()
+        elif process.ended.is_set():  # at once
+            self._lost(host, process)
+        else:
+            self._serving[host] = process
+            process.gone = partial(self._lost, host, process)
+
+    def _hear(self, host: str) -> Callable[[str], None]:
+        left = iter(range(SAID_LINES, 0, -1))
+
+        def heard(line: str) -> None:
+            level, text = as_logged(line)
+            if level != "debug":
+                number = next(left, 0)
+                if not number:
+                    return
+                text += "; further lines are left out" if number == 1 else ""
+            self._log(level, f"the agent on {host}: {text}")
+
+        return heard
+
+    def _lost(self, host: str, process: Attended) -> None:
+        self._forget(process)
+        if self._serving.get(host) is process:
+            del self._serving[host]
+        if not self._closed:
+            level = "warning" if process.code else "debug"
+            self._log(level, self._describe(host, process))
+
+    def _forget(self, process: Attended) -> None:
+        process.release()
+        self._all.discard(process)
+        self._left.discard(process)
+
+    async def close(self, *, spare: bool) -> None:
+        """End them, within a bound. ``spare``: a process that outlives us is an agent itself, so leave it alone."""
+        self._closed = True
+        self._serving.clear()
+        for process in self._all:
+            if not process.ready.done():
+                process.kill()
+        await self._end(self._all - self._left if spare else set(self._all))
+        for process in list(self._all):
+            self._forget(process)
+
+    async def _end(self, processes: Collection[Attended]) -> None:
+        for process in processes:
+            process.hang_up()
+        for limit_s in (self._close_s, REAP_S):
+            waits = [asyncio.ensure_future(p.ended.wait()) for p in processes if p.code is None]
+            if not waits:
+                return
+            _, late = await asyncio.wait(waits, timeout=limit_s)
+            for wait in late:
+                wait.cancel()
+            for process in processes:
+                process.kill()

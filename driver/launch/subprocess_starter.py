@@ -1,0 +1,65 @@
+"""Starts the agent of this machine as a process of its own: a child, in a session of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from elastic.driver.launch.child_processes import Attendance, Attended
+from elastic.driver.launch.ssh_failures import why_ended, why_no_agent
+from elastic.driver.launch.starter import AGENT_MODULE, RUN_MODULE, Bootstrap, StartFailed
+from elastic.driver.sinks import Log
+from elastic.version import __version__
+
+READY_S = 30.0
+CLOSE_S = 10.0
+
+
+class ChildStarter:
+    """``environ`` is what agents and their workers inherit, but for the driver's secrets. Make it in the event loop.
+
+    Several agents with different names may run on this machine, for trials.
+    """
+
+    def __init__(
+        self,
+        *,
+        environ: Mapping[str, str],
+        log: Log,
+        python: str = sys.executable,
+        at_once: int = 32,
+        ready_s: float = READY_S,
+        close_s: float = CLOSE_S,
+    ) -> None:
+        self._environ = environ
+        self._python = python
+        self._ready_s = ready_s
+        self._attendance = Attendance(
+            log,
+            lambda host, process: why_ended(host, process.code, process.said(), by_ssh=False),
+            at_once=at_once,
+            ready_s=ready_s,
+            close_s=close_s,
+        )
+
+    async def start(self, bootstrap: Bootstrap) -> None:
+        async def explain(process: Attended, release: str | None) -> str:
+            return why_no_agent(
+                bootstrap.host,
+                process.code,
+                process.said(),
+                ours=__version__,
+                release=release,
+                limit_s=self._ready_s,
+            )
+
+        command = [self._python, "-c", RUN_MODULE, AGENT_MODULE]
+        try:
+            await self._attendance.begin(bootstrap, command, self._environ, explain)
+        except OSError as error:
+            raise StartFailed(
+                f"no agent can be started on {bootstrap.host}: {self._python}: {error.strerror}"
+            ) from None
+
+    async def close(self) -> None:
+        await self._attendance.close(spare=True)

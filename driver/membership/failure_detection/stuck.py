@@ -1,0 +1,420 @@
+"""Decides who holds the others up, and what is done about it: named, fenced, or nothing. Deterministic.
+
+"Others wait" is known from what they say themselves: members tell when a collective has lasted a second. While some
+are inside one, or ready, or have returned, those that are not are the suspects, and their processes are probed;
+`progress` judges the answers. A member that is alone holds nobody up. Where all members are inside, but not in the
+same collective, the script is wrong: nobody is fenced, and the log says who waits where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from elastic.driver.events import (
+    DumpStacks,
+    ProbeWorkers,
+    WorkerPaced,
+    WorkerProbed,
+    WorkerProgressed,
+)
+from elastic.driver.membership.failure_detection.frozen import Frozen
+from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Witness, judge
+from elastic.driver.membership.failure_detection.stragglers import Stragglers
+from elastic.driver.membership.failure_detection.suspicion import (
+    Next,
+    Suspicion,
+    Suspicions,
+    probe_every_s,
+)
+from elastic.driver.membership.give_up import counted
+from elastic.driver.membership.roster import Stage, Standing
+from elastic.driver.membership.wording import hang_line, hang_reason
+from elastic.driver.membership.worlds import Phase
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import (
+    COPY,
+    GRADIENTS,
+    Launches,
+    Worker,
+)
+
+SOON_S = 0.001
+ALL_INSIDE_S = 30.0  # in which all that are left wait, before it is asked what for
+SILENT_S = 15.0  # three times as long as a worker that waits takes between two words about it
+NAMED = 4  # who holds the others up gets a line of its own, up to so many at a time
+
+
+class Stuck(Frozen):
+    """Watches over the members. Asked nothing, it looks when others have waited for a while."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._suspicions = Suspicions(settings)
+        self._stragglers = Stragglers()
+        self._probe_s = probe_every_s(settings)
+        self._look_at: float | None = None  # None: nobody waits
+        self._repeated_at = 0.0  # when somebody last said again that it waits
+        self._watched = 0  # the generation of what is known
+        self._where = ""  # the others wait
+        self._lines = NAMED  # left until the next look
+        self._unnamed = 0  # those for whom none was left
+        self._all_inside_said = ""
+
+    @property
+    def stragglers(self) -> frozenset[Worker]:
+        """Who holds the others up although everybody gets on."""
+        return self._stragglers.named
+
+    # ---- what is told ----------------------------------------------------------------------------------------------
+
+    def _progressed(self, event: WorkerProgressed) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is None or event.generation != self.generation:
+            return
+        if standing.stage is not Stage.MEMBER or standing.killed_for:
+            return
+        before = (standing.entered, standing.phase, standing.inside)
+        standing.said_at = self._now
+        self._gpu_said(standing, event)
+        if event.inside and before == (event.entered, event.phase, event.inside):
+            self._repeated_at = self._now
+        if event.inside:
+            standing.inside = standing.last_inside = event.inside
+            standing.waits_since = self._now - event.waited_s
+        elif before != (event.entered, event.phase, ""):
+            standing.moved(self._now)
+        standing.entered, standing.phase = event.entered, event.phase
+        if before != (event.entered, event.phase, event.inside):
+            self._got_on(standing)
+
+    def _gpu_said(self, standing: Standing, event: WorkerProgressed) -> None:
+        """How far its GPU is; since when counts within one wait only."""
+        same_wait = (standing.entered, standing.inside) == (event.entered, event.inside)
+        if not same_wait or _counts(standing.gpu) != _counts(event.gpu):
+            standing.gpu_since = self._now
+        standing.gpu = event.gpu
+
+    def _paced(self, event: WorkerPaced) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is None or event.generation != self.generation:
+            return
+        if standing.stage is not Stage.MEMBER or standing.killed_for:
+            return
+        suspicion = self._suspicions.get(event.worker)
+        since = self._now - event.over_s
+        if event.collectives and suspicion is not None and since >= suspicion.since:
+            # The others wait in a collective that is none of its business.
+            standing.moved_at = max(since, standing.moved_at)
+            self._got_on(standing)
+        if self._stragglers.size == 0:
+            self._stragglers.size = len(self.members)
+        if self._stragglers.paced(event.worker, event.waited_s, event.over_s):
+            level = "warning" if self._stragglers.named else "info"
+            self._orders.say(level, self._stragglers.sentence(self._name_of))
+
+    def _probed(self, event: WorkerProbed) -> None:
+        suspicion = self._suspicions.get(event.worker)
+        standing = None if suspicion is None else self._still(suspicion)
+        if suspicion is None or standing is None:
+            return
+        suspicion.probed(event, self._now)
+        self._judge(suspicion, standing)
+        due = suspicion.fence_due(self.settings)
+        if due is not None and self._look_at is not None and due > self._now:
+            self._look_at = min(self._look_at, due)
+
+    # ---- after each event ------------------------------------------------------------------------------------------
+
+    def _watch_deadlines(self) -> Iterator[float | None]:
+        yield self._look_at
+        yield self._suspicions.next_fence()
+        yield min((by for by, _ in self._hosts_awaited.values()), default=None)
+
+    def _watch(self) -> None:
+        """Looks at those that hold the others up, once these have waited for a while."""
+        if self._watched != self.generation:
+            self._watched = self.generation
+            self._stragglers = Stragglers()
+            self._forget()
+        if not self._somebody_may_wait():
+            self._forget()
+            return
+        for suspicion in self._suspicions.to_fence(self._now):
+            standing = self._still(suspicion)
+            if standing is not None:
+                reason = f"{suspicion.reason(self._now)} while the others waited {self._where}"
+                self._patience.was_stuck(self.generation)
+                self._staff.fence(standing, reason)
+        if self._look_at is None:
+            first = next(iter(self.roster.inside.values()), None)
+            since = self._now if first is None else first.waits_since
+            self._look_at = since + self._probe_s
+        if self._look_at <= self._now:
+            self._look()
+            if not self._somebody_may_wait():  # the world was broken
+                self._forget()
+
+    def _still(self, suspicion: Suspicion) -> Standing | None:
+        """The suspect, unless it has moved since it was suspected: it may be ready, or have returned."""
+        standing = self.roster.get(suspicion.worker)
+        if standing is None or standing.killed_for or standing.moved_at > suspicion.since:
+            return None
+        return standing
+
+    def _forget(self) -> None:
+        self._look_at = None
+        self._all_inside_said = ""
+        if self._suspicions:
+            self._suspicions.only(())
+
+    def _got_on(self, standing: Standing) -> None:
+        if self._suspicions.forget(standing.worker):
+            text = f"{self._named(standing)} got on at the last moment: it is not fenced"
+            self._orders.say("info", text)
+
+    def _somebody_may_wait(self) -> bool:
+        """Asked after every event, so that it must be cheap. What it means is looked at later, and seldom."""
+        if not (self.settings.idle_s or self.settings.busy_s or self.settings.busy_warning_s):
+            return False  # nothing would come of it
+        match self.phase:
+            case Phase.TRAINING | Phase.PREPARING:
+                return bool(self.roster.inside)
+            case Phase.GATHERING:
+                at_work = self.roster.any_at(Stage.MEMBER, Stage.RETURNED)
+                return bool(self.generation) and at_work and self.roster.any_at(Stage.READY)
+            case Phase.STOPPING:
+                return self.roster.any_at(Stage.READY) or bool(self.roster.inside)
+            case Phase.ENDING:
+                return True
+        return False
+
+    def _look(self) -> None:
+        """Who waits, for whom, and since when."""
+        now = self._now
+        self._look_at = now + self._probe_s
+        if self._unnamed:
+            more = counted(self._unnamed, "more member")
+            self._orders.say("warning", f"{more} keep the others waiting {self._where}")
+        self._lines, self._unnamed = NAMED, 0
+        self._disbelieve_the_silent()
+        waiters, suspects = self._sides()
+        finding = next(self._hangs(), None)
+        if finding is not None:
+            self._hung(finding)
+            return
+        if not waiters or not suspects:
+            self._suspicions.only(())
+            self._all_inside(waiters)
+            return
+        self._all_inside_said = ""
+        first = min(waiters, key=lambda s: s.waits_since)
+        since = first.waits_since
+        if now - since < self._probe_s:
+            self._look_at = max(since + self._probe_s, now + SOON_S)
+            return
+        self._where = self._place_of_wait(first)
+        busy_too = self.phase is not Phase.ENDING or bool(self.roster.inside)
+        # In the world of init() a fence ends the job, and scripts prepare their data there.
+        patient = self.settings.elastic and not self._world.running
+        patient = patient and self.phase is not Phase.GATHERING
+        new = [
+            Suspicion(s.worker, max(since, s.moved_at), s.phase, busy_too, patient)
+            for s in suspects
+        ]
+        to_probe: list[Worker] = []
+        for suspicion in self._suspicions.only(new):
+            if suspicion.phase:
+                due = suspicion.since + self._probe_s
+                if now >= due:
+                    self._judge(suspicion, self.roster[suspicion.worker])
+                else:
+                    self._look_at = min(self._look_at, due)
+            elif suspicion.fence_at is None:
+                to_probe.append(suspicion.worker)
+        if to_probe:
+            self._orders.do(ProbeWorkers(to_probe))
+
+    def _disbelieve_the_silent(self) -> None:
+        """Who waits says so again and again. Who no longer does, while others do, may be stuck since: a suspect."""
+        for standing in [*self.roster.inside.values()]:
+            if standing.said_at < self._repeated_at - SILENT_S:
+                standing.inside = ""
+
+    def _sides(self) -> tuple[list[Standing], list[Standing]]:
+        """Members that wait, and those that they wait for."""
+        gathering = self.phase is Phase.GATHERING
+        places = self._world.places
+        waiters: list[Standing] = []
+        suspects: list[Standing] = []
+        for standing in self.roster.first_at(Stage.MEMBER, Stage.RETURNED, Stage.READY):
+            if standing.killed_for or standing.worker not in places:
+                continue
+            if standing.stage is Stage.READY:
+                waiters.append(standing)
+            elif gathering:
+                # Inside a collective: it is about to be cut, and elastic_timeout_s bounds that.
+                if not standing.inside and self._awaited(standing):
+                    suspects.append(standing)
+            elif standing.inside or standing.stage is Stage.RETURNED:
+                waiters.append(standing)
+            else:
+                suspects.append(standing)
+        return waiters, suspects
+
+    def _place_of_wait(self, first: Standing) -> str:
+        match self.phase:
+            case Phase.GATHERING:
+                return "for the next world"
+            case _ if first.inside:
+                return f"in {first.inside!r}"
+            case Phase.STOPPING:
+                return "where all are to stop"
+        return "for the end"
+
+    def _judge(self, suspicion: Suspicion, standing: Standing) -> None:
+        now = self._now
+        match self._suspicions.judge(suspicion, now):
+            case Next.NAME if self._lines > 0:
+                self._lines -= 1
+                last = (
+                    f"in no collective now, its last wait was in {standing.last_inside!r}"
+                    if standing.last_inside
+                    else "in no collective"
+                )
+                held = f"keeps the others waiting {self._where} for {now - suspicion.since:.0f} s"
+                what, _, end = suspicion.describe(self.settings, now).partition("; ")
+                text = f"{self._named(standing)} {held}: {what}, {last}"
+                self._orders.say("warning", f"{text}; {end}" if end else text)
+            case Next.NAME:
+                self._unnamed += 1
+            case Next.CONDEMN:
+                reason = f"{suspicion.reason(now)} while the others waited {self._where}"
+                self._orders.do(DumpStacks(standing.worker, reason))
+            case _:
+                pass
+
+    def _watch_anew(self) -> None:
+        """The driver was away: no wait from before counts, and agents tell again who is frozen."""
+        self._forget()
+        self._hosts_awaited.clear()
+        for standing in self.roster.values():
+            standing.waits_since = standing.moved_at = standing.gpu_since = self._now
+            standing.frozen = ""
+
+    def check(self) -> None:
+        """What always holds of those that are watched."""
+        for standing in self.roster.inside.values():
+            assert standing.stage is Stage.MEMBER and standing.inside and not standing.killed_for
+        assert self.over or (self._look_at is not None) == self._somebody_may_wait()
+        self._suspicions.check()
+
+    # ---- all wait --------------------------------------------------------------------------------------------------
+
+    def _all_inside(self, waiters: list[Standing]) -> None:
+        """Nobody is missing, and still it does not go on."""
+        patience = min(self.settings.idle_s, ALL_INSIDE_S)
+        if patience <= 0 or not self.roster.inside:
+            return
+        inside = [s for s in waiters if s.inside]
+        if not inside or any(s.killed_for for s in self._live()):
+            return  # who was missing is on its way out
+        due = max(s.waits_since for s in waiters) + patience
+        if self._now < due:
+            self._look_at = min(self._now + self._probe_s, due)
+            return
+        if self._completed and not any(s.running for s in inside):
+            early = f"{', '.join(self._completed[:8])} ended with exit code 0 too early"
+            cure = "all ranks must make the same calls; where their data are uneven, end with hvd.join()"
+            self._end(1, f"{early}: {self._where_all(inside)} for {patience:g} s; {cure}")
+        returned = [s for s in waiters if s.stage is Stage.RETURNED]
+        if returned and self.phase is Phase.ENDING:
+            names = self._names(returned)
+            self._end(
+                1,
+                f"{names} returned from elastic.run {patience:g} s ago or more, while {self._where_all(inside)}:"
+                " the script is wrong, all members must make the same calls",
+            )
+        if self.phase not in (Phase.TRAINING, Phase.PREPARING):
+            return
+        text = self._where_all(inside)
+        if text == self._all_inside_said:
+            return
+        self._all_inside_said = text
+        groups = {(s.inside, s.entered) for s in inside}
+        copying = any(s.inside == COPY for s in inside)
+        if len(groups) > 1 and copying:
+            self._orders.say("warning", f"{text} for {patience:g} s: is there so much to copy?")
+        elif len(groups) > 1:
+            why = "these are not the same collective, so that nobody can go on: the script is wrong"
+            text = f"all members wait for {patience:g} s, but {text}: {why}"
+            self._orders.say("error", text)
+            if len({s.inside for s in inside}) == 1:
+                return  # counted differently is no proof
+            if not self.settings.elastic:
+                self._end(1, text)
+            self._break(text)
+        else:
+            why = "nobody is missing: is the network between them broken, or this much to send?"
+            if any(s.inside == GRADIENTS for s in inside):
+                why += " Or do they step different optimizers?"
+            self._orders.say("warning", f"{text} for {patience:g} s; {why}")
+
+    def _where_all(self, inside: list[Standing]) -> str:
+        """Who waits in what, the fewest first: they are the ones that took another turn."""
+        groups: dict[tuple[str, int], list[Standing]] = {}
+        for standing in inside:
+            groups.setdefault((standing.inside, standing.entered), []).append(standing)
+        ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[0]))
+        parts = [
+            f"{self._names(there)} wait{'s' if len(there) == 1 else ''} in {name!r} (collective {entered})"
+            for (name, entered), there in ordered[:NAMED]
+        ]
+        more = [f"{len(ordered) - NAMED} more groups elsewhere"] if len(ordered) > NAMED else []
+        return ", ".join([*parts, *more])
+
+    # ---- GPUs that hang --------------------------------------------------------------------------------------------
+
+    def _hangs(self) -> Iterator[Finding]:
+        """Of groups whose ranks all wait. Nobody is judged in a phase that is marked as long."""
+        if self.phase is Phase.GATHERING or any(s.killed_for for s in self._live()):
+            return
+        groups: dict[str, list[Witness]] = {}
+        for standing in self.roster.inside.values():
+            for launches in standing.gpu if not standing.phase else ():
+                said = Witness(standing.worker, launches, standing.gpu_since, standing.said_at)
+                groups.setdefault(launches.group, []).append(said)
+        found = (judge(each, self.settings, self._patience.worlds_hung) for each in groups.values())
+        # Who explains it comes before what nobody explains.
+        yield from sorted((each for each in found if each is not None), key=lambda f: not f.blamed)
+
+    def _hung(self, finding: Finding) -> None:
+        for worker in finding.blamed:
+            self._patience.was_stuck(self.generation)
+            self._staff.fence(self.roster[worker], hang_reason(finding))
+        if finding.blamed:
+            return
+        text = hang_line(finding, self._patience.worlds_hung)
+        self._patience.hung(self.generation)
+        if not self.settings.elastic:
+            self._end(1, text)
+        self._orders.say("error", text)
+        self._break(text)
+
+    # ---- words -----------------------------------------------------------------------------------------------------
+
+    def _names(self, standings: Iterable[Standing]) -> str:
+        found = [*standings]
+        if len(found) > 1 and len(found) == len(self.members):
+            return f"all {len(found)} members"
+        named = [self._named(standing) for standing in found[:NAMED]]
+        more = [f"{len(found) - NAMED} more"] if len(found) > NAMED else []
+        return " and ".join([", ".join(named), *more])
+
+    def _name_of(self, worker: Worker) -> str:
+        standing = self.roster.get(worker)
+        return str(worker) if standing is None else self._named(standing)
+
+
+def _counts(gpu: Iterable[Launches]) -> list[tuple[str, int, int, int, bool]]:
+    """What shows that a GPU gets on."""
+    return [(each.group, each.launched, each.arrived, each.done, each.failed) for each in gpu]

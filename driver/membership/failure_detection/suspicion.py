@@ -1,0 +1,227 @@
+"""Decides whether a worker that others wait for is stuck, slow, or excused. Pure; `stuck` says who waits for whom.
+
+                     nobody waits for it any more, or it got on: forgotten
+                        ^
+    suspected --two answers to a probe--> IDLE --idle_s--> condemned --dump_s--> to be fenced
+                        |                  ^ |                 ^
+                        |                  | v                 |
+                        +----------------> BUSY --busy_s-------+
+                        +--under a debugger, or in a phase marked as long--> EXCUSED: only named
+
+A worker's process is looked at from outside, because a thread of its own that says "I am alive" proves nothing about
+the one that trains. Busy is who uses the processor or moves bytes; a step that takes long is no reason to be killed
+for a long time. Idle is who does neither, while others wait for it: a deadlock, a lost peer of some other service.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic.driver.events import WorkerProbed
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Worker
+
+PROBE_S = 5.0  # between two probes; a sixth of the shortest patience, if that is less
+BUSY_CPU = 0.1  # of one processor's time: who uses less ...
+BUSY_IO = 64 * 1024  # ... and moves fewer bytes per second is idle
+TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
+
+
+def probe_every_s(settings: Settings) -> float:
+    """How often to look at those that others wait for, and how long to wait before the first look."""
+    patience = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
+    patience += [settings.gpu_hang_s / 2] if settings.gpu_hang_s > 0 else []
+    return max(0.1, min([PROBE_S, *patience]))
+
+
+class Verdict(enum.Enum):
+    UNKNOWN = "nothing is known of it yet"
+    IDLE = "idle"
+    BUSY = "busy"
+    EXCUSED = "excused"
+
+
+class Next(enum.Enum):
+    """What a look at a suspect leads to."""
+
+    NOTHING = "nothing"
+    NAME = "name"  # in a warning
+    CONDEMN = "condemn"  # dump its stacks, then fence it
+
+
+@dataclass
+class Suspicion:
+    """Of one worker that others wait for. ``_at`` and ``since`` are times on the caller's clock."""
+
+    worker: Worker
+    since: float  # the others wait for it
+    phase: str = ""
+    fenced_when_busy: bool = True
+    patient: bool = False  # idle counts as busy: a fence would end the job
+    verdict: Verdict = Verdict.UNKNOWN
+    idle_since: float = 0.0
+    traced: bool = False
+    cpu: float = 0.0  # share of one processor, between the last two probes
+    io: float = 0.0  # bytes per second
+    fence_at: float | None = None  # condemned
+    _probe: WorkerProbed | None = None
+    _probed_at: float = 0.0
+    _named: dict[Verdict, float] | None = None  # how long the others had waited when it was said
+
+    def wait_since(self, since: float) -> None:
+        """Those that waited before may have got on: then others wait for it only since then."""
+        self.since = max(self.since, since)
+        self.idle_since = max(self.idle_since, self.since)
+
+    def probed(self, event: WorkerProbed, now: float) -> None:
+        before, seconds = self._probe, now - self._probed_at
+        self._probe, self._probed_at = event, now
+        self.traced = event.traced or event.state == TRACED
+        if self.traced:
+            self.verdict = Verdict.EXCUSED
+            return
+        if before is None or seconds <= 0:
+            return
+        self.cpu = (event.cpu_s - before.cpu_s) / seconds
+        self.io = (event.io_bytes - before.io_bytes) / seconds
+        # Less than before: a child is gone, and took its figures with it.
+        lively = self.cpu < 0 or self.io < 0 or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
+        # Runnable whenever it is looked at, it would compute, and only gets no processor.
+        starved = before.state == RUNNABLE == event.state
+        if lively or starved or event.state == ON_DISK:
+            self.verdict = Verdict.BUSY
+        elif self.verdict is not Verdict.IDLE:
+            first = self.verdict is Verdict.UNKNOWN
+            self.idle_since = self.since if first else now - seconds
+            self.verdict = Verdict.IDLE
+
+    def fence_due(self, settings: Settings) -> float | None:
+        """When it is condemned if it goes on like this; None: never."""
+        match self.verdict:
+            case Verdict.IDLE if settings.idle_s > 0 and self.patient:
+                return (
+                    self.since + max(settings.idle_s, settings.busy_s) if settings.busy_s else None
+                )
+            case Verdict.IDLE if settings.idle_s > 0:
+                return self.idle_since + settings.idle_s
+            case Verdict.BUSY if settings.busy_s > 0 and self.fenced_when_busy:
+                return self.since + settings.busy_s
+        return None
+
+    def judge(self, settings: Settings, now: float) -> Next:
+        """What follows from what is known now."""
+        due = self.fence_due(settings)
+        if due is not None and due <= now:
+            return Next.CONDEMN if self.fence_at is None else Next.NOTHING
+        self.fence_at = None  # it moved before it was fenced
+        if self.verdict is Verdict.UNKNOWN:
+            return Next.NOTHING
+        waited = now - self.since
+        if self.verdict is Verdict.BUSY:
+            patience = settings.busy_warning_s
+            if patience <= 0 or waited < patience:
+                return Next.NOTHING
+        self._named = self._named or {}
+        last = self._named.get(self.verdict)
+        if last is not None and waited < 2 * last:
+            return Next.NOTHING
+        self._named[self.verdict] = waited
+        return Next.NAME
+
+    def describe(self, settings: Settings, now: float) -> str:
+        """``idle; it is fenced in 25 s (--idle-timeout)``: what it does, and what will be done about it."""
+        due = self.fence_due(settings)
+        left = "" if due is None else f"it is fenced in {due - now:.0f} s"
+        match self.verdict:
+            case Verdict.IDLE:
+                flag = "--busy-timeout" if self.patient else "--idle-timeout"
+                return f"idle; {left} ({flag})" if left else "idle"
+            case Verdict.BUSY:
+                what = f"busy ({self.rates()})"
+                if not left:
+                    return what
+                return f"{what}; {left} (--busy-timeout), unless its code marks this as long"
+            case Verdict.EXCUSED if self.traced:
+                return "under a debugger: not taken for stuck"
+            case Verdict.EXCUSED:
+                return f"in {self.phase!r}, which its code marks as long: not taken for stuck"
+        return str(self.verdict.value)
+
+    def reason(self, now: float) -> str:
+        """Why it is fenced."""
+        if self.verdict is Verdict.IDLE:
+            return f"it is stuck: idle for {now - self.idle_since:.0f} s"
+        return f"it is stuck: busy for {now - self.since:.0f} s ({self.rates()})"
+
+    def rates(self) -> str:
+        return f"CPU {max(0.0, self.cpu):.0%}, {max(0.0, self.io) / 1024:.0f} KiB/s"
+
+
+class Suspicions:
+    """Everybody who is waited for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._all: dict[Worker, Suspicion] = {}
+        self._condemned: dict[Worker, Suspicion] = {}  # the first to be fenced first
+
+    def get(self, worker: Worker) -> Suspicion | None:
+        return self._all.get(worker)
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def only(self, suspects: Iterable[Suspicion]) -> list[Suspicion]:
+        """These are the suspects now. What is known of them stays, others are forgotten."""
+        known = self._all
+        self._all = {}
+        for new in suspects:
+            old = known.get(new.worker)
+            if old is None or old.phase != new.phase:
+                old = new
+            old.wait_since(new.since)
+            old.fenced_when_busy, old.patient = new.fenced_when_busy, new.patient
+            if old.phase:
+                old.verdict = Verdict.EXCUSED
+            self._all[new.worker] = old
+        for worker in [w for w, s in self._condemned.items() if self._all.get(w) is not s]:
+            del self._condemned[worker]
+        return list(self._all.values())
+
+    def forget(self, worker: Worker) -> bool:
+        """It got on, or is gone. Whether it was condemned."""
+        self._all.pop(worker, None)
+        return self._condemned.pop(worker, None) is not None
+
+    def judge(self, suspicion: Suspicion, now: float) -> Next:
+        verdict = suspicion.judge(self._settings, now)
+        if suspicion.fence_at is None:
+            self._condemned.pop(suspicion.worker, None)
+        if verdict is Next.CONDEMN:
+            suspicion.fence_at = now + self._settings.dump_s
+            self._condemned[suspicion.worker] = suspicion
+        return verdict
+
+    def check(self) -> None:
+        """Tests call it after every event."""
+        for worker, suspicion in self._condemned.items():
+            assert self._all.get(worker) is suspicion and suspicion.fence_at is not None
+        times = [s.fence_at for s in self._condemned.values() if s.fence_at is not None]
+        assert times == sorted(times), "who is to be fenced next stands first"
+
+    def next_fence(self) -> float | None:
+        first = next(iter(self._condemned.values()), None)
+        return None if first is None else first.fence_at
+
+    def to_fence(self, now: float) -> list[Suspicion]:
+        """Those whose stacks have had their time to be written."""
+        due: list[Suspicion] = []
+        for suspicion in self._condemned.values():
+            if suspicion.fence_at is None or suspicion.fence_at > now:
+                break
+            due.append(suspicion)
+        for suspicion in due:
+            self.forget(suspicion.worker)
+        return due

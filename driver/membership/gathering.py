@@ -1,0 +1,122 @@
+"""Decides whom a gathering waits for, until when, and who of those that are ready may be in one world. Pure.
+
+A world is of one kind: that of ``init()``, of workers outside elastic.run, or that of elastic.run. A gathering waits
+for every old member, because each will come or die; it does not wait for newcomers, which can join later.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from elastic.driver.membership.roster import Roster, Stage, Standing
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Worker
+
+NAMED = 8  # of those that are lost
+REMIND_S = 5.0  # a gathering that takes longer says whom it waits for
+
+
+class Kind(enum.Enum):
+    START = "start"  # init() or entering elastic.run: nobody is interrupted
+    CHANGE = "change"  # all have stopped at an agreed check
+    RECOVERY = "recovery"  # the world broke
+
+
+@dataclass
+class Gathering:
+    """Between two worlds. ``_by`` and ``_at`` are times on the caller's clock."""
+
+    kind: Kind
+    reason: str
+    began_at: float
+    settings: Settings
+    somebody_lost: bool = False
+    late: bool = (
+        False  # ``late_at`` has passed: old members outside elastic.run are no longer awaited
+    )
+    short_by: float | None = None  # too few, nobody awaited: until then
+    said: str = ""  # the last word about being short
+    _more: int = 0  # lost, and not named in the reason
+    remind_after_s: float = REMIND_S  # since it began: when to say next who is awaited
+
+    @property
+    def remind_at(self) -> float:
+        return self.began_at + self.remind_after_s
+
+    def reminder(self, awaited: Sequence[Standing], now: float) -> str:
+        """Who holds everybody up, and until when."""
+        names = ", ".join(str(s.worker) for s in awaited[:4])
+        more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
+        first = awaited[0]
+        what = (
+            "which has not come back from its step"
+            if first.running
+            else "which has not entered elastic.run, or not called init() again,"
+        )
+        end = "it is killed" if first.running else "the others go on without it"
+        if not self.settings.elastic:
+            end = "the job ends"
+        doubt = "" if first.phase else " (stuck, or frozen?)"
+        left = max(0.0, self.late_at - now)
+        return (
+            f"waiting for {names}{more}, {what} for {now - self.began_at:.0f} s{doubt};"
+            f" {end} in {left:.0f} s at the latest (--elastic-timeout)"
+        )
+
+    @property
+    def late_at(self) -> float:
+        """Until when old members may take to be ready."""
+        return self.began_at + self.settings.elastic_timeout_s
+
+    def begin_again(self, now: float) -> None:
+        """Nobody could come for a while: everybody has the whole time again."""
+        if self.short_by is not None:
+            self.short_by += now - self.began_at
+        self.began_at = now
+        self.remind_after_s = REMIND_S
+
+    def lost(self, reason: str) -> None:
+        """One more is gone. Who is lost explains a broken collective better than the worker that noticed."""
+        if not self.somebody_lost:
+            self.somebody_lost, self.reason = True, reason
+        elif self._more == 0 and self.reason.count("; ") < NAMED - 1:
+            self.reason = f"{self.reason}; {reason}"
+        else:
+            # Every member is sent the reason: it must not grow with the number of those that are lost.
+            named = self.reason.removesuffix(self._and_more())
+            self._more += 1
+            self.reason = f"{named}{self._and_more()}"
+
+    def _and_more(self) -> str:
+        return f"; and {self._more} more" if self._more else ""
+
+    def awaited(self, roster: Roster) -> Iterator[Standing]:
+        """Old members that it does not go on without."""
+        for standing in self.missing(roster):
+            if standing.running or not self.late:
+                yield standing
+
+    def missing(self, roster: Roster) -> Iterator[Standing]:
+        """Old members that are not ready."""
+        return roster.first_at(Stage.MEMBER, Stage.RETURNED)
+
+
+def candidates(
+    ready: Sequence[Standing], members: Sequence[Worker]
+) -> tuple[list[Standing], list[Standing], list[Standing]]:
+    """Ready old members in rank order, ready newcomers, and those whose kind of world this one is not."""
+    rank = {worker: index for index, worker in enumerate(members)}
+    old = sorted((s for s in ready if s.worker in rank), key=lambda s: rank[s.worker])
+    new = [s for s in ready if s.worker not in rank]
+    running = any(s.running for s in old or new)
+    others = [s for s in ready if s.running is not running]
+    if members and not running:
+        # Nobody joins in init(): a newcomer waits until elastic.run is entered.
+        others, new = [*others, *new], []
+    return (
+        [s for s in old if s.running is running],
+        [s for s in new if s.running is running],
+        others,
+    )

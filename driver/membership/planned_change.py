@@ -1,0 +1,69 @@
+"""Decides when a planned change begins and at which check all members stop. Pure.
+
+Every member answers with its number of checks and is held at the next one. The largest answer plus one is a check
+that nobody has passed: those behind run on to it, and all stop in the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Worker
+
+
+@dataclass
+class Change:
+    """The planned change under way, or the last one. ``_s`` are seconds, other times are on the caller's clock."""
+
+    settings: Settings
+    number: int = 0
+    by: float | None = None  # for all answers; then for all to have stopped
+    check: int = 0  # where all stop
+    not_before: float = 0.0
+    silent: set[Worker] = field(default_factory=set)  # have not answered yet
+    _answers: dict[Worker, int] = field(default_factory=dict)
+    _settle_by: float | None = None
+
+    def wanted(self, now: float, *, more_coming: bool) -> float | None:
+        """Somebody wants to join or leave. None: begin; otherwise when to ask again.
+
+        One interruption serves several newcomers, if those ``more_coming`` are ready within a short time.
+        """
+        if now < self.not_before:
+            return self.not_before
+        if more_coming:
+            if self._settle_by is None:
+                self._settle_by = now + self.settings.settle_s
+            if now < self._settle_by:
+                return self._settle_by
+        return None
+
+    def unwanted(self) -> None:
+        self._settle_by = None
+
+    def prepare(self, now: float, members: Iterable[Worker]) -> None:
+        """Members are asked for their number of checks."""
+        self.number += 1
+        self.by = now + self.settings.prepare_s
+        self.silent = set(members)
+        self._answers = {}
+        self._settle_by = None
+
+    def answer(self, worker: Worker, check: int) -> None:
+        self._answers[worker] = check
+        self.silent.discard(worker)
+
+    def stop(self, now: float) -> int:
+        """All have answered: the check where all stop."""
+        self.check = max(self._answers.values()) + 1
+        self.by = now + self.settings.elastic_timeout_s
+        return self.check
+
+    def over(self) -> None:
+        self.by = None
+
+    def put_off(self, now: float) -> None:
+        """It did not work out: leave the members alone for a while."""
+        self.not_before = now + 2 * self.settings.prepare_s

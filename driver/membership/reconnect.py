@@ -1,0 +1,134 @@
+"""Decides what a worker is told again when its connection is replaced, and what a restarted driver relies on. Pure.
+
+A connection that breaks loses what was under way in it, in both directions. The worker opens another, says where it
+stands and repeats what has had no answer (see `recovery`); here is the other half: whatever holds for that worker now
+is said again. Everything that is repeated is harmless to who has heard it: it carries its generation, its change, or
+ends what is over anyway.
+
+The same serves a driver that was restarted: it reads its journal, and takes nothing of what it decided last for done.
+The agents tell which processes run, these connect again, and all is said to them that holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elastic.driver.events import (
+    BreakWorld,
+    CallOffChange,
+    FinishWorld,
+    HostReported,
+    KillWorker,
+    LetGo,
+    Member,
+    PrepareChange,
+    RejectWorker,
+    StopMembersAt,
+    TellWorld,
+    WorkerExited,
+    WorkerReconnected,
+)
+from elastic.driver.membership.gathering import Kind
+from elastic.driver.membership.roster import Stage, Standing
+from elastic.driver.membership.worlds import Phase, Worlds
+
+LOST = "its connection was lost"  # as `Workforce.disconnected` says it
+AWAY = "it did not come back to the restarted driver"
+
+
+class Reconnections(Worlds):
+    """What holds for one worker, said again."""
+
+    def _reconnected(self, event: WorkerReconnected) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is None:
+            # Given up and reported dead, and yet it lives: nobody trains with it.
+            self._orders.do(LetGo(event.worker, "the job has gone on without it", True))
+            return
+        if event.generation > self.generation:
+            reason = f"{event.worker} is in generation {event.generation}, of which the journal"
+            self._end(1, f"{reason} that this driver goes on from knows nothing: it is incomplete")
+        if standing.exit_why in (LOST, AWAY) and not standing.killed_for:
+            standing.exit_by, standing.exit_why = None, ""
+        if standing.killed_for or standing.stage is Stage.DISMISSED:
+            self._part_again(standing)
+        elif standing.stage is Stage.STARTING or (
+            standing.stage is Stage.CONNECTED and not event.welcomed
+        ):
+            self._staff.welcome(standing, self.members)
+        elif standing.stage is Stage.FINISHED:
+            self._orders.do(FinishWorld(event.generation, [event.worker]))
+        elif standing.worker in self._world.places:
+            self._tell_member(standing, event)
+
+    def _part_again(self, standing: Standing) -> None:
+        worker = standing.worker
+        if standing.killed_for:
+            self._orders.do(KillWorker(worker, standing.killed_for))
+            self._orders.do(LetGo(worker, standing.killed_for, True))
+        elif standing.rejected:
+            self._orders.do(RejectWorker(worker, standing.layout, standing.rejected))
+        else:
+            self._orders.do(LetGo(worker, standing.leaving or standing.exit_why))
+
+    def _tell_member(self, standing: Standing, event: WorkerReconnected) -> None:
+        worker, generation, change = standing.worker, self.generation, self._change
+        published = self._published
+        assert published is not None
+        if event.generation < generation:
+            self._orders.do(
+                TellWorld(
+                    generation,
+                    Member(worker, self._world.places[worker]),
+                    published.store,
+                    published.holders,
+                    published.commit,
+                    published.reason,
+                )
+            )
+        at_work = standing.stage in (Stage.MEMBER, Stage.RETURNED)
+        match self.phase:
+            case Phase.GATHERING if at_work:
+                planned = self._gathering.kind is not Kind.RECOVERY
+                if not planned or self._gathering.somebody_lost:
+                    self._orders.do(BreakWorld(generation, [worker], self._gathering.reason))
+            case Phase.PREPARING:
+                wish = self._change_reason
+                self._orders.do(PrepareChange(generation, change.number, [worker], wish))
+            case Phase.STOPPING if at_work:
+                self._orders.do(StopMembersAt(generation, change.number, change.check, [worker]))
+            case Phase.TRAINING | Phase.ENDING:
+                # It may be held at a change that was called off while nobody could tell it so.
+                self._orders.do(CallOffChange(generation, change.number, [worker], "reconnected"))
+
+    # ---- a whole host, or everybody --------------------------------------------------------------------------------
+
+    def _not_there(self, event: HostReported) -> Iterator[WorkerExited]:
+        """Who should run on the host and does not. Who runs there and should not is killed, again if it was before."""
+        running = set(event.running)
+        here = self.roster.hosts.get(event.host, {})
+        for worker in event.running:
+            standing = here.get(worker)
+            if standing is None:
+                self._orders.do(KillWorker(worker, "the job has gone on without it"))
+            elif standing.killed_for:
+                self._orders.do(KillWorker(worker, standing.killed_for))
+        ordered = here.keys() if event.ordered is None else set(event.ordered)
+        for worker in [w for w in here if w not in running and w in ordered]:
+            yield WorkerExited(
+                worker, -9, "an end that nobody saw: its host's agent does not run it"
+            )
+
+    def _restarted(self) -> None:
+        """Nobody is late only because there was no driver."""
+        now, settings = self._now, self.settings
+        for standing in self.roster.values():
+            if standing.killed_for or standing.stage is Stage.DISMISSED:
+                if standing.exit_by is not None:
+                    standing.exit_by = now + settings.leave_s
+            elif standing.stage in (Stage.CONNECTED, Stage.READY, Stage.MEMBER, Stage.RETURNED):
+                standing.exit_by, standing.exit_why = now + settings.reconnect_s, AWAY
+        self._gathering.begin_again(now)
+        self._change.by = None if self._change.by is None else now + settings.elastic_timeout_s
+        if self._ending_by is not None:
+            self._ending_by = now + settings.elastic_timeout_s

@@ -1,0 +1,112 @@
+"""Decides who is to blame: one worker, or the script. Pure.
+
+`Inquest`: in a job that can't recover, survivors may complain before the exit of the worker they lost is known. So a
+complaint waits a moment for an exit, and the first that did not complain itself is the culprit.
+
+`Exceptions`: an exception that one worker raised is its own trouble, and the others go on. The same one again at the
+same commit is the script's, and would come for ever. What a worker reports as the hardware's fault is not asked here:
+one fault of a host's fabric reaches all its GPUs. Its slot cools down, as after any other loss.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from elastic.driver.events import WorkerRaised
+from elastic.protocol.messages import Commit, Worker
+
+
+def describe_exit(code: int) -> str:
+    """``exit code 3``, ``signal 9 SIGKILL``."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {-code} {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def brief(reason: str) -> str:
+    """The first words of a reason that was given before: ``it is frozen`` of ``it is frozen (stopped by a signal)``."""
+    return re.split(r": | \(", reason, maxsplit=1)[0]
+
+
+def exit_code(code: int) -> int:
+    """The job's exit code for a worker that should not have ended with ``code``: never 0."""
+    return code if code > 0 else 128 - code if code < 0 else 1
+
+
+@dataclass
+class Inquest:
+    """``verdict`` is what the job ends with if nobody turns out to be the culprit before ``by``.
+
+    Somebody who has not complained is the suspect, and may just be slow to exit: it is given until ``latest``.
+    """
+
+    by: float
+    latest: float
+    verdict: str
+    witnesses: set[Worker] = field(default_factory=set)
+    culprit: Worker | None = None  # known already; its exit is awaited for the exit code
+
+    def accuse(self, worker: Worker, verdict: str) -> None:
+        """Its own exception explains everything; the first one counts."""
+        if self.culprit is None and worker not in self.witnesses:
+            self.culprit, self.verdict = worker, verdict
+
+    def settled(self, members: Iterable[Worker]) -> bool:
+        """A new world has begun: whether all who complained are in it, and nobody is accused. Then they have helped
+        themselves, by a retry loop of the script's own that calls init() again.
+        """
+        return self.culprit is None and self.witnesses <= set(members)
+
+    def wait_longer(self, live: Iterable[Worker]) -> bool:
+        """``by`` has come: whether to give a suspect more time."""
+        if self.by >= self.latest or all(worker in self.witnesses for worker in live):
+            return False
+        self.by = self.latest
+        return True
+
+    def settles(self, worker: Worker) -> bool:
+        """Whether the exit of this worker answers the question."""
+        if self.culprit is not None:
+            return worker == self.culprit
+        return worker not in self.witnesses
+
+
+_NUMBERS = re.compile(
+    r"0x[0-9a-f]+|\d+"
+)  # addresses, indices and the like differ from rank to rank
+
+
+@dataclass
+class Exceptions:
+    """What members' user code has raised. A commit 0 is only a new name for the state that its world began with."""
+
+    _raised: list[tuple[Worker, int, Commit | None, str]] = field(default_factory=list)
+    _began_with: dict[int, Commit] = field(default_factory=dict)
+
+    def world_began(self, generation: int, commit: Commit | None) -> None:
+        if commit is not None:
+            self._began_with[generation] = self._first_name(commit)
+        for old in [g for g in self._began_with if g < generation - 8]:
+            del self._began_with[old]
+
+    def _first_name(self, commit: Commit) -> Commit:
+        if commit.number > 0:
+            return commit
+        return self._began_with.get(commit.generation, commit)
+
+    def repeats(self, event: WorkerRaised) -> Worker | None:
+        """Who raised the same before, at the same commit or in the same incident; otherwise remembers this one."""
+        commit = self._first_name(event.commit or Commit(event.generation, 0))
+        summary = _NUMBERS.sub("#", event.summary)
+        for worker, generation, place, said in self._raised:
+            if said == summary and (generation == event.generation or place == commit):
+                return worker
+        self._raised.append((event.worker, event.generation, commit, summary))
+        del self._raised[:-64]
+        return None

@@ -1,0 +1,75 @@
+"""Decides who gets which rank. Pure.
+
+Survivors keep their order, with one exception: the holders of the newest commit come first, so that rank 0 holds it and
+those that lack it are one run of ranks at the end. A member is then told two numbers, however large the world is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.protocol.messages import Commit, Place, Worker
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Ranks are indices in ``order``; ranks below ``holders`` hold ``commit``."""
+
+    order: list[Worker]
+    holders: int
+    commit: Commit | None
+
+
+def arrange(
+    survivors: Sequence[Worker],
+    newcomers: Sequence[Worker],
+    commits: Mapping[Worker, Commit | None],
+) -> Arrangement:
+    """``survivors`` in their old order, then ``newcomers`` in the given order; a newcomer never is a source.
+
+    Where nobody has committed, the first of the old order stays the source, with ``holders`` 0.
+    """
+    held = [c for c in (commits.get(w) for w in survivors) if c is not None]
+    newest = max(held, default=None)
+    if newest is None:
+        return Arrangement([*survivors, *newcomers], 0, None)
+    holders = [w for w in survivors if commits.get(w) == newest]
+    lacking = [w for w in survivors if commits.get(w) != newest]
+    return Arrangement([*holders, *lacking, *newcomers], len(holders), newest)
+
+
+def places(order: Sequence[Worker]) -> list[Place]:
+    """Each worker's place. The local rank is the slot: a survivor cannot change its GPU."""
+    on_host: dict[str, int] = {}
+    hosts_of_slot: dict[int, list[str]] = {}
+    for worker in order:
+        on_host[worker.host] = on_host.get(worker.host, 0) + 1
+        hosts_of_slot.setdefault(worker.slot, []).append(worker.host)
+    cross = {slot: {h: i for i, h in enumerate(hosts)} for slot, hosts in hosts_of_slot.items()}
+    return [
+        Place(
+            rank=rank,
+            size=len(order),
+            local_rank=worker.slot,
+            local_size=on_host[worker.host],
+            cross_rank=cross[worker.slot][worker.host],
+            cross_size=len(cross[worker.slot]),
+        )
+        for rank, worker in enumerate(order)
+    ]
+
+
+def next_place(members: Sequence[Worker], worker: Worker) -> Place:
+    """What `places` would give a worker that comes last."""
+    on_host = sum(1 for m in members if m.host == worker.host)
+    hosts = {m.host for m in members if m.slot == worker.slot and m.host != worker.host}
+    size = len(members) + 1
+    return Place(len(members), size, worker.slot, on_host + 1, len(hosts), len(hosts) + 1)
+
+
+def slots(hosts: Mapping[str, int]) -> Iterable[tuple[str, int]]:
+    """Every slot, host by host, in discovery's order."""
+    for host, count in hosts.items():
+        for slot in range(count):
+            yield host, slot

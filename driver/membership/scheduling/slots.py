@@ -1,0 +1,124 @@
+"""Decides which slots get a worker. Pure.
+
+A slot is free if it is listed, has no live process, is not cooling down after a failure, was not left on request, and
+its program has not come to its end by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from elastic.driver.membership.scheduling import placement
+from elastic.driver.membership.scheduling.cooldown import Cooldown, Slot
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Worker
+
+
+class Slots:
+    """Every slot that discovery lists, and what has become of its workers."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.known = False  # whether there was a list
+        self.version = 0  # grows when a slot may have become usable
+        self.completed: set[Slot] = (
+            set()
+        )  # their program ended with exit code 0, outside elastic.run
+        self.cooldown = Cooldown(
+            settings.cooldown_min_s,
+            settings.cooldown_max_s,
+            settings.slot_attempts,
+            settings.host_attempts,
+        )
+        self._hosts: dict[str, int] = {}
+        self._order: dict[str, int] = {}
+        self._incarnations: dict[Slot, int] = {}
+        self._left: set[Slot] = set()  # their worker left on request
+        self._failures: dict[Slot, int] = {}  # with an exit code, in a row
+
+    def announce(self, hosts: dict[str, int]) -> None:
+        """Discovery's whole list, in order of preference."""
+        for host in self._hosts.keys() - hosts.keys():
+            self.cooldown.forget_host(host)
+        # Announced again, or larger: slots that were left may be used again.
+        grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
+        self._left = {slot for slot in self._left if slot[0] not in grown}
+        self.known = True
+        self.version += 1
+        self._hosts = dict(hosts)
+        self._order = {host: index for index, host in enumerate(hosts)}
+
+    def lists(self, worker: Worker) -> bool:
+        return worker.slot < self._hosts.get(worker.host, 0)
+
+    def order(self, worker: Worker) -> tuple[int, str, int]:
+        """Sorts workers by host, in discovery's order, then by slot."""
+        return (self._order.get(worker.host, len(self._order)), worker.host, worker.slot)
+
+    @property
+    def started(self) -> int:
+        """How many slots were ever used."""
+        return len(self._incarnations)
+
+    def ended(self, slot: Slot, code: int) -> None:
+        """Its worker has ended by itself; minus a signal, as in subprocess."""
+        if code > 0:
+            self._failures[slot] = self._failures.get(slot, 0) + 1
+        else:
+            self._failures.pop(slot, None)
+
+    def all_fail(self) -> bool:
+        """Whether no slot's last worker did better than to fail. What one alone does, it has to do twice."""
+        everywhere = len(self._failures) == len(self._incarnations)
+        return everywhere and sum(self._failures.values()) > 1
+
+    def start(self, slot: Slot) -> Worker:
+        """The slot's next incarnation."""
+        self._left.discard(slot)
+        self._incarnations[slot] = self._incarnations.get(slot, 0) + 1
+        return Worker(*slot, self._incarnations[slot])
+
+    def leave(self, slot: Slot) -> None:
+        """Its worker was asked to leave: the slot stays empty unless there are too few."""
+        self._left.add(slot)
+        self.version += 1
+
+    def complete(self, slot: Slot) -> None:
+        """Its program came to its end."""
+        self.completed.add(slot)
+        self.version += 1
+
+    def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
+        """See Cooldown.failed."""
+        self.version += 1
+        return self.cooldown.failed(slot, now, fruitful=fruitful)
+
+    def free(self, taken: Collection[Slot], now: float, *, short: bool) -> list[Slot]:
+        """Slots that could get a worker now. ``short``: too few workers, so take those that were left too."""
+        return [
+            slot
+            for slot, at in self._usable(taken)
+            if at <= now and (short or slot not in self._left)
+        ]
+
+    def next_at(self, taken: Collection[Slot], now: float, *, short: bool) -> float | None:
+        """When the next cooling slot may be used."""
+        usable = self._usable(taken)
+        times = [at for slot, at in usable if at > now and (short or slot not in self._left)]
+        return min(times, default=None)
+
+    def _usable(self, taken: Collection[Slot]) -> Iterator[tuple[Slot, float]]:
+        for slot in placement.slots(self._hosts):
+            if slot not in taken and slot not in self.completed:
+                ready_at = self.cooldown.ready_at(slot)
+                if ready_at is not None:
+                    yield slot, ready_at
+
+    def spent(self) -> bool:
+        """Whether no listed slot can give a worker ever again. An empty list may still grow."""
+        listed = list(placement.slots(self._hosts))
+        return bool(listed) and all(
+            slot in self.completed or self.cooldown.given_up(slot) for slot in listed
+        )
+
+    def any_given_up(self) -> bool:
+        return any(self.cooldown.given_up(slot) for slot in placement.slots(self._hosts))

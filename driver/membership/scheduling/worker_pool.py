@@ -1,0 +1,266 @@
+"""Decides which processes run: starts them in free slots, lets them go, kills those that overstay. Pure.
+
+It knows nothing of phases and worlds, except who the present members are: `membership` says when somebody may come or
+has to go, this says how that is done and by when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from math import inf
+
+from elastic.driver.events import (
+    KillWorker,
+    LetGo,
+    RejectWorker,
+    StartWorker,
+    WelcomeWorker,
+)
+from elastic.driver.membership.actions import Orders
+from elastic.driver.membership.roster import (
+    AT_STAKE,
+    Roster,
+    Stage,
+    Standing,
+)
+from elastic.driver.membership.scheduling import placement
+from elastic.driver.membership.scheduling.slots import Slots
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Worker
+
+
+class Workforce:
+    """Every live process and every slot."""
+
+    def __init__(self, settings: Settings, orders: Orders) -> None:
+        self.settings = settings
+        self.orders = orders
+        self.roster = Roster()
+        self.slots = Slots(settings)
+        self.last_output = ""
+        # Since then somebody may wait for others to start.
+        self._first_ready_at: float | None = None
+        # What slots were looked at for, and that nothing happens to them before then.
+        self._looked_at: tuple[int, int, int] | None = None
+        self._look_again_at = 0.0
+        self._cooling: tuple[tuple[int, int, bool] | None, float] = (None, 0.0)
+
+    # ---- coming ----------------------------------------------------------------------------------------------------
+
+    def start(self, members: Sequence[Worker]) -> None:
+        """Fills free slots, up to the largest allowed world. A static job starts its workers once."""
+        wanted = self._wanted()
+        if wanted <= 0 or (not self.settings.elastic and self.slots.started):
+            return
+        # Looking at every slot after each of many events would take too long where nothing has changed.
+        state = (self.roster.version, self.slots.version, self.roster.staying())
+        if state == self._looked_at and self.orders.now < self._look_again_at:
+            return
+        self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
+        free = self.slots.free(self._taken(), self.orders.now, short=self._short())
+        started = [self.slots.start(slot) for slot in free[:wanted]]
+        order = [*members, *started]  # never rank 0: somebody trains already
+        if not members:
+            order = sorted([*self.roster, *started], key=self.slots.order)
+        places = dict(zip(order, placement.places(order), strict=True)) if started else {}
+        for worker in started:
+            self.roster[worker] = Standing(worker, self.orders.now, places[worker])
+            why = "first start" if worker.incarnation == 1 else "its slot is free again"
+            self.orders.do(StartWorker(worker, places[worker], why))
+
+    def welcome(self, standing: Standing, members: Sequence[Worker]) -> None:
+        """It has called init(). Where a world exists without it, it goes on with a provisional place, never rank 0."""
+        standing.stage = Stage.CONNECTED
+        place = standing.first_place
+        if members:
+            others = [worker for worker in members if worker != standing.worker]
+            place = placement.next_place(others, standing.worker)
+        elastic = self.settings.elastic
+        self.orders.do(WelcomeWorker(standing.worker, place, bool(members), elastic))
+
+    def somebody_waits(self) -> None:
+        """From here on the others must have called init() within a bound."""
+        if self._first_ready_at is None:
+            self._first_ready_at = self.orders.now
+
+    def starting(self) -> Iterator[Standing]:
+        """Those that may still come in time for the first world. Where nobody waits, nobody is ever late."""
+        for standing in self.roster.first_at(Stage.STARTING, Stage.CONNECTED):
+            start_by = self._start_by(standing)
+            if start_by is None or self.orders.now < start_by:
+                yield standing
+
+    def _start_by(self, standing: Standing) -> float | None:
+        if self._first_ready_at is None:
+            return None
+        return max(standing.started_at, self._first_ready_at) + self.settings.start_timeout_s
+
+    def _short(self) -> bool:
+        return self.roster.staying() < self.settings.workers_min
+
+    def _wanted(self) -> int:
+        if not self.slots.known:
+            return 0
+        return self.settings.workers_max - self.roster.staying() - len(self.slots.completed)
+
+    def _taken(self) -> Collection[tuple[str, int]]:
+        return {s.slot for s in self.roster.values()}
+
+    # ---- going -----------------------------------------------------------------------------------------------------
+
+    def announce(self, hosts: dict[str, int], members: Collection[Worker]) -> None:
+        """Discovery's whole list: workers on hosts that have left it should leave, and those on it may stay."""
+        self.slots.announce(hosts)
+        for standing in self.roster.values():
+            listed = self.slots.lists(standing.worker)
+            if listed and standing.unlisted and standing.in_plans:
+                standing.leaving, standing.unlisted = "", False
+            elif not listed and not standing.leaving and standing.in_plans:
+                standing.unlisted = True
+                self._ask_to_leave(
+                    standing, f"{standing.worker.host} left the list of hosts", members
+                )
+
+    def leave(self, standing: Standing, reason: str, members: Collection[Worker]) -> None:
+        """It was asked to leave, and its slot stays empty."""
+        if standing.in_plans and not standing.hurried:
+            standing.unlisted = False
+            self.slots.leave(standing.slot)
+            self._ask_to_leave(standing, reason, members)
+
+    def _ask_to_leave(self, standing: Standing, reason: str, members: Collection[Worker]) -> None:
+        standing.leaving = reason
+        if standing.stage is Stage.STARTING:
+            self.dismiss(standing, reason, self.settings.leave_s)
+            self.kill(standing, reason)
+        elif standing.worker not in members:
+            self.let_go(standing, reason)  # a member is let go at a planned change
+
+    def let_go(self, standing: Standing, reason: str) -> None:
+        if standing.stage is not Stage.DISMISSED:
+            standing.leaving = reason
+            self.dismiss(standing, "it did not leave in time", self.settings.leave_s)
+            self.orders.do(LetGo(standing.worker, reason))
+
+    def let_all_go(self, reason: str) -> None:
+        """All but those that have finished, which go by themselves."""
+        for standing in [*self.roster.in_plans()]:
+            if standing.stage is Stage.STARTING:
+                self.kill(standing, reason)
+            else:
+                self.let_go(standing, reason)
+
+    def reject(self, standing: Standing, expected: str) -> None:
+        text = f"{standing.worker} is rejected: its state differs from the world's"
+        self.orders.say("error", text)
+        standing.rejected = expected
+        self.dismiss(standing, "it was rejected", self.settings.leave_s)
+        self.orders.do(RejectWorker(standing.worker, standing.layout, expected))
+
+    def dismiss(self, standing: Standing, why: str, within_s: float) -> None:
+        """It is part of no plan from here on, and must be gone in time."""
+        standing.stage = Stage.DISMISSED
+        standing.exit_by = self.orders.now + within_s
+        standing.exit_why = why
+
+    def disconnected(self, standing: Standing, *, silent: bool) -> None:
+        """Its exit usually follows at once; ``silent``: its host can't be reached, so that none will."""
+        if standing.in_plans and silent and not standing.killed_for:
+            self.fence(standing, "it is cut off: its host acknowledges nothing any more")
+        elif standing.in_plans and standing.exit_by is None:
+            standing.exit_by = self.orders.now + self.settings.disconnect_s
+            standing.exit_why = "its connection was lost"
+
+    def fence(self, standing: Standing, reason: str) -> None:
+        self.orders.say("error", f"fencing {standing.worker}: {reason}")
+        self.kill(standing, reason)
+
+    def kill(self, standing: Standing, reason: str) -> None:
+        if not standing.killed_for:
+            standing.killed_for = reason
+            standing.exit_by = self.orders.now + self._dies_within_s(standing)
+            self.orders.do(KillWorker(standing.worker, reason))
+
+    def _dies_within_s(self, standing: Standing) -> float:
+        """How long to wait for the exit of one that is killed. Where others wait with it, that is not long."""
+        return self.settings.kill_s if standing.stage in AT_STAKE else self.settings.leave_s
+
+    # ---- gone ------------------------------------------------------------------------------------------------------
+
+    def punish(self, standing: Standing, what: str) -> None:
+        """It should not have ended: its slot cools down."""
+        worker, now, settings = standing.worker, self.orders.now, self.settings
+        if not self.slots.lists(worker):
+            self.orders.say("info", f"{worker} ended with {what}; its slot is not listed")
+            return
+        since = standing.resumed_at
+        fruitful = since is not None and now - since >= settings.cooldown_max_s
+        wait = self.slots.failed(standing.slot, now, fruitful=fruitful)
+        if wait is not None:
+            text = f"{worker} ended with {what}; its slot may return in {wait:g} s"
+            self.orders.say("warning", text)
+            return
+        self.orders.say(
+            "error",
+            f"slot {worker.host}:{worker.slot} is given up: {settings.slot_attempts} workers in a row"
+            f" ended without progress, the last with {what}{self.quoted()}",
+        )
+
+    def all_fail(self) -> bool:
+        """Where nobody has come to training yet: the script is wrong, and trying again would only repeat it."""
+        hopeful = any(each.stage is not Stage.STARTING for each in self.roster.in_plans())
+        return self.slots.all_fail() and not hopeful
+
+    def quoted(self) -> str:
+        """What the last worker that died has written."""
+        return f"; it wrote:\n{self.last_output}" if self.last_output else ""
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def deadlines(self, *, starting: bool, first: bool) -> Iterator[float]:
+        """``starting``: workers may be started; ``first``: the first world waits for those that have connected."""
+        exit_by = self.roster.first_exit_by()
+        if exit_by is not None:
+            yield exit_by
+        for stage in (Stage.STARTING, Stage.CONNECTED) if first else (Stage.STARTING,):
+            for standing in self.roster.first_at(stage):  # in the order in which they were started
+                start_by = self._start_by(standing)
+                if start_by is None:
+                    break
+                if start_by > self.orders.now:
+                    yield start_by
+                    break
+        if starting and self._wanted() > 0:
+            next_at = self.next_slot_at()
+            if next_at is not None:
+                yield next_at
+
+    def next_slot_at(self) -> float | None:
+        """When a cooling slot may be used again."""
+        state = (self.roster.version, self.slots.version, self._short())
+        if state != self._cooling[0] or self._cooling[1] <= self.orders.now:
+            at = None
+            if self.settings.elastic:
+                at = self.slots.next_at(self._taken(), self.orders.now, short=self._short())
+            self._cooling = (state, inf if at is None else at)
+        return None if self._cooling[1] == inf else self._cooling[1]
+
+    def overdue(self) -> list[Standing]:
+        """Kills who is late. Returns who can't be killed."""
+        for standing in self.roster.first_at(Stage.STARTING):
+            if not self.orders.due(self._start_by(standing)):
+                break  # those after it were started later
+            if not standing.killed_for:
+                within = f"{self.settings.start_timeout_s:g} s"
+                self.fence(standing, f"it did not call init() within {within}")
+        immortal = []
+        for standing in self.roster.overdue(self.orders.now):
+            if standing.killed_for:
+                standing.exit_by = None
+                within = f"{self._dies_within_s(standing):g} s"
+                text = f"{standing.worker} can't be killed within {within}: going on without it"
+                self.orders.say("error", text)
+                immortal.append(standing)
+            else:
+                self.kill(standing, standing.exit_why)
+        return immortal

@@ -1,0 +1,330 @@
+"""Writes the whole state of a Membership as JSON, and makes a Membership from it again. Pure. Decides nothing.
+
+A snapshot is a table of objects, ``{"kinds": [[name, field, ...], ...], "objects": [[kind, part, ...], ...], "root":
+[n]}``. A part is a plain value, ``[n]`` for the n-th object of the table, or ``["inf"]`` and the like. So what is
+shared stays shared, and dictionaries have keys of any kind. Every field that an object has is written, whatever its
+class declares; a class or a type of value that is not named here is an error when the snapshot is taken: a new field
+can't be lost without a word. The settings are no part of it: they are in the header of the journal, and with them the
+names of extra environment, never its values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import gc
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from elastic.driver.events import Action, Event, Member
+from elastic.driver.membership.actions import Orders
+from elastic.driver.membership.failure_detection.stragglers import Stragglers
+from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
+from elastic.driver.membership.gathering import Gathering, Kind
+from elastic.driver.membership.give_up import Patience
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.planned_change import Change
+from elastic.driver.membership.root_cause import Exceptions, Inquest
+from elastic.driver.membership.roster import Roster, Stage, Standing
+from elastic.driver.membership.scheduling.cooldown import Cooldown, Record
+from elastic.driver.membership.scheduling.slots import Slots
+from elastic.driver.membership.scheduling.worker_pool import Workforce
+from elastic.driver.membership.world import World
+from elastic.driver.membership.worlds import Phase
+from elastic.driver.settings import Settings
+from elastic.errors import ElasticError, Invalid
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Launches,
+    Place,
+    Value,
+    Worker,
+)
+
+OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not the same
+    *(Membership, Orders, Workforce, Patience, World, Gathering, Change, Exceptions, Inquest),
+    *(Slots, Cooldown, Record, Roster, Standing, Suspicions, Suspicion, Stragglers),
+)
+CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
+ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict)
+STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enums and tuples
+    *(Worker, Commit, Address, Place, Launches, Member),
+    *Event.__subclasses__(),
+    *Action.__subclasses__(),
+)
+METHODS = {(Roster, "_file")}  # kept in fields
+PASSING: dict[tuple[type, str], type] = {
+    (Orders, "actions"): list
+}  # begun anew with each event; the caller has them
+
+_NAMED: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (*OBJECTS, *CONTAINERS, *ENUMS, *STRUCTS, tuple, frozenset, Settings)
+}
+_PLAIN = frozenset({str, int, bool, type(None)})
+_METHOD = "method"
+
+Part = str | int | float | bool | list[Any] | None
+
+
+class NotTaken(ElasticError, TypeError):
+    """Something in the state is of no known kind: a bug, and not the end of the job."""
+
+
+class _Snapshot(msgspec.Struct):
+    kinds: list[list[str]]
+    objects: list[list[Any]]
+    root: list[int]
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_Snapshot).decode
+
+
+def taken(membership: Membership) -> bytes:
+    """All that it knows, between two events. Raises NotTaken."""
+    with _nothing_collected():
+        return _encode(_Taking(membership).snapshot)
+
+
+def restored(data: bytes, settings: Settings) -> Membership:
+    """A Membership that answers every event as the other one would.
+
+    Raises Invalid where the snapshot is none, or is of another version of this program.
+    """
+    try:
+        with _nothing_collected():
+            snapshot = _decode(data)
+            _have_the_same_fields(snapshot.kinds, settings)
+            found = _Making(snapshot, settings).root
+    except Invalid:
+        raise
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Invalid(f"this is no snapshot of a job: {error!r}") from error
+    if not isinstance(found, Membership):
+        raise Invalid(f"this is no snapshot of a job, but of {type(found).__name__}")
+    return found
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Half a million lists and no garbage among them: looking for some again and again takes six times the rest."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+# ---- to be written -------------------------------------------------------------------------------------------------
+
+
+class _Taking:
+    """One walk over all objects. What can be filled later waits in a queue: the depth of the graph does not matter."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._settings = membership.settings
+        self._places: dict[int, list[int]] = {}  # by identity
+        self._values: dict[Value, list[int]] = {}  # equal ones are as good as the same
+        self._methods: dict[tuple[int, str], list[int]] = {}
+        self._kinds: dict[tuple[str, ...], int] = {}
+        self._objects: list[list[Any]] = []
+        self._unfilled: deque[tuple[list[Any], Any]] = deque()
+        self._ways: dict[type, Callable[[Any], list[int]]] = {
+            **dict.fromkeys((*OBJECTS, *CONTAINERS), self._later),
+            **dict.fromkeys(STRUCTS, self._struct),
+            **dict.fromkeys(ENUMS, self._enum),
+            Settings: self._of_settings,
+            tuple: self._row,
+            frozenset: self._row,
+            type(self._row): self._method,
+        }
+        root = self._later(membership)
+        while self._unfilled:
+            row, value = self._unfilled.popleft()
+            self._fill(row, value)
+        self.snapshot = _Snapshot([list(kind) for kind in self._kinds], self._objects, root)
+
+    def _part(self, value: Any) -> Part:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value  # type: ignore[no-any-return]
+        if kind is float:
+            return value if math.isfinite(value) else [str(value)]
+        found = self._places.get(id(value))
+        if found is not None:
+            return found
+        way = self._ways.get(kind)
+        if way is None:
+            raise NotTaken(
+                f"a snapshot can't hold {kind.__module__}.{kind.__qualname__}: {value!r:.200}"
+            )
+        return way(value)
+
+    def _number(self, *kind: str) -> int:
+        """Of a kind: its name, and the names of its fields."""
+        return self._kinds.setdefault(kind, len(self._kinds))
+
+    def _add(self, value: Any, row: list[Any]) -> list[int]:
+        self._objects.append(row)
+        place = self._places[id(value)] = [len(self._objects) - 1]
+        return place
+
+    # What is made of its parts stands behind them in the table.
+
+    def _struct(self, value: Any) -> list[int]:
+        if isinstance(value, Value) and (same := self._values.get(value)) is not None:
+            return same
+        kind = type(value)
+        number = self._number(kind.__name__, *kind.__struct_fields__)
+        parts = [self._part(getattr(value, name)) for name in kind.__struct_fields__]
+        place = self._add(value, [number, *parts])
+        if isinstance(value, Value):
+            self._values[value] = place
+        return place
+
+    def _enum(self, value: Any) -> list[int]:
+        return self._add(value, [self._number(type(value).__name__), value.value])
+
+    def _row(self, value: Any) -> list[int]:
+        items = value if type(value) is tuple else sorted(value)
+        return self._add(value, [self._number(type(value).__name__), *map(self._part, items)])
+
+    def _method(self, value: Any) -> list[int]:
+        owner, name = value.__self__, value.__name__
+        if (type(owner), name) not in METHODS:
+            raise NotTaken(f"a snapshot can't hold the method {value!r:.200}")
+        found = self._methods.get((id(owner), name))
+        if found is None:
+            row = [self._number(_METHOD), name, self._part(owner)]
+            found = self._methods[id(owner), name] = self._add(value, row)
+        return found
+
+    def _of_settings(self, value: Any) -> list[int]:
+        if value is not self._settings:
+            raise NotTaken("a snapshot can't hold two settings")
+        return self._add(value, [self._number(Settings.__name__)])
+
+    # What is filled later may stand anywhere, and in a circle.
+
+    def _later(self, value: Any) -> list[int]:
+        row: list[Any] = []
+        self._unfilled.append((row, value))
+        return self._add(value, row)
+
+    def _fill(self, row: list[Any], value: Any) -> None:
+        kind, part = type(value), self._part
+        if kind in CONTAINERS:
+            row.append(self._number(kind.__name__))
+        else:
+            fields = vars(value)
+            row.append(self._number(kind.__name__, *fields))
+            if kind is Orders:
+                fields = {n: None if (kind, n) in PASSING else v for n, v in fields.items()}
+            row.extend(map(part, fields.values()))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                row += (part(key), part(item))
+        elif kind is deque:
+            row.append(value.maxlen)
+            row.extend(map(part, value))
+        elif kind is set:
+            row.extend(map(part, sorted(value)))  # the order of a set is nobody's
+        elif kind is list:
+            row.extend(map(part, value))
+
+
+# ---- read again ----------------------------------------------------------------------------------------------------
+
+
+class _Making:
+    """First everything that can be empty, then what is made of its parts, then the contents of the former."""
+
+    def __init__(self, snapshot: _Snapshot, settings: Settings) -> None:
+        kinds = [
+            (_METHOD if name == _METHOD else _NAMED[name], names) for name, *names in snapshot.kinds
+        ]
+        rows = snapshot.objects
+        self._made: list[Any] = [None] * len(rows)
+        later: list[tuple[Any, type, list[str], list[Any]]] = []
+        others: list[tuple[int, Any, list[Any]]] = []
+        for index, (number, *parts) in enumerate(rows):
+            kind, names = kinds[number]
+            if kind is Settings:
+                self._made[index] = settings
+            elif kind is deque:
+                self._made[index] = deque(maxlen=parts.pop(0))
+                later.append((self._made[index], deque, names, parts))
+            elif kind in OBJECTS or kind in CONTAINERS:
+                self._made[index] = kind.__new__(kind)
+                later.append((self._made[index], kind, names, parts))
+            else:
+                others.append((index, kind, parts))
+        for index, kind, parts in others:
+            self._made[index] = self._made_of(kind, [*map(self._value, parts)])
+        for made, kind, names, parts in later:
+            self._fill(made, kind, names, [*map(self._value, parts)])
+        self.root = self._made[snapshot.root[0]]
+
+    def _value(self, part: Part) -> Any:
+        if type(part) is not list:
+            return part
+        [at] = part
+        if type(at) is str:
+            return float(at)
+        found = self._made[at]
+        if found is None:
+            raise ValueError(f"object {at} is needed before it can be made")
+        return found
+
+    @staticmethod
+    def _made_of(kind: Any, values: list[Any]) -> Any:
+        if kind == _METHOD:
+            name, owner = values
+            if (type(owner), name) not in METHODS:
+                raise ValueError(f"{name} is no method that is kept")
+            return getattr(owner, name)
+        return kind(values) if kind in (tuple, frozenset) else kind(*values)
+
+    @staticmethod
+    def _fill(made: Any, kind: type, names: list[str], values: list[Any]) -> None:
+        if names:
+            vars(made).update(zip(names, values, strict=False))
+            for name in names:
+                if (kind, name) in PASSING:
+                    setattr(made, name, PASSING[kind, name]())
+            del values[: len(names)]
+        if isinstance(made, dict):
+            # The roster's own method would file everybody anew, and an ordered dict has no other.
+            put: Callable[..., None] = (dict if kind in OBJECTS else type(made)).__setitem__
+            for key, item in zip(values[::2], values[1::2], strict=True):
+                put(made, key, item)
+        elif isinstance(made, (list, deque)):
+            made.extend(values)
+        elif isinstance(made, set):
+            made.update(values)
+
+
+def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
+    """Another version of this program may know of more, or of less. Raises Invalid."""
+    expected = {name: set(names) for name, *names in _Taking(Membership(settings)).snapshot.kinds}
+    for cls in (*OBJECTS, *STRUCTS):
+        if dataclasses.is_dataclass(cls):
+            expected[cls.__name__] = {field.name for field in dataclasses.fields(cls)}
+        elif issubclass(cls, msgspec.Struct):
+            expected[cls.__name__] = set(cls.__struct_fields__)
+    for name, *names in kinds:
+        odd = expected.get(name, set()) ^ set(names)
+        if odd:
+            raise Invalid(
+                f"the snapshot was taken by another version of this program: {name} differs in"
+                f" {', '.join(sorted(odd))}; resume with the version that wrote it"
+            )

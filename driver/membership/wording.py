@@ -1,0 +1,106 @@
+"""Translations without a decision: a worker's message as an event, a recovery as a line of the log. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.driver.events import (
+    Event,
+    ReportRecovery,
+    WorkerChecked,
+    WorkerConnected,
+    WorkerDigested,
+    WorkerFailed,
+    WorkerLeaving,
+    WorkerPaced,
+    WorkerProgressed,
+    WorkerQuit,
+    WorkerRaised,
+    WorkerReady,
+    WorkerReconnected,
+    WorkerResumed,
+    WorkerReturned,
+    WorkerStranded,
+)
+from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Hang
+from elastic.protocol import messages
+from elastic.protocol.messages import Worker
+
+
+def event_of(worker: Worker, message: Any) -> Event:
+    """What a worker said, word for word as an event. Layout, Result and Reported are none."""
+    match message:
+        case messages.Hello(_, pid, torch_version):
+            return WorkerConnected(worker, pid, torch_version)
+        case messages.Reconnected(generation, welcomed):
+            return WorkerReconnected(worker, generation, welcomed)
+        case messages.Ready(generation, commit, store, layout, running, number):
+            return WorkerReady(worker, generation, commit, store, layout, running, number)
+        case messages.Failed(generation, reason):
+            return WorkerFailed(worker, generation, reason)
+        case messages.Stranded(generation, reason):
+            return WorkerStranded(worker, generation, reason)
+        case messages.Checked(generation, change, check):
+            return WorkerChecked(worker, generation, change, check)
+        case messages.Leaving(reason):
+            return WorkerLeaving(worker, reason)
+        case messages.Resumed(generation, phases_ms, copied_bytes):
+            return WorkerResumed(worker, generation, phases_ms, copied_bytes)
+        case messages.Progress(generation, entered, inside, waited_s, phase, gpu):
+            return WorkerProgressed(worker, generation, entered, inside, waited_s, phase, gpu)
+        case messages.Pace(generation, collectives, waited_s, over_s, commits, commit):
+            return WorkerPaced(worker, generation, collectives, waited_s, over_s, commits, commit)
+        case messages.Digested(generation, commit, digest, buffers, samples, epoch):
+            return WorkerDigested(worker, generation, commit, digest, buffers, samples, epoch)
+        case messages.Raised(generation, commit, summary, traceback, hardware):
+            return WorkerRaised(worker, generation, commit, summary, traceback, hardware)
+        case messages.Quit(generation, code):
+            return WorkerQuit(worker, generation, code)
+        case messages.Returned(generation):
+            return WorkerReturned(worker, generation)
+        case _:
+            raise AssertionError(f"no event for {type(message).__name__}")
+
+
+def hang_reason(finding: Finding) -> str:
+    """Why a worker is fenced whose GPU explains that all wait."""
+    what = f"collective {finding.number} of {finding.group!r}"
+    match finding.hang:
+        case Hang.FAILED:
+            return f"its GPU failed: CUDA answers with an error, for {finding.for_s:.0f} s, while all wait in {what}"
+        case Hang.GPU:
+            return (
+                f"its GPU hangs: it has not come to {what}, which was launched,"
+                f" {finding.for_s:.0f} s after the others"
+            )
+    return f"its GPU hangs: it is not at the end of {what} {finding.for_s:.0f} s after the others, for the second time"
+
+
+def hang_line(finding: Finding, before: int) -> str:
+    """What is said where nobody is to blame. ``before``: worlds that hung since the last new commit."""
+    what = f"collective {finding.number} of {finding.group!r}"
+    if finding.hang is Hang.NETWORK:
+        lasts = f"it has not ended for {finding.for_s:.0f} s"
+        hung = f"all GPUs have come to {what}, and {lasts}: NCCL hangs, or the network"
+    else:
+        hung = f"all ranks have launched {what}, and most GPUs have not come to it for {finding.for_s:.0f} s"
+    again = f", as {before} before it since the last new commit" if before else ""
+    return f"{hung}{again}; nothing singles out a worker, so nobody is fenced and all form a new communicator"
+
+
+def recovery_line(report: ReportRecovery) -> str:
+    """``recovered in 83 ms, generation 5, 3 workers: lost localhost:2#1 (signal 9 SIGKILL) | told 2, cut 5, ...``"""
+    verb = {"recovery": "recovered", "change": "changed", "start": "started"}.get(
+        report.kind, report.kind
+    )
+    noun = "worker" if report.size == 1 else "workers"
+    phases = ", ".join(f"{name} {_ms(ms)}" for name, ms in report.phases_ms.items())
+    copied = f"; copied {report.copied_bytes / 1e6:.1f} MB" if report.copied_bytes else ""
+    return (
+        f"{verb} in {_ms(report.total_ms)} ms, generation {report.generation},"
+        f" {report.size} {noun}: {report.reason}{' | ' if phases else ''}{phases}{copied}"
+    )
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.1f}" if 0 < ms < 1 else f"{ms:.0f}"

@@ -1,0 +1,76 @@
+"""The last published world, and what its members have reported of it. Decides which of two replicas is wrong. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.driver.events import Member, ReportRecovery, WorkerDigested, WorkerResumed
+from elastic.driver.membership.gathering import Kind
+from elastic.driver.membership.roster import Roster, Stage
+from elastic.driver.membership.scheduling import placement
+from elastic.protocol.messages import Commit, Place, Worker
+
+DIGESTS = 64  # commits whose digests are remembered
+
+
+@dataclass
+class World:
+    """``members`` are in rank order, dead ones included. Generation 0: there was none yet."""
+
+    generation: int = 0
+    members: list[Worker] = field(default_factory=list)
+    running: bool = False  # of elastic.run; otherwise of init()
+    commit: Commit | None = None  # the newest that a member held when it began
+    layout: str = ""
+    kind: Kind = Kind.START
+    reason: str = ""
+    cause_at: float = 0.0
+    published_at: float = 0.0
+    trained: bool = False  # somebody resumed in this world or in one before it
+    places: dict[Worker, Place] = field(init=False)
+    _resumed: dict[Worker, WorkerResumed] = field(default_factory=dict)
+    _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.places = dict(zip(self.members, placement.places(self.members), strict=True))
+
+    def placed(self) -> list[Member]:
+        return [Member(worker, place) for worker, place in self.places.items()]
+
+    def resumed(self, event: WorkerResumed, now: float) -> ReportRecovery | None:
+        """The report, once all have resumed."""
+        self.trained = True
+        if event.worker in self._resumed:
+            return None
+        self._resumed[event.worker] = event
+        if len(self._resumed) < len(self.members):
+            return None
+        reports = self._resumed.values()
+        phases: dict[str, float] = {"gathered": (self.published_at - self.cause_at) * 1e3}
+        for report in reports:
+            for phase, ms in report.phases_ms.items():
+                phases[phase] = max(ms, phases.get(phase, 0.0))
+        return ReportRecovery(
+            generation=self.generation,
+            kind=self.kind.value,
+            reason=self.reason,
+            size=len(self.members),
+            total_ms=(now - self.cause_at) * 1e3,
+            phases_ms=phases,
+            copied_bytes=sum(report.copied_bytes for report in reports),
+        )
+
+    def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:
+        """Equal commits must be equal bits: the worker that is wrong, and the one that is right."""
+        first = self._digests.setdefault(event.commit, (event.worker, event.digest))
+        while len(self._digests) > DIGESTS:
+            del self._digests[next(iter(self._digests))]
+        if first[1] == event.digest:
+            return None
+        other = roster.get(first[0])
+        if other is None or other.killed_for or other.stage is Stage.DISMISSED:
+            self._digests[event.commit] = (event.worker, event.digest)  # it is on its way out
+            return None
+        # The lower rank's copy is the one that others were sent.
+        right, wrong = sorted((first[0], event.worker), key=lambda w: self.places[w].rank)
+        return wrong, right

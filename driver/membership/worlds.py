@@ -1,0 +1,380 @@
+"""Decides when a world begins, when it is interrupted, broken or finished, and when the job ends. Deterministic.
+
+These are the transitions between phases; `membership`, which has the diagram, says what each event means for them.
+Where a question needs more than a line, it is answered next door: `gathering` whom to wait for, `composition` who is in
+the next world, `change` when and where to interrupt a healthy one, `patience` when to give up.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NoReturn
+
+from elastic.driver.events import (
+    BreakWorld,
+    CallOffChange,
+    EndJob,
+    FinishWorld,
+    PrepareChange,
+    PublishWorld,
+    StopMembersAt,
+)
+from elastic.driver.membership.actions import Orders
+from elastic.driver.membership.composition import Composition, compose
+from elastic.driver.membership.gathering import Gathering, Kind, candidates
+from elastic.driver.membership.give_up import Patience, counted
+from elastic.driver.membership.planned_change import Change
+from elastic.driver.membership.root_cause import Exceptions, Inquest
+from elastic.driver.membership.roster import Roster, Stage, Standing
+from elastic.driver.membership.scheduling.slots import Slots
+from elastic.driver.membership.scheduling.worker_pool import Workforce
+from elastic.driver.membership.world import World
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Commit, Place, Worker
+
+NO_INIT = (
+    "no worker has called init(), so nothing was trained together: does the script call it, and was it run at all?"
+    " (workers have no standard input)"
+)
+
+
+class Phase(enum.Enum):
+    GATHERING = "gathering"  # waiting for those expected, and for enough; a world of init() may still be in use
+    TRAINING = "training"
+    PREPARING = "preparing"  # a planned change: waiting for every member's number of checks
+    STOPPING = "stopping"  # told where to stop: waiting for all to arrive
+    ENDING = "ending"  # some have returned
+    DONE = "done"
+
+
+class Over(Exception):
+    """The outcome is decided: unwinds to `handle`, so that nothing can follow EndJob."""
+
+
+class Worlds:
+    """The worlds of one job, one after the other. Asked for actions, it adds them to the orders."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.phase = Phase.GATHERING
+        self._orders = Orders()
+        self._staff = Workforce(settings, self._orders)
+        self._patience = Patience(settings, self._staff, self._orders)
+        self._world = World()
+        self._published: PublishWorld | None = None  # the last one
+        self._verdict: EndJob | None = None
+        self._wished: tuple[tuple[int, int, int], tuple[str, bool]] | None = None
+        self._gathering = Gathering(Kind.START, "first start", 0.0, settings)
+        self._change = Change(settings)
+        self._change_reason = ""
+        self._exceptions = Exceptions()
+        self._trained = False  # somebody has entered elastic.run
+        self._inquest: Inquest | None = None
+        self._completed: list[str] = []  # who ended with exit code 0 outside elastic.run
+        self._cause_at = 0.0  # when what led to the present gathering was noticed
+        self._look_again_at: float | None = None  # at a planned change that is not due yet
+        self._ending_by: float | None = None
+
+    # ---- what others may ask ---------------------------------------------------------------------------------------
+
+    @property
+    def roster(self) -> Roster:
+        """Every live process."""
+        return self._staff.roster
+
+    @property
+    def generation(self) -> int:
+        return self._world.generation
+
+    @property
+    def members(self) -> list[Worker]:
+        """Of the last world, in rank order, dead ones included."""
+        return self._world.members
+
+    @property
+    def over(self) -> bool:
+        """Whether the outcome is decided."""
+        return self.phase is Phase.DONE
+
+    @property
+    def verdict(self) -> EndJob | None:
+        """How the job ends, once that is decided."""
+        return self._verdict
+
+    def place_of(self, worker: Worker) -> Place | None:
+        """The worker's place in the last published world; None if it has none."""
+        return self._world.places.get(worker)
+
+    # ---- after each event ------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Does what the present state asks for, whatever event led to it."""
+        if self.phase is not Phase.ENDING and self._inquest is None:
+            self._staff.start(self.members)
+        self._end_with_the_last_process()
+        before = None
+        while before is not self.phase:
+            before = self.phase
+            match self.phase:
+                case Phase.GATHERING:
+                    self._try_to_publish()
+                case Phase.TRAINING:
+                    self._consider_change()
+                case Phase.PREPARING:
+                    self._try_to_stop()
+                case Phase.STOPPING:
+                    if not self.roster.any_at(Stage.MEMBER, Stage.RETURNED):
+                        self._gather(Kind.CHANGE, self._change_reason)
+                case Phase.ENDING:
+                    self._try_to_finish()
+
+    def _end_with_the_last_process(self) -> None:
+        """Programs that never enter elastic.run end one by one."""
+        if not self._slots.completed or next(self.roster.in_plans(), None) is not None:
+            return
+        if self._staff.next_slot_at() is not None:
+            return  # one that failed is started again
+        if self._slots.any_given_up():
+            self._end(1, self._patience.spent())
+        if self._staff.settings.elastic and not self.generation:
+            self._orders.say("warning", NO_INIT)
+        self._end(0, f"{counted(len(self._slots.completed), 'worker')} ended with exit code 0")
+
+    def _try_to_publish(self) -> None:
+        awaited = self._staff.starting()
+        if self.generation:
+            awaited = self._gathering.awaited(self.roster)
+        if next(awaited, None) is not None:
+            return
+        ready = [s for s in self.roster.first_at(Stage.READY) if not s.killed_for]
+        old, new, others = candidates(ready, self.members)
+        composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})
+        for standing in composition.leaving:
+            self._staff.let_go(standing, standing.leaving)
+        for standing in composition.rejected:
+            self._staff.reject(standing, composition.layout)
+        if composition.arrangement.commit is None:
+            self._end_if(self._patience.nothing_held(self._world, self._gathering))
+        have = len(composition.arrangement.order)
+        if have < self._patience.needed():
+            self._end_if(self._patience.short(self._gathering, have))
+            return
+        commit = composition.arrangement.commit
+        self._end_if(self._patience.in_circles(self._world, self._gathering, commit))
+        self._publish(composition, others, survivors=have - len(composition.joining))
+
+    def _publish(self, composition: Composition, others: list[Standing], *, survivors: int) -> None:
+        before, gathering, arranged = self._world, self._gathering, composition.arrangement
+        source = self.roster[arranged.order[0]]
+        assert source.store is not None
+        if before.generation:
+            old = f"{survivors} of {counted(len(before.members), 'old member')} ready"
+            new = f", {len(composition.joining)} new" if composition.joining else ""
+            reason = f"{gathering.reason}; {old}{new}"
+        else:
+            reason = f"first world: {counted(len(arranged.order), 'worker')} ready"
+        self.phase = Phase.TRAINING
+        self._world = World(
+            generation=before.generation + 1,
+            members=arranged.order,
+            running=source.running,
+            commit=arranged.commit,
+            layout=composition.layout,
+            kind=gathering.kind,
+            reason=gathering.reason,
+            cause_at=self._cause_at,
+            published_at=self._now,
+            trained=before.trained,
+        )
+        self._exceptions.world_began(self.generation, arranged.commit)
+        if self._inquest is not None and self._inquest.settled(arranged.order):
+            self._inquest = None
+        if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
+            self._change.put_off(self._now)  # an interruption for nothing: not at once again
+        # Who is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
+        for standing in self.roster.at(Stage.MEMBER, Stage.RETURNED):
+            standing.stage = Stage.CONNECTED
+        for standing in others:
+            if not standing.running:
+                self._staff.welcome(standing, self.members)
+        for worker in arranged.order:
+            standing = self.roster[worker]
+            standing.stage = Stage.MEMBER
+            standing.moved(self._now)
+            standing.entered, standing.phase, standing.last_inside = 0, "", ""
+            standing.gpu = []
+        self._published = PublishWorld(
+            generation=self.generation,
+            members=self._world.placed(),
+            store=source.store,
+            holders=arranged.holders,
+            commit=arranged.commit,
+            reason=reason,
+        )
+        self._orders.do(self._published)
+
+    def _consider_change(self) -> None:
+        """A planned change, if somebody waits to join or has to leave."""
+        self._look_again_at = None
+        if not self.settings.elastic or not self._world.running:
+            return  # a world of init() regroups by itself when elastic.run is entered
+        wish, urgent = self._wish()
+        if not wish:
+            self._change.unwanted()
+            return
+        coming = any(
+            not s.leaving and s.worker not in self._world.places
+            for s in self.roster.first_at(Stage.STARTING, Stage.CONNECTED)
+        )
+        self._look_again_at = self._change.wanted(self._now, more_coming=coming and not urgent)
+        if self._look_again_at is not None:
+            return
+        self.phase = Phase.PREPARING
+        members = [s.worker for s in self._live()]
+        self._change.prepare(self._now, members)
+        self._change_reason, self._cause_at = wish, self._now
+        self._orders.do(PrepareChange(self.generation, self._change.number, members, wish))
+
+    def _wish(self) -> tuple[str, bool]:
+        """What would be different in a world of those who are here now, and whether somebody leaves. Empty: nothing."""
+        places = self._world.places
+        joining = [
+            s
+            for s in self.roster.first_at(Stage.READY)
+            if s.running and not s.leaving and not s.killed_for and s.worker not in places
+        ]
+        if not joining and not any(w in places for w in self.roster.leavers):
+            return "", False
+        # Looking at all members after each of very many answers would take too long where nothing has changed.
+        basis = (self.generation, self.roster.shifts, self._slots.version)
+        if self._wished is None or self._wished[0] != basis:
+            self._wished = (basis, self._compose_wish(joining))
+        return self._wished[1]
+
+    def _compose_wish(self, joining: list[Standing]) -> tuple[str, bool]:
+        live = self._live()
+        same = Commit(self.generation, 1)  # where all stop together, all hold the same
+        composition = self._compose(live, joining, {s.worker: same for s in live})
+        joined = ", ".join(str(s.worker) for s in composition.joining)
+        parts = [f"{joined} joined"] if joined else []
+        parts += [f"{s.worker} leaves ({s.leaving})" for s in composition.leaving]
+        return "; ".join(parts), bool(composition.leaving)
+
+    def _try_to_stop(self) -> None:
+        if not self._wish()[0]:
+            self._call_off("nobody wants to join or leave any more")
+        elif not self._change.silent:
+            self.phase = Phase.STOPPING
+            check = self._change.stop(self._now)
+            live = [s.worker for s in self._live()]
+            self._orders.do(StopMembersAt(self.generation, self._change.number, check, live))
+
+    def _call_off(self, reason: str) -> None:
+        self.phase = Phase.TRAINING
+        live = [s.worker for s in self._live()]
+        self._orders.do(CallOffChange(self.generation, self._change.number, live, reason))
+
+    def _try_to_finish(self) -> None:
+        if not self.roster.any_at(Stage.MEMBER):
+            members = counted(len(self._live()), "member")
+            self._finish("")
+            self._end(0, f"all {members} of generation {self.generation} returned")
+
+    def _finish(self, because: str) -> None:
+        """Returned workers need not be there for the others any more."""
+        returned = [s for s in self._live() if s.stage is Stage.RETURNED]
+        if because:
+            self._orders.say("warning", f"{', '.join(str(s.worker) for s in returned)} {because}")
+        for standing in returned:
+            standing.stage = Stage.FINISHED
+        self._orders.do(FinishWorld(self.generation, [s.worker for s in returned]))
+
+    # ---- losing members ------------------------------------------------------------------------------
+
+    def _lose(self, standing: Standing, reason: str) -> None:
+        """A member is gone, or as good as gone: the world is over for the others."""
+        if standing.worker not in self._world.places:
+            return
+        if self.phase is Phase.GATHERING:
+            self._gathering.lost(reason)
+            if self._gathering.kind is Kind.START:
+                at_work = [s.worker for s in self._live() if s.stage is Stage.MEMBER]
+                if at_work:
+                    self._orders.do(BreakWorld(self.generation, at_work, reason))
+            self._end_if(self._patience.all_lost(self._world, self._gathering))
+            return
+        live = self._live()
+        returned = bool(live) and all(s.stage in (Stage.RETURNED, Stage.FINISHED) for s in live)
+        if self.phase is Phase.ENDING and returned and live[0].worker == self.members[0]:
+            self._orders.say("warning", f"{reason}, after all others had returned")
+            return
+        self._break(reason, lost=True)
+
+    def _break(self, reason: str, *, lost: bool = False, failure: bool = True) -> None:
+        limit = self._patience.failed_again() if failure else ""
+        if limit:
+            self._end(1, f"{reason}; {limit}")
+        at_work = [s for s in self._live() if s.stage in (Stage.MEMBER, Stage.RETURNED)]
+        for standing in at_work:
+            standing.stage = Stage.MEMBER
+        self._gather(Kind.RECOVERY, reason)
+        self._gathering.somebody_lost = lost
+        self._orders.do(BreakWorld(self.generation, [s.worker for s in at_work], reason))
+        if lost:
+            self._end_if(self._patience.all_lost(self._world, self._gathering))
+
+    def _gather(self, kind: Kind, reason: str) -> None:
+        if kind is not Kind.CHANGE:
+            self._cause_at = self._now
+        self.phase = Phase.GATHERING
+        self._gathering = Gathering(kind, reason, self._now, self.settings)
+
+    def _end_if(self, reason: str) -> None:
+        if reason:
+            self._end(1, reason)
+
+    def _end(self, code: int, reason: str) -> NoReturn:
+        """Decides the outcome. Members that have finished go on by themselves; on success all others are let go."""
+        self.phase = Phase.DONE
+        if code == 0:
+            self._staff.let_all_go("the job has ended")
+        self._verdict = EndJob(code, reason)
+        self._orders.do(self._verdict)
+        raise Over
+
+    # ---- small questions -------------------------------------------------------------------------------------------
+
+    def _live(self) -> list[Standing]:
+        """Members that live and were not dismissed, in rank order."""
+        return self.roster.live(self.members)
+
+    def _compose(
+        self,
+        old: list[Standing],
+        new: list[Standing],
+        commits: dict[Worker, Commit | None] | dict[Worker, Commit],
+    ) -> Composition:
+        return compose(
+            old,
+            sorted(new, key=lambda s: self._slots.order(s.worker)),
+            commits,
+            workers_min=self._patience.needed(),
+            workers_max=self.settings.workers_max,
+            layout=self._world.layout,
+        )
+
+    @property
+    def _slots(self) -> Slots:
+        return self._staff.slots
+
+    @property
+    def _now(self) -> float:
+        return self._orders.now
+
+    def _named(self, standing: Standing) -> str:
+        worker = standing.worker
+        place = self._world.places.get(worker)
+        if place is None and not self.generation:
+            place = standing.first_place
+        who = "worker" if place is None else f"rank {place.rank}"
+        return f"{who} ({worker} on {worker.host})"

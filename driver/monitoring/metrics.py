@@ -1,0 +1,358 @@
+"""What Prometheus can be told about a job, from the same events and decisions that the journal holds. Decides nothing.
+
+`Figures` is pure: what happens goes in, numbers are kept. `Metrics` serves them over HTTP from threads of its own, so
+that a scrape never holds up the driver. Every name begins with ``elastic_``; labels name workers that run, never more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from elastic.driver.events import (
+    Action,
+    EndJob,
+    Event,
+    KillWorker,
+    LetGo,
+    PublishWorld,
+    ReportRecovery,
+    StartWorker,
+    WorkerConnected,
+    WorkerDigested,
+    WorkerExited,
+    WorkerPaced,
+    WorkerReady,
+    WorkerReturned,
+)
+from elastic.driver.membership.failure_detection.stragglers import Stragglers
+from elastic.errors import Invalid
+from elastic.protocol.messages import Commit, Worker
+from elastic.protocol.report_values import Report
+
+VISITORS = 32  # scrapes at the same time
+VISIT_S = 5.0
+STAGES = ("starting", "connected", "ready", "training", "returned", "leaving", "killed")
+RANKS, NAMES = 64, 64  # of reported values: this many of the first ranks, and names of each
+BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histogram
+# How the reason of a kill begins that is a fence, and its kind.
+FENCES = {
+    "it is frozen": "frozen",
+    "it is stuck": "stuck",
+    "it is cut off": "cut off",
+    "its parameters differ": "digest",
+    "its GPU ": "gpu",
+    "it did not call init()": "late",
+}
+
+
+def kind_of(reason: str) -> str:
+    """The kind of a fence; empty for a kill that is none, as at the end of a job."""
+    return next((kind for begin, kind in FENCES.items() if reason.startswith(begin)), "")
+
+
+@dataclass
+class Waits:
+    """Of one worker in the present world, from its own reports."""
+
+    collectives: int = 0
+    waited_s: float = 0.0
+    over_s: float = 0.0
+
+
+@dataclass
+class Durations:
+    """A histogram: how many lasted no longer than each of BOUNDS_S, and the others."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[sum(bound < seconds for bound in BOUNDS_S)] += 1
+        self.sum_s += seconds
+
+    def cumulative(self) -> Iterator[tuple[str, float]]:
+        total = 0
+        for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], self.counts, strict=True):
+            total += count
+            yield bound, float(total)
+
+
+class Figures:
+    """Everything that is counted."""
+
+    def __init__(self) -> None:
+        self.stages: dict[Worker, str] = {}
+        self.generation = 0
+        self.size = 0
+        self.recoveries: dict[str, Durations] = defaultdict(Durations)  # by kind
+        self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))  # by kind
+        self.started = 0
+        self.lost = 0
+        self.waits: dict[Worker, Waits] = {}
+        self.stragglers: frozenset[Worker] = frozenset()
+        self.commit: Commit | None = None
+        self.committed_at = 0.0  # seconds since 1970: when the driver heard of it
+        self.commits = 0  # of the whole job
+        self.commits_per_s = 0.0
+        self.reported: dict[int, dict[str, float]] = {}  # by rank and name
+        self.over = False
+        self._expected_to_go: set[Worker] = set()
+        self._judge = Stragglers()
+        self._now = 0.0
+
+    def report(self, report: Report) -> None:
+        """The numbers of the outermost dict. Of a rank that is no more, or too far behind, nothing is kept."""
+        if report.rank >= min(RANKS, self.size):
+            return
+        mine = self.reported.setdefault(report.rank, {})
+        for name, value in report.metrics.items():
+            if isinstance(value, int | float) and (name in mine or len(mine) < NAMES):
+                mine[name] = float(value)
+
+    def note(self, event: Event, actions: Sequence[Action], now: float = 0.0) -> None:
+        """One event, and what was decided about it, ``now`` seconds since 1970."""
+        self._now = now
+        self._happened(event)
+        for action in actions:
+            self._decided(action)
+
+    def _happened(self, event: Event) -> None:
+        match event:
+            case WorkerConnected(worker):
+                self._move(worker, "connected")
+            case WorkerReady(worker, _, commit):
+                self._move(worker, "ready")
+                self._committed(commit)
+            case WorkerReturned(worker):
+                self._move(worker, "returned")
+            case WorkerDigested(_, _, commit):
+                self._committed(commit)
+            case WorkerPaced():
+                self._paced(event)
+            case WorkerExited(worker, code):
+                if self.stages.pop(worker, None) is None:
+                    return
+                self.waits.pop(worker, None)
+                self.stragglers -= {worker}
+                if code and not self.over and worker not in self._expected_to_go:
+                    self.lost += 1
+                self._expected_to_go.discard(worker)
+            case _:
+                pass
+
+    def _decided(self, action: Action) -> None:
+        match action:
+            case StartWorker(worker):
+                self.started += 1
+                self.stages[worker] = "starting"
+            case PublishWorld(generation, members):
+                self.generation, self.size = generation, len(members)
+                self._judge, self.stragglers = Stragglers(size=len(members)), frozenset()
+                for rank in [rank for rank in self.reported if rank >= self.size]:
+                    del self.reported[rank]
+                for member in members:
+                    self._move(member.worker, "training")
+            case LetGo(worker):
+                self._expected_to_go.add(worker)
+                self._move(worker, "leaving")
+            case KillWorker(worker, reason):
+                kind = kind_of(reason)
+                if kind:
+                    self.fenced[kind] += 1
+                else:
+                    self._expected_to_go.add(worker)
+                self._move(worker, "killed")
+            case ReportRecovery(_, kind, _, _, total_ms):
+                self.recoveries[kind].add(total_ms / 1e3)
+            case EndJob():
+                self.over = True
+            case _:
+                pass
+
+    def _move(self, worker: Worker, stage: str) -> None:
+        if self.stages.get(worker, "killed") != "killed":  # it may still say something
+            self.stages[worker] = stage
+
+    def _committed(self, commit: Commit | None) -> None:
+        if commit is None or (self.commit is not None and commit <= self.commit):
+            return
+        same = self.commit is not None and self.commit.generation == commit.generation
+        self.commits += commit.number - (self.commit.number if self.commit and same else 0)
+        self.commit, self.committed_at = commit, self._now
+
+    def _paced(self, event: WorkerPaced) -> None:
+        if event.worker not in self.stages or event.generation != self.generation:
+            return
+        self._committed(event.commit)
+        self.commits_per_s = event.commits / event.over_s if event.over_s > 0 else 0.0
+        waits = self.waits.setdefault(event.worker, Waits())
+        waits.collectives += event.collectives
+        waits.waited_s += event.waited_s
+        waits.over_s += event.over_s
+        if self._judge.paced(event.worker, event.waited_s, event.over_s):
+            self.stragglers = self._judge.named
+
+
+def families(figures: Figures) -> Iterator[Metric]:
+    """The figures in the words of Prometheus. Pure."""
+    stages = Counter(figures.stages.values())
+    yield _gauge("workers", "Worker processes by stage.", "stage", ((s, stages[s]) for s in STAGES))
+    yield GaugeMetricFamily(
+        "elastic_generation", "Number of the present world.", value=figures.generation
+    )
+    yield GaugeMetricFamily(
+        "elastic_world_size", "Workers in the present world.", value=figures.size
+    )
+    recoveries = HistogramMetricFamily(
+        "elastic_recovery_seconds",
+        "From a cause noticed to the last member's first collective in the new world.",
+        labels=["kind"],
+    )
+    for kind, durations in figures.recoveries.items():
+        recoveries.add_metric([kind], [*durations.cumulative()], durations.sum_s)
+    yield recoveries
+    yield _counter(
+        "fenced_workers",
+        "Workers killed so that the others can go on.",
+        "reason",
+        figures.fenced.items(),
+    )
+    yield CounterMetricFamily(
+        "elastic_started_workers", "Workers started.", value=float(figures.started)
+    )
+    yield CounterMetricFamily(
+        "elastic_lost_workers", "Workers that ended with an error.", value=float(figures.lost)
+    )
+    yield _gauge(
+        "straggler",
+        "1 for a worker that holds the others up.",
+        "worker",
+        ((str(w), w in figures.stragglers) for w in figures.stages),
+    )
+    waits = [(str(worker), waits) for worker, waits in figures.waits.items()]
+    for name, text, values in (
+        ("collectives", "Collectives completed.", [(w, x.collectives) for w, x in waits]),
+        (
+            "waited_seconds",
+            "Time inside collectives, of the time reported.",
+            [(w, x.waited_s) for w, x in waits],
+        ),
+        ("reported_seconds", "Time that was reported about.", [(w, x.over_s) for w, x in waits]),
+    ):
+        yield _counter(name, text, "worker", values)
+    yield CounterMetricFamily("elastic_commits", "Commits of the job.", value=figures.commits)
+    if figures.commit is not None:
+        for name, text, value in (
+            (
+                "commit_number",
+                "The newest commit known, counted in its generation.",
+                figures.commit.number,
+            ),
+            (
+                "commit_generation",
+                "The generation of the newest commit known.",
+                figures.commit.generation,
+            ),
+            (
+                "last_commit_timestamp_seconds",
+                "When the driver last heard of a new commit, in seconds since 1970.",
+                figures.committed_at,
+            ),
+            ("commits_per_second", "By the newest report of a worker.", figures.commits_per_s),
+        ):
+            yield GaugeMetricFamily(f"elastic_{name}", text, value=value)
+    reported = GaugeMetricFamily(
+        "elastic_reported",
+        "The last number under this name by elastic.report.",
+        labels=["name", "rank"],
+    )
+    for rank, values_of_rank in sorted(figures.reported.items()):
+        for name, value in values_of_rank.items():
+            reported.add_metric([name, str(rank)], value)
+    yield reported
+
+
+def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+    family = GaugeMetricFamily(f"elastic_{name}", text, labels=[label])
+    for which, value in values:
+        family.add_metric([which], float(value))
+    return family
+
+
+def _counter(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+    family = CounterMetricFamily(f"elastic_{name}", text, labels=[label])
+    for which, value in values:
+        family.add_metric([which], float(value))
+    return family
+
+
+def bound_visitors(server: Any) -> None:
+    """Strangers may come as well: VISITORS at a time, and VISIT_S for each of their words; the rest is closed unheard.
+
+    What goes wrong with one of them is no line of the log.
+    """
+    inside = threading.BoundedSemaphore(VISITORS)
+
+    class Visit(server.RequestHandlerClass):  # type: ignore[misc]
+        timeout = VISIT_S  # of each read and write
+
+        def handle(self) -> None:
+            if not inside.acquire(blocking=False):
+                return
+            try:
+                super().handle()
+            finally:
+                inside.release()
+
+    server.RequestHandlerClass = Visit
+    server.handle_error = lambda request, address: None
+
+
+class Metrics(Collector):
+    """Serves the figures of one job. Raises Invalid where it can't listen."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._figures = Figures()
+        self._changing = threading.Lock()  # the driver's thread changes, a scrape's thread reads
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, address, registry)
+        except OSError as error:
+            raise Invalid(
+                f"metrics can't be served on {address} port {port}: {error.strerror or error};"
+                " give another --metrics-port or --metrics-host"
+            ) from None
+        bound_visitors(self._server)
+        self.port = self._server.server_port
+
+    def note(self, event: Event, actions: Sequence[Action]) -> None:
+        with self._changing:
+            self._figures.note(event, actions, time.time())
+
+    def report(self, report: Report) -> None:
+        with self._changing:
+            self._figures.report(report)
+
+    def collect(self) -> Iterable[Metric]:
+        with self._changing:
+            return [*families(self._figures)]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join(5.0)
+        self._server.server_close()

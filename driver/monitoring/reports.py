@@ -1,0 +1,127 @@
+"""Takes what workers report to whoever wants to hear it, and answers them. Decides nothing; `report_ledger` does.
+
+The callback is called in the event loop's thread, and holds up the driver for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from elastic.driver.monitoring.report_ledger import ReportLedger
+from elastic.driver.sinks import Log
+from elastic.protocol.messages import (
+    Message,
+    Place,
+    Reported,
+    Worker,
+)
+from elastic.protocol.report_values import Report, unpacked
+
+ANSWER_S = 0.05  # within which workers are told what was taken
+DROPPED_SAID_S = 30.0  # between two lines about reports that found no room
+SHOWN = 200  # characters of a report in the log
+
+Callback = Callable[[Report], object]
+SendEach = Callable[[Iterable[tuple[Worker, Message]]], object]
+
+
+class Reports:
+    """One per job. All methods belong to the event loop's thread."""
+
+    def __init__(self, reported: Callback | None, log: Log) -> None:
+        self._reported = reported
+        self._log = log
+        self._send_each: SendEach = lambda messages: None
+        self._ledger = ReportLedger()
+        self._last: dict[Worker, Report] = {}
+        self._answering: asyncio.TimerHandle | None = None
+        self._raised = False  # the callback has, and that was said
+        self._strange: set[str] = set()  # hosts from which something came that was no report
+        self._dropped_said_at = float("-inf")
+
+    def serve(self, send_each: SendEach) -> None:
+        """The server runs."""
+        self._send_each = send_each
+
+    def heard(self, worker: Worker, message: Any) -> bool:
+        """Whether this message was a report, and nobody else has to hear it."""
+        if not isinstance(message, Reported):
+            return False
+        if self._ledger.heard(worker, message):
+            self._take(worker, message)
+        self._answer_soon(worker)
+        return True
+
+    def by_rank(self, places: Mapping[Worker, Place]) -> dict[int, Report]:
+        """The last one of each of these, where they have made any."""
+        ranks = {place.rank: worker for worker, place in places.items() if worker in self._last}
+        return {rank: self._last[ranks[rank]] for rank in sorted(ranks)}
+
+    def keep(self, workers: set[Worker]) -> None:
+        """The others are gone for good."""
+        self._ledger.keep(workers)
+        for worker in self._last.keys() - workers:
+            del self._last[worker]
+
+    def close(self) -> None:
+        """The job is over."""
+        if self._answering is not None:
+            self._answering.cancel()
+            self._answering = None
+        self._say_dropped(always=True)
+
+    def _take(self, worker: Worker, said: Reported) -> None:
+        try:
+            report = unpacked(worker, said)
+        except ValueError as error:
+            if worker.host not in self._strange:
+                self._strange.add(worker.host)
+                self._log("warning", f"{worker} has sent a report that is none: {error}")
+            return
+        self._last[worker] = report
+        shown = str(report.metrics)
+        more = "..." if len(shown) > SHOWN else ""
+        self._log("debug", f"rank {report.rank} ({worker}) reports {shown[:SHOWN]}{more}")
+        if self._reported is None:
+            return
+        try:
+            self._reported(report)
+        except Exception as error:
+            if not self._raised:
+                self._raised = True
+                words, _, _ = f"{type(error).__name__}: {error}".partition("\n")
+                self._log(
+                    "error",
+                    f"the callback for reports raised {words}; the job goes on, and this is said once",
+                )
+
+    def _answer_soon(self, worker: Worker) -> None:
+        if self._ledger.pressing(worker):
+            self._send_each([(worker, self._ledger.answer(worker))])
+        elif self._answering is None:
+            loop = asyncio.get_running_loop()
+            self._answering = loop.call_later(ANSWER_S, self._answer)
+
+    def _answer(self) -> None:
+        self._answering = None
+        self._send_each(self._ledger.answers())
+        self._say_dropped()
+
+    def _say_dropped(self, *, always: bool = False) -> None:
+        """At once, and then now and then, with what has come together."""
+        dropped = self._ledger.dropped
+        if not dropped:
+            return
+        now = asyncio.get_running_loop().time()
+        if always or now - self._dropped_said_at >= DROPPED_SAID_S:
+            count, workers = sum(dropped.values()), len(dropped)
+            of = str(next(iter(dropped))) if workers == 1 else f"{workers} workers"
+            self._log(
+                "warning",
+                f"{count} reports of {of} were dropped, the oldest: they came faster than they were"
+                " taken, or while there was no driver",
+            )
+            self._dropped_said_at = now
+            dropped.clear()

@@ -1,0 +1,243 @@
+"""What a timeline shows of a job: who is who, what the driver saw and did, what workers wrote down.
+
+Records in, text out. Pure: times are nanoseconds of the driver's monotonic clock, passed in; the answers are events as
+JSON, to be written in this order. The driver has a process of its own in the viewer, with these rows:
+
+    generations   a span for each world, from its publication to its end
+    recoveries    a span for each start, recovery and planned change, from its cause to the first collective of all
+    workers       starts, joins, fences, exits
+    changes       planned changes, from the request to the new world or the word that it is off
+    warnings      what the log said as a warning or an error
+
+Each worker has one process, named by its last rank, with a row ``world`` that has its places, and the rows that it
+wrote itself. A new incarnation is another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    CallOffChange,
+    EndJob,
+    Event,
+    FinishWorld,
+    HostsChanged,
+    KillWorker,
+    LetGo,
+    PrepareChange,
+    PublishWorld,
+    RejectWorker,
+    Report,
+    ReportRecovery,
+    StartWorker,
+    StopMembersAt,
+    WorkerExited,
+    WorkerFailed,
+    WorkerRaised,
+    WorkerResumed,
+)
+from elastic.protocol import messages
+from elastic.protocol.messages import Worker
+from elastic.protocol.trace_format import TraceFormat
+
+DRIVER = "driver"
+WORLD = "world"  # the row of a worker that has its places
+MEMBERS_SHOWN = 64
+
+
+class Timeline:
+    """One job's, over one or several files: what is the case when a file begins was noted before."""
+
+    def __init__(self) -> None:
+        self._format = TraceFormat(0, 0)
+        self._recording = False
+        self._world: PublishWorld | None = None  # the present one
+        self._ranks: dict[Worker, int] = {}  # in the newest one
+        self._begun: dict[
+            tuple[str, str], str
+        ] = {}  # process and row -> the span that is open there
+        self._now_ns = 0
+
+    def begin(self, now_ns: int, epoch_us: int) -> list[str]:
+        """A new file. ``epoch_us`` is now, in microseconds since 1970."""
+        self._format = TraceFormat(now_ns, epoch_us)
+        self._recording = True
+        self._begun = {}
+        self._now_ns = now_ns
+        lines = [*self._format.opening(), *self._format.process(DRIVER, DRIVER, 0)]
+        return lines if self._world is None else lines + self._published(self._world)
+
+    def end(self, now_ns: int) -> list[str]:
+        """The file is to be closed."""
+        self._now_ns = now_ns
+        lines = [line for key, row in list(self._begun) for line in self._end(key, row)]
+        self._recording = False
+        return lines
+
+    def traced(self, worker: Worker, message: messages.Traced) -> list[str]:
+        """What a worker wrote down."""
+        key = str(worker)
+        lines = self._named(worker)
+        lines += self._format.records(key, message.records, message.offset_ns)
+        if message.dropped:
+            at_ns = message.records[0][3] + message.offset_ns if message.records else self._now_ns
+            lines += self._format.dropped(key, message.dropped, at_ns)
+        return lines
+
+    def noted(self, event: Event, actions: Sequence[Action], now_ns: int) -> list[str]:
+        """What happened, and what was done about it. Nothing where no file is open, but it is remembered."""
+        self._now_ns = now_ns
+        lines: list[str] = []
+        if self._recording:
+            lines += self._happened(event)
+        for action in actions:
+            if self._recording:
+                lines += self._done(action)
+            self._remember(action)
+        return lines
+
+    def _remember(self, action: Action) -> None:
+        match action:
+            case PublishWorld(_, members):
+                self._world = action
+                self._ranks = {member.worker: member.place.rank for member in members}
+            case BreakWorld() | FinishWorld():
+                self._world = None
+
+    # ---- events and actions
+
+    def _happened(self, event: Event) -> list[str]:
+        match event:
+            case WorkerExited(worker, code, reason):
+                lines = self._instant("workers", f"exit {worker}", code=code, reason=reason)
+                return lines + self._end(str(worker), WORLD)
+            case WorkerFailed(worker, generation, reason):
+                told = f"{worker} reports a failure"
+                return self._instant("workers", told, generation=generation, reason=reason)
+            case WorkerRaised(worker, generation, _, summary):
+                return self._instant(
+                    "workers", f"{worker} raised", generation=generation, error=summary
+                )
+            case WorkerResumed(worker, generation, phases_ms, copied_bytes):
+                phases = {f"{name}_ms": ms for name, ms in phases_ms.items()}
+                return self._instant(
+                    "workers",
+                    f"{worker} resumed",
+                    generation=generation,
+                    copied_bytes=copied_bytes,
+                    **phases,
+                )
+            case HostsChanged(hosts):
+                return self._instant(
+                    "workers", "hosts", **dict(list(hosts.items())[:MEMBERS_SHOWN])
+                )
+        return []
+
+    def _done(self, action: Action) -> list[str]:
+        match action:
+            case StartWorker(worker, _, reason):
+                return self._instant("workers", f"start {worker}", reason=reason)
+            case KillWorker(worker, reason):
+                return self._instant("workers", f"fence {worker}", reason=reason)
+            case LetGo(worker, reason):
+                return self._instant("workers", f"let go {worker}", reason=reason)
+            case RejectWorker(worker):
+                return self._instant("workers", f"reject {worker}")
+            case BreakWorld(_, _, reason):
+                return self._world_over(reason)
+            case FinishWorld():
+                return self._world_over("all have returned")
+            case PublishWorld():
+                return self._publish(action)
+            case PrepareChange(_, _, _, reason):
+                return self._begin(DRIVER, "changes", "planned change", reason=reason)
+            case StopMembersAt(_, _, check):
+                return self._instant("changes", f"all stop at check {check}")
+            case CallOffChange(_, _, _, reason):
+                called_off = self._instant("changes", "called off", reason=reason)
+                return called_off + self._end(DRIVER, "changes")
+            case ReportRecovery():
+                return self._recovered(action)
+            case EndJob(code, reason):
+                return self._instant("workers", f"the job ends with {code}", reason=reason)
+            case Report(level, text) if level in ("warning", "error"):
+                return self._instant("warnings", text)
+        return []
+
+    def _publish(self, world: PublishWorld) -> list[str]:
+        lines = self._world_over("") + self._end(DRIVER, "changes")
+        before, now = self._ranks.keys(), {member.worker for member in world.members}
+        for worker in sorted(now - before if before else ()):
+            lines += self._instant("workers", f"join {worker}", generation=world.generation)
+        for worker in sorted(before - now):
+            lines += self._instant("workers", f"without {worker}", generation=world.generation)
+        return lines + self._published(world)
+
+    def _published(self, world: PublishWorld) -> list[str]:
+        generation, size = world.generation, len(world.members)
+        members = {str(m.place.rank): str(m.worker) for m in world.members[:MEMBERS_SHOWN]}
+        noun = "worker" if size == 1 else "workers"
+        name = f"generation {generation}: {size} {noun}"
+        lines = self._begin(DRIVER, "generations", name, reason=world.reason, ranks=members)
+        for member in world.members:
+            key, rank = str(member.worker), member.place.rank
+            lines += self._format.process(key, f"rank {rank} ({key})", rank + 1)
+            lines += self._begin(key, WORLD, f"generation {generation}: rank {rank} of {size}")
+        return lines
+
+    def _world_over(self, reason: str) -> list[str]:
+        lines: list[str] = []
+        if reason and (DRIVER, "generations") in self._begun:
+            lines += self._instant("generations", reason)
+        for key, row in list(self._begun):
+            if row in ("generations", WORLD):
+                lines += self._end(key, row)
+        return lines
+
+    def _recovered(self, report: ReportRecovery) -> list[str]:
+        ns = round(report.total_ms * 1e6)
+        name = f"{report.kind}: generation {report.generation}"
+        phases = {f"{phase}_ms": ms for phase, ms in report.phases_ms.items()}
+        record = ("X", "recoveries", name, self._now_ns - ns, ns)
+        args = {
+            "reason": report.reason,
+            "workers": report.size,
+            "total_ms": report.total_ms,
+            "copied_bytes": report.copied_bytes,
+            **phases,
+        }
+        return self._format.event(DRIVER, record, args)
+
+    # ---- rows
+
+    def _named(self, worker: Worker) -> list[str]:
+        """Its process. Who has left the world keeps the name that it had in it."""
+        key, rank = str(worker), self._ranks.get(worker)
+        if self._format.knows(key):
+            return []
+        if rank is None:
+            return self._format.process(key, f"({key})", 1 << 20)
+        return self._format.process(key, f"rank {rank} ({key})", rank + 1)
+
+    def _instant(self, row: str, name: str, **args: Any) -> list[str]:
+        return self._event(DRIVER, ("i", row, name, self._now_ns, 0), args)
+
+    def _begin(self, key: str, row: str, name: str, **args: Any) -> list[str]:
+        lines = self._end(key, row)
+        self._begun[key, row] = name
+        return lines + self._event(key, ("B", row, name, self._now_ns, 0), args)
+
+    def _end(self, key: str, row: str) -> list[str]:
+        name = self._begun.pop((key, row), None)
+        if name is None:
+            return []
+        return self._event(key, ("E", row, name, self._now_ns, 0), {})
+
+    def _event(self, key: str, record: messages.Trace, args: Mapping[str, Any]) -> list[str]:
+        if args:
+            return self._format.event(key, record, args)
+        return self._format.records(key, [record])

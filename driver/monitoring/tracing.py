@@ -1,0 +1,331 @@
+"""Puts the records of all workers into one file: talks with them about it, and writes in a thread of its own. Acts.
+
+    nothing --open, or TimelineWanted--> recording: each worker is told Tracing(on), now or when it says hello
+    recording --TimelineUnwanted--> ending: each is told Tracing(off), and sends what is left
+    ending --TracedAll of each, or END_S--> nothing; who asked is answered
+
+The event loop only hands over; what records look like as text is `timeline`'s to say. Trouble with the file is said
+once and ends the timeline, never the job. A driver that gets more than it can write drops records, and says how many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.driver.events import Action, Event
+from elastic.driver.monitoring.timeline import Timeline
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
+from elastic.protocol import messages
+from elastic.protocol.messages import Message, Worker
+from elastic.protocol.trace_file import TraceFile, is_free
+
+END_S = 2.0  # for workers to send what is left; one that is stopped sends nothing
+CLOSE_S = 10.0  # for the last write
+WAITING_LIMIT = 500_000  # records that wait for being written
+AT_ONCE = 64  # messages in one write
+
+Send = Callable[[Worker, Message], object]
+
+
+@dataclass
+class _Ending:
+    """Whom it waits for, and who waits for it."""
+
+    awaited: set[Worker]
+    asked: list[tuple[Worker, int]] = field(default_factory=list)
+    wanted: list[tuple[Worker, messages.TimelineWanted]] = field(default_factory=list)
+    alarm: asyncio.TimerHandle | None = None
+
+
+class Tracing:
+    """One per job. All methods belong to the event loop's thread."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._send: Send = lambda worker, message: None
+        self._workers: set[Worker] = set()  # connected
+        self._number = 0  # of the newest timeline
+        self._path = ""  # of the one that is recorded; empty: none is
+        self._mark_cycles = False
+        self._ending: _Ending | None = None
+        self._waiting = 0  # records
+        self._timeline = Timeline()
+        self._writer: _Writer | None = None
+
+    def open(self, path: str, *, mark_cycles: bool = False) -> None:
+        """Begin to record. Raises Invalid if the file can't be written."""
+        file = TraceFile(path)
+        self._number += 1
+        self._path, self._mark_cycles = path, mark_cycles
+        if self._writer is None:
+            self._writer = _Writer(self._timeline, self._taken, self._failed)
+        self._writer.begin(file)
+        for worker in self._workers:
+            self._say_present(worker)
+
+    def serve(self, send: Send) -> None:
+        """The server runs."""
+        self._send = send
+        if self._writer is not None:
+            self._writer.start()
+
+    def noted(self, event: Event, actions: Sequence[Action]) -> None:
+        """What the driver has decided."""
+        now_ns = time.monotonic_ns()
+        if self._writer is None:
+            self._timeline.noted(event, actions, now_ns)
+        else:
+            self._writer.put(lambda: self._timeline.noted(event, actions, now_ns))
+
+    # ---- workers
+
+    def heard(self, worker: Worker, message: Any) -> bool:
+        """Whether this message was about a timeline, and nobody else has to hear it."""
+        match message:
+            case messages.ClockAsked(asked_ns):
+                heard_ns = time.monotonic_ns()
+                self._send(worker, messages.ClockTold(asked_ns, heard_ns, time.monotonic_ns()))
+            case messages.Traced():
+                self._traced(worker, message)
+            case messages.TracedAll(number):
+                self._complete(worker, number)
+            case messages.TimelineWanted():
+                self._wanted(worker, message)
+            case messages.TimelineUnwanted(request, number):
+                self._unwanted(worker, request, number)
+            case messages.Hello() | messages.Reconnected():
+                self._workers.add(worker)
+                if self._path:
+                    self._say_present(worker)
+                return False
+            case _:
+                return False
+        return True
+
+    def gone(self, worker: Worker) -> None:
+        """Its connection has ended."""
+        self._workers.discard(worker)
+        self._complete(worker, self._number)
+
+    def _say_present(self, worker: Worker) -> None:
+        self._send(worker, messages.Tracing(self._number, True, self._mark_cycles))
+
+    def _traced(self, worker: Worker, message: messages.Traced) -> None:
+        if message.timeline != self._number or not self._path or self._writer is None:
+            return  # it is over: nobody waits for an answer
+        if self._waiting > WAITING_LIMIT:
+            lost = message.dropped + len(message.records)
+            message = messages.Traced(message.timeline, message.offset_ns, [], lost)
+        self._waiting += len(message.records)
+        number, count = message.timeline, len(message.records)
+        self._writer.put(
+            lambda: self._timeline.traced(worker, message), taken=(worker, number, count)
+        )
+
+    def _taken(self, worker: Worker, number: int, count: int) -> None:
+        self._waiting -= count
+        self._send(worker, messages.TracesTaken(number))
+
+    def _failed(self, number: int, text: str) -> None:
+        self._log("warning", text)
+        if number == self._number and self._path:
+            self._path = ""
+            for worker in self._workers:
+                self._send(worker, messages.Tracing(self._number, False))
+            self._ended()
+
+    # ---- start and stop
+
+    def _wanted(self, worker: Worker, wanted: messages.TimelineWanted) -> None:
+        if self._ending is not None:
+            self._ending.wanted.append((worker, wanted))
+            return
+        error = ""
+        if not self._path:
+            try:
+                if not os.path.isabs(wanted.path):
+                    raise Invalid(f"the path {wanted.path!r} is relative; give an absolute one")
+                if os.path.isfile(wanted.path) and not is_free(wanted.path):
+                    # Whoever starts the job may replace any file of theirs, a worker on some host may not.
+                    raise Invalid(
+                        f"{wanted.path!r} is a file on the driver's host that is no timeline;"
+                        " remove it, or give another path"
+                    )
+                self.open(wanted.path, mark_cycles=wanted.mark_cycles)
+                self._log("info", f"{worker} has started a timeline: {wanted.path}")
+            except Invalid as refusal:
+                error = str(refusal)
+        elif self._path != wanted.path:
+            self._log(
+                "warning",
+                f"{worker} asks for a timeline in {wanted.path}, but the job's is written to"
+                f" {self._path}, which was asked for first",
+            )
+        answer = messages.TimelineAnswer(wanted.request, self._number, self._path, error)
+        self._send(worker, answer)
+
+    def _unwanted(self, worker: Worker, request: int, number: int) -> None:
+        if number != self._number or not self._path:
+            self._send(worker, messages.TimelineAnswer(request, self._number))
+            return
+        if self._ending is None:
+            self._ending = _Ending(set(self._workers))
+            loop = asyncio.get_running_loop()
+            self._ending.alarm = loop.call_later(END_S, self._end)
+            for each in self._workers:
+                self._send(each, messages.Tracing(number, False))
+        self._ending.asked.append((worker, request))
+
+    def _complete(self, worker: Worker, number: int) -> None:
+        if self._ending is not None and number == self._number:
+            self._ending.awaited.discard(worker)
+            if not self._ending.awaited:
+                self._end()
+
+    def _end(self) -> None:
+        """Everything has come that will."""
+        if not self._path:
+            return  # the file is being completed already
+        self._path = ""
+        if self._writer is not None:
+            self._writer.end(self._ended)
+
+    def _ended(self) -> None:
+        """The file is complete."""
+        ending, self._ending = self._ending, None
+        if ending is None:
+            return
+        if ending.alarm is not None:
+            ending.alarm.cancel()
+        for worker, request in ending.asked:
+            self._send(worker, messages.TimelineAnswer(request, self._number))
+        for worker, wanted in ending.wanted:
+            self._wanted(worker, wanted)
+
+    async def close(self) -> None:
+        """The job is over: what is left is written."""
+        if self._ending is not None and self._ending.alarm is not None:
+            self._ending.alarm.cancel()
+        self._path = ""
+        if self._writer is not None:
+            await asyncio.to_thread(self._writer.close)
+
+
+class _Writer:
+    """A thread that turns what it is handed into text and appends it to the present file."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        taken: Callable[[Worker, int, int], None],
+        failed: Callable[[int, str], None],
+    ) -> None:
+        self._timeline = timeline
+        self._taken = taken
+        self._failed = failed
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._file: TraceFile | None = None
+        self._number = 0  # of the file, counted as `Tracing` does
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
+
+    def start(self) -> None:
+        """From the event loop, as answers go there."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
+
+    def begin(self, file: TraceFile) -> None:
+        now_ns, epoch_us = time.monotonic_ns(), time.time_ns() // 1000
+
+        def opened() -> list[str]:
+            self._number += 1
+            self._file = file
+            return self._timeline.begin(now_ns, epoch_us)
+
+        self._jobs.put(_Job(opened, first=True))
+        with contextlib.suppress(RuntimeError):  # before the loop runs, `serve` starts the thread
+            self.start()
+
+    def put(
+        self, lines: Callable[[], list[str]], *, taken: tuple[Worker, int, int] | None = None
+    ) -> None:
+        """``lines`` is called in the thread; ``taken``: who is told that they are in the file."""
+        self._jobs.put(_Job(lines, taken))
+
+    def end(self, done: Callable[[], None] | None) -> None:
+        """The present file is complete with what was handed over so far; then ``done`` is called in the loop."""
+        now_ns = time.monotonic_ns()
+        self._jobs.put(_Job(lambda: self._timeline.end(now_ns), done=done, last=True))
+
+    def close(self) -> None:
+        """Blocks until everything is written, CLOSE_S at most."""
+        if self._loop is None:
+            return
+        self.end(None)
+        self._jobs.put(_Job(lambda: [], over=True))
+        self._thread.join(CLOSE_S)
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        while not self._over:
+            jobs = [self._jobs.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(jobs) < AT_ONCE and not jobs[-1].last:
+                    jobs.append(self._jobs.get_nowait())
+            lines: list[str] = []
+            for job in jobs:
+                if job.first:
+                    self._append(lines)
+                    lines = []
+                lines += job.lines()
+            self._append(lines)
+            for job in jobs:
+                self._over = self._over or job.over
+                if job.taken is not None:
+                    self._call(self._taken, *job.taken)
+            if jobs[-1].last:
+                if self._file is not None:
+                    self._file.close()
+                    self._file = None
+                if jobs[-1].done is not None:
+                    self._call(jobs[-1].done)
+
+    def _append(self, lines: list[str]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.append(lines)
+        except OSError as error:
+            text = f"the timeline {self._file.path} ends here: {error.strerror}"
+            self._file.close()
+            self._file = None
+            self._call(self._failed, self._number, text)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+@dataclass
+class _Job:
+    """Something to write."""
+
+    lines: Callable[[], list[str]]
+    taken: tuple[Worker, int, int] | None = None
+    done: Callable[[], None] | None = None
+    first: bool = False  # of its file
+    last: bool = False
+    over: bool = False

@@ -1,0 +1,190 @@
+"""One connection to a server of control connections, from accept to close: bytes to messages. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from elastic.driver.network.keepalive import expect_signs_of_life
+from elastic.protocol.framing import NONCE_BYTES, Wire
+from elastic.protocol.messages import (
+    HANDSHAKE_LIMIT,
+    Address,
+    Challenge,
+    ProtocolError,
+    encoded,
+)
+from elastic.protocol.tls import FLAGS, Endpoint
+
+if TYPE_CHECKING:
+    from elastic.driver.network.server import Server
+
+HANDSHAKE_S = 5.0
+TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, the caller's certificates among them
+BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a worker that reads nothing is cut off
+DRAIN_LIMIT = 16 * 1024 * 1024  # bytes
+
+_TLS_HELLO = b"\x16\x03"  # how a connection with TLS begins
+
+# Nothing was closed. Where routers report that they can't reach a host, the kernel gives that as its reason.
+_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
+
+Who = TypeVar("Who", bound=Hashable)
+
+
+class Connection(asyncio.Protocol, Generic[Who]):
+    """One connection, from accept to close."""
+
+    def __init__(self, server: Server[Who], loop: asyncio.AbstractEventLoop) -> None:
+        self._server = server
+        self._loop = loop
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._wire = Wire(server.callers.decoder)
+        self._unproved = 0  # bytes received before the proof
+        self._tls = None if server.tls is None else Endpoint(server.tls, server=True)
+        self._who: Who | None = None
+        self._over = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self._transport: asyncio.Transport
+        self._socket: socket.socket
+        self.peer = "?"
+
+    def over(self) -> bool:
+        return self._over
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be sent."""
+        return 0 if self._over else self._transport.get_write_buffer_size()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._socket = transport.get_extra_info("socket")
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        expect_signs_of_life(self._socket, self._server.lease_s)
+        name = transport.get_extra_info("peername")
+        self.peer = str(Address(*name[:2])) if name else "?"
+        self._server.opened(self)
+        self._deadline = self._loop.call_later(HANDSHAKE_S, self._too_late)
+        self.write(encoded(Challenge(self._nonce)))
+
+    def data_received(self, data: bytes) -> None:
+        if self.over():
+            return
+        try:
+            if self._who is None:
+                self._count(data)
+            if self._tls is not None:
+                data = self._tls.feed(data)
+                self._flush()
+            if self._who is None:
+                self._wire.feed(data)
+                answer = self._wire.next()
+                if answer is None:
+                    return
+                if self._wire.unread:
+                    raise ProtocolError("it went on before it was accepted")
+                self._who = self._server.authenticate(self, self._nonce, answer)
+                assert self._deadline is not None
+                self._deadline.cancel()
+            else:
+                for message in self._wire.receive(data):
+                    self._server.hear(self._who, message)
+                    if self.over():
+                        return
+        except ProtocolError as error:
+            self._flush()  # TLS may have an alert that says why
+            self._end(str(error))
+
+    def _count(self, data: bytes) -> None:
+        """Bounds what a stranger may say. Raises ProtocolError."""
+        if not self._unproved and self._tls is None and data[:2] == _TLS_HELLO:
+            raise ProtocolError(f"it speaks TLS, which this job was not given: {FLAGS}")
+        self._unproved += len(data)
+        limit = HANDSHAKE_LIMIT if self._tls is None else TLS_HANDSHAKE_LIMIT
+        if self._unproved > limit:
+            raise ProtocolError(f"more than {limit} bytes before a proof")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end("", silent=_is_silence(exc))
+
+    def accept(self, body: bytes, nonce: bytes) -> None:
+        """The last frame without a seal."""
+        self.write(body)
+        self._wire.seal(self._server.secret, mine=self._nonce, theirs=nonce, caller=False)
+
+    def write(self, *bodies: bytes) -> bool:
+        """Send messages, which are encoded, or buffer them; False if the connection is over."""
+        if self._over or self._transport.is_closing():
+            return False
+        data = b"".join(map(self._wire.frame_of, bodies))
+        if self._tls is None:
+            self._transport.write(data)
+        else:
+            self._tls.say(data)
+            self._flush()
+        if self._transport.get_write_buffer_size() > BACKLOG_LIMIT:
+            self._end(f"it has not read for {BACKLOG_LIMIT >> 20} MiB")
+            return False
+        return True
+
+    def _flush(self) -> None:
+        """What TLS has to send."""
+        if self._tls is not None and (data := self._tls.due()):
+            self._transport.write(data)
+
+    def drain(self) -> None:
+        """Read what is there without waiting, up to the end of the stream."""
+        read = 0
+        while not self._over and read < DRAIN_LIMIT:
+            try:
+                data = os.read(self._socket.fileno(), 256 * 1024)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._end("", silent=_is_silence(error))
+                return
+            if not data:
+                self._end("")
+                return
+            read += len(data)
+            self.data_received(data)
+
+    def abort(self) -> None:
+        self._end("")
+
+    def abandon(self) -> None:
+        """Another has taken its place, and nobody is told of its end."""
+        self._over = True
+        with contextlib.suppress(OSError):
+            self._transport.abort()
+
+    def give_way(self) -> None:
+        self._end("too many others came before it had said who it is")
+
+    def _too_late(self) -> None:
+        hint = f"; if it belongs to this job, give it {FLAGS}"
+        silent = self._tls is not None and not self._unproved
+        self._end(f"no proof within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
+
+    def _end(self, trouble: str, *, silent: bool = False) -> None:
+        """Close at once. The server is told once, before this returns."""
+        if self._over:
+            return
+        self._over = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+        with contextlib.suppress(OSError):
+            self._transport.abort()
+        self._server.lost(self, self._who, trouble, silent)
+
+
+def _is_silence(error: Exception | None) -> bool:
+    return isinstance(error, OSError) and error.errno in _SILENT

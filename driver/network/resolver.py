@@ -1,0 +1,92 @@
+"""Looks names up, beside the event loop and with a deadline. Remembers nothing: an answer may change at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.network.choose_address import is_link_local
+
+Found = list[tuple[int, str]]  # address family, numeric address; in the order in which to try them
+
+_under_way: dict[
+    tuple[str, int], Future[Found]
+] = {}  # so that a name server that hangs holds one thread, not many
+_starting = threading.Lock()
+
+
+async def resolved(
+    name: str,
+    port: int,
+    timeout_s: float,
+    *,
+    ask: Callable[..., list[Any]] = socket.getaddrinfo,
+) -> Found:
+    """Every address behind a name or a numeric address, each once.
+
+    Raises OSError with a clause that names it: ``driver.lab could not be resolved: Name or service not known``.
+    """
+    with _starting:
+        under_way = _under_way.get((name, port))
+        if under_way is None:
+            under_way = Future()
+            # A daemon: a lookup that hangs must not hold up the end of the process, as the loop's own threads would.
+            threading.Thread(
+                target=_look_up,
+                args=(under_way, name, port, ask),
+                name=f"resolve {name}",
+                daemon=True,
+            ).start()
+            _under_way[name, port] = under_way
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[None] = loop.create_future()
+
+    def tell(_: Future[Found]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            loop.call_soon_threadsafe(_settle, answered)
+
+    under_way.add_done_callback(tell)
+    try:
+        await within(answered, timeout_s)
+    except asyncio.TimeoutError:
+        raise OSError(f"{name} could not be resolved within {timeout_s:g} s") from None
+    return list(under_way.result())
+
+
+def _settle(answered: asyncio.Future[None]) -> None:
+    if not answered.done():
+        answered.set_result(None)
+
+
+def _look_up(future: Future[Found], name: str, port: int, ask: Callable[..., list[Any]]) -> None:
+    found: Found = []
+    failure: BaseException | None = None
+    try:
+        rows = ask(name, port, type=socket.SOCK_STREAM)
+        found = list(dict.fromkeys((int(row[0]), _numeric(row[4])) for row in rows))
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        failure = OSError(f"{name} could not be resolved: {reason}")
+    except BaseException as error:
+        failure = error  # a bug, which whoever asked has to see
+    # First: who asks from now on is to have a new answer.
+    with _starting:
+        _under_way.pop((name, port), None)
+    if failure is None:
+        future.set_result(found)
+    else:
+        future.set_exception(failure)
+
+
+def _numeric(sockaddr: tuple[Any, ...]) -> str:
+    """With the scope where an address means nothing without."""
+    host = str(sockaddr[0])
+    if len(sockaddr) == 4 and sockaddr[3] and "%" not in host and is_link_local(host):
+        return f"{host}%{sockaddr[3]}"
+    return host

@@ -1,0 +1,310 @@
+"""The listening end of control connections: handshake, sealed frames in and out. Decides nothing.
+
+    connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
+    Answer    --Accepted-->    open: each message goes to ``heard``
+              --TurnedAway-->  closed: it knows the secret, and has no business here
+    closed, broken or no message of the protocol: ``gone``, once
+
+Each host's kernel acknowledges a small packet every second, whatever the processes there do. If for ``lease_s`` nothing
+is acknowledged, the connection ends with a timeout: ``gone`` is told that it was ``silent``.
+
+Who calls are workers, or agents: `Callers` says how they introduce themselves. The caller proves ``proof(secret, role,
+challenge.nonce, answer.nonce, name)``, the server ``proof(secret, "driver", answer.nonce, challenge.nonce, name)``.
+A caller says nothing between its Answer and Accepted.
+
+Strangers may come in any number: no more than `strangers_limit` of them are kept, the oldest gives way to the newest,
+and ACCEPTED_AT_ONCE are let in before those who are known are heard again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from elastic.driver.network.connection import Connection
+from elastic.driver.settings import Settings
+from elastic.driver.sinks import Log
+from elastic.protocol.framing import NONCE_BYTES, proof
+from elastic.protocol.messages import (
+    VERSION,
+    Accepted,
+    Address,
+    Answer,
+    Hello,
+    ProtocolError,
+    TurnedAway,
+    Worker,
+    encoded,
+    from_worker,
+)
+
+UNKNOWN_LIMIT = 4096  # connections that have not proved anything yet; each takes 3 KB
+UNKNOWN_TLS_LIMIT = 1024  # ... or 33 KB
+WAITING_LIMIT = 4096  # connections that the kernel keeps for us
+ACCEPTED_AT_ONCE = 64
+REFUSALS_S = 5.0  # between two log lines about refused connections
+CLOSE_S = 1.0
+SECOND = (
+    "has a connection already: this process is a child of that worker. Call init() in the worker only, not in its"
+    " children; a spawned DataLoader worker imports the script again, so keep init() out of module level, under"
+    " if __name__ == '__main__'"
+)
+
+
+Who = TypeVar("Who", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Callers(Generic[Who]):
+    """Who calls a server, and how they introduce themselves."""
+
+    role: str  # in their proof
+    decoder: msgspec.msgpack.Decoder[Any]  # of what they say
+    answer: type[Any]  # their answer to the challenge; has ``nonce``, ``proof`` and ``version``
+    who: Callable[[Any], Who]  # it is from
+    # Whether a new connection stands in for an open one: its other end may have lost that without our noticing.
+    replaces: bool = False
+    told_why: bool = (
+        False  # one that knows the secret and is refused is sent the reason, a TurnedAway
+    )
+
+
+WORKERS: Callers[Worker] = Callers(
+    "worker", from_worker, Answer, lambda answer: answer.worker, told_why=True
+)
+
+
+class Server(Generic[Who]):
+    """Listens for ``callers``. ``secret`` is the job's; nobody is heard who does not prove to know it.
+
+    ``tls``: without it nothing is encrypted, but nothing can be forged either.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        log: Log,
+        callers: Callers[Who],
+        lease_s: float = Settings.lease_s,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.secret = secret
+        self.lease_s = lease_s
+        self.callers = callers
+        self._tls = tls
+        self._log = log
+        self._heard: Callable[[Who, Any], None] = lambda who, message: None
+        self._gone: Callable[[Who, bool], None] = lambda who, silent: None
+        self._expected: Callable[[Who], bool] = lambda who: False
+        self._accepted: Callable[[Who], None] = lambda who: None
+        self._listening: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+        self._connections: dict[Who, Connection[Who]] = {}
+        self._unknown: dict[Connection[Who], None] = {}  # the oldest first
+        self._unknown_limit = strangers_limit(UNKNOWN_LIMIT if tls is None else UNKNOWN_TLS_LIMIT)
+        self._refused = 0  # since the last line about them
+        self._refused_at = float("-inf")
+
+    def bind(self, interface: str, port: int = 0) -> Address:
+        """Take an address before `open` listens on it, so that it can be told. Raises OSError."""
+        if self._listening is None:
+            self._listening = _bound(interface, port)
+        bound: tuple[str, int] = self._listening.getsockname()[:2]
+        return Address(bound[0], bound[1])
+
+    async def open(
+        self,
+        interface: str,
+        port: int = 0,
+        *,
+        heard: Callable[[Who, Any], None],
+        gone: Callable[[Who, bool], None],
+        expected: Callable[[Who], bool],
+        accepted: Callable[[Who], None] = lambda who: None,
+    ) -> Address:
+        """Listen on one address; port 0 lets the system choose. Raises OSError.
+
+        ``expected`` tells who may connect, ``accepted`` is told who has, ``heard`` gets their messages, ``gone`` is
+        told once when the connection of one of them ends, and whether it ended in silence. All are called in the event
+        loop's thread.
+        """
+        self._heard, self._gone, self._expected = heard, gone, expected
+        self._accepted = accepted
+        loop = asyncio.get_running_loop()
+        self.bind(interface, port)
+        assert self._listening is not None
+        listening = self._listening
+        self._server = await loop.create_server(
+            lambda: Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
+        )
+        listening.listen(
+            WAITING_LIMIT
+        )  # asyncio has one number for this and for what it accepts at once
+        return self.bind(interface, port)
+
+    def send(self, who: Who, *messages: msgspec.Struct) -> bool:
+        """Send without blocking, all in one piece. False when they are not connected: then all is dropped."""
+        connection = self._connections.get(who)
+        return connection is not None and connection.write(*map(encoded, messages))
+
+    def send_each(self, messages: Iterable[tuple[Who, msgspec.Struct]]) -> None:
+        """To each what is meant for them."""
+        for who, message in messages:
+            self.send(who, message)
+
+    def broadcast(self, them: Iterable[Who], message: msgspec.Struct) -> None:
+        """The same message to all of these that are connected; encoded once."""
+        body = encoded(message)
+        for who in them:
+            connection = self._connections.get(who)
+            if connection is not None:
+                connection.write(body)
+
+    def connected(self, who: Who) -> bool:
+        return who in self._connections
+
+    def peer(self, who: Who) -> str:
+        """The numeric address that they call from; empty when they are not connected."""
+        connection = self._connections.get(who)
+        return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
+
+    def drain(self, who: Who) -> None:
+        """Hear now what a connection holds: a process that is gone may have said something just before."""
+        connection = self._connections.get(who)
+        if connection is not None:
+            connection.drain()
+
+    def disconnect(self, who: Who) -> None:
+        """Drop the connection; ``gone`` is called before this returns."""
+        connection = self._connections.get(who)
+        if connection is not None:
+            connection.abort()
+
+    async def close(self) -> None:
+        """Stop listening, send what is buffered within CLOSE_S, drop every connection. ``gone`` is not called."""
+        self._gone = lambda who, silent: None
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._unknown):
+            connection.abort()
+        # A worker that does not read must not hold up the end.
+        deadline = asyncio.get_running_loop().time() + CLOSE_S
+        for connection in list(self._connections.values()):
+            while connection.backlog and asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(0.002)
+            connection.abort()
+        await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
+
+    # ---- called by connections
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        return self._tls
+
+    def opened(self, connection: Connection[Who]) -> None:
+        if len(self._unknown) >= self._unknown_limit:
+            # Who belongs here needs a moment to say so, and strangers any time: the oldest has had the longest.
+            next(iter(self._unknown)).give_way()
+        self._unknown[connection] = None
+
+    def authenticate(self, connection: Connection[Who], nonce: bytes, answer: Any) -> Who:
+        """Who answers the challenge. Raises ProtocolError with the reason to refuse."""
+        callers = self.callers
+        if not isinstance(answer, callers.answer):
+            raise ProtocolError(f"{type(answer).__name__} came before the Answer")
+        if answer.version != VERSION:
+            raise ProtocolError(
+                f"it speaks version {answer.version} of the protocol, the driver {VERSION};"
+                " install the same release everywhere"
+            )
+        who = callers.who(answer)
+        expected = proof(self.secret, callers.role, nonce, answer.nonce, str(who))
+        # The nonce's length is fixed: the proof's text must have one reading only.
+        if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
+            raise ProtocolError(f"it calls itself {who}, but does not know the job's secret")
+        if not self._expected(who):
+            raise self._turned_away(
+                connection, nonce, answer, f"{who} is no {callers.role} of this job"
+            )
+        self.drain(who)  # an earlier connection may have ended unnoticed
+        before = self._connections.get(who)
+        if before is not None:
+            if not callers.replaces:
+                raise self._turned_away(connection, nonce, answer, f"{who} {SECOND}")
+            before.abandon()
+        self._unknown.pop(connection, None)
+        self._connections[who] = connection
+        own = proof(self.secret, "driver", answer.nonce, nonce, str(who))
+        connection.accept(encoded(Accepted(own)), answer.nonce)
+        self._accepted(who)
+        return who
+
+    def _turned_away(
+        self, connection: Connection[Who], nonce: bytes, answer: Any, reason: str
+    ) -> ProtocolError:
+        if self.callers.told_why:
+            own = proof(self.secret, "turned away", answer.nonce, nonce, reason)
+            connection.write(encoded(TurnedAway(reason, own)))
+        return ProtocolError(reason)
+
+    def hear(self, who: Who, message: Any) -> None:
+        if isinstance(message, self.callers.answer):
+            raise ProtocolError("a second Answer")
+        if isinstance(message, Hello) and message.worker != who:
+            raise ProtocolError(f"it says hello as {message.worker}")
+        self._heard(who, message)
+
+    def lost(
+        self, connection: Connection[Who], who: Who | None, trouble: str, silent: bool
+    ) -> None:
+        """A connection has ended; ``trouble`` is set if it was closed for a reason."""
+        if who is None:
+            self._unknown.pop(connection, None)
+            if trouble:
+                self._refuse(connection.peer, trouble)
+            return
+        if trouble:
+            self._log("warning", f"the connection of {who} was closed: {trouble}")
+        if self._connections.get(who) is connection:
+            del self._connections[who]
+            self._gone(who, silent)
+
+    def _refuse(self, peer: str, trouble: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._refused_at < REFUSALS_S:
+            self._refused += 1
+            return
+        more = f" ({self._refused} others were refused before)" if self._refused else ""
+        self._refused_at, self._refused = now, 0
+        self._log("warning", f"refused a connection from {peer}: {trouble}{more}")
+
+
+def strangers_limit(most: int) -> int:
+    """How many connections may be open that have proved nothing: most descriptors are for those that have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if soft < 0 else max(16, min(most, soft // 4))
+
+
+def _bound(interface: str, port: int) -> socket.socket:
+    family, kind, number, _, address = socket.getaddrinfo(
+        interface, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, number)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock

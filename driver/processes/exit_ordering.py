@@ -1,0 +1,55 @@
+"""Sees to it that a worker's exit is told after everything that it has said. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from elastic.driver.events import WorkerExited
+from elastic.protocol.messages import Worker
+
+PARTING_S = (
+    2.0  # for what a worker sent before it exited with code 0 to arrive, a large result perhaps
+)
+
+
+class Connections(Protocol):
+    """Of workers; see `Server`."""
+
+    def drain(self, who: Worker) -> None: ...
+    def connected(self, who: Worker) -> bool: ...
+    def disconnect(self, who: Worker) -> None: ...
+
+
+class Partings:
+    """``exited`` is told once of each worker that `gone` was called for."""
+
+    def __init__(self, connections: Connections, exited: Callable[[WorkerExited], None]) -> None:
+        self._connections = connections
+        self._exited = exited
+        self._parting: dict[Worker, WorkerExited] = {}
+
+    @property
+    def workers(self) -> Collection[Worker]:
+        """Their process is gone, and nobody was told yet."""
+        return self._parting.keys()
+
+    def gone(self, event: WorkerExited) -> None:
+        """The process is gone."""
+        self._connections.drain(event.worker)
+        self._parting[event.worker] = event
+        if event.code == 0 and self._connections.connected(event.worker):
+            asyncio.get_running_loop().call_later(PARTING_S, self._part, event.worker)
+        else:
+            self._part(event.worker)
+
+    def disconnected(self, worker: Worker) -> None:
+        """Its connection has ended: it has said everything."""
+        self._part(worker)
+
+    def _part(self, worker: Worker) -> None:
+        event = self._parting.pop(worker, None)
+        if event is not None:
+            self._connections.disconnect(worker)
+            self._exited(event)

@@ -1,0 +1,139 @@
+"""The agent's end of the warden: keeps one running and tells it the process groups of the workers. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic.driver.processes import orphan_reaper
+from elastic.driver.sinks import Log
+
+
+class WardenProcess:
+    """Starts a warden when needed, tells it of process groups, replaces it when it dies.
+
+    ``groups`` gives all groups that a new one has to be told.
+    """
+
+    QUICK_S = 1.0  # a warden that dies sooner than this after its start is of no use ...
+    ATTEMPTS = 3  # ... and after so many in a row it is given up
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, groups: Callable[[], list[int]], log: Log
+    ) -> None:
+        self._loop = loop
+        self._groups = groups
+        self._log = log
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._pidfd: int | None = None
+        self._started_at = 0.0
+        self._quick_deaths = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._popen.pid if self._popen else None
+
+    def ensure(self) -> None:
+        """Start one, unless it runs or has been given up."""
+        if self._popen is not None or self._quick_deaths >= self.ATTEMPTS:
+            return
+        # Standard error is closed too: a warden must not hold the terminal or pipe of whoever started the driver.
+        command = [sys.executable, "-I", "-S", str(Path(orphan_reaper.__file__)), str(os.getpid())]
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._give_up(f"{sys.executable!r} cannot be started: {error.strerror}")
+            return
+        assert self._popen.stdin is not None
+        os.set_blocking(self._popen.stdin.fileno(), False)
+        self._started_at = self._loop.time()
+        with contextlib.suppress(OSError):
+            self._pidfd = os.pidfd_open(self._popen.pid)
+            self._loop.add_reader(self._pidfd, self._on_exit)
+        if groups := self._groups():
+            self.tell("".join(f"+{group}\n" for group in groups))
+
+    def tell(self, line: str) -> None:
+        """One or more lines. If it does not listen, it is replaced by one that is told everything."""
+        if self._popen is None:
+            return
+        assert self._popen.stdin is not None
+        data = line.encode()
+        try:
+            complete = os.write(self._popen.stdin.fileno(), data) == len(data)
+        except OSError:  # it is dead or stopped
+            complete = False
+        if not complete:
+            self._popen.kill()
+            self._on_exit()
+
+    def announce(self, pid: int) -> None:
+        """For a child between fork and exec: tell of itself, so that it never runs unknown to the warden."""
+        if self._popen is None or self._popen.stdin is None:
+            return
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # subprocess has made it deadly again
+        with contextlib.suppress(OSError):
+            os.write(self._popen.stdin.fileno(), f"+{pid}\n".encode())
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+    def _on_exit(self) -> None:
+        self._release(timeout_s=5.0)
+        quick = self._loop.time() - self._started_at < self.QUICK_S
+        self._quick_deaths = self._quick_deaths + 1 if quick else 0
+        if self._quick_deaths == self.ATTEMPTS:
+            self._give_up(f"it has died {self.ATTEMPTS} times in a row")
+        elif self._groups():
+            self.ensure()
+
+    def _give_up(self, reason: str) -> None:
+        self._quick_deaths = self.ATTEMPTS
+        self._log(
+            "warning",
+            f"the warden process does not run: {reason}; if the driver is killed,"
+            " children of its workers may outlive it",
+        )
+
+    def _release(self, timeout_s: float) -> None:
+        if self._popen is None:
+            return
+        self._unwatch()
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        try:
+            self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        self._popen = None
+
+    def _unwatch(self) -> None:
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    async def close(self) -> None:
+        """End the pipe: the warden kills what is still listed and exits."""
+        if self._popen is None:
+            return
+        self._unwatch()  # this death is no reason to start another one
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        deadline = self._loop.time() + 5.0
+        while self._popen.poll() is None and self._loop.time() < deadline:
+            await asyncio.sleep(0.002)
+        self._release(timeout_s=0.0)

@@ -1,0 +1,148 @@
+"""Passes on what workers print, line by line and with their rank. Decides nothing.
+
+A line is prefixed with the rank its worker has at that moment, ``[2] ``, or ``[host:slot] `` before it has one. Bytes
+pass through as they are, whatever their encoding. A carriage return ends a line too, so that progress bars keep their
+form. With a folder, the same bytes also go unprefixed to ``rank.<r>/stdout`` and ``rank.<r>/stderr`` in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic.driver.processes.console import Write, Writer
+from elastic.driver.processes.stderr_tail import Tails
+from elastic.driver.sinks import Stream
+from elastic.protocol.messages import Place, Worker
+
+LINE_LIMIT = 64 * 1024  # bytes; a longer line is passed on in pieces
+REMIND_S = 5.0  # at the end, until a line says that output is not taken
+
+# A return at the very end may be the first half of "\r\n": it waits for the next byte.
+_END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
+
+
+class Output:
+    """The sink of all workers' output. ``stdout`` and ``stderr`` write to the driver's own streams.
+
+    ``place_of`` gives a worker's present place, if it has one; ``failed`` is told once when a stream cannot be written.
+    """
+
+    def __init__(
+        self,
+        *,
+        place_of: Callable[[Worker], Place | None],
+        stdout: Write,
+        stderr: Write,
+        failed: Callable[[str], None] = lambda text: None,
+        timestamps: bool = False,
+        folder: Path | None = None,
+        clock: Callable[[], str] = lambda: time.strftime("%Y-%m-%d %H:%M:%S"),
+    ) -> None:
+        self._place_of = place_of
+        self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
+        out = Writer("stdout", failed)
+        # In one queue where both lead to the same place: the reason why a worker ended comes after what it printed.
+        # Nobody is left to hear that stderr is closed.
+        err = out if stdout == stderr else Writer("stderr", lambda text: None)
+        self._writers: dict[Stream, Writer] = {"stdout": out, "stderr": err}
+        self._files = Writer(f"files under {folder}", failed)
+        self._folder = folder
+        self._timestamps = timestamps
+        self._clock = clock
+        self._partial: dict[tuple[Worker, Stream], bytearray] = {}
+        self._tails = Tails()
+        self._appends: dict[Path, Write] = {}
+
+    def say(self, data: bytes) -> None:
+        """The driver's own line, between those of the workers, on stderr."""
+        self._writers["stderr"].put(self._write["stderr"], data)
+
+    def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
+        """See `Sink.feed`."""
+        if stream == "stderr":
+            self._tails.add(worker, data)
+        rest = self._partial.setdefault((worker, stream), bytearray())
+        searched = max(0, len(rest) - 1)
+        rest += data
+        pieces: list[bytes] = []
+        start = 0
+        for match in _END_OF_LINE.finditer(rest, searched):
+            pieces.append(bytes(rest[start : match.end()]))
+            start = match.end()
+        del rest[:start]
+        while len(rest) > LINE_LIMIT:
+            pieces.append(bytes(rest[:LINE_LIMIT]))
+            del rest[:LINE_LIMIT]
+        self._pass_on(worker, stream, pieces)
+
+    def finish(self, worker: Worker, stream: Stream) -> None:
+        """See `Sink.finish`."""
+        rest = self._partial.pop((worker, stream), None)
+        if rest:
+            self._pass_on(worker, stream, [bytes(rest)])
+
+    def tail(self, worker: Worker) -> str:
+        """See `Sink.tail`."""
+        return self._tails.of(worker)
+
+    def forget(self, worker: Worker) -> None:
+        """See `Sink.forget`."""
+        self._tails.forget(worker)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Write what is waiting: until the last byte is written or its reader is gone, as ``cat`` does; with a bound,
+        no longer than that for each stream.
+
+        Without one there is no deadline, because nothing is left to be held up: a pager may be read tomorrow.
+        Ctrl-C ends the wait (KeyboardInterrupt).
+        """
+        for worker, stream in list(self._partial):
+            self.finish(worker, stream)
+        err = self._writers["stderr"]
+        for writer in dict.fromkeys((self._writers["stdout"], self._files, err)):
+            if timeout_s is None and writer is not err and not writer.wait(REMIND_S):
+                self.say(writer.waits_for().encode())
+            writer.close(timeout_s)
+
+    def _pass_on(self, worker: Worker, stream: Stream, pieces: list[bytes]) -> None:
+        if not pieces:
+            return
+        place = self._place_of(worker)
+        name = f"{worker.host}:{worker.slot}" if place is None else str(place.rank)
+        stamp = f"{self._clock()} " if self._timestamps else ""
+        prefix = f"{stamp}[{name}] ".encode()
+        lines = b"".join(_prefixed(prefix, piece) for piece in pieces)
+        self._writers[stream].put(self._write[stream], lines)
+        if self._folder is not None:
+            home = f"{worker.host}.{worker.slot}" if place is None else f"rank.{place.rank}"
+            path = self._folder / home.replace("/", "_") / stream
+            if path not in self._appends:
+                self._appends[path] = _append_to(path)
+            self._files.put(self._appends[path], b"".join(pieces))
+
+
+def _prefixed(prefix: bytes, piece: bytes) -> bytes:
+    """One line with its prefix; one that was cut gets an end, so that another worker's line starts on its own."""
+    if piece == b"\r":
+        return piece  # a progress bar that starts with a return
+    return prefix + piece if piece[-1:] in b"\r\n" else prefix + piece + b"\n"
+
+
+def _append_to(path: Path) -> Write:
+    """Opens the file for each write: thousands of ranks would be too many open files, and logs may be moved away."""
+
+    def append(data: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)
+
+    return append

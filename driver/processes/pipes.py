@@ -1,0 +1,67 @@
+"""The reading end of a worker's output stream: bytes go to the sink as they come. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from elastic.driver.sinks import Sink, Stream
+from elastic.protocol.messages import Worker
+
+CHUNK = 64 * 1024
+DRAIN_LIMIT = 1024 * 1024  # bytes taken from a dead worker's pipe before its exit is reported
+
+
+class Pipe:
+    """One stream of one worker. ``closed`` is told once when no more will come of it."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        fd: int,
+        worker: Worker,
+        stream: Stream,
+        sink: Sink,
+    ) -> None:
+        self._loop = loop
+        self._fd = fd
+        self._worker = worker
+        self._stream: Stream = stream
+        self._sink = sink
+        self._open = True
+        self.closed: Callable[[Pipe], None] = lambda pipe: None
+        os.set_blocking(fd, False)
+        loop.add_reader(fd, self._read)
+
+    def _read(self) -> bool:
+        """Pass on one chunk. False when there is none now, or never again."""
+        if not self._open:
+            return False
+        try:
+            data = os.read(self._fd, CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.close()
+            return False
+        self._sink.feed(self._worker, self._stream, data)
+        return True
+
+    def drain(self) -> None:
+        """What is there now, without waiting and within a bound."""
+        for _ in range(DRAIN_LIMIT // CHUNK):
+            if not self._read():
+                return
+
+    def end_within(self, timeout_s: float) -> None:
+        if self._open:
+            self._loop.call_later(timeout_s, self.close)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._sink.finish(self._worker, self._stream)
+            self.closed(self)

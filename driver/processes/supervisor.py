@@ -1,0 +1,296 @@
+"""Starts, watches and kills the workers of this host. Decides nothing: does what it is told, reports what it sees.
+
+A worker's exit is known from its pidfd the moment it happens, never from the end of its output, because its children
+may hold the pipes for longer. In order: read the exit status without reaping, kill what is left of its process group,
+take what its pipes hold, report the exit. A moment later its whole session is swept and only then it is reaped, so
+that until then nobody else can have its process number.
+
+Four times a second it looks at the state of all processes: who was not seen able to run for a whole lease is reported
+as frozen, and as thawed once it runs again. What a worker does with its time is looked at only when that is asked.
+
+Each worker is a session of its own and dies with the thread that started it (PDEATHSIG); the warden kills its children
+if the driver is killed. Everything here runs in the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
+from elastic.driver.membership.root_cause import describe_exit
+from elastic.driver.processes import orphan_reaper, proc_stats
+from elastic.driver.processes.leases import Leases
+from elastic.driver.processes.orphan_reaper_process import WardenProcess
+from elastic.driver.processes.out_of_memory import OutOfMemory
+from elastic.driver.processes.pipes import Pipe
+from elastic.driver.processes.spawning import spawn, why_not_started
+from elastic.driver.settings import Settings
+from elastic.driver.sinks import Log, Sink, Stream
+from elastic.protocol.messages import STACKS_SIGNAL_OFFSET, Worker
+
+LINGER_S = 0.5  # a dead worker's pipes are read for this long, should somebody still hold them
+SWEEP_S = 0.01  # gathers the sweeps of workers that die together
+DEATH_S = 10.0  # SIGKILL works at once, but for a process stuck in the kernel
+LOOK_S = 0.25  # between two looks at the state of all processes; a quarter of a shorter lease ...
+LEAST_LOOK_S = 0.05  # ... but no less
+
+
+class Agent:
+    """The worker processes of this host. ``exited`` is called once per started worker, ``sink`` gets their output.
+
+    ``noticed`` is told what else is seen of them: WorkerFrozen, WorkerThawed, WorkerProbed.
+    """
+
+    def __init__(
+        self,
+        *,
+        exited: Callable[[WorkerExited], None],
+        noticed: Callable[[Event], None],
+        sink: Sink,
+        log: Log,
+        lease_s: float = Settings.lease_s,
+    ) -> None:
+        self._exited = exited
+        self._noticed = noticed
+        self._sink = sink
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self._processes: dict[Worker, _Process] = {}
+        self._unreaped: set[_Process] = set()
+        self._pipes: set[Pipe] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._leases: Leases[Worker] = Leases(lease_s)
+        self._look_s = min(LOOK_S, max(LEAST_LOOK_S, lease_s / 4))
+        self._next_look: asyncio.TimerHandle | None = None
+        self._memory = OutOfMemory()
+        self._born = mmap.mmap(-1, 8)  # shared with children
+        self._warden = WardenProcess(self._loop, self._groups, log)
+
+    def start(
+        self,
+        worker: Worker,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        folder: str | None = None,
+    ) -> None:
+        """See `Launcher.start`. It starts in ``folder``, by default in ours."""
+        assert worker not in self._processes, f"{worker} runs already"
+        self._warden.ensure()
+        self._born[:] = bytes(len(self._born))
+        try:
+            process = _Process(worker, spawn(command, env, self._announce, folder=folder))
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            if pid := int.from_bytes(self._born[:], "little"):
+                self._warden.tell(f"-{pid}\n")
+            code = 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
+            reason = why_not_started(command[0], error)
+            self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
+            return
+        self._warden.tell(
+            f"+{process.pid}\n"
+        )  # again, should the warden have been replaced meanwhile
+        self._processes[worker] = process
+        streams: tuple[Stream, ...] = ("stdout", "stderr")
+        for stream, file in zip(streams, (process.popen.stdout, process.popen.stderr), strict=True):
+            assert file is not None
+            pipe = Pipe(self._loop, os.dup(file.fileno()), worker, stream, self._sink)
+            file.close()
+            pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
+            self._pipes.add(pipe)
+            process.pipes.append(pipe)
+        self._watch(process)
+        self._leases.grant(worker, self._loop.time())
+        if self._next_look is None:
+            self._next_look = self._loop.call_later(self._look_s, self._look)
+
+    def kill(self, worker: Worker) -> None:
+        """See `Launcher.kill`."""
+        process = self._processes.get(worker)
+        if process is not None:
+            self._leases.drop(worker)
+            process.frozen_said_at = None
+            orphan_reaper.kill_group(process.pid)
+            if process.overdue is None:
+                process.overdue = self._loop.call_later(DEATH_S, self._report_overdue, process)
+
+    def probe(self, workers: Sequence[Worker]) -> None:
+        """See `Launcher.probe`."""
+        pids = {w: self._processes[w].pid for w in workers if w in self._processes}
+        samples = proc_stats.samples_of(set(pids.values())) if pids else {}
+        for worker, pid in pids.items():
+            seen = samples[pid]
+            probed = WorkerProbed(worker, seen.cpu_s, seen.io_bytes, seen.state, seen.traced)
+            self._noticed(probed)
+
+    def dump(self, worker: Worker) -> None:
+        """See `Launcher.dump`."""
+        process = self._processes.get(worker)
+        if process is None:
+            return
+        number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
+        if proc_stats.stat_of(process.pid).state == proc_stats.STOPPED or proc_stats.frozen(
+            process.pid
+        ):
+            self._log("info", f"no stacks of {worker}: a process that can't run can't write them")
+        elif not proc_stats.handles(process.pid, number):
+            why = f"it has not called init(), or has given up signal {number}"
+            self._log("info", f"no stacks of {worker}: {why}")
+        else:
+            os.kill(process.pid, number)
+
+    def alive(self) -> frozenset[Worker]:
+        return frozenset(self._processes)
+
+    def pid(self, worker: Worker) -> int | None:
+        """Process number of a worker that runs."""
+        process = self._processes.get(worker)
+        return process.pid if process else None
+
+    async def close(self) -> None:
+        """Kill every worker, wait at most DEATH_S for them, read out their pipes, end the warden."""
+        if self._next_look is not None:
+            self._next_look.cancel()
+        for worker in list(self._processes):
+            self.kill(worker)
+        deadline = self._loop.time() + DEATH_S
+        while (self._processes or self._unreaped or self._pipes) and self._loop.time() < deadline:
+            await asyncio.sleep(
+                0.002
+            )  # nothing else is left to do; exits and pipes are still watched
+        for process in self._processes.values():
+            self._log("error", f"{process.worker} (pid {process.pid}) cannot be killed; leaving it")
+        for pipe in list(self._pipes):
+            pipe.close()
+        await self._warden.close()
+        self._born.close()
+
+    def _announce(self, pid: int) -> None:
+        """In the child. If its exec fails, this memory is all that the parent learns of it."""
+        self._born[:] = pid.to_bytes(len(self._born), "little")
+        self._warden.announce(pid)
+
+    # ---- states ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Renew the lease of everybody who is able to run."""
+        self._next_look = None
+        now = self._loop.time()
+        for worker, process in self._processes.items():
+            process.hindrance, process.stat = proc_stats.cannot_run(process.pid, process.stat)
+            if not process.hindrance and self._leases.renew(worker, now):
+                process.frozen_said_at = None
+                self._noticed(WorkerThawed(worker))
+        expired = self._leases.expired(now)
+        for worker, process in self._processes.items():
+            # Again while it lasts: a word of its own that was long under way may have made it look awake.
+            said_at = process.frozen_said_at
+            again = said_at is not None and now - said_at >= self._leases.lease_s
+            if worker in expired or (again and process.hindrance):
+                process.frozen_said_at = now
+                self._noticed(WorkerFrozen(worker, process.hindrance))
+        if self._processes:
+            self._next_look = self._loop.call_later(self._look_s, self._look)
+
+    # ---- exits -----------------------------------------------------------------------------------------------------
+
+    def _watch(self, process: _Process) -> None:
+        try:
+            process.pidfd = os.pidfd_open(process.pid)
+        except OSError:  # forbidden in some sandboxes: wait in a thread instead
+            target = self._wait_in_thread
+            threading.Thread(target=target, args=(process,), daemon=True).start()
+        else:
+            self._loop.add_reader(process.pidfd, self._on_exit, process)
+
+    def _wait_in_thread(self, process: _Process) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            self._loop.call_soon_threadsafe(self._on_exit, process)
+
+    def _on_exit(self, process: _Process) -> None:
+        if process.pidfd is not None:
+            self._loop.remove_reader(process.pidfd)
+            os.close(process.pidfd)
+            process.pidfd = None
+        if process.overdue is not None:
+            process.overdue.cancel()
+        code, reason = process.status()
+        if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
+            reason = f"{describe_exit(code)}: {why}"
+        orphan_reaper.kill_group(process.pid)  # its DataLoader workers would keep its sockets open
+        for pipe in list(process.pipes):
+            pipe.drain()
+        del self._processes[process.worker]
+        self._leases.drop(process.worker)
+        self._exited(WorkerExited(process.worker, code, reason, self._sink.tail(process.worker)))
+        process.reported = True
+        for pipe in process.pipes:
+            pipe.end_within(LINGER_S)
+        self._forget_if_done(process)
+        self._unreaped.add(process)
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(SWEEP_S, self._reap)
+
+    def _on_pipe_end(self, process: _Process, pipe: Pipe) -> None:
+        self._pipes.discard(pipe)
+        process.pipes.remove(pipe)
+        self._forget_if_done(process)
+
+    def _forget_if_done(self, process: _Process) -> None:
+        if process.reported and not process.pipes:
+            self._sink.forget(process.worker)
+
+    def _reap(self) -> None:
+        """Sweep the sessions of the dead, then let their process numbers go."""
+        self._sweep = None
+        dead, self._unreaped = self._unreaped, set()
+        orphan_reaper.kill_sessions({process.pid for process in dead})
+        for process in dead:
+            self._warden.tell(f"-{process.pid}\n")
+            process.popen.wait()  # a zombie: returns at once
+
+    def _groups(self) -> list[int]:
+        return [process.pid for process in (*self._processes.values(), *self._unreaped)]
+
+    def _report_overdue(self, process: _Process) -> None:
+        state = orphan_reaper.state_of(process.pid)[0]
+        self._log(
+            "warning",
+            f"{process.worker} (pid {process.pid}) has not died {DEATH_S:.0f} s after SIGKILL"
+            f" (process state {state}); if it stays in state D, its device or file system hangs",
+        )
+
+
+class _Process:
+    """One worker process, from its start to its reaping."""
+
+    def __init__(self, worker: Worker, popen: subprocess.Popen[bytes]) -> None:
+        self.worker = worker
+        self.popen = popen
+        self.pid = popen.pid
+        self.pidfd: int | None = None
+        self.pipes: list[Pipe] = []  # those not at their end
+        self.reported = False  # its exit has been
+        self.overdue: asyncio.TimerHandle | None = None
+        self.stat: proc_stats.Stat | None = None  # at the last look
+        self.hindrance = ""  # why it could not run then
+        self.frozen_said_at: float | None = None
+
+    def status(self) -> tuple[int, str]:
+        """Exit code, or minus the signal, without reaping."""
+        try:
+            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return 255, "its exit status was taken by other code in the driver's process"
+        assert status is not None, f"{self.worker} was reported dead, but it runs"
+        died = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        return (-status.si_status if died else status.si_status), ""

@@ -1,0 +1,97 @@
+"""The seam between RayStarter and Ray: named actors that are made, found, asked and killed. Acts, decides nothing.
+
+All but `ask` may block for as long as Ray's head does not answer: call them in a thread.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+MAX_CALLS = 10_000  # an actor waits for news and for answers of its workers, all at the same time
+
+
+class Taken(Exception):
+    """Another living actor has that name."""
+
+
+class Actors(Protocol):
+    """Handles are opaque. Errors of Ray pass through."""
+
+    def make(self, name: str, node: str, *, detached: bool) -> Any:
+        """An AgentActor on that node and no other. Returns before it runs. Raises Taken."""
+
+    def find(self, name: str) -> Any:
+        """The living actor of that name; None if there is none."""
+
+    def names(self) -> list[str]:
+        """Of all living actors in the job's namespace."""
+
+    def ask(self, actor: Any, method: str, *args: Any) -> Future[Any]:
+        """Call a method; the future has what it returns."""
+
+    def kill(self, actor: Any) -> None:
+        """At once; it may be dead, or not have begun."""
+
+
+class RayActors:
+    """In this process's namespace, or in ``namespace``."""
+
+    def __init__(self, namespace: str = "") -> None:
+        self._namespace = namespace
+
+    def make(self, name: str, node: str, *, detached: bool) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from elastic.driver.ray.node.agent_actor import AgentActor
+
+        try:
+            return (
+                ray.remote(AgentActor)
+                .options(
+                    name=name,
+                    namespace=self._here(),
+                    lifetime="detached" if detached else "non_detached",
+                    num_cpus=0,
+                    num_gpus=0,
+                    max_restarts=0,
+                    max_task_retries=0,
+                    max_concurrency=MAX_CALLS,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                )
+                .remote()
+            )
+        except ValueError as error:
+            if "already taken" in str(error):
+                raise Taken(name) from None
+            raise
+
+    def find(self, name: str) -> Any:
+        import ray
+
+        try:
+            return ray.get_actor(name, namespace=self._here())
+        except ValueError:
+            return None
+
+    def names(self) -> list[str]:
+        import ray.util
+
+        here = self._here()
+        listed = ray.util.list_named_actors(all_namespaces=True)
+        return [each["name"] for each in listed if each["namespace"] == here]
+
+    def ask(self, actor: Any, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = getattr(actor, method).remote(*args).future()
+        return future
+
+    def kill(self, actor: Any) -> None:
+        import ray
+
+        ray.kill(actor, no_restart=True)
+
+    def _here(self) -> str:
+        import ray
+
+        return self._namespace or str(ray.get_runtime_context().namespace)

@@ -1,0 +1,364 @@
+"""Hosts are the nodes of a Ray cluster on which this job holds claims (`elastic.driver.ray.placement_groups`). No
+policy.
+
+A look asks Ray for the claims, then who drains, then for the nodes: in this order a node that dies in between is never
+taken for one that lives. A look that is not answered changes nothing; it is reported once, and once more when it is
+over. Calls to Ray may block for long while its head is away, so they run in a thread, one at a time, with a deadline.
+
+The fate of placement groups in Ray 2.60, tried on a cluster. Of a lifetime ``None`` they end with the Ray job of their
+creator, whatever becomes of the actor that made them; those that a *detached* actor makes end with its process, even if
+Ray starts it again. With the lifetime ``detached`` they outlive everything, and only `close` or `remove_claims` end
+them. So a driver that is a detached actor needs ``detached=True``, and the next one finds them by their names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from elastic.driver.discovery.interface import Log
+from elastic.driver.network.blocking_calls import CallsInTurn
+from elastic.driver.network.hosts import show
+from elastic.driver.ray import placement_groups
+from elastic.driver.ray.cluster import (
+    Cluster,
+    Group,
+    Node,
+    Unanswered,
+    numbered,
+    prefix_of,
+    present,
+)
+from elastic.driver.ray.cluster import Wanted as Wanted
+from elastic.driver.ray.placement_groups import (
+    Claim,
+    Claims,
+    Condition,
+    Decision,
+    Stage,
+)
+from elastic.errors import Invalid
+
+LOOK_S = 0.25
+ANSWER_S = 5.0  # for Ray to answer one look
+CLOSE_S = 10.0
+SETTLE_S = (
+    10.0  # for the first list to be whole: what a driver before this one left is not to look lost
+)
+QUIET_S = 5.0  # waiting for room is told after this time
+BUSY = 0.05  # of one core's time is what looks may take, in a cluster so large that they take long
+PAUSE_S = 2.0  # but never longer than this between two
+
+T = TypeVar("T")
+
+
+def host_of(address: str, node_id: str) -> str:
+    """By this name the driver knows a node of Ray."""
+    return f"{address}-{node_id[:8]}"
+
+
+class RayDiscovery:
+    """Yields ``{host: slots}`` of the claims that are placed, and keeps as many claims as are wanted.
+
+    ``job`` names the claims: they are found again by it, so no two jobs of a namespace may share it.
+    """
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        log: Log,
+        *,
+        job: str,
+        detached: bool = False,
+        look_s: float = LOOK_S,
+        answer_s: float = ANSWER_S,
+        cluster: Cluster | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._wanted = wanted
+        self._bundle = {name: amount for name, amount in wanted.resources.items() if amount}
+        self._log = log
+        self._prefix = prefix_of(job)
+        self._detached = detached
+        self._look_s = look_s
+        self._answer_s = answer_s
+        self._cluster = cluster or _ray()
+        self._clock = clock
+        self._sleep = sleep
+        self._given = None if wanted.group is None else str(wanted.group.id.hex())
+        self._claims = Claims(wanted.most, ours=self._given is None)
+        self._calls = CallsInTurn("ask ray")
+        self._looking = asyncio.Lock()
+        self._decided = Decision()
+        self._whole = False
+        self._seen: _Look | None = None
+        self._names: dict[str, str] = {}  # node -> host, of every node that was ever seen
+        self._nodes: dict[str, str] = {}  # host -> node
+        self._gpus: dict[str, list[str]] = {}  # host -> the ids of each slot, as they were last
+        self._known: dict[tuple[int, str], str] = {}  # claim and node -> ids, which never change
+        self._trouble = ""
+        self._silent = False  # about drains
+        self._closing = False
+
+    # ---- what the others ask ---------------------------------------------------------------------------------------
+
+    def node_of(self, host: str) -> str:
+        """The id of a host's node. Raises KeyError for a host that was never listed."""
+        return self._nodes[host]
+
+    def gpus_of(self, host: str) -> list[str]:
+        """For each slot the ids of its GPUs, joined by commas if there are several; [] where none were asked for."""
+        return list(self._gpus.get(host, ()))
+
+    def addresses(self) -> list[str]:
+        """Of the nodes that were alive when Ray was last asked."""
+        nodes = {} if self._seen is None else self._seen.nodes
+        return [node.address for node in nodes.values() if node.alive]
+
+    async def place(self, at_least: int, within_s: float) -> None:
+        """Returns once so many slots are placed. Raises Invalid if that takes too long, and then holds no claim."""
+        begun = self._clock()
+        waited = False
+        while True:
+            await self._look_and_act()
+            placed = self._decided.placed
+            if placed >= at_least:
+                return
+            passed_s = self._clock() - begun
+            if passed_s >= within_s:
+                break
+            if passed_s >= QUIET_S and not waited:
+                waited = True
+                each = placement_groups.show(self._bundle)
+                text = f"waiting for room on the Ray cluster: {placed} of {at_least} workers of {each} each"
+                self._log("info", f"{text} are placed")
+            await self._pause()
+        reason = await self._shortage(at_least, placed, within_s)
+        await self.close()
+        raise Invalid(reason)
+
+    async def watch(self) -> AsyncIterator[dict[str, int]]:
+        last: list[tuple[str, int]] | None = None
+        begun = self._clock()
+        while not self._closing:
+            try:
+                await self._look_and_act(remove=False)
+            except Invalid as error:
+                self._in_trouble(str(error))
+            whole = self._whole or (self._seen and self._clock() - begun > SETTLE_S)
+            hosts = self._hosts()
+            if list(hosts.items()) != last and (last is not None or whole):
+                last = list(hosts.items())
+                yield dict(hosts)
+            # Only now, so that the list without a claim comes before its end.
+            await self._act(self._remove)
+            await self._pause()
+
+    async def close(self) -> None:
+        """Removes the claims of this job, and waits until Ray says that they are gone. Within a bound."""
+        self._closing = True
+        if self._given is not None:
+            return
+        until = self._clock() + CLOSE_S
+        try:
+            while left := await self._call(self._remove_all, CLOSE_S):
+                if self._clock() >= until:
+                    raise Unanswered(f"{left} are still there")
+                await self._sleep(self._look_s)
+        except Unanswered as error:
+            ends = "only remove_claims ends them" if self._detached else "they end with the Ray job"
+            self._log(
+                "warning", f"placement groups {self._prefix}* can't be removed: {error}; {ends}"
+            )
+
+    # ---- one look --------------------------------------------------------------------------------------------------
+
+    async def _look_and_act(self, *, remove: bool = True) -> None:
+        """Raises Invalid where a given group has no suitable bundle."""
+        async with self._looking:
+            try:
+                look = await self._call(self._ask, self._answer_s)
+            except Unanswered as error:
+                self._in_trouble(str(error))
+                return
+            self._settle(look)
+            await self._act(self._make)
+            if remove:
+                await self._act(self._remove)
+
+    async def _call(self, call: Callable[[], T], within_s: float) -> T:
+        try:
+            return await self._calls(call, within_s)
+        except asyncio.TimeoutError:
+            raise Unanswered(f"nothing was heard for {within_s:g} s") from None
+
+    def _ask(self) -> _Look:
+        """Runs in a thread, so it changes nothing here."""
+        begun = time.thread_time()
+        if self._given is None:
+            groups = self._cluster.claims(self._prefix)
+        else:
+            group = self._cluster.group(self._given)
+            if group is None:
+                raise Unanswered("the placement group is unknown to it")
+            groups = [group]
+        draining = self._cluster.draining()
+        nodes = self._cluster.nodes()
+        claims, gpus, problem = [], {}, ""
+        each = self._wanted.per_bundle
+        share = self._wanted.gpus * each
+        for number, index, group in self._numbered(groups):
+            stage, node = _stage(group, index), group.nodes.get(index, "")
+            ids: str | None = None if self._wanted.gpus else ""
+            if ids is None and stage is Stage.PLACED and node in nodes and nodes[node].alive:
+                try:
+                    ids = self._known.get((number, node))
+                    if ids is None and (told := self._cluster.gpus(group, index, share)):
+                        ids = ",".join(placement_groups.part(told, number % each, each))
+                except Unanswered as error:
+                    problem = f"asked for GPUs: {error}"
+                if ids is not None:
+                    gpus[number, node] = ids
+            fits = self._given is not None or placement_groups.same(
+                group.bundles[index], self._bundle
+            )
+            claims.append(Claim(number, stage, node, ready=ids is not None, fits=fits))
+        cost_s = time.thread_time() - begun
+        return _Look(claims, groups, nodes, draining, gpus, problem, cost_s)
+
+    def _numbered(self, groups: list[Group]) -> list[tuple[int, int, Group]]:
+        """Number of the claim, index of its bundle. Raises Invalid where a given group has no suitable bundle."""
+        if self._given is not None:
+            wanted = self._wanted
+            [group] = groups
+            each = wanted.per_bundle
+            room = {name: amount * each for name, amount in wanted.resources.items()}
+            found = placement_groups.suitable(group.bundles, room, wanted.in_use)
+            return [(i * each + slot, i, group) for i in found for slot in range(each)]
+        return [(number, 0, group) for number, group in numbered(groups, self._prefix)]
+
+    def _settle(self, look: _Look) -> None:
+        if not look.nodes:
+            self._in_trouble("it knows no node")
+        elif look.problem:
+            self._in_trouble(look.problem)
+        elif self._trouble:
+            self._trouble = ""
+            self._log("info", "Ray answers again")
+        if look.draining is None and not self._silent:
+            self._silent = True
+            text = "this release of Ray does not tell which nodes drain: workers there end with their node"
+            self._log("warning", text)
+        for id, node in look.nodes.items():
+            self._names[id] = host_of(node.address, id)
+            self._nodes[self._names[id]] = id
+        conditions = {
+            id: Condition.DEAD
+            if not node.alive
+            else Condition.DRAINING
+            if id in (look.draining or ())
+            else Condition.ALIVE
+            for id, node in look.nodes.items()
+        }
+        self._seen = look
+        self._decided = self._claims.decide(look.claims, conditions)
+        self._whole = bool(look.nodes) and not self._claims.unready(look.claims, conditions)
+        self._known.update(look.gpus)
+        for id, numbers in self._decided.seats.items():
+            if self._wanted.gpus:
+                self._gpus[self._names[id]] = [self._known[number, id] for number in numbers]
+        for id in self._decided.drained:
+            self._log("info", f"{self._names[id]} drains: its workers leave, others are asked for")
+
+    def _hosts(self) -> dict[str, int]:
+        return {self._names[id]: len(numbers) for id, numbers in self._decided.seats.items()}
+
+    def _in_trouble(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            kept = f"keeping {show(hosts)}" if (hosts := self._hosts()) else "waiting for hosts"
+            self._log("warning", f"Ray does not answer as it should: {trouble}; {kept}")
+
+    async def _pause(self) -> None:
+        cost_s = 0.0 if self._seen is None else self._seen.cost_s
+        await self._sleep(max(self._look_s, min(cost_s / BUSY, PAUSE_S)))
+
+    # ---- what is done about it -------------------------------------------------------------------------------------
+
+    async def _act(self, action: Callable[[], None]) -> None:
+        """What was not done, or may not have been, is decided again from what the next look finds."""
+        if self._closing or not (self._decided.make or self._decided.remove):
+            return
+        try:
+            await self._call(action, self._answer_s)
+        except Unanswered as error:
+            self._in_trouble(str(error))
+
+    def _make(self) -> None:
+        for number in self._decided.make:
+            if self._closing:
+                return
+            self._cluster.make(f"{self._prefix}{number}", self._bundle, detached=self._detached)
+
+    def _remove(self) -> None:
+        gone = set(self._decided.remove)
+        groups = [] if self._seen is None else self._seen.groups
+        for number, group in numbered(groups, self._prefix):
+            if number in gone:
+                self._cluster.remove(group.id)
+
+    def _remove_all(self) -> int:
+        left = present(self._cluster, self._prefix)
+        for _, group in left:
+            self._cluster.remove(group.id)
+        return len(left)
+
+    async def _shortage(self, at_least: int, placed: int, within_s: float) -> str:
+        free: dict[str, float] = {}
+        with contextlib.suppress(Unanswered):
+            free = await self._call(self._cluster.free, self._answer_s)
+        look = self._seen
+        text = placement_groups.shortage(
+            at_least=at_least,
+            placed=placed,
+            within_s=within_s,
+            resources=self._wanted.resources,
+            free=free,
+            nodes=0 if look is None else sum(node.alive for node in look.nodes.values()),
+            too_large=look is not None and any(group.infeasible for group in look.groups),
+            given=self._given is not None,
+        )
+        trouble = self._trouble or ("" if self._whole else "their GPUs are not known yet")
+        return f"{text}; the last trouble: {trouble}" if trouble else text
+
+
+@dataclass(frozen=True)
+class _Look:
+    claims: list[Claim]
+    groups: list[Group]
+    nodes: dict[str, Node]
+    draining: set[str] | None
+    gpus: dict[tuple[int, str], str]  # of the claims of which they are known, where they are placed
+    problem: str
+    cost_s: float
+
+
+def _stage(group: Group, index: int) -> Stage:
+    if group.state == "REMOVED":
+        return Stage.GONE
+    # Of a group that is being placed elsewhere, the bundles that were not lost stay where they are.
+    settled = group.state in ("CREATED", "RESCHEDULING")
+    return Stage.PLACED if settled and group.nodes.get(index) else Stage.WAITING
+
+
+def _ray() -> Cluster:
+    try:
+        from elastic.driver.ray.discovery_calls import RayCalls
+    except ModuleNotFoundError as error:
+        raise Invalid("a Ray cluster needs Ray: pip install 'hvd-elastic[ray]'") from error
+    return RayCalls()

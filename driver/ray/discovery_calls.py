@@ -1,0 +1,147 @@
+"""The calls of Ray behind a discovery. Imported only where Ray is used; all of them may block.
+
+Which nodes drain has no public name in Ray. The one used here is there in 2.30, the oldest release that is supported,
+and in 2.60; where it is gone, no node is known to drain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from elastic.driver.ray.cluster import (
+    Group,
+    Node,
+    Unanswered,
+    prefix_of,
+    present,
+)
+from elastic.driver.ray.placement_groups import held
+
+_untyped: Any = ray
+
+
+class RayCalls:
+    """The cluster that this process is connected to, as `elastic.driver.ray.cluster.Cluster` says."""
+
+    def __init__(self) -> None:
+        self._ours: dict[str, bool] = {}  # group -> whether it is one of this namespace
+        self._asked: dict[tuple[str, int, str], Any] = {}  # group, bundle, node -> task
+
+    def claims(self, prefix: str) -> list[Group]:
+        with _answering():
+            table = ray.util.placement_group_table()
+        groups = [_group(id, info) for id, info in table.items() if info["name"].startswith(prefix)]
+        return [group for group in groups if self._is_ours(group)]
+
+    def _is_ours(self, group: Group) -> bool:
+        """The table is that of all namespaces, and doesn't tell them."""
+        if group.id not in self._ours and group.state != "REMOVED":
+            with _answering():
+                try:
+                    named = ray.util.get_placement_group(group.name)
+                except ValueError:  # there is none of this name in this namespace
+                    named = None
+            self._ours[group.id] = named is not None and named.id.hex() == group.id
+        return self._ours.get(group.id, False)
+
+    def group(self, id: str) -> Group | None:
+        with _answering():
+            info = ray.util.placement_group_table(_handle(id))
+        return _group(id, info) if info else None
+
+    def nodes(self) -> dict[str, Node]:
+        with _answering():
+            rows = _untyped.nodes()
+        return {row["NodeID"]: Node(row["NodeManagerAddress"], bool(row["Alive"])) for row in rows}
+
+    def draining(self) -> set[str] | None:
+        state = getattr(getattr(ray._private, "state", None), "state", None)
+        ask = getattr(state, "get_draining_nodes", None)
+        if ask is None:
+            return None
+        with _answering():
+            return set(ask())
+
+    def make(self, name: str, bundle: Mapping[str, float], *, detached: bool) -> None:
+        with _answering():
+            made = ray.util.placement_group(
+                [dict(bundle)], name=name, lifetime="detached" if detached else None
+            )
+        self._ours[made.id.hex()] = True
+
+    def remove(self, id: str) -> None:
+        with _answering():
+            ray.util.remove_placement_group(_handle(id))
+
+    def gpus(self, group: Group, index: int, share: float) -> list[str] | None:
+        key = (group.id, index, group.nodes[index])
+        with _answering():
+            if key not in self._asked:
+                strategy = PlacementGroupSchedulingStrategy(
+                    placement_group=_handle(group.id), placement_group_bundle_index=index
+                )
+                task = _VISIBLE.options(num_gpus=share, scheduling_strategy=strategy)
+                self._asked[key] = task.remote()
+            ready, _ = ray.wait([self._asked[key]], timeout=0)
+            if not ready:
+                return None
+            return [str(each) for each in ray.get(self._asked.pop(key))]
+
+    def free(self) -> dict[str, float]:
+        with _answering():
+            return dict(_untyped.available_resources())
+
+
+def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:
+    """What this process, a task or an actor in the group, has of each of its bundles.
+
+    Ray has a public name only for what it has of all bundles together.
+    """
+    own: Any = ray._private.worker.global_worker
+    return held(own.core_worker.resource_ids(), group.id.hex())
+
+
+def remove_claims(job: str) -> int:
+    """Removes what a driver of this job that has been killed has left behind; how many there were."""
+    calls = RayCalls()
+    left = present(calls, prefix_of(job))
+    for _, group in left:
+        calls.remove(group.id)
+    return len(left)
+
+
+def _visible() -> list[str]:
+    """Runs in a bundle, and takes all of its GPUs for that moment."""
+    return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
+
+
+_VISIBLE = ray.remote(num_cpus=0)(_visible)
+
+
+def _handle(id: str) -> PlacementGroup:
+    return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(id)))
+
+
+def _group(id: str, info: Mapping[str, Any]) -> Group:
+    return Group(
+        id=id,
+        name=info["name"],
+        state=info["state"],
+        bundles={index: dict(bundle) for index, bundle in info["bundles"].items()},
+        nodes=dict(info["bundles_to_node_id"]),
+        infeasible=info["stats"]["scheduling_state"] == "INFEASIBLE",
+    )
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except (ray.exceptions.RayError, OSError, RuntimeError, TimeoutError) as error:
+        raise Unanswered(f"{type(error).__name__}: {error}".splitlines()[0][:300]) from error

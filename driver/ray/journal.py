@@ -1,0 +1,279 @@
+"""Keeps a job's journal in Ray's key-value store, and finds in it what another driver goes on from. Decides nothing.
+
+    journal/<job>/writers/000002                            the id of the driver whose turn the second is
+    journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, and below it the lines of one record
+
+A record is a batch of entries, a snapshot with the header before it, or a take-over. One that is large is cut into
+pieces with numbers of their own, and counts when the last is there. What a driver writes stands in chapters: each
+snapshot begins one (000001 is the driver's second), and then those before it go. The first record of a driver that goes
+on says after which record of which chapter. Actions are left out: a digest tells whether they are the same.
+
+The store has no transactions, so a deposed driver is kept from doing harm by what is read, not by what is written:
+- A turn is taken by making a key that must not be there yet, so each driver has another, in its order; and no two
+  drivers ever write the same key. Only then the new driver looks at what is there.
+- Whoever writes a record looks afterwards whether the turn is still its own, and the next not taken. If so, the record
+  was there when the next driver looked, or will be: it may be acted upon. If not, it may not: Deposed.
+- What counts is found from the end: from the last turn with a record back to a beginning. A record that was written
+  too late is in no one's way, and before a beginning nothing is needed any more. So it can be removed by anyone.
+The store is as durable as the head of the cluster: without Redis below it, it is gone with that process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from elastic.driver.discovery.interface import Log
+from elastic.driver.etcd.keys import ROOT, job_root
+from elastic.driver.etcd.leadership import Deposed
+from elastic.driver.journal.entries import (
+    Header,
+    Resumed,
+    Writer,
+    decoded_header,
+    encoded,
+)
+from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.remote_journal import RecordJournal
+from elastic.driver.journal.resume import Past, past_of
+from elastic.driver.journal.segments import (
+    Piecewise,
+    Place,
+    chapter_name,
+    counting,
+    writer_of,
+)
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.ray.kv import Insistent, KeyValues
+from elastic.errors import Invalid
+
+READ = 32  # values in one call
+FORGET_S = 10.0
+
+
+class RayArchive:
+    """The journal of one job. ``lost`` is set when another driver writes it, or the store has lost it.
+
+    It takes its turn when it looks at what is there: from then on the driver before can't act any more.
+    """
+
+    def __init__(
+        self, job: str, *, log: Log = lambda level, text: None, kv: Insistent | None = None
+    ) -> None:
+        """Raises Invalid for a name that can't be one, and where Ray is missing."""
+        self._job = job
+        self._root = f"journal/{job_root(job).removeprefix(ROOT)}"
+        self._log = log
+        self._kv = kv or Insistent(_ray(), log)
+        self._turn: Turn | None = None
+        self._chapters: list[str] = []  # all that are there
+        self._place: Place | None = None  # after which to go on
+        self.lost = asyncio.Event()
+
+    async def past(self) -> Past | None:
+        """What is there to go on from; waits for Ray. Raises Invalid, and Deposed if another has come meanwhile."""
+        self._turn = self._turn or await self._take()
+        writers = await self._writers()
+        chapters = await self._read()
+        await self._turn.check()  # or the next driver may have removed half of what was being read
+        self._chapters, self._place = sorted(chapters), None
+        # One whose turn has been forgotten was written too late, by a driver of a job before.
+        known = {name: pieces for name, pieces in chapters.items() if writer_of(name) in writers}
+        try:
+            found, self._place = counting(known)
+            if not found:
+                return None
+            first, *lines = b"".join(found).split(b"\n")[:-1]
+            return past_of(decoded_header(first), lines)
+        except (msgspec.MsgspecError, ValueError) as error:
+            where = f"the journal in Ray's key-value store under {self._root}"
+            raise Invalid(f"{where} can't be resumed: {error}") from error
+
+    async def begin(self, header: Header, upkeep: Upkeep | None = None) -> RayJournal:
+        if self._turn is None:
+            raise RuntimeError("what is there was not looked at")
+        journal = RayJournal(self._turn, self._chapters, header, header.writer, upkeep)
+        await journal.begin()
+        return journal
+
+    async def go_on(self, past: Past, writer: Writer, upkeep: Upkeep | None = None) -> RayJournal:
+        if self._turn is None or self._place is None:
+            raise RuntimeError("there was nothing to go on from when it was looked at")
+        journal = RayJournal(
+            self._turn, self._chapters, past.header, writer, upkeep, entries=past.replayed
+        )
+        await journal.go_on(self._place)
+        return journal
+
+    async def forget(self, within_s: float = FORGET_S) -> None:
+        """Nothing of this job is left, once nobody needs its outcome. Its driver, or nobody, writes the journal.
+
+        Raises Deposed if it is another driver that does. What can't be removed within the time stays.
+        """
+        try:
+            await within(self._forget(), within_s)
+        except asyncio.TimeoutError:
+            self._log(
+                "warning",
+                f"the journal of job {self._job} stays in Ray's key-value store: it does not answer",
+            )
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+    async def _forget(self) -> None:
+        if self._turn is not None:
+            await self._turn.check()
+        # First those by whom the records count: half of a journal would be another one.
+        await self._kv.remove(f"{self._root}writers/")
+        await self._kv.remove(f"{self._root}records/")
+        self._turn = None
+
+    async def _take(self) -> Turn:
+        """The next turn, whoever else wants it."""
+        own = uuid.uuid4().hex[:12]
+        while True:
+            number = max((number for number, _ in await self._writers()), default=0) + 1
+            turn = Turn(self._kv, self._job, self._root, number, own, self.lost, self._log)
+            if await turn.take():
+                return turn
+
+    async def _writers(self) -> set[tuple[int, str]]:
+        """The turns and the ids of all that have written it."""
+        prefix = f"{self._root}writers/"
+        found = await self._kv.get(await self._kv.keys(prefix))
+        return {(int(key.removeprefix(prefix)), value.decode()) for key, value in found.items()}
+
+    async def _read(self) -> dict[str, dict[int, bytes]]:
+        """All pieces, by chapter and number."""
+        prefix = f"{self._root}records/"
+        keys = sorted(await self._kv.keys(prefix))
+        chapters: dict[str, dict[int, bytes]] = {}
+        for start in range(0, len(keys), READ):
+            for key, value in (await self._kv.get(keys[start : start + READ])).items():
+                chapter, _, number = key.removeprefix(prefix).partition("/")
+                chapters.setdefault(chapter, {})[int(number)] = value
+        return chapters
+
+
+class Turn:
+    """Of one driver. ``number``: it follows all smaller ones."""
+
+    def __init__(
+        self,
+        kv: Insistent,
+        job: str,
+        root: str,
+        number: int,
+        own: str,
+        lost: asyncio.Event,
+        log: Log,
+    ) -> None:
+        self.number = number
+        self._kv = kv
+        self._job = job
+        self._records = f"{root}records/"
+        self._key = f"{root}writers/{number:06d}"
+        self._next = f"{root}writers/{number + 1:06d}"
+        self._own = own
+        self._lost = lost
+        self._log = log
+
+    async def take(self) -> bool:
+        """Whether it is ours. The answer to an earlier try may have got lost."""
+        if await self._kv.create(self._key, self._own.encode()):
+            return True
+        return (await self._kv.get([self._key])).get(self._key) == self._own.encode()
+
+    async def check(self) -> None:
+        """Raises Deposed if it is not ours any more."""
+        if not self._lost.is_set():
+            found = await self._kv.get([self._key, self._next])
+            if found == {self._key: self._own.encode()}:
+                return
+            self._lost.set()
+            self._log(
+                "warning",
+                f"another driver leads job {self._job} now, or Ray's key-value store has lost its data;"
+                " this one ends",
+            )
+        raise Deposed(f"this driver does not lead job {self._job}; nothing may be done")
+
+    def chapter(self, number: int) -> str:
+        """Its name. Sorted, they are in their order."""
+        return chapter_name(self.number, number, self._own)
+
+    async def put(self, place: Place, data: bytes) -> None:
+        """A piece. Whether it counts is told by `check`; may be put again. Raises Deposed where that is known."""
+        if self._lost.is_set():
+            await self.check()
+        await self._kv.put(f"{self._records}{place.chapter}/{place.end:09d}", data)
+
+    async def remove(self, chapter: str) -> None:
+        await self._kv.remove(f"{self._records}{chapter}/")
+
+
+class RayJournal(RecordJournal[Piecewise]):
+    """An open journal."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        obsolete: Iterable[str],
+        header: Header,
+        writer: Writer,
+        upkeep: Upkeep | None,
+        *,
+        entries: int = 0,
+    ) -> None:
+        super().__init__(Piecewise, writer, upkeep, entries=entries)
+        self._turn = turn
+        self._obsolete = deque(obsolete)  # chapters, once there is another beginning
+        self._header = header
+        self._chapter = 0
+        self._place = Place(turn.chapter(0), 0)  # of the next piece
+
+    async def begin(self) -> None:
+        """A new job."""
+        self._waiting.append(Piecewise(bytearray(encoded(self._header)), begins=True))
+        await self.settle()
+
+    async def go_on(self, after: Place) -> None:
+        """The job goes on."""
+        self._waiting.append(Piecewise(bytearray(encoded(Resumed(self._writer))), after=after))
+        await self.settle()
+
+    def _before_snapshot(self) -> bytes:
+        return encoded(self._header)
+
+    async def _put(self, record: Piecewise) -> None:
+        """Piece by piece. One whose answer did not arrive is put again, in the same place."""
+        if not record.begun and record.begins and self._place.end:
+            self._obsolete.append(self._place.chapter)
+            self._chapter += 1
+            self._place = Place(self._turn.chapter(self._chapter), 0)
+        record.begun = True
+        while (piece := record.piece()) is not None:
+            await self._turn.put(self._place, piece)
+            self._place = Place(self._place.chapter, self._place.end + 1)
+            record.written += 1
+        await self._turn.check()
+        if record.begins and self._obsolete:
+            while self._obsolete:
+                await self._turn.remove(self._obsolete[0])
+                self._obsolete.popleft()
+            await self._turn.check()  # that may have taken a while
+
+
+def _ray() -> KeyValues:
+    try:
+        from elastic.driver.ray.kv_calls import RayKeyValues
+    except ImportError as error:
+        raise Invalid(
+            f"Ray can't be used ({error.name} is missing); run: pip install 'hvd-elastic[ray]'"
+        ) from None
+    return RayKeyValues()

@@ -1,0 +1,348 @@
+"""What runs on a Ray node for one job: an actor that holds the node's agent process, and the calls for its workers.
+
+The actor is the agent's starter: a folder of its own, the bootstrap on standard input, which stays open as long as the
+actor lives, so that with the actor the agent ends, and with the agent its workers. When the agent ends, so does the
+actor. Decides nothing. It is an async actor; answers are plain values, so that nothing is unpickled that is not ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from elastic import version
+from elastic.driver.launch.child_processes import SAID_LINES, Attended, as_logged
+from elastic.driver.launch.ssh_failures import why_ended, why_no_agent
+from elastic.driver.launch.starter import AGENT_MODULE, Bootstrap
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.ray.node.agent_folder import (
+    make_folder,
+    own_path,
+    private,
+    programs,
+    sweep,
+)
+from elastic.driver.ray.node.environment import (
+    agents_path,
+    environ_of_bytes,
+    users_modules,
+    workers_environ,
+)
+from elastic.driver.ray.node.worker_calls import CallFailed, Calls
+from elastic.version import __version__
+
+LINES_KEPT = 200  # for a starter that asks late
+UNUSED_S = 120.0  # an actor that is told to start nothing leaves
+FETCHED_S = 1.0  # for the starter to fetch the last lines
+SENT_S = 0.3  # for Ray to send an answer, before the process ends without ceremony
+END_S = 10.0  # for the agent to kill its workers, before it is killed itself
+DYING_S = 2.0  # ... where the node is lost anyway; its workers die with it
+REAP_S = 2.0
+
+# Nothing of the user's is on the way of what the agent imports: not the folder it starts in, and no variable.
+BOOT = (
+    "import runpy, sys; sys.path[:] = sys.argv.pop().split(':');"
+    f" runpy.run_module('{AGENT_MODULE}', run_name='__main__', alter_sys=True)"
+)
+
+Line = tuple[str, str]  # level and text
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What Ray says of the process that the actor is in. ``given``: the ``env_vars`` of its runtime_env."""
+
+    address: str
+    namespace: str
+    given: Mapping[str, str]
+    above: Mapping[str, str]  # the raylet's environment
+    folder: str  # of Ray's own modules
+    raylet: int = 0  # its process number, if known
+
+
+class InRay:
+    """The engine that the actor runs in."""
+
+    def surroundings(self) -> Surroundings:
+        import ray
+
+        context = ray.get_runtime_context()
+        given = dict(context.runtime_env).get("env_vars") or {}
+        above: dict[str, str] = {}
+        with contextlib.suppress(OSError, KeyError):
+            above = environ_of_bytes(
+                Path(f"/proc/{os.environ['RAY_RAYLET_PID']}/environ").read_bytes()
+            )
+        return Surroundings(
+            address=context.gcs_address,
+            namespace=context.namespace,
+            given=dict(given),
+            above=above,
+            folder=os.path.dirname(ray.__file__),
+            raylet=int(os.environ.get("RAY_RAYLET_PID", "0")),
+        )
+
+    def leave(self) -> None:
+        """Have the actor exit. Ray lets only a method of it do so."""
+        import ray
+
+        ray.get_runtime_context().current_actor.leave.remote()
+
+    def die(self) -> None:
+        """There is nobody any more who could be asked."""
+        os._exit(1)
+
+    def exit(self) -> None:
+        """In a method of the actor."""
+        import ray.actor
+
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+class AgentActor:
+    """One agent, from its start to its end. ``python`` runs it; its workers find it first in their PATH."""
+
+    def __init__(
+        self,
+        *,
+        python: str = sys.executable,
+        engine: InRay | None = None,
+        unused_s: float = UNUSED_S,
+    ) -> None:
+        self._python = python
+        self._engine = engine or InRay()
+        self._process: Attended | None = None
+        self._folder: Path | None = None
+        self._lock: int | None = None
+        self._calls: Calls | None = None
+        self._host = ""
+        self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
+        self._number = 0  # of lines so far
+        self._left = SAID_LINES
+        self._ended: str | None = None  # why
+        self._fetched = False  # and it has been told
+        self._news: asyncio.Event | None = None  # another for each piece
+        self._clearing: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._raylet: int | None = None  # a pidfd
+        self._dying: asyncio.Task[None] | None = None
+        self._unused = threading.Timer(unused_s, os._exit, [0])
+        self._unused.daemon = True
+        self._unused.start()
+
+    # ---- what its starter calls --------------------------------------------------------------------------------------
+
+    async def hello(self) -> str:
+        """The release that is installed here."""
+        return __version__
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def start(self, bootstrap: bytes, call: bytes, ready_s: float) -> str:
+        """Starts the agent; returns why it can't, or nothing once it is ready."""
+        told = msgspec.json.decode(bootstrap, type=Bootstrap)
+        self._host = told.host
+        self._news = asyncio.Event()
+        try:
+            why = await self._start(told, call, ready_s)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            why = f"no agent can be started on {told.host}: {where}{error.strerror or error}"
+        except subprocess.SubprocessError as error:
+            why = f"no agent can be started on {told.host}: its python does not run: {error}"
+        if why:
+            await self._clear()
+        else:
+            self._unused.cancel()
+        return why
+
+    async def news(self, after: int) -> tuple[int, list[Line], str | None]:
+        """Waits for lines of the agent's log beyond that number, or its end; the number, the lines, why it ended."""
+        while self._number <= after and self._ended is None:
+            assert self._news is not None, "start() comes first"
+            await self._news.wait()
+        count = min(self._number - after, len(self._lines))
+        lines = list(self._lines)[len(self._lines) - count :]
+        self._fetched = self._ended is not None
+        return self._number, lines, self._ended
+
+    async def redirect(self, addresses: list[str]) -> None:
+        """The driver is there from now on: the agent tries these when it looks for one."""
+        if self._folder is not None:
+            new = self._folder / "drivers.new"
+            new.write_text("".join(f"{address}\n" for address in addresses))
+            new.rename(self._folder / "drivers")
+
+    async def present(self, count: int = 0, within_s: float = 0.0) -> list[int]:
+        """The ranks of the persistent workers here, once there are so many or the time is over."""
+        return [] if self._calls is None else await self._calls.present(count, within_s)
+
+    async def call(
+        self, rank: int, blob: bytes, timeout_s: float | None = None
+    ) -> tuple[bytes, str]:
+        """What that worker answers; or why it does not."""
+        if self._calls is None:
+            return b"", f"the worker of rank {rank} is gone: so is the agent of its host"
+        try:
+            return await self._calls.call(rank, blob, timeout_s), ""
+        except CallFailed as error:
+            return b"", str(error)
+
+    async def end(self) -> None:
+        """Ends the agent, which kills its workers. Nothing of it is left when this returns."""
+        self._fetched = True
+        await self._clear()
+
+    async def leave(self) -> None:
+        self._engine.exit()
+
+    # ---- the agent ---------------------------------------------------------------------------------------------------
+
+    async def _start(self, told: Bootstrap, call: bytes, ready_s: float) -> str:
+        if self._process is not None or self._ended is not None:
+            return f"no agent is started on {told.host}: its actor has had one"
+        around = self._engine.surroundings()
+        self._follow(around.raylet)
+        await asyncio.to_thread(sweep)
+        self._folder, self._lock = make_folder()
+        folder = self._folder
+        with open(folder / "call", "xb", opener=private) as file:
+            file.write(call)
+        await self.redirect(told.drivers)
+        self._calls = Calls(str(folder / "calls"))
+        await self._calls.open()
+        own = await asyncio.to_thread(own_path, self._python, ready_s)
+        users = users_modules(sys.path, own, around.folder)
+        package = os.path.dirname(os.path.dirname(os.path.abspath(version.__file__)))
+        environ = workers_environ(
+            os.environ,
+            around.given,
+            around.above,
+            programs=programs(self._python, folder),
+            modules=users,
+            address=around.address,
+            namespace=around.namespace,
+            call=str(folder / "call"),
+            folder=os.getcwd(),
+        )
+        told = msgspec.structs.replace(
+            told, outlives=False, drivers_file=str(folder / "drivers"), folder=os.getcwd()
+        )
+        path = ":".join(agents_path(own, package, users))
+        self._process = process = Attended(
+            [self._python, "-I", "-c", BOOT, path],
+            environ,
+            msgspec.json.encode(told) + b"\n",
+            outlives=False,
+        )
+        process.heard = self._hear
+        try:
+            release = await within(process.ready, ready_s)
+        except asyncio.TimeoutError:
+            release = None
+        if release != __version__:
+            return why_no_agent(
+                told.host,
+                process.code,
+                process.said(),
+                ours=__version__,
+                release=release,
+                limit_s=ready_s,
+            )
+        self._watch = asyncio.create_task(self._see_it_end(process))
+        return ""
+
+    def _follow(self, raylet: int) -> None:
+        """With the raylet the node is gone for Ray. A process of Ray notices that only if it becomes a child of 1."""
+        if not raylet:
+            return
+        with contextlib.suppress(OSError):  # forbidden in some sandboxes: then Ray has to notice
+            self._raylet = os.pidfd_open(raylet)
+            asyncio.get_running_loop().add_reader(self._raylet, self._raylet_gone)
+
+    def _raylet_gone(self) -> None:
+        assert self._raylet is not None
+        asyncio.get_running_loop().remove_reader(self._raylet)
+        self._dying = asyncio.create_task(self._die())
+
+    async def _die(self) -> None:
+        await self._clear()
+        why = f"Ray's raylet on {self._host} is gone, and the agent has ended with it"
+        await self._say_last("warning", why)
+        await asyncio.sleep(SENT_S)
+        self._engine.die()
+
+    def _hear(self, line: str) -> None:
+        """What it tells its driver itself does not come here: these are few, or something is wrong."""
+        level, text = as_logged(line)
+        if level != "debug":
+            if not self._left:
+                return
+            text += "; further lines are left out" if self._left == 1 else ""
+            self._left -= 1
+        self._lines.append((level, text))
+        self._number += 1
+        self._wake()
+
+    async def _see_it_end(self, process: Attended) -> None:
+        await process.ended.wait()
+        if self._dying is not None:
+            return
+        why = why_ended(self._host, process.code, process.said(), by_ssh=False)
+        await self._clear()
+        await self._say_last("warning" if process.code else "debug", why)
+        self._engine.leave()
+
+    async def _say_last(self, level: str, why: str) -> None:
+        self._ended = f"{level}: {why}"
+        self._wake()
+        deadline = asyncio.get_running_loop().time() + FETCHED_S
+        while not self._fetched and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+
+    def _wake(self) -> None:
+        assert self._news is not None
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _clear(self) -> None:
+        """Ends the agent if it runs, within a bound, and removes what it was given."""
+        if self._clearing is None:
+            self._clearing = asyncio.create_task(self._clear_once())
+        await asyncio.shield(self._clearing)
+
+    async def _clear_once(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.hang_up()
+            for limit_s in (END_S if self._dying is None else DYING_S, REAP_S):
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await within(process.ended.wait(), limit_s)
+                    break
+                process.kill()
+            process.release()
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            await calls.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        if self._raylet is not None:
+            asyncio.get_running_loop().remove_reader(self._raylet)
+            os.close(self._raylet)
+            self._raylet = None

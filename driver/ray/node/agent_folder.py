@@ -1,0 +1,80 @@
+"""The folder of one agent's actor on its node, and what is found out there about its python. Acts, decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from elastic.driver.ray.node.worker_calls import PATH_LIMIT
+
+PREFIX = "hvd-elastic-"
+LOCK = "held-by-actor"
+
+
+def make_folder() -> tuple[Path, int]:
+    """Mode 0700, with a path that is short enough for a socket. The descriptor holds a lock, which `sweep` respects."""
+    where = tempfile.gettempdir()
+    if len(os.fsencode(where)) + len(PREFIX) + 24 > PATH_LIMIT:
+        where = "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
+    # Locked before it has its name, so that nobody finds it unlocked.
+    lock = os.open(folder / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (folder / "new").rename(folder / LOCK)
+    return folder, lock
+
+
+def sweep(where: str = "") -> None:
+    """Removes folders of actors that were killed: nobody holds their lock."""
+    for folder in Path(where or tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def own_path(python: str, limit_s: float) -> list[str]:
+    """Where this python looks for modules by itself. Raises OSError and SubprocessError."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"],
+        cwd="/",
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=limit_s,
+        check=True,
+    )
+    path: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return path
+
+
+def programs(python: str, folder: Path) -> str:
+    """A folder in which ``python`` is this one."""
+    beside = os.path.dirname(python)
+    if os.access(os.path.join(beside, "python"), os.X_OK):
+        return beside
+    # Such as /usr/bin/python3, without a `python`. A link would not do: in another folder it finds no virtual
+    # environment.
+    made = folder / "bin"
+    made.mkdir()
+    script = made / "python"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} "$@"\n')
+    script.chmod(0o700)
+    return str(made)
+
+
+def private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,156 @@
+"""The socket by which persistent workers of one host are given calls. Acts, decides nothing, opens no value.
+
+A worker connects and says who it is in one line of JSON, ``{"rank": 0, "slot": 0}``. From then on each side sends
+frames: four bytes of length, big endian, and so many bytes. The worker answers every call with one frame, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections import deque
+from typing import Any
+
+from elastic.driver.network.blocking_calls import within
+from elastic.errors import ElasticError
+
+FRAME_LIMIT = 1 << 30  # bytes
+LENGTH_BYTES = 4
+HELLO_S = 30.0  # from the connection to the line
+PATH_LIMIT = 107  # bytes of a unix socket's address
+
+
+class CallFailed(ElasticError, RuntimeError):
+    """A worker was not there for a call, or not until its answer. The text names its rank."""
+
+
+class _Caller:
+    """One worker's connection. ``waiting``: for its answers, in the order of the calls."""
+
+    def __init__(self, rank: int, writer: asyncio.StreamWriter) -> None:
+        self.rank = rank
+        self.writer = writer
+        self.waiting: deque[asyncio.Future[bytes]] = deque()
+
+    def lost(self, why: str) -> None:
+        self.writer.transport.abort()
+        for answer in self.waiting:
+            if not answer.done():
+                answer.set_exception(CallFailed(f"the worker of rank {self.rank} is gone: {why}"))
+        self.waiting.clear()
+
+
+class Calls:
+    """Make it in the event loop, then `open` it. Whoever connects anew under a rank replaces the earlier one."""
+
+    def __init__(self, path: str) -> None:
+        if len(os.fsencode(path)) > PATH_LIMIT:
+            raise OSError(f"{path} is too long for a socket; set TMPDIR to a shorter folder")
+        self._path = path
+        self._workers: dict[int, _Caller] = {}
+        self._changed = asyncio.Condition()
+        self._server: asyncio.AbstractServer | None = None
+        self._serving: set[asyncio.Task[Any]] = set()
+
+    async def open(self) -> None:
+        """Raises OSError."""
+        self._server = await asyncio.start_unix_server(self._serve, self._path)
+        os.chmod(self._path, 0o600)
+
+    async def present(self, count: int, within_s: float) -> list[int]:
+        """Waits until so many workers are connected, or the time is over; returns their ranks."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(self._await_count(count), within_s)
+        return sorted(self._workers)
+
+    async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
+        """The worker's answer. Calls of one worker go one after the other. Raises CallFailed.
+
+        A call that takes too long goes on in the worker, and the next one waits for its end.
+        """
+        if len(blob) > FRAME_LIMIT:
+            raise CallFailed(
+                f"a call for rank {rank} has {len(blob)} bytes, and {FRAME_LIMIT} is the limit; let the"
+                " function load its data itself"
+            )
+        caller = self._workers.get(rank)
+        if caller is None:
+            raise CallFailed(f"no worker of rank {rank} is here")
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        caller.waiting.append(answer)
+        caller.writer.write(len(blob).to_bytes(LENGTH_BYTES, "big") + blob)
+        try:
+            return await within(answer, timeout_s)
+        except asyncio.TimeoutError:
+            raise CallFailed(f"rank {rank} has not answered within {timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        caller: _Caller | None = None
+        why = "it hung up"
+        try:
+            rank = _rank_of(await within(reader.readline(), HELLO_S))
+            caller = _Caller(rank, writer)
+            await self._seat(caller)
+            while True:
+                answer = await _frame(reader)
+                if not caller.waiting:
+                    raise ValueError("it answers what nobody asked")
+                waiting = caller.waiting.popleft()
+                if not waiting.done():
+                    waiting.set_result(answer)
+        except ValueError as error:
+            why = str(error)
+        except (OSError, EOFError, asyncio.TimeoutError):
+            pass
+        except asyncio.CancelledError:
+            why = "its host's agent ends"
+        finally:
+            self._serving.discard(task)
+            writer.transport.abort()
+            if caller is not None:
+                caller.lost(why)
+                if self._workers.get(caller.rank) is caller:
+                    del self._workers[caller.rank]
+
+    async def _seat(self, caller: _Caller) -> None:
+        earlier = self._workers.get(caller.rank)
+        if earlier is not None:
+            earlier.lost("another has taken its place")
+        self._workers[caller.rank] = caller
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _await_count(self, count: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._workers) >= count)
+
+
+def _rank_of(line: bytes) -> int:
+    """Raises ValueError."""
+    said = json.loads(line)
+    rank = said.get("rank") if isinstance(said, dict) else None
+    if type(rank) is not int or rank < 0:
+        raise ValueError("it has not said its rank")
+    return rank
+
+
+async def _frame(reader: asyncio.StreamReader) -> bytes:
+    """Raises EOFError and OSError where the connection ends first, ValueError for what is no frame."""
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    if length > FRAME_LIMIT:
+        raise ValueError(f"its answer has {length} bytes, and {FRAME_LIMIT} is the limit")
+    return await reader.readexactly(length)

@@ -1,0 +1,276 @@
+"""Starts agents on the nodes of a Ray cluster, each by an actor there that holds it (see `agent_actor`).
+
+Ray may take its time: for an actor on a node whose death it has not noticed, for anything while its head is away. So
+nothing here waits for Ray in the event loop, and every wait has an end. The bootstrap with the job's secret travels in
+a call to the actor, never in what the actor is made of, which Ray keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from elastic.driver.launch.starter import Bootstrap, StartFailed
+from elastic.driver.network.blocking_calls import begun, in_thread, within
+from elastic.driver.ray.actors import Actors, RayActors, Taken
+from elastic.driver.ray.node.worker_calls import CallFailed
+from elastic.driver.ray.start_failures import another_release, why_gone, why_no_actor
+from elastic.driver.sinks import Log
+from elastic.version import __version__
+
+NAME = "hvd-elastic-agent"
+START_S = 30.0  # from the first word to Ray until the agent is ready; a cold node starts a python, and imports
+AT_ONCE = 32
+CLOSE_S = 12.0  # for an agent to kill its workers and end
+ASK_S = 10.0  # for an answer that is given at once
+KILL_S = 3.0
+AGAIN_S = 0.05  # until a name that was taken is tried again
+UNAVAILABLE_S = 1.0  # until an actor that can't be reached is asked again
+
+
+def name_of(job: str, host: str) -> str:
+    """The name of the actor that holds the agent of this host."""
+    return f"{NAME}:{job}:{host}"
+
+
+class _Held:
+    """One actor of ours, or one that a driver before this one has made."""
+
+    def __init__(self, host: str, *, outlives: bool) -> None:
+        self.host = host
+        self.outlives = outlives
+        self.actor: Any = None
+        self.unwanted = False  # whoever makes it kills it again
+        self.listening: asyncio.Task[None] | None = None
+        self.ranks: list[int] = []  # of its persistent workers, when last asked
+
+
+class RayStarter:
+    """``node_of`` names the node that a host is, or raises KeyError. ``call``: what the workers run, pickled.
+
+    Make it in the event loop. ``detached``: all agents outlive us, not only those whose bootstrap says so.
+    """
+
+    def __init__(
+        self,
+        node_of: Callable[[str], str],
+        call: bytes,
+        log: Log,
+        *,
+        job: str,
+        detached: bool = False,
+        actors: Actors | None = None,
+        start_s: float = START_S,
+        close_s: float = CLOSE_S,
+        at_once: int = AT_ONCE,
+    ) -> None:
+        self._node_of = node_of
+        self._call = call
+        self._log = log
+        self._job = job
+        self._detached = detached
+        self._actors = actors or RayActors()
+        self._start_s = start_s
+        self._close_s = close_s
+        self._turns = asyncio.Semaphore(at_once)
+        self._held: dict[str, _Held] = {}  # by host: those that are ready
+        self._closed = False
+
+    # ---- a starter ---------------------------------------------------------------------------------------------------
+
+    async def start(self, bootstrap: Bootstrap) -> None:
+        """An agent that is there already is ended: what it runs is nobody's."""
+        host = bootstrap.host
+        try:
+            node = self._node_of(host)
+        except KeyError:
+            raise StartFailed(f"no agent is started on {host}: Ray has no such node now") from None
+        async with self._turns:
+            self._refuse_if_closed(host)
+            self._forget(host)
+            held = _Held(host, outlives=self._detached or bootstrap.outlives)
+            try:
+                await self._begin(held, node, bootstrap)
+                self._refuse_if_closed(host)
+            except BaseException:
+                self._discard(held)
+                raise
+            self._keep(held)
+
+    async def close(self) -> None:
+        self._closed = True
+        ending = [held for held in self._held.values() if not held.outlives]
+        for host in [*self._held]:
+            self._forget(host)
+        await asyncio.gather(*(self._end(held.actor) for held in ending))
+
+    # ---- what only Ray's agents do -----------------------------------------------------------------------------------
+
+    async def redirect(self, addresses: list[str]) -> None:
+        """Tells the agents that a driver before this one has left where this one is, within a bound."""
+        prefix = name_of(self._job, "")
+        try:
+            names = await in_thread(self._actors.names, within_s=self._start_s)
+        except Exception as error:
+            self._log("warning", f"the agents of this job can't be found: {_words(error)}")
+            return
+        found = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        await asyncio.gather(*(self._redirect(host, addresses) for host in found))
+
+    async def present(self) -> int:
+        """How many persistent workers are connected to their agents' actors."""
+
+        async def ask(held: _Held) -> None:
+            held.ranks = []
+            with contextlib.suppress(Exception):
+                held.ranks = await self._ask(held.actor, "present", within_s=ASK_S)
+
+        await asyncio.gather(*(ask(held) for held in [*self._held.values()]))
+        return len({rank for held in self._held.values() for rank in held.ranks})
+
+    async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
+        """What the persistent worker of this rank answers. Raises CallFailed."""
+        held = self._with(rank)
+        if held is None:
+            await self.present()
+            held = self._with(rank)
+        if held is None:
+            raise CallFailed(f"no worker of rank {rank} is there")
+        try:
+            answer: tuple[bytes, str] = await self._ask(
+                held.actor, "call", rank, blob, timeout_s, within_s=None
+            )
+        except Exception as error:
+            raise CallFailed(
+                f"the worker of rank {rank} is gone: {why_gone(held.host, str(error))}"
+            ) from None
+        if answer[1]:
+            raise CallFailed(answer[1])
+        return answer[0]
+
+    # ---- one start ---------------------------------------------------------------------------------------------------
+
+    async def _begin(self, held: _Held, node: str, bootstrap: Bootstrap) -> None:
+        host, loop = held.host, asyncio.get_running_loop()
+        deadline = loop.time() + self._start_s
+
+        def left() -> float:
+            return max(0.0, deadline - loop.time())
+
+        try:
+            await self._make(held, node, left)
+            release = await self._ask(held.actor, "hello", within_s=left())
+            if release != __version__:
+                raise StartFailed(another_release(host, release, __version__))
+            told = msgspec.json.encode(bootstrap)
+            ready_s = max(0.1, left() - 1.0)
+            why = await self._ask(
+                held.actor, "start", told, self._call, ready_s, within_s=left() + 1.0
+            )
+        except StartFailed:
+            raise
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+            raise StartFailed(why_no_actor(host, node, kind, text, limit_s=self._start_s)) from None
+        if why:
+            raise StartFailed(why)
+
+    async def _make(self, held: _Held, node: str, left: Callable[[], float]) -> None:
+        name = name_of(self._job, held.host)
+
+        def make() -> None:
+            held.actor = self._actors.make(name, node, detached=held.outlives)
+            if held.unwanted:
+                self._actors.kill(held.actor)
+
+        while True:
+            try:
+                await in_thread(make, within_s=left())
+                return
+            except Taken:
+                earlier = await in_thread(self._actors.find, name, within_s=left())
+            if earlier is not None:
+                await self._end(earlier, within_s=left())
+            await asyncio.sleep(min(AGAIN_S, left()))
+
+    def _keep(self, held: _Held) -> None:
+        self._held[held.host] = held
+        held.listening = asyncio.create_task(self._listen(held))
+
+    def _forget(self, host: str) -> None:
+        held = self._held.pop(host, None)
+        if held is not None and held.listening is not None:
+            held.listening.cancel()
+
+    def _discard(self, held: _Held) -> None:
+        """Kill it, whether it has been made yet or not, without waiting."""
+        held.unwanted = True
+        if held.actor is not None:
+            begun(lambda: self._actors.kill(held.actor), "ray call")
+
+    def _refuse_if_closed(self, host: str) -> None:
+        if self._closed:
+            raise StartFailed(f"no agent is started on {host}: the job is ending")
+
+    async def _end(self, actor: Any, within_s: float | None = None) -> None:
+        """Ends the agent and its actor, within a bound."""
+        limit_s = self._close_s if within_s is None else min(self._close_s, within_s)
+        with contextlib.suppress(Exception):
+            await self._ask(actor, "end", within_s=limit_s)
+        with contextlib.suppress(Exception):
+            await in_thread(self._actors.kill, actor, within_s=KILL_S)
+
+    # ---- one actor ---------------------------------------------------------------------------------------------------
+
+    async def _ask(self, actor: Any, method: str, *args: Any, within_s: float | None) -> Any:
+        future = await in_thread(self._actors.ask, actor, method, *args, within_s=within_s)
+        return await within(asyncio.wrap_future(future), within_s)
+
+    async def _listen(self, held: _Held) -> None:
+        """Passes on what the agent logs, until it ends."""
+        number, ended = 0, None
+        while ended is None:
+            try:
+                number, lines, ended = await self._ask(held.actor, "news", number, within_s=None)
+            except Exception as error:
+                if type(error).__name__ == "ActorUnavailableError":  # it may come back
+                    await asyncio.sleep(UNAVAILABLE_S)
+                    continue
+                lines, ended = [], f"warning: {why_gone(held.host, str(error))}"
+            for level, text in lines:
+                self._log(level, f"the agent on {held.host}: {text}")
+        level, _, text = ended.partition(": ")
+        self._log(level, text)
+        if self._held.get(held.host) is held:
+            del self._held[held.host]
+
+    async def _redirect(self, host: str, addresses: list[str]) -> None:
+        try:
+            actor = await in_thread(
+                self._actors.find, name_of(self._job, host), within_s=self._start_s
+            )
+            if actor is None:
+                return
+            await self._ask(actor, "redirect", addresses, within_s=ASK_S)
+        except Exception as error:
+            self._log(
+                "warning",
+                f"the agent on {host} was not told where its driver is now: {_words(error)}",
+            )
+            return
+        if host not in self._held and not self._closed:
+            held = _Held(host, outlives=True)
+            held.actor = actor
+            self._keep(held)
+
+    def _with(self, rank: int) -> _Held | None:
+        return next((held for held in self._held.values() if rank in held.ranks), None)
+
+
+def _words(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__

@@ -1,0 +1,27 @@
+"""Where lines of the log and the output of workers go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from elastic.protocol.messages import Worker
+
+Stream = Literal["stdout", "stderr"]
+Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") and text
+
+
+class Sink(Protocol):
+    """Where a worker's output goes; see `elastic.driver.processes.output`."""
+
+    def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
+        """Bytes in the order they were written, cut anywhere."""
+
+    def finish(self, worker: Worker, stream: Stream) -> None:
+        """No more bytes will come: pass on an incomplete last line."""
+
+    def tail(self, worker: Worker) -> str:
+        """The end of what it wrote to stderr so far, at most some 20 KB."""
+
+    def forget(self, worker: Worker) -> None:
+        """It is gone, and both streams are finished."""

@@ -1,0 +1,289 @@
+"""Makes replicas equal: parameters, optimizer state and Python objects travel from one rank to all.
+
+Tensors travel packed, in few large broadcasts. Objects are pickled: they come from this job's own workers.
+All functions are collective, among the ranks of a process set where one is given; ``root_rank`` counts in the world,
+there too. Layouts are compared first: where they differ, every rank raises and nothing has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+
+from elastic.api.ops import allgather, allreduce, broadcast_
+from elastic.collectives.interface import Op
+from elastic.errors import Invalid
+from elastic.negotiation.process_sets import ProcessSet, global_process_set, resolve
+from elastic.negotiation.submission import is_root
+
+_CPU = torch.device("cpu")
+_CHUNK_BYTES = 64 << 20  # what is packed into one broadcast; larger tensors travel alone
+
+Parameters = (
+    Mapping[str, torch.Tensor | None]
+    | Iterable[tuple[str, torch.Tensor | None]]
+    | list[torch.nn.Parameter]
+)
+
+
+def broadcast_parameters(
+    params: Parameters, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrites all tensors with rank ``root_rank``'s, in place.
+
+    ``params``: a ``state_dict()``, (name, tensor) pairs as from ``named_parameters()``, or a list of tensors; with the
+    same names, shapes and dtypes on every rank, else ValueError on every rank. Entries that are None are left out.
+    """
+    if isinstance(params, torch.nn.Module):
+        raise Invalid("broadcast_parameters needs model.state_dict(), not the model itself")
+    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    if isinstance(params, list):  # of parameters, without names
+        pairs = [
+            (str(index), each) if isinstance(each, torch.Tensor) else each
+            for index, each in enumerate(pairs)
+        ]
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                "broadcast_parameters needs a state_dict() or (name, tensor) pairs; use model.named_parameters()"
+            )
+        if not (pair[1] is None or isinstance(pair[1], torch.Tensor)):
+            raise TypeError(
+                f"{pair[0]} is a {type(pair[1]).__name__}, not a tensor; send it with broadcast_object"
+            )
+    tensors = [(name, tensor) for name, tensor in pairs if tensor is not None]
+    _compare("parameters", [_describe(name, tensor) for name, tensor in tensors], process_set)
+    _broadcast_packed([tensor for _, tensor in tensors], root_rank, process_set)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Gives every rank the options and the state of rank ``root_rank``'s optimizer. Never steps it.
+
+    Where an optimizer has no state yet, parameters without a gradient get one of zeros, as with Horovod.
+    State entries that this rank lacks are allocated, those that the root lacks are dropped; existing tensors are
+    overwritten in place. Raises ValueError for LBFGS, and on every rank if the parameters differ in number or shape.
+    ``model`` is not needed, and accepted because Horovod takes it.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer; pass one")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "the state of LBFGS can't be broadcast; construct it after broadcast_parameters, with equal options"
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    lengths = [str(len(group["params"])) for group in optimizer.param_groups]
+    described = [_describe("", parameter) for parameter in parameters]
+    _compare("optimizers", lengths + described, process_set)
+    # SparseAdam takes no dense ones.
+    if not optimizer.state and not isinstance(optimizer, torch.optim.SparseAdam):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    here = is_root(root_rank, _CPU, resolve(process_set))
+    outline = broadcast_object(
+        _outline(optimizer, parameters) if here else None,
+        root_rank,
+        "optimizer state",
+        process_set,
+    )
+    if not here:
+        _adopt(optimizer, parameters, outline)
+    _broadcast_packed(
+        [
+            optimizer.state[parameter][key]
+            for parameter, entries in zip(parameters, outline.entries, strict=True)
+            for key, entry in entries.items()
+            if isinstance(entry, _TensorOutline)
+        ],
+        root_rank,
+        process_set,
+    )
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Rank ``root_rank``'s object, which must be picklable; what other ranks pass is ignored. Returns it."""
+    here = is_root(root_rank, _CPU, resolve(process_set))
+    blob = _pickled(obj) if here else bytearray()
+    length = torch.tensor(len(blob), dtype=torch.int64, device=_CPU)
+    broadcast_(length, root_rank, _child(name, "length"), process_set)
+    if not here:
+        blob = bytearray(int(length))
+    content = torch.frombuffer(blob, dtype=torch.uint8)
+    broadcast_(content, root_rank, _child(name, "content"), process_set)
+    return obj if here else pickle.loads(blob)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Every rank's object, in rank order. They must be picklable, and may differ in size."""
+    blob = torch.frombuffer(_pickled(obj), dtype=torch.uint8)
+    length = torch.tensor([len(blob)], dtype=torch.int64, device=_CPU)
+    lengths = allgather(length, _child(name, "length"), process_set).tolist()
+    blobs = torch.split(allgather(blob, _child(name, "content"), process_set), lengths)
+    objects = []
+    for received in blobs:
+        copy = bytearray(len(received))
+        torch.frombuffer(copy, dtype=torch.uint8).copy_(received)
+        objects.append(pickle.loads(copy))
+    return objects
+
+
+# ---- optimizer state ---------------------------------------------------------------------------
+
+
+class _TensorOutline:
+    """Shape, dtype and place of a tensor that follows in a broadcast of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.on_cpu = tensor.device.type == "cpu"
+
+    def matches(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and tuple(value.shape) == self.shape
+            and value.dtype == self.dtype
+        )
+
+
+class _Outline:
+    """Everything of an optimizer but its tensors, by position of parameters and groups."""
+
+    def __init__(self, options: list[dict[str, Any]], entries: list[dict[str, Any]]) -> None:
+        self.options = options
+        self.entries = entries
+
+
+def _outline(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> _Outline:
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    entries = [
+        {
+            key: _TensorOutline(value) if isinstance(value, torch.Tensor) else value
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        for parameter in parameters
+    ]
+    return _Outline(options, entries)
+
+
+def _adopt(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], outline: _Outline
+) -> None:
+    """Brings options and entries into the root's form; tensors get their values later."""
+    for group, options in zip(optimizer.param_groups, outline.options, strict=True):
+        for key in group.keys() - options.keys() - {"params"}:
+            del group[key]
+        for key, value in options.items():
+            held = group.get(key)
+            if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
+                held.copy_(value)  # a learning rate that lives in a captured graph
+            else:
+                group[key] = value
+    for parameter, entries in zip(parameters, outline.entries, strict=True):
+        held_entries = optimizer.state.get(parameter, {})
+        adopted = {}
+        for key, entry in entries.items():
+            if not isinstance(entry, _TensorOutline):
+                adopted[key] = entry
+            elif entry.matches(held_entries.get(key)):
+                adopted[key] = held_entries[key]
+            else:
+                # Step counters stay on the CPU, moments go where the parameter is.
+                device = torch.device("cpu") if entry.on_cpu else parameter.device
+                adopted[key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        if adopted:
+            optimizer.state[parameter] = adopted
+        else:
+            optimizer.state.pop(parameter, None)
+
+
+# ---- moving ------------------------------------------------------------------------------------
+
+
+def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
+    """Overwrites tensors in place, several to a broadcast. All ranks' have the same shapes and dtypes."""
+    chunk: list[torch.Tensor] = []
+    chunk_bytes = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if chunk and (chunk_bytes + size > _CHUNK_BYTES or tensor.device != chunk[0].device):
+            _broadcast_chunk(chunk, root_rank, process_set)
+            chunk, chunk_bytes = [], 0
+        chunk.append(tensor)
+        chunk_bytes += size
+    if chunk:
+        _broadcast_chunk(chunk, root_rank, process_set)
+
+
+def _broadcast_chunk(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
+    if len(tensors) == 1:
+        broadcast_(tensors[0], root_rank, process_set=process_set)
+        return
+    packed = torch.cat([_bytes(tensor) for tensor in tensors])
+    broadcast_(packed, root_rank, process_set=process_set)
+    if is_root(root_rank, packed.device, resolve(process_set)):
+        return
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    for tensor, part in zip(tensors, torch.split(packed, sizes), strict=True):
+        # A copy, because a view needs its bytes aligned for its dtype.
+        received = part.clone().view(tensor.dtype).view(tensor.shape)
+        tensor.detach().copy_(received)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
+    """Raises ValueError on every rank if the lines are not the same everywhere."""
+    text = "\n".join(lines).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+    own = torch.tensor([digest, -digest], dtype=torch.int64, device=_CPU)
+    greatest, least = allreduce(own, op=Op.MAX, process_set=process_set).tolist()
+    if greatest != -least:
+        raise ValueError(
+            f"the ranks' {what} differ in number, name, shape or dtype; build the same model on every rank"
+        )
+
+
+def _pickled(obj: Any) -> bytearray:
+    buffer = io.BytesIO()
+    cloudpickle.dump(obj, buffer)
+    return bytearray(buffer.getbuffer())
+
+
+def _child(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"
+
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]

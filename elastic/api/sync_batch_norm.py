@@ -1,0 +1,178 @@
+"""`SyncBatchNorm`: batch normalization with the statistics of all ranks' batches together.
+
+In training each rank computes the mean and variance of its own batch, and one small allreduce makes those of the whole:
+per channel sums and sums of squares in float64, and the number of values. Backward adds up two more sums per channel.
+Sums and not lists of statistics, so that ranks may bring batches of different sizes, empty ones too, and a rank that
+has joined counts as one without values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
+
+Nothing here talks to other processes but through `elastic.api.ops`. Runs on any device, by operations of torch alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from elastic.api import ops
+from elastic.negotiation.process_sets import ProcessSet, global_process_set
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A batch norm layer for inputs of shape (values, ``num_features``, ...), as ``torch.nn.BatchNorm1d`` to ``3d``.
+
+    Arguments, parameters, buffers and ``state_dict`` are those of torch's layers, into which it can be loaded and the
+    other way round; ``process_set`` says which ranks share their statistics. Float16 and bfloat16 inputs are normalized
+    in float32.
+
+    In training mode all ranks must call it, and its backward, equally often and in the same order: a rank that doesn't
+    come keeps the others waiting. Gradients follow Horovod's convention that a rank's loss is its share of an average.
+    The input's gradient is that of all ranks' losses added up, because through the statistics each input changes every
+    output. The gradients of weight and bias are those of this rank's loss alone, for `DistributedOptimizer` to average
+    like all others. With ``op=Average`` the parameters of the whole model then get the gradient of the average loss.
+
+    In evaluation mode, and in a world of one, it is torch's layer. Raises ValueError for inputs of less than two
+    dimensions or another number of channels, NotInitialized before ``init()``, and PeerLost, also from backward, when
+    the world breaks.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.process_set = process_set
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        process_set = self.process_set if self.process_set is not None else global_process_set
+        if not self.training or process_set.size() == 1:
+            return super().forward(input)
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        output, mean, variance, count = _normalized(
+            input, self.weight, self.bias, self.eps, process_set
+        )
+        if self.track_running_stats and self.running_mean is not None:
+            assert self.running_var is not None
+            unbiased = variance * (count / (count - 1.0).clamp(min=1.0)).to(variance.dtype)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        return output
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"SyncBatchNorm needs inputs of at least 2 dimensions, not {input.dim()}; give (values, channels, ...)"
+            )
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm({self.num_features}) was given {input.shape[1]} channels, in dimension 1;"
+                " make it with that number"
+            )
+
+
+class _Normalized(torch.autograd.Function):
+    """(normalized input; mean and variance per channel; number of values per channel), of all ranks together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        process_set: ProcessSet,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, variance, count = _statistics(input, process_set)
+        factor, offset = (None if each is None else each.to(mean) for each in (weight, bias))
+        output = functional.batch_norm(input, mean, variance, factor, offset, False, 0.0, eps)
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps), count)
+        ctx.process_set = process_set
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output, mean, variance, count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+        input, weight, mean, inverse, count = ctx.saved_tensors
+        wide = mean.dtype
+        others = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
+        centered = input.to(wide) - mean.view(shape)
+        gradient = gradient.to(wide)
+        # Per channel: of the gradients, and of the gradients times the centered values.
+        sums = torch.stack([gradient.sum(others), (gradient * centered).sum(others)])
+        of_weight = of_bias = of_input = None
+        if ctx.needs_input_grad[1]:
+            of_weight = (sums[1] * inverse).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            of_bias = sums[0].to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            # A new tensor: this rank's own sums may be what `of_bias` is.
+            means = _total("backward", sums.double(), ctx.process_set).div_(count).to(wide)
+            scale = inverse if weight is None else inverse * weight.to(wide)
+            by_value = means[1] * inverse * inverse
+            of_input = gradient - means[0].view(shape)
+            of_input.addcmul_(centered, by_value.view(shape), value=-1.0)
+            of_input = of_input.mul_(scale.view(shape)).to(input.dtype)
+        return of_input, of_weight, of_bias, None, None
+
+
+# Talking to other ranks can't be compiled: torch.compile makes a break here, and compiles what comes before and after.
+# The decorator of the same meaning in torch.compiler would import the compiler now, and for everybody.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _normalized(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    outputs: tuple[torch.Tensor, ...] = _Normalized.apply(*arguments)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _statistics(
+    input: torch.Tensor, process_set: ProcessSet
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean and biased variance per channel and the number of values per channel, over all ranks.
+
+    In float32, in float64 for float64 inputs. Differences to the mean are taken locally, and the ranks' sums are
+    combined in float64: a mean that is large beside the deviation costs no digits.
+    """
+    wide = torch.float32 if input.dtype in _HALF else input.dtype
+    others = [dim for dim in range(input.dim()) if dim != 1]
+    channels = input.shape[1]
+    values = input.numel() // channels
+    sums = torch.zeros((3, channels), dtype=torch.float64, device=input.device)
+    if values:
+        variance, mean = torch.var_mean(input.detach().to(wide), others, correction=0)
+        mean = mean.double()
+        sums[0] = values
+        sums[1] = mean * values
+        sums[2] = (variance.double() + mean * mean) * values
+    total = _total("forward", sums, process_set)
+    count = total[0, :1].clamp(min=1.0)
+    mean = total[1] / count
+    variance = (total[2] / count - mean * mean).clamp(min=0.0)
+    return mean.to(wide), variance.to(wide), count
+
+
+def _total(direction: str, sums: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+    """All ranks' sums added up, as a new tensor."""
+    # One name for all layers of a width: they come one after another, in the same order on every rank, and a name that
+    # keeps its shape is negotiated once. The n-th layer made here need not be the n-th one made on another rank.
+    name = f"sync_batch_norm.{direction}.{sums.shape[1]}"
+    return ops.allreduce(sums, name=name, op=ops.Sum, process_set=process_set)
+
+
+__all__ = ["SyncBatchNorm"]

@@ -1,0 +1,89 @@
+"""Starts collectives that move rows without reducing them: broadcast, allgather, alltoall.
+
+How many rows each rank brings is known by now: it was told when the collective was negotiated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from elastic.collectives.algorithms.reductions import Started
+from elastic.collectives.interface import Collectives
+
+_PAD_BYTES = (
+    1 << 20
+)  # up to here a padded allgather beats a broadcast per rank, however uneven the ranks
+
+
+def broadcast(group: Collectives, tensor: torch.Tensor, root: int, in_place: bool) -> Started:
+    """Rank ``root``'s tensor, in a new one or in place. Every rank's has one shape and dtype."""
+    data = tensor.detach()
+    if not in_place:
+        data = data.clone(memory_format=torch.contiguous_format)
+    elif not data.is_contiguous():
+        data = data.contiguous()
+    work = group.broadcast(data, root)
+
+    def finish() -> torch.Tensor:
+        if not in_place:
+            return data
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(data)
+        return tensor
+
+    return [work], finish
+
+
+def allgather(
+    group: Collectives, tensors: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
+) -> Started:
+    """(For each tensor all ranks' rows in rank order; and in which row of it this rank's own start).
+
+    ``rows``: for each rank, how many rows it has of each tensor.
+    """
+    counts = [list(each) for each in zip(*rows, strict=True)]
+    started = [
+        _allgather_one(group, tensor.detach().contiguous(), each)
+        for tensor, each in zip(tensors, counts, strict=True)
+    ]
+    works = [work for each, _ in started for work in each]
+    starts = [sum(each[: group.rank]) for each in counts]
+    return works, lambda: ([finish() for _, finish in started], starts)
+
+
+def _allgather_one(group: Collectives, tensor: torch.Tensor, rows: list[int]) -> Started:
+    total, most = sum(rows), max(rows)
+    result = tensor.new_empty((total, *tensor.shape[1:]))
+    slices = list(torch.split(result, rows))
+    if total == most * group.size:  # nobody has fewer
+        return [group.allgather(slices, tensor)], lambda: result
+    # From the shape and not from the rows: all ranks must come to one decision, those without rows too.
+    padded_bytes = most * group.size * math.prod(tensor.shape[1:]) * tensor.element_size()
+    if most * group.size <= 2 * total or padded_bytes <= _PAD_BYTES:
+        padded = tensor.new_zeros((most, *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in rows]
+        work = group.allgather(parts, padded)
+
+        def finish() -> torch.Tensor:
+            for part, place in zip(parts, slices, strict=True):
+                place.copy_(part[: len(place)])
+            return result
+
+        return [work], finish
+    slices[group.rank].copy_(tensor)
+    works = [group.broadcast(each, rank) for rank, each in enumerate(slices) if len(each)]
+    return works, lambda: result
+
+
+def alltoall(group: Collectives, tensor: torch.Tensor, splits: Sequence[Sequence[int]]) -> Started:
+    """(Rows received in rank order, int32 rows per rank). ``splits[r]``: how many rows rank r sends to each rank."""
+    sent = list(splits[group.rank])
+    received = [each[group.rank] for each in splits]
+    tensor = tensor.detach().contiguous()[: sum(sent)]
+    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    work = group.alltoall(output, tensor, received=received, sent=sent)
+    return [work], lambda: (output, torch.tensor(received, dtype=torch.int32, device="cpu"))

@@ -1,0 +1,233 @@
+"""Starts reductions on one group: what is scaled when, in which precision, and how small tensors share a buffer.
+
+A starter is given the group and returns the works to wait for and a function that makes the result. It checks its
+arguments before it sends anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic.collectives.algorithms import adasum
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.collectives.reducing import DTYPES
+from elastic.errors import UnsupportedType
+
+Started = tuple[list[Work], Callable[[], Any]]
+
+_HALF = (torch.float16, torch.bfloat16)
+_SMALL = (torch.uint8, torch.int8, torch.int16)  # an average fits, the sum before it may not
+
+
+def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> None:
+    """Raises UnsupportedType for dtypes that can't be reduced, ValueError for the rest."""
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise UnsupportedType(
+                f"{kind} can't reduce a tensor of {tensor.dtype}; convert it first, a bool with"
+                " tensor.to(torch.uint8), a complex one with torch.view_as_real(tensor)"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{kind} needs dense tensors; use sparse_allreduce_async")
+    if op is Op.ADASUM:
+        adasum.check_tensors(tensors)
+    if scaled and op not in (Op.AVERAGE, Op.SUM):
+        raise ValueError(
+            f"prescale_factor and postscale_factor have no meaning with {op.name.title()}; leave them at 1.0"
+        )
+
+
+def allreduce(
+    group: Collectives,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    prescale: float,
+    postscale: float,
+    in_place: Sequence[bool],
+) -> Started:
+    """``postscale * reduce(prescale * tensor)`` of each; tensors of one dtype travel in one buffer.
+
+    The result is a list: for each of ``tensors`` itself, where it is to be overwritten in place, or a new tensor.
+    """
+    if op is Op.ADASUM:
+        return _adasum(group, tensors, prescale, postscale, in_place)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(index)
+    buffers: dict[torch.dtype, torch.Tensor] = {}
+    works = []
+    for dtype, indices in by_dtype.items():
+        alone = len(indices) == 1
+        own = alone and in_place[indices[0]] and not (op is Op.AVERAGE and dtype in _SMALL)
+        flat = _flat([tensors[index] for index in indices], own)
+        if op is Op.AVERAGE and dtype in _SMALL:
+            flat = flat.to(torch.int32)
+        scale_(flat, prescale)
+        buffers[dtype] = flat
+        works.append(group.allreduce(flat, Op.SUM if op is Op.AVERAGE else op))
+
+    def finish() -> list[torch.Tensor]:
+        results = list(tensors)
+        for dtype, indices in by_dtype.items():
+            flat = buffers[dtype]
+            divide_(flat, group.size if op is Op.AVERAGE else 1, postscale)
+            _place_all(flat, tensors, indices, in_place, results)
+        return results
+
+    return works, finish
+
+
+def allreduce_one(
+    group: Collectives,
+    tensor: torch.Tensor,
+    op: Op,
+    prescale: float,
+    postscale: float,
+    in_place: bool,
+) -> Started:
+    """As `allreduce` of one tensor, but for Adasum, with less around it."""
+    average = op is Op.AVERAGE
+    small = average and tensor.dtype in _SMALL
+    flat = _flat([tensor], in_place and not small)
+    if small:
+        flat = flat.to(torch.int32)
+    if prescale != 1.0:
+        scale_(flat, prescale)
+    work = group.allreduce(flat, Op.SUM if average else op)
+
+    def finish() -> list[torch.Tensor]:
+        if average or postscale != 1.0:
+            divide_(flat, group.size if average else 1, postscale)
+        return [_place(flat, tensor, in_place)]
+
+    return [work], finish
+
+
+def _adasum(
+    group: Collectives,
+    tensors: Sequence[torch.Tensor],
+    prescale: float,
+    postscale: float,
+    in_place: Sequence[bool],
+) -> Started:
+    """Blocks: its steps depend on each other."""
+    adasum.check(group.size)
+    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    for copy in copies:
+        scale_(copy, prescale)
+    adasum.reduce_(group, copies)
+    for copy in copies:
+        scale_(copy, postscale)
+
+    def finish() -> list[torch.Tensor]:
+        for tensor, copy, overwritten in zip(tensors, copies, in_place, strict=True):
+            if overwritten:
+                tensor.detach().copy_(copy)
+        return [
+            tensor if overwritten else copy
+            for tensor, copy, overwritten in zip(tensors, copies, in_place, strict=True)
+        ]
+
+    return [], finish
+
+
+def reducescatter(
+    group: Collectives, tensor: torch.Tensor, op: Op, prescale: float, postscale: float
+) -> Started:
+    """This rank's rows of the sum; the first ``rows % size`` ranks have one row more.
+
+    Summands are added in rank order, half-precision ones in float32.
+    """
+    dtype, shape = tensor.dtype, tensor.shape
+    rows = [rows_of(shape[0], group.size, rank) for rank in range(group.size)]
+    scaled = tensor.detach().contiguous()
+    if prescale != 1.0:
+        scaled = scale_(scaled.clone(), prescale)
+    own = rows[group.rank]
+    parts = scaled.new_empty((group.size * own, *shape[1:]))
+    works = [group.alltoall(parts, scaled, received=[own] * group.size, sent=rows)]
+
+    def finish() -> torch.Tensor:
+        wide = torch.float32 if dtype in _HALF else dtype
+        wide = torch.int64 if dtype in _SMALL else wide
+        total = parts.view(group.size, own, *shape[1:]).sum(0, dtype=wide)
+        divide_(total, group.size if op is Op.AVERAGE else 1, postscale)
+        return total.to(dtype)
+
+    return works, finish
+
+
+def rows_of(rows: int, size: int, rank: int) -> int:
+    """How many of ``rows`` rows a rank owns after reducescatter."""
+    return rows // size + (1 if rank < rows % size else 0)
+
+
+def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """In place. Integers are scaled in float64 and truncated, half precision in float32."""
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype in _HALF:
+        return tensor.copy_(tensor.to(torch.float32).mul_(factor))
+    if tensor.is_floating_point():
+        return tensor.mul_(factor)
+    return tensor.copy_(tensor.to(torch.float64).mul_(factor))
+
+
+def divide_(tensor: torch.Tensor, size: int, postscale: float) -> torch.Tensor:
+    """In place: ``tensor * postscale / size``. Without a scale, integers are divided exactly and truncated."""
+    if postscale != 1.0:
+        return scale_(tensor, postscale / size)
+    if size == 1:
+        return tensor
+    if tensor.is_floating_point():
+        return tensor.div_(size)
+    return tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+
+
+def _flat(tensors: Sequence[torch.Tensor], own: bool) -> torch.Tensor:
+    """One vector of all elements: the tensor's own memory if it may be, else a copy."""
+    if len(tensors) > 1:
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    tensor = tensors[0].detach()
+    if own and tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def _place_all(
+    flat: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    indices: list[int],
+    in_place: Sequence[bool],
+    results: list[torch.Tensor],
+) -> None:
+    """The reduced elements in the shape and dtype of ``tensors``, into ``results``."""
+    if len(indices) == 1:
+        (index,) = indices
+        results[index] = _place(flat, tensors[index], in_place[index])
+        return
+    parts = torch.split(flat, [tensors[index].numel() for index in indices])
+    targets, sources = [], []
+    for index, part in zip(indices, parts, strict=True):
+        tensor = tensors[index]
+        if in_place[index]:
+            target = tensor.detach()
+        else:  # of its own, so that keeping one result does not keep the whole buffer
+            target = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            results[index] = target
+        targets.append(target)
+        sources.append(part.view(target.shape))
+    # One call for all: one for each would cost more than its few bytes.
+    torch._foreach_copy_(targets, sources)
+
+
+def _place(part: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
+    if in_place:
+        target = tensor.detach()
+        if part.data_ptr() != target.data_ptr():
+            target.copy_(part.view(target.shape))
+        return tensor
+    return part.to(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,158 @@
+"""Collectives of a group with several ranks on each of several hosts: memory within a host, Gloo between hosts.
+
+A large allreduce goes chunk by chunk. The ranks of a host reduce a chunk in shared memory, after which each owns a
+share of it; each reduces its share with the ranks of the same index on the other hosts (a *lane*), and the host's ranks
+read each other's shares. Every byte crosses the wire once per host instead of once per rank, all ranks of a host send
+at once, and while some chunks are on the wire others are in memory. Where hosts have unequally many ranks, one rank of
+each, its leader, sends for all.
+
+There is no group over all ranks. Everything is made of the two, the ranks of this host and the lane, so that a rank
+forms as many connections as there are other hosts, not other ranks. A rank that is lost is noticed by those of its host
+and by its lane. Each of them ends both its parts, and so wakes those that wait for it: every rank hears of it.
+
+All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to their own type
+for the wire, and summed by Gloo in that type. A sum is scaled before it crosses the wire, so that it does not overflow.
+
+Here is the seam: collectives are carried out by `hierarchy_steps`, in a thread, in order.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from elastic.collectives.hierarchical.ordered_executor import InOrder
+from elastic.collectives.hierarchical.part import Part
+from elastic.collectives.hierarchical.plan import Seats
+from elastic.collectives.hierarchical.steps import Halves, Steps
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.collectives.local import LocalCollectives
+from elastic.collectives.reducing import check
+from elastic.collectives.shared_memory import arena
+from elastic.rendezvous.store import Store
+
+_CLOSE_S = 0.1  # in which what is under way usually ends once it is aborted
+
+
+class Neighbours(Halves, Protocol):
+    """The ranks of this host, in one group already."""
+
+    def forget(self) -> None: ...
+
+
+class Lane(Collectives, Protocol):
+    """One rank of each host, not connected yet."""
+
+    def connect(self, store: Store, purpose: str, bind_host: str) -> None: ...
+
+    def look(self) -> None:
+        """Fails the group if a connection is gone without a word."""
+
+    def forget(self) -> None: ...
+
+
+class HierarchicalCollectives:
+    """One rank of such a group; `connect` first. ``host`` may be a world of one where hosts have unequally many ranks.
+    ``lane`` are the ranks of `Seats.across`, in that order; None where that is empty.
+    """
+
+    scales_inside = True
+
+    def __init__(
+        self, seats: Seats, host: Neighbours | LocalCollectives, lane: Lane | None
+    ) -> None:
+        assert (lane is None) == (not seats.across)
+        assert not (seats.even and isinstance(host, LocalCollectives)), "Gloo alone does it"
+        self.rank = seats.rank
+        self.size = seats.size
+        self._seats = seats
+        self._host = host
+        self._lane = lane
+
+        def end_parts() -> None:
+            # Both: whoever waits for this rank in one of them is woken, and ends its other part in turn.
+            host.abort()
+            if lane is not None:
+                lane.abort()
+
+        self._order = InOrder("elastic-hierarchy", end_parts)
+        self._steps = Steps(
+            seats,
+            Part(host, seats.neighbours),
+            None if lane is None else Part(lane, seats.across, lane.look),
+            None if isinstance(host, LocalCollectives) else host,
+        )
+
+    def connect(self, store: Store, purpose: str, bind_host: str) -> None:
+        """Blocks until the lane is connected. Raises CollectiveFailed, also on `abort`."""
+        if self._lane is not None:
+            self._lane.connect(store, f"{purpose}, lane {self._seats.lane}", bind_host)
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+        check(tensor, op)
+        flat = tensor.detach().view(-1)
+        return self._order.submit(lambda: self._steps.allreduce(flat, op, scale))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        flat = _bytes(tensor)
+        return self._order.submit(lambda: self._steps.broadcast(flat, root))
+
+    def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        flat, places = _bytes(tensor), [_bytes(output) for output in outputs]
+
+        def gather() -> None:
+            for place, part in zip(places, self._steps.allgather(flat), strict=True):
+                place.copy_(part)
+
+        return self._order.submit(gather)
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
+    ) -> Work:
+        rows, place = tensor.detach(), output.detach()
+        return self._order.submit(lambda: self._steps.alltoall(place, rows, received, sent))
+
+    def barrier(self) -> Work:
+        return self._order.submit(self._steps.barrier)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        self._order.stop("aborted")
+
+    def drain(self, timeout_s: float) -> bool:
+        """See `Collectives.drain`."""
+        until = time.monotonic() + timeout_s
+        drained = self._order.drain(timeout_s)
+        for part in (self._host, self._lane):
+            if part is not None:
+                drained &= part.drain(max(until - time.monotonic(), 0.0))
+        return drained
+
+    def close(self) -> None:
+        """Frees sockets and threads: see `Collectives.close`."""
+        self.abort()
+        copies = self._steps.copies
+        if not self.drain(_CLOSE_S) and copies is not None:
+            own = arena.mine()
+            if own is not None:
+                own.quarantine(copies)
+        self._steps.copies = None
+        if self._lane is not None:
+            self._lane.close()
+        self._host.close()
+
+    def forget(self) -> None:
+        """In a forked child: holds none of the parent's sockets, nor the memory of its host."""
+        self._order.forget("this is a forked child, and groups stay with the parent")
+        self._host.forget()
+        if self._lane is not None:
+            self._lane.forget()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,274 @@
+"""The steps of collectives over several hosts, as one rank takes them: each call returns when its result is in place.
+
+Called by one thread at a time. Every rank of a host starts the same on its host in the same order, and so do the ranks
+of a lane. See `hierarchy_plan` for who carries what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from elastic.collectives.hierarchical import plan
+from elastic.collectives.hierarchical.part import Part
+from elastic.collectives.hierarchical.plan import (
+    Exchange,
+    Parcel,
+    Seats,
+    Turn,
+)
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.collectives.shared_memory import arena
+from elastic.errors import CollectiveFailed
+
+# Of a chunk, by one rank: what travels in a lane at a time. Large enough that a lane is seldom idle between two.
+# Of 0.5, 1 and 2 MiB the largest was the fastest: 25 MiB, two hosts of two ranks, single runs on a busy machine.
+SHARE_BYTES = 1 << 21
+LEADER_BYTES = 1 << 22  # of a chunk, by a leader
+SMALL_BYTES = 1 << 15  # of a whole tensor that is not worth cutting
+_COPIES = plan.AHEAD + 2  # of chunks that are under way at once
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Halves(Collectives, Protocol):
+    """Ranks of one host that can do an allreduce in two halves. Each owns a share of the tensor, which is flat and lies
+    in the arena.
+    """
+
+    def reduce_shares(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+        """Every rank's own share becomes the reduction."""
+
+    def spread_shares(self, tensor: torch.Tensor) -> Work:
+        """Every share becomes what its owner has there."""
+
+    def share(self, elements: int, dtype: torch.dtype) -> slice:
+        """Which elements of so many this rank owns; perhaps none."""
+
+
+class Steps:
+    """``halves`` is the group of ``host``; None among unequal hosts, where nothing is halved. ``wire`` is None for a
+    rank whose leader carries for it.
+    """
+
+    def __init__(self, seats: Seats, host: Part, wire: Part | None, halves: Halves | None) -> None:
+        self._seats = seats
+        self._host = host
+        self._wire = wire
+        self._halves = halves
+        self.copies: torch.Tensor | None = None  # in the arena
+
+    # ---- allreduce -------------------------------------------------------------------------------------------------
+
+    def allreduce(self, flat: torch.Tensor, op: Op, scale: float) -> None:
+        if flat.numel() == 0:
+            return
+        if not self._seats.even:
+            self._reduce_by_leaders(flat, op, scale)
+        elif flat.nbytes <= SMALL_BYTES:
+            self._reduce_small(flat, op, scale)
+        else:
+            self._reduce_by_shares(flat, op, scale)
+
+    def _reduce_small(self, flat: torch.Tensor, op: Op, scale: float) -> None:
+        """Among hosts, then on every host: two short steps."""
+        adds = op in (Op.SUM, Op.PRODUCT)  # not scaled yet, and may overflow
+        wide = flat.float() if adds and flat.dtype in _HALF else flat
+        assert self._wire is not None
+        self._wire.run(self._wire.group.allreduce, wide, op)
+        self._host.run(self._host.group.allreduce, wide, op, scale)
+        if wide is not flat:
+            flat.copy_(wide)
+
+    def _reduce_by_shares(self, flat: torch.Tensor, op: Op, scale: float) -> None:
+        host, wire, halves = self._host, self._wire, self._halves
+        assert wire is not None and halves is not None
+        before, after = _scales(op, scale)
+        chunk_bytes = SHARE_BYTES * len(self._seats.neighbours)
+        spans = plan.chunks(flat.numel(), flat.element_size(), chunk_bytes)
+        pieces = [flat[begin:end] for begin, end in spans]
+        shared = pieces if _in_arena(flat) else self._copies_of(pieces, chunk_bytes)
+        reducing: dict[int, Work] = {}
+        crossing: dict[int, Work] = {}
+        spreading: dict[int, Work] = {}
+
+        def conclude(number: int) -> None:
+            host.finish(spreading.pop(number))
+            if shared is not pieces:
+                pieces[number].copy_(shared[number])
+
+        for turn, number in plan.schedule(len(spans)):
+            match turn:
+                case Turn.REDUCE:
+                    if number >= _COPIES:
+                        conclude(number - _COPIES)
+                    if shared is not pieces:
+                        shared[number].copy_(pieces[number])
+                    reducing[number] = host.begin(halves.reduce_shares, shared[number], op, before)
+                case Turn.CROSS:
+                    host.finish(reducing.pop(number))
+                    chunk = shared[number]
+                    share = chunk[halves.share(chunk.numel(), chunk.dtype)]
+                    if share.numel() > 0:
+                        crossing[number] = wire.begin(wire.group.allreduce, share, op, after)
+                case Turn.SPREAD:
+                    if number in crossing:
+                        wire.finish(crossing.pop(number))
+                    spreading[number] = host.begin(halves.spread_shares, shared[number])
+        for number in list(spreading):
+            conclude(number)
+
+    def _reduce_by_leaders(self, flat: torch.Tensor, op: Op, scale: float) -> None:
+        host, wire = self._host, self._wire
+        before, after = _scales(op, scale)
+        spans = plan.chunks(flat.numel(), flat.element_size(), LEADER_BYTES)
+        pieces = [flat[begin:end] for begin, end in spans]
+        reducing: dict[int, Work] = {}
+        crossing: dict[int, Work] = {}
+        spreading: list[Work] = []
+        for turn, number in plan.schedule(len(spans)):
+            piece = pieces[number]
+            match turn:
+                case Turn.REDUCE:
+                    reducing[number] = host.begin(host.group.allreduce, piece, op, before)
+                case Turn.CROSS if wire is not None:
+                    host.finish(reducing.pop(number))
+                    crossing[number] = wire.begin(wire.group.allreduce, piece, op, after)
+                case Turn.SPREAD:
+                    if wire is not None:
+                        wire.finish(crossing.pop(number))
+                    spreading.append(host.begin(host.group.broadcast, piece, 0))
+        for work in spreading:
+            host.finish(work)
+
+    def _copies_of(self, pieces: Sequence[torch.Tensor], chunk_bytes: int) -> list[torch.Tensor]:
+        """For every chunk one of a few places in the arena, in turn."""
+        if self.copies is None:
+            own = arena.mine()
+            self.copies = None if own is None else own.tensor(_COPIES * chunk_bytes, torch.uint8)
+        if self.copies is None:
+            raise CollectiveFailed(
+                "there is no room left in the memory that ranks of a host share; keep fewer gradients, or start the"
+                " job with ELASTIC_NATIVE=0"
+            )
+        places = self.copies.view(_COPIES, chunk_bytes)
+        return [
+            places[number % _COPIES, : piece.nbytes].view(piece.dtype)
+            for number, piece in enumerate(pieces)
+        ]
+
+    # ---- the others ------------------------------------------------------------------------------------------------
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """``flat`` are bytes, here and in `allgather`."""
+        host, wire = self._host, self._wire
+        route = plan.route(self._seats, root)
+        spans = plan.chunks(flat.numel(), 1, LEADER_BYTES)
+        pieces = [flat[begin:end] for begin, end in spans]
+        crossing: dict[int, Work] = {}
+        moving: list[Work] = []
+        for turn, number in plan.schedule(len(spans)):
+            piece = pieces[number]
+            match turn:
+                case Turn.REDUCE if route.first is not None:
+                    moving.append(host.begin(host.group.broadcast, piece, route.first))
+                case Turn.CROSS if route.cross is not None and wire is not None:
+                    if route.first is not None:
+                        host.finish(moving[number])
+                    crossing[number] = wire.begin(wire.group.broadcast, piece, route.cross)
+                case Turn.SPREAD:
+                    if wire is not None and number in crossing:
+                        wire.finish(crossing.pop(number))
+                    if route.last is not None:
+                        moving.append(host.begin(host.group.broadcast, piece, route.last))
+        for work in moving:
+            host.finish(work)
+
+    def allgather(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes of every rank, by rank."""
+        seats, host, wire = self._seats, self._host, self._wire
+        length = flat.numel()
+        if length == 0:
+            return [flat] * seats.size
+        if seats.even:
+            assert wire is not None
+            column = flat.new_empty(len(seats.hosts), length)
+            wire.run(wire.group.allgather, list(column), flat)
+            columns = column.new_empty(len(seats.neighbours), *column.shape)
+            host.run(host.group.allgather, list(columns.flatten(1)), column.flatten())
+            return [columns[i, h] for h, i in map(seats.of, range(seats.size))]
+        rows = [flat.new_empty(len(ranks), length) for ranks in seats.hosts]
+        host.run(host.group.allgather, list(rows[seats.host]), flat)
+        if wire is not None:
+            crossing = [
+                wire.begin(wire.group.broadcast, row.flatten(), number)
+                for number, row in enumerate(rows)
+            ]
+            for work in crossing:
+                wire.finish(work)
+        for number, row in enumerate(rows):
+            if number != seats.host:
+                host.run(host.group.broadcast, row.flatten(), 0)
+        return [rows[h][i] for h, i in map(seats.of, range(seats.size))]
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
+    ) -> None:
+        """How many rows go from whom to whom has to be known by who carries them, and is gathered first."""
+        seats = self._seats
+        own = torch.tensor(sent, dtype=torch.int64, device="cpu").view(torch.uint8)
+        table = [row.view(torch.int64).tolist() for row in self.allgather(own)]
+        posting = plan.posting(seats)
+        parcels = {(seats.rank, to): rows for to, rows in enumerate(torch.split(tensor, sent))}
+        for part, exchange in (
+            (self._host, posting.collect),
+            (self._wire, posting.cross),
+            (self._host, posting.deal),
+        ):
+            if part is not None and exchange is not None:
+                parcels = _exchanged(part, exchange, parcels, table, tensor)
+        output.copy_(torch.cat([parcels[sender, seats.rank] for sender in range(seats.size)]))
+
+    def barrier(self) -> None:
+        """Two steps where every rank carries: who has passed the lane knows that one rank of every host has come."""
+        host, wire = self._host, self._wire
+        if not self._seats.even:
+            host.run(host.group.barrier)
+        if wire is not None:
+            wire.run(wire.group.barrier)
+        host.run(host.group.barrier)
+
+
+def _exchanged(
+    part: Part,
+    exchange: Exchange,
+    parcels: dict[Parcel, torch.Tensor],
+    table: list[list[int]],
+    like: torch.Tensor,
+) -> dict[Parcel, torch.Tensor]:
+    """The parcels that this rank has after one alltoall among the ranks of a part."""
+    sent = [parcels[parcel] for peer in exchange.sent for parcel in peer]
+    coming = [parcel for peer in exchange.received for parcel in peer]
+    lengths = [table[sender][receiver] for sender, receiver in coming]
+    rows = torch.cat(sent) if sent else like[:0]
+    output = like.new_empty(sum(lengths), *like.shape[1:])
+    part.run(
+        part.group.alltoall,
+        output,
+        rows,
+        [sum(table[s][r] for s, r in peer) for peer in exchange.received],
+        [sum(table[s][r] for s, r in peer) for peer in exchange.sent],
+    )
+    return dict(zip(coming, torch.split(output, lengths), strict=True))
+
+
+def _scales(op: Op, scale: float) -> tuple[float, float]:
+    """Before and after the wire: a sum may be scaled at once, which costs nothing there and keeps it small."""
+    return (scale, 1.0) if op is Op.SUM else (1.0, scale)
+
+
+def _in_arena(tensor: torch.Tensor) -> bool:
+    own = arena.mine()
+    return own is not None and own.offset_of(tensor.data_ptr(), tensor.nbytes) is not None

@@ -1,0 +1,133 @@
+"""The memory that the ranks of one host have in common for one group: what each offers, and how all map it. Acts.
+
+A rank makes its offer before it knows whether anybody will take it, so that one exchange is enough for all to decide.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from elastic.collectives import topology
+from elastic.collectives.shared_memory import arena, memfd, peer_memory
+from elastic.collectives.shared_memory.arena import Arena, Region
+from elastic.collectives.shared_memory.native_library import Library
+from elastic.collectives.shared_memory.peer_memory import Mapping, Unreachable
+from elastic.collectives.shared_memory.process_group import Memory
+from elastic.collectives.topology import Row, Shareable
+
+
+class Offer:
+    """What this rank offers to a group of ``size`` that is being formed. `withdraw` it once the others have mapped it,
+    or won't. Never raises: a rank that can offer nothing says so in its row.
+
+    ``library`` is None where it is missing, for the reason ``missing``.
+    """
+
+    def __init__(self, size: int, native: bool, library: Library | None, missing: str) -> None:
+        self._control: int | None = None
+        self._staging: Region | None = None
+        self._arena: Arena | None = None
+        self.row = Row(native, why_not=missing)
+        try:
+            self.row = Row(native, peer_memory.myself(), why_not=missing)
+            if native and library is not None:
+                self.row = self._offered(size, library)
+        except (OSError, Unreachable) as error:
+            self.withdraw()
+            self.row = Row(native, self.row.identity, why_not=_sentence(error))
+
+    def _offered(self, size: int, library: Library) -> Row:
+        self._arena = arena.mine()
+        if self._arena is None:
+            raise Unreachable(arena.why_not())
+        self._staging = self._arena.take(library.elastic_staging_bytes())
+        if self._staging is None:
+            raise Unreachable("the memory that can be shared is full")
+        control_bytes = library.elastic_control_bytes(min(size, topology.MOST_LOCAL))
+        self._control = memfd.create("elastic-control", control_bytes)
+        return Row(
+            native=True,
+            identity=self.row.identity,
+            arena=Shareable(self._arena.fd, self._arena.inode, self._arena.bytes),
+            control=Shareable(self._control, os.fstat(self._control).st_ino, control_bytes),
+            staging=self._staging.offset,
+            cores=peer_memory.cores(),
+        )
+
+    def map(self, rows: Sequence[Row], ranks: Sequence[int], rank: int) -> Memory:
+        """What these ranks of one host offered, this one among them. Raises Unreachable."""
+        held = _Held()
+        try:
+            arenas = [self._map_arena(held, rows[each], each == rank) for each in ranks]
+            control = self._map_control(held, rows[ranks[0]], ranks[0] == rank)
+        except BaseException as error:
+            held.release(True)
+            if isinstance(error, OSError):
+                raise Unreachable(_sentence(error)) from error
+            raise
+        held.staging, self._staging = self._staging, None
+        return Memory(
+            control=control,
+            arenas=[(address, size) for address, size, _ in arenas],
+            staging=[rows[each].staging for each in ranks],
+            pidfds=[pidfd for _, _, pidfd in arenas],
+            release=held.release,
+        )
+
+    def _map_arena(self, held: _Held, row: Row, own: bool) -> tuple[int, int, int]:
+        if own:
+            assert self._arena is not None
+            return self._arena.address, self._arena.bytes, -1
+        assert row.identity is not None
+        assert row.arena is not None
+        mapping = peer_memory.open_peer(row.identity, row.arena, keep=True)
+        held.mappings.append(mapping)
+        return mapping.address, mapping.bytes, mapping.pidfd
+
+    def _map_control(self, held: _Held, row: Row, own: bool) -> int:
+        assert row.control is not None
+        if own:
+            assert self._control is not None
+            address = memfd.map_shared(self._control, row.control.bytes)
+            held.control = (address, row.control.bytes)
+            return address
+        assert row.identity is not None
+        mapping = peer_memory.open_peer(row.identity, row.control)
+        held.mappings.append(mapping)
+        return mapping.address
+
+    def withdraw(self) -> None:
+        """What is mapped stays."""
+        control, self._control = self._control, None
+        staging, self._staging = self._staging, None
+        if control is not None:
+            os.close(control)
+        if staging is not None:
+            staging.release()
+
+
+class _Held:
+    """What a group has mapped, until it is closed."""
+
+    def __init__(self) -> None:
+        self.mappings: list[Mapping] = []
+        self.control: tuple[int, int] | None = None  # address and bytes of this rank's own
+        self.staging: Region | None = None
+
+    def release(self, quiet: bool) -> None:
+        """``quiet``: no other rank writes into this one's staging any more; else it is never lent again."""
+        staging, self.staging = self.staging, None
+        if staging is not None and quiet:
+            staging.release()
+        while self.mappings:
+            self.mappings.pop().release()
+        control, self.control = self.control, None
+        if control is not None:
+            memfd.unmap(*control)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"memory to share can't be mapped: {arena.what_to_do(error)}"
+    return str(error)

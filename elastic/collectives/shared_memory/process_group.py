@@ -1,0 +1,350 @@
+"""Collectives in shared memory, among ranks of one host: the seam on the native group. See native/group.h.
+
+The native thread of a group makes progress while the script computes; whoever waits helps. A tensor that lies in this
+process's arena is reduced where it is, any other goes through staging; both give the same bits.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from elastic.collectives.interface import Op, Work
+from elastic.collectives.reducing import DTYPES, check
+from elastic.collectives.shared_memory.native_library import Library, Options
+from elastic.errors import CollectiveFailed
+
+# How long native code waits before Python may handle a signal.
+_SLICE_S = 0.05
+_CLOSE_S = 0.1  # that closing waits for others to stop writing
+
+_FAILED, _NOT_YET, _DONE = -1, 0, 1
+
+_REASONS = {
+    1: "rank {rank} of this group left it or aborted it",
+    2: "the process of rank {rank} of this group has ended",
+    3: "rank {rank} of this group did not come within {timeout_s:g} s",
+    4: "rank {rank} of this group called another collective, or one of another size",
+}
+_CHILD = "this is a forked child, and groups stay with the parent"
+
+# Tensors of groups that another rank may still write into: theirs for ever.
+_lost: list[object] = []
+
+
+class Memory(NamedTuple):
+    """What the ranks of a group share, as it is mapped in this process. All lists are by rank."""
+
+    control: int  # address of the control block, elastic_control_bytes(size) long
+    arenas: Sequence[tuple[int, int]]  # address and bytes
+    staging: Sequence[int]  # offset in the arena
+    pidfds: Sequence[int]  # -1: this process
+    # Called once, when nothing here uses any of it; False: another rank may still write into the staging.
+    release: Callable[[bool], None]
+
+
+class SharedCollectives:
+    """One group of one generation, on CPU tensors, connected. `abort` works at any time, from any thread.
+
+    ``timeout_s`` bounds each wait for another rank. ``oversubscribed``: there are more ranks on this host than cores.
+    """
+
+    scales_inside = True
+
+    def __init__(
+        self,
+        library: Library,
+        rank: int,
+        size: int,
+        memory: Memory,
+        timeout_s: float,
+        *,
+        oversubscribed: bool,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        self._native = _Native(library, rank, size, memory, timeout_s, oversubscribed)
+        self._library = library
+        self._submitting = threading.Lock()
+        # What native code may still read or write, by ticket: the caller may drop its handle and its tensors.
+        self._held: collections.deque[tuple[int, object]] = collections.deque()
+        self._failed: str | None = None
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+        check(tensor, op)
+        return self._submit(
+            self._library.elastic_allreduce,
+            tensor,
+            tensor.data_ptr(),
+            tensor.numel(),
+            DTYPES[tensor.dtype],
+            int(op),
+            scale,
+        )
+
+    def reduce_shares(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
+        """The first half of an allreduce: afterwards this rank's `share` holds the result, the rest is as it was.
+
+        ``tensor`` lies in the arena on every rank. Raises ValueError where it doesn't.
+        """
+        check(tensor, op)
+        return self._submit(
+            self._library.elastic_reduce_shares,
+            tensor,
+            tensor.data_ptr(),
+            tensor.numel(),
+            DTYPES[tensor.dtype],
+            int(op),
+            scale,
+        )
+
+    def spread_shares(self, tensor: torch.Tensor) -> Work:
+        """The second half: every rank's share is copied to all others. ``tensor`` lies in the arena on every rank."""
+        return self._submit(
+            self._library.elastic_spread_shares,
+            tensor,
+            tensor.data_ptr(),
+            tensor.numel(),
+            DTYPES[tensor.dtype],
+        )
+
+    def share(self, elements: int, dtype: torch.dtype, rank: int | None = None) -> slice:
+        """Which elements of a flat tensor a rank owns in `reduce_shares`; by default this one."""
+        begin, end = ctypes.c_uint64(), ctypes.c_uint64()
+        owner = self.rank if rank is None else rank
+        self._library.elastic_share(
+            elements, DTYPES[dtype], self.size, owner, ctypes.byref(begin), ctypes.byref(end)
+        )
+        return slice(begin.value, end.value)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        call = self._library.elastic_broadcast
+        return self._submit(call, tensor, tensor.data_ptr(), tensor.nbytes, root)
+
+    def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        pointers = (ctypes.c_void_p * self.size)(*[each.data_ptr() for each in outputs])
+        held = (*outputs, tensor)
+        return self._submit(
+            self._library.elastic_allgather, held, pointers, tensor.data_ptr(), tensor.nbytes
+        )
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
+    ) -> Work:
+        row = math.prod(tensor.shape[1:]) * tensor.element_size()
+        return self._submit(
+            self._library.elastic_alltoall,
+            (output, tensor),
+            output.data_ptr(),
+            tensor.data_ptr(),
+            (ctypes.c_uint64 * self.size)(*[rows * row for rows in received]),
+            (ctypes.c_uint64 * self.size)(*[rows * row for rows in sent]),
+        )
+
+    def barrier(self) -> Work:
+        return self._submit(self._library.elastic_barrier, None)
+
+    def _submit(self, call: Callable[..., int], held: object, *arguments: object) -> SharedWork:
+        self._raise_if_failed()
+        with self._submitting:
+            self._let_go()
+            # Held before it begins: an exception of a signal handler could come between the two, and then its ticket
+            # stays untold. See `_let_go`.
+            holding = self._held
+            holding.append((0, held))
+            ticket = call(self._native.handle, *arguments)
+            if ticket == 0:
+                holding.pop()
+            else:
+                holding[-1] = ticket, held
+        if ticket == 0:
+            raise ValueError(
+                "the tensor does not lie in the memory that this process shares; make it with arena.zeros()"
+            )
+        return SharedWork(self, ticket)
+
+    def _let_go(self) -> None:
+        """Of what is over. One whose ticket was never told is over when the next one is."""
+        held = self._held
+        while held:
+            ticket = held[0][0] or next((later for later, _ in held if later), 0)
+            if ticket == 0 or self._native.done(ticket) != _DONE:
+                break
+            held.popleft()
+
+    def _let_go_of_what_is_over(self) -> None:
+        with self._submitting:
+            self._let_go()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        self._failed = self._failed or "aborted"
+        self._native.abort()
+
+    def drain(self, timeout_s: float) -> bool:
+        """See `Collectives.drain`. Where it is False the tensors that were under way must not be used again."""
+        drained = self._native.drain(timeout_s)
+        if drained:
+            self._held = collections.deque()  # another thread may look at the old one
+        return drained
+
+    def close(self) -> None:
+        """Ends the group's thread and unmaps what was shared: milliseconds. Where another rank may still write, or a
+        call does not return, it is unmapped once nobody holds a work any more.
+        """
+        self.abort()
+        self._native.close()
+        if self._held and not self.drain(0.0):
+            _lost.append(self._held)
+
+    def forget(self) -> None:
+        """In a forked child, which has neither the thread nor the others' memory."""
+        self._failed = _CHILD
+        self._native.forget()
+
+    def failure(self) -> str:
+        """Why a collective failed: what this rank was told, or what the group says."""
+        if self._native.elsewhere:
+            return _CHILD
+        status = self._library.elastic_status(self._native.handle)
+        reason, rank = status >> 8, status & 0xFF
+        if self._failed is not None and (reason, rank) in ((0, 0), (1, self.rank)):
+            return self._failed
+        return _REASONS[reason].format(rank=rank, timeout_s=self._timeout_s)
+
+    def _raise_if_failed(self) -> None:
+        if self._failed is not None or self._native.elsewhere:
+            raise CollectiveFailed(self._failed or _CHILD)
+
+
+class SharedWork:
+    """A collective under way in one group."""
+
+    def __init__(self, group: SharedCollectives, ticket: int) -> None:
+        self._group = group
+        self._native = group._native
+        self._ticket = ticket
+
+    def done(self) -> bool:
+        verdict = self._native.done(self._ticket)
+        # One that failed is over when no rank writes into its tensor any more.
+        return verdict == _DONE or (verdict == _FAILED and self._group.drain(0.0))
+
+    def within(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            verdict = self._native.wait(self._ticket, max(0.0, min(_SLICE_S, left_s)))
+            if verdict != _NOT_YET:
+                break
+            if left_s <= 0:
+                return False
+        if verdict == _FAILED:
+            raise CollectiveFailed(self._group.failure())
+        self._group._let_go_of_what_is_over()
+        return True
+
+    def wait(self) -> None:
+        # The group's own deadline ends this.
+        while not self.within(_SLICE_S):
+            self._group._raise_if_failed()
+
+
+class _Native:
+    """The handle of a native group. Freed when neither the group nor any of its works is left: nobody calls it then.
+    What the ranks share goes before, when the group is closed: a work, or an exception, may be kept for long.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        rank: int,
+        size: int,
+        memory: Memory,
+        timeout_s: float,
+        oversubscribed: bool,
+    ) -> None:
+        self._library = library
+        self._release: Callable[[bool], None] | None = memory.release
+        self._closed = self._forgotten = False
+        self._pid = os.getpid()
+        # Copied by elastic_open, which borrows the descriptors.
+        addresses = (ctypes.c_void_p * size)(*[address for address, _ in memory.arenas])
+        lengths = (ctypes.c_uint64 * size)(*[length for _, length in memory.arenas])
+        staging = (ctypes.c_uint64 * size)(*memory.staging)
+        pidfds = (ctypes.c_int32 * size)(*memory.pidfds)
+        options = Options(
+            rank=rank,
+            size=size,
+            control=memory.control,
+            arenas=ctypes.addressof(addresses),
+            arena_bytes=ctypes.addressof(lengths),
+            staging=ctypes.addressof(staging),
+            pidfds=ctypes.addressof(pidfds),
+            oversubscribed=oversubscribed,
+            timeout_s=timeout_s,
+        )
+        self.handle = library.elastic_open(ctypes.byref(options))
+        if not self.handle:
+            memory.release(True)
+            raise CollectiveFailed("no thread could be had for collectives in shared memory")
+
+    @property
+    def elsewhere(self) -> bool:
+        """This is a forked child: thread and locks are the parent's, and what the ranks share is not mapped here."""
+        return self._forgotten or os.getpid() != self._pid
+
+    def done(self, ticket: int) -> int:
+        if self.elsewhere:
+            return _FAILED
+        return int(self._library.elastic_done(self.handle, ticket))
+
+    def wait(self, ticket: int, timeout_s: float) -> int:
+        if self.elsewhere:
+            return _FAILED
+        return int(self._library.elastic_wait(self.handle, ticket, timeout_s))
+
+    def abort(self) -> None:
+        if not self.elsewhere:
+            self._library.elastic_abort(self.handle)
+
+    def drain(self, timeout_s: float) -> bool:
+        return self.elsewhere or bool(self._library.elastic_drain(self.handle, timeout_s))
+
+    def close(self) -> None:
+        if not self._closed and not self.elsewhere:
+            self._closed = True
+            self._library.elastic_close(self.handle)
+            # A rank that was in the middle of a chunk is soon through with it.
+            if self.drain(_CLOSE_S) and self._library.elastic_detach(self.handle, _CLOSE_S):
+                self._let_go(True)
+
+    def forget(self) -> None:
+        self._forgotten = True
+
+    def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When the interpreter ends, modules are taken apart in any order; what is held here ends with the process.
+        if at_the_end() or not getattr(self, "handle", None) or self.elsewhere:
+            return
+        self.close()
+        drained = self.drain(0.0)
+        self._library.elastic_free(self.handle)
+        self._let_go(drained)
+
+    def _let_go(self, drained: bool) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release(drained)

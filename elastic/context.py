@@ -1,0 +1,71 @@
+"""The runtime of this process, for the rooms below it: collectives, reports and traces ask here.
+
+`elastic.runtime.lifecycle` registers itself when it is imported; everything above it asks it directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from elastic.collectives.interface import Collectives
+from elastic.errors import NotInitialized
+from elastic.protocol.messages import Place
+from elastic.rendezvous.environment import Environment
+
+if TYPE_CHECKING:
+    import torch
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (Where only elastic is imported: elastic.init().)"
+
+
+class Context(Protocol):
+    """What those below ask of the runtime. ``engine``, ``tracing``, ``reporting`` are typed where they are asked
+    for."""
+
+    env: Environment
+    elastic: bool
+    tracing: Any
+    reporting: Any
+
+    @property
+    def place(self) -> Place: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def broken(self) -> bool: ...
+
+    @property
+    def provisional(self) -> bool: ...
+
+    @property
+    def alone(self) -> bool: ...
+
+    def guard(self, name: str) -> AbstractContextManager[None]: ...
+
+    def group(
+        self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
+    ) -> Collectives: ...
+
+    def alone_group(self) -> Collectives: ...
+
+    def engine(self) -> Any: ...
+
+
+_current: Callable[[], Context] | None = None
+
+
+def register(current: Callable[[], Context]) -> None:
+    """Says how to find the runtime."""
+    global _current
+    _current = current
+
+
+def current() -> Context:
+    """The runtime. Raises NotInitialized."""
+    if _current is None:
+        raise NotInitialized(NOT_INITIALIZED)
+    return _current()

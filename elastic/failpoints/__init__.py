@@ -1,0 +1,121 @@
+"""Named places in a worker where a test may make something go wrong. A tool for testing; where it is not used, a
+place costs one look at a global.
+
+    ELASTIC_FAILPOINTS="bucket kill rank=2 step=7; before-commit slow=0.5 slot=1"   rules, or
+    ELASTIC_FAILPOINTS=@FILE                                                        a file that holds rules
+
+A rule is a place, an action, and what must hold for it; rules are separated by ``;`` or by lines. A script may have
+places of its own: ``failpoint("evaluation")``. Those inside the library: rendezvous (said ready, waits for a world),
+bucket (about to send a gradient bucket), optimizer-step (gradients are averaged, parameters not changed yet), snapshot
+(half of a commit is saved), state-copy (between the header and the tensors), cut (told that the world is over, its
+collectives not ended yet), shutdown.
+
+Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,
+out-of-memory, wait=FILE; see `elastic.failpoints.actions`.
+
+Conditions: worker, other-than, host, slot, incarnation, rank, size, generation, step (see `set_step`), each with one or
+several values as in ``rank=0,2``. ``hit=3``: the third time that the others hold. A rule strikes a process once.
+
+A file is read again whenever it was replaced (write another one, then rename it). A rule in a file strikes as many
+processes as ``victims=N`` says (1 by default), which wait for each other, so that they are struck at once; each leaves
+a file ``FILE.ID.N`` behind that says who it was and when. ``id=`` gives the ID, by default the place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from elastic.errors import Invalid
+from elastic.failpoints.rules import Rule, parse
+from elastic.rendezvous import environment
+
+_text = environment.failpoints()
+_lock = threading.Lock()
+_rules: list[Rule] = []
+_read: object = None  # what the rules were read from; None: nothing yet
+_met: dict[Rule, int] = {}
+_step = ""
+
+
+def failpoint(place: str) -> None:
+    """A place where something may go wrong, if ELASTIC_FAILPOINTS says so."""
+    if _text:
+        _reached(place)
+
+
+def check() -> None:
+    """Raises Invalid if ELASTIC_FAILPOINTS can't be read as rules. ``init()`` calls it."""
+    if _text:
+        with _lock:
+            _load()
+
+
+def set_step(step: int) -> None:
+    """Says which step is trained now, for conditions like ``step=7``."""
+    global _step
+    _step = str(step)
+
+
+def _reached(place: str) -> None:
+    with _lock:
+        _load()
+        struck = None
+        facts: dict[str, str] | None = None
+        for rule in _rules:
+            if rule.place != place:
+                continue
+            facts = _facts() if facts is None else facts
+            if not rule.means(facts):
+                continue
+            _met[rule] = _met.get(rule, 0) + 1
+            if _met[rule] == rule.hit:
+                struck = rule
+                break
+    if struck is not None and facts is not None:
+        from elastic.failpoints import actions
+
+        file = Path(_text[1:]) if _text.startswith("@") else None
+        actions.strike(struck, facts, file)
+
+
+def _load() -> None:
+    global _rules, _read
+    if not _text.startswith("@"):
+        if _read is None:
+            _rules, _read = parse(_text), _text
+        return
+    try:
+        status = os.stat(_text[1:])
+        seen = (status.st_ino, status.st_mtime_ns)
+        if seen != _read:
+            _rules, _read = parse(Path(_text[1:]).read_text()), seen
+            _met.clear()
+    except OSError as error:
+        raise Invalid(
+            f"ELASTIC_FAILPOINTS is {_text!r}, which cannot be read: {error.strerror};"
+            " make the file before the job starts"
+        ) from error
+
+
+def _facts() -> dict[str, str]:
+    worker = environment.worker()
+    facts = {
+        "worker": str(worker),
+        "host": worker.host,
+        "slot": str(worker.slot),
+        "incarnation": str(worker.incarnation),
+        "step": _step,
+    }
+    # Not imported from here: a script's own places may come before torch is.
+    runtime = sys.modules.get("elastic.runtime.lifecycle")
+    active = runtime.active() if runtime is not None else None
+    if active is not None:
+        facts |= {
+            "rank": str(active.place.rank),
+            "size": str(active.place.size),
+            "generation": str(active.generation),
+        }
+    return facts

@@ -1,0 +1,123 @@
+"""The rules of failpoints: what happens where, to whom. Pure; the grammar stands in the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic.errors import Invalid
+
+ACTIONS = {
+    "kill": False,  # action: whether it takes an argument
+    "term": False,
+    "stop": False,
+    "segv": False,
+    "exit": True,
+    "raise": True,
+    "hold-gil": True,
+    "hold-gil-busy": True,
+    "shut": False,
+    "slow": True,
+    "disk-full": False,
+    "out-of-memory": False,
+    "wait": True,
+}
+SECONDS = ("hold-gil", "hold-gil-busy", "slow")
+CONDITIONS = (
+    "worker",
+    "other-than",
+    "host",
+    "slot",
+    "incarnation",
+    "rank",
+    "size",
+    "generation",
+    "step",
+)
+COUNTS = ("hit", "victims")
+FORM = "a rule is PLACE ACTION [KEY=VALUE ...], as in: bucket kill rank=2 step=7"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens where, to whom. ``where``: condition -> allowed values."""
+
+    place: str
+    action: str
+    argument: str
+    where: tuple[tuple[str, tuple[str, ...]], ...]
+    hit: int = 1
+    victims: int = 1
+    id: str = ""
+
+    def means(self, facts: Mapping[str, str]) -> bool:
+        """Whether all conditions hold."""
+        for key, values in self.where:
+            if key == "other-than":
+                if facts.get("worker", "") in values:
+                    return False
+            elif facts.get(key, "") not in values:
+                return False
+        return True
+
+
+def parse(text: str) -> list[Rule]:
+    """The rules in a text. Raises Invalid with a sentence."""
+    lines = text.replace("\n", ";").split(";")
+    return [_rule(line) for line in lines if line.strip()]
+
+
+def _rule(line: str) -> Rule:
+    place, *words = line.split()
+    if not words:
+        raise Invalid(f"ELASTIC_FAILPOINTS: {line.strip()!r} names no action; {FORM}")
+    action, _, argument = words[0].partition("=")
+    if action not in ACTIONS:
+        raise Invalid(
+            f"ELASTIC_FAILPOINTS: there is no action {action!r} (in {line.strip()!r}); give one of"
+            f" {', '.join(ACTIONS)}"
+        )
+    if ACTIONS[action] != bool(argument):
+        form = f"{action}=..." if ACTIONS[action] else action
+        raise Invalid(f"ELASTIC_FAILPOINTS: write {form} (in {line.strip()!r})")
+    if action in SECONDS:
+        _number(argument, action, line)
+    if action == "exit":
+        _whole(argument, action, line)
+    where: dict[str, tuple[str, ...]] = {}
+    counts = dict.fromkeys(COUNTS, 1)
+    name = place
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or not value or key not in (*CONDITIONS, *COUNTS, "id"):
+            raise Invalid(
+                f"ELASTIC_FAILPOINTS: {word!r} is no condition (in {line.strip()!r}); give"
+                f" {', '.join((*CONDITIONS, *COUNTS, 'id'))} with a value, as in rank=2"
+            )
+        if key in COUNTS:
+            counts[key] = _whole(value, key, line)
+        elif key == "id":
+            name = value
+        else:
+            where[key] = tuple(value.split(","))
+    return Rule(
+        place, action, argument, tuple(where.items()), counts["hit"], counts["victims"], name
+    )
+
+
+def _whole(text: str, key: str, line: str) -> int:
+    if not text.isdecimal():
+        raise Invalid(f"ELASTIC_FAILPOINTS: {key}={text} is no whole number (in {line.strip()!r})")
+    return int(text)
+
+
+def _number(text: str, key: str, line: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise Invalid(
+            f"ELASTIC_FAILPOINTS: {key}={text} is no number of seconds (in {line.strip()!r})"
+        )
+    return seconds

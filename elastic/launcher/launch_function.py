@@ -1,0 +1,150 @@
+"""`launch`: run a function on many workers from Python, as ``elasticrun`` runs a program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from elastic.errors import Invalid, JobFailed
+from elastic.launcher.run_function import carried
+from elastic.protocol.report_values import Report
+
+
+def launch(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    slots_per_host: int | None = None,
+    elastic_timeout: float | None = None,
+    start_timeout: float | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
+    network_interface: str | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    gloo_timeout: float | None = None,
+    output_filename: str | None = None,
+    journal: str | None = None,
+    log_level: str | None = None,
+    verbose: bool = False,
+    env: Mapping[str, str] | None = None,
+    executable: str | None = None,
+    on_report: Callable[[Report], object] | None = None,
+) -> list[Any]:
+    """Calls ``func(*args, **kwargs)`` on every worker; returns the values by rank of the last world.
+
+    The arguments are those of ``elasticrun``, seconds where they are times; giving ``min_np``,
+    ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with
+    cloudpickle; to hosts that do not share this one's TMPDIR up to 512 KiB of it are sent, over the job's own
+    connections. ``env`` replaces the environment that workers inherit (default: this process's).
+    ``on_report`` is called here with a `Report` for each `elastic.report` of a worker, one after the other; it holds up
+    the driver for as long as it takes. If it raises, that is said once in the log, and the job goes on.
+
+    Raises Invalid (a ValueError) for bad arguments, before anything is started, and JobFailed when
+    the job does not succeed; the workers' output has been forwarded by then.
+    """
+    if not callable(func):
+        raise Invalid(f"launch() calls a function, not a {type(func).__name__}")
+    if not isinstance(args, list | tuple):
+        raise Invalid(f"args is a {type(args).__name__}; give a list or tuple of arguments")
+    if on_report is not None and not callable(on_report):
+        raise Invalid(f"on_report is a {type(on_report).__name__}; give a function of one argument")
+    from elastic.driver.commandline import cli
+    from elastic.driver.job.start import Outcome, start
+
+    flags: list[str] = []
+    given = {
+        "-np": np,
+        "--min-np": min_np,
+        "--max-np": max_np,
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--host-discovery-script": host_discovery_script,
+        "--slots-per-host": slots_per_host,
+        "--elastic-timeout": elastic_timeout,
+        "--start-timeout": start_timeout,
+        "--reset-limit": reset_limit,
+        "--network-interface": network_interface,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--gloo-timeout-seconds": gloo_timeout,
+        "--output-filename": output_filename,
+        "--journal": journal,
+        "--log-level": log_level,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            flags += [flag, str(value)]
+    if cooldown_range is not None:
+        flags += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
+    if verbose:
+        flags.append("--verbose")
+    environ = dict(os.environ if env is None else env)
+    # The worker imports what the function needs from where this process would.
+    environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+
+    with tempfile.TemporaryDirectory(prefix="elastic-launch-") as folder:  # mode 0700
+        call = Path(folder) / "call"
+        pickled = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
+        call.write_bytes(pickled)
+        command = [executable or sys.executable, "-m", "elastic.launcher.run_function", str(call)]
+        job = cli.make_job(cli.read_options([*flags, *command], environ), environ)
+        fleet = job.fleet
+        if fleet is not None:  # other machines may not see this folder
+            fleet = replace(fleet, forwarded={**fleet.forwarded, **carried(pickled)})
+        job = replace(job, reported=on_report, fleet=fleet)
+        outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))
+    if outcome.code != 0:
+        raise JobFailed(f"the job ended with exit code {outcome.code}: {outcome.reason}")
+    return values_of(outcome.results)
+
+
+def values_of(results: Sequence[bytes | None]) -> list[Any]:
+    """By rank. Raises JobFailed where one is missing: the others' must not move to its place."""
+    missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
+    if missing:
+        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"
+        raise JobFailed(
+            f"{who} of {len(results)} ended without a value: was it sys.exit? Return from the"
+            " function on every rank, None if there is nothing to say"
+        )
+    return [cloudpickle.loads(blob) for blob in results if blob is not None]
+
+
+def run_apart(work: Callable[[], Any]) -> Any:
+    """In this thread; in one of its own where an event loop runs here already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    box: list[Any] = []
+
+    def fill() -> None:
+        try:
+            box.append((work(), None))
+        except BaseException as error:
+            box.append((None, error))
+
+    thread = threading.Thread(target=fill, name="elastic-driver")
+    thread.start()
+    thread.join()
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return value

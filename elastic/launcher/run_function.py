@@ -1,0 +1,84 @@
+"""What a worker of ``elastic.launch`` runs: ``python -m elastic.launcher.run_function FILE``.
+
+The file holds the pickled call; without one, the variable ELASTIC_CALL names it, since on other machines it may be
+anywhere. It was written by the process that launches this one, for its eyes only. A machine that does not share that
+folder has the same bytes in its environment, if they are not too many: with it they came over the authenticated
+connections, as text that neither driver nor agent opens. The value goes back as bytes that the driver does not open.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import cloudpickle
+
+from elastic.errors import Invalid
+from elastic.protocol.messages import RESULT_LIMIT
+
+CARRIED = "ELASTIC_CALL_PART_"
+PART = 96 * 1024  # characters; a variable may have 128 KiB
+CARRIED_LIMIT = 512 * 1024  # bytes; all variables and arguments together may have 2 MiB
+
+
+def carried(call: bytes) -> dict[str, str]:
+    """The pickled call as variables for a worker on another machine; none if it is too large."""
+    if len(call) > CARRIED_LIMIT:
+        return {}
+    text = base64.b64encode(call).decode()
+    parts = [text[at : at + PART] for at in range(0, len(text), PART)]
+    return {f"{CARRIED}{number}": part for number, part in enumerate(parts)}
+
+
+def _taken(environ: MutableMapping[str, str]) -> bytes:
+    """What ``carried`` has made. Children of this process inherit none of it."""
+    parts: list[str] = []
+    while (part := environ.pop(f"{CARRIED}{len(parts)}", None)) is not None:
+        parts.append(part)
+    return base64.b64decode("".join(parts))
+
+
+def _call(path: str, environ: MutableMapping[str, str]) -> bytes:
+    here = _taken(environ)
+    if here:
+        return here
+    path = path or environ.get("ELASTIC_CALL", "")
+    if not path:
+        raise Invalid(
+            "no call to run: give its file, or start this by elastic.launch or elastic.ray"
+        )
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise Invalid(
+            f"{path}, the pickled function and its arguments, is not on this machine, and it is too large to be sent:"
+            f" the limit is {CARRIED_LIMIT:,} bytes. Read large data inside of the function, or set TMPDIR where it"
+            " is launched to a folder that all hosts share"
+        ) from None
+
+
+def main(path: str = "") -> None:
+    """Raises Invalid where nothing says which file it is."""
+    from elastic.runtime import lifecycle
+
+    function, args, kwargs = cloudpickle.loads(_call(path, os.environ))
+    value = function(*args, **kwargs)
+    name = getattr(function, "__name__", "the function")
+    try:
+        blob = cloudpickle.dumps(value)
+    except Exception as error:
+        what = f"what {name} returned, a {type(value).__name__}, can't be pickled and sent back"
+        raise TypeError(f"{what}: {error}") from error
+    if len(blob) > RESULT_LIMIT:
+        raise ValueError(
+            f"what {name} returned has {len(blob):,} bytes, and {RESULT_LIMIT:,} can be sent back;"
+            " write it to a file or to storage, and return where it is"
+        )
+    lifecycle.send_result(blob)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

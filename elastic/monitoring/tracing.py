@@ -1,0 +1,281 @@
+"""Takes this worker's records to where the timeline is written: to the driver, or without one to a file. Acts.
+
+With a driver, it is the driver that says when records are wanted, and the link's thread that sends them:
+`trace_sending` decides what. Without one, each rank has a file and a thread of its own, as nobody could put them
+together: rank 0's is the one that was asked for, the others' have ``.rank<N>`` behind the name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic import context
+from elastic.errors import DriverLost, Invalid
+from elastic.monitoring import timeline
+from elastic.monitoring.trace_buffer import TraceBuffer
+from elastic.monitoring.trace_sending import BATCH, TraceSending
+from elastic.protocol import messages as protocol
+from elastic.protocol.messages import Message, Place
+from elastic.protocol.trace_file import TraceFile
+from elastic.protocol.trace_format import TraceFormat
+from elastic.rendezvous.environment import DYNAMIC, Environment
+
+ANSWER_S = 10.0  # for the driver to open or complete a file
+WRITE_S = 1.0  # between two writes to a file of our own
+CLOSE_S = 5.0  # for the last of them
+
+Send = Callable[[Message], None]
+
+
+class Tracing(Protocol):
+    """Where records go. One per process."""
+
+    def begin(self, place: Place) -> None:
+        """The place is known. Raises Invalid if HOROVOD_TIMELINE names a file that can't be written, DriverLost if the
+        driver does not answer.
+        """
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        """See `start_timeline`."""
+
+    def stop(self) -> None:
+        """See `stop_timeline`."""
+
+    def close(self) -> None:
+        """At exit: what is left."""
+
+    def receive(self, message: Message) -> bool:
+        """In the link's thread. Whether this was a message about a timeline."""
+
+    def due(self) -> None:
+        """In the link's thread: send what is due."""
+
+
+class TracingThroughDriver:
+    """``send`` must not raise; ``poke`` wakes the link's thread, which then calls ``due``."""
+
+    def __init__(self, env: Environment, send: Send, poke: Callable[[], None]) -> None:
+        self._env = env
+        self._send = send
+        self._poke = poke
+        self._buffer = TraceBuffer()
+        self._lock = threading.Lock()  # of the sending: the link's thread, and the one that exits
+        self._sending = TraceSending(self._buffer)
+        self._asking = threading.Lock()  # one request at a time
+        self._answered = threading.Condition()
+        self._requests = 0
+        self._answer: protocol.TimelineAnswer | None = None
+        self._present = 0  # the number of the timeline that is recorded
+        # The one that this worker's script knows of: a stop that comes late, when others have started the next one
+        # already, must not end that. None: the script has not said anything, and means the first that there is.
+        self._known: int | None = None
+
+    def begin(self, place: Place) -> None:
+        """Asks for the timeline that the script has named by HOROVOD_TIMELINE. One that the job has anyway was told
+        of before the place, and stays.
+        """
+        path = self._env.timeline
+        if path and path != DYNAMIC and self._known is None and place.rank == 0:
+            try:
+                self.start(os.path.abspath(path), self._env.timeline_mark_cycles)
+            except Invalid as error:
+                raise Invalid(f"HOROVOD_TIMELINE={path}: {error}") from error
+
+    def receive(self, message: Message) -> bool:
+        match message:
+            case protocol.Tracing(number, True, cycles):
+                self._present = number
+                if self._known is None:
+                    self._known = number
+                cycles = cycles or self._env.timeline_mark_cycles
+                timeline.record(self._buffer, self._poke, cycles=cycles)
+            case protocol.Tracing(number, False):
+                if number == self._present:
+                    timeline.stop()
+                    self._buffer.end_all(timeline.now_ns())
+            case protocol.TimelineAnswer():
+                with self._answered:
+                    self._answer = message
+                    self._answered.notify_all()
+                return True
+            case protocol.TracesTaken() | protocol.ClockTold():
+                pass
+            case _:
+                return False
+        self._tell(lambda: self._sending.receive(message, timeline.now_ns()))
+        return True
+
+    def due(self) -> None:
+        if self._sending.timeline:
+            self._tell(lambda: self._sending.due(timeline.now_ns()))
+
+    def close(self) -> None:
+        if self._sending.timeline:
+            timeline.stop()
+            self._tell(lambda: self._sending.rest(timeline.now_ns()))
+
+    def _tell(self, decide: Callable[[], list[Message]]) -> None:
+        with self._lock:
+            messages = decide()
+            for message in messages:
+                self._send(message)
+
+    # ---- what the script asks for
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        answer = self._ask(lambda number: protocol.TimelineWanted(number, path, mark_cycles))
+        if answer.error:
+            raise Invalid(f"start_timeline: {answer.error}")
+        self._known = answer.timeline
+        if answer.path != path:
+            print(
+                f"elastic: the timeline is written to {answer.path}, and not to {path}: a job has"
+                " one, for all ranks, and the first to ask has named it",
+                file=sys.stderr,
+            )
+
+    def stop(self) -> None:
+        number, self._known = self._known, 0
+        if number:
+            self._ask(lambda request: protocol.TimelineUnwanted(request, number))
+
+    def _ask(self, question: Callable[[int], Message]) -> protocol.TimelineAnswer:
+        with self._asking:
+            self._requests += 1
+            request = self._requests
+            self._send(question(request))
+            deadline = time.monotonic() + ANSWER_S
+            with self._answered:
+                while self._answer is None or self._answer.request != request:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not self._answered.wait(left):
+                        raise DriverLost(
+                            f"the driver has not answered about the timeline for {ANSWER_S:g} s"
+                        )
+                return self._answer
+
+
+class TracingToFile:
+    """Without a driver."""
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+        self._place = Place(0, 1, 0, 1, 0, 1)
+        self._writing: _Writing | None = None
+
+    def begin(self, place: Place) -> None:
+        self._place = place
+        path = self._env.timeline
+        if path and path != DYNAMIC and self._writing is None:
+            self.start(os.path.abspath(path), self._env.timeline_mark_cycles)
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        if self._writing is not None:
+            if self._writing.path != path:
+                raise Invalid(
+                    f"start_timeline: a timeline is being written to {self._writing.path};"
+                    " call stop_timeline() first"
+                )
+            return
+        rank = self._place.rank
+        self._writing = _Writing(path, rank)
+        cycles = mark_cycles or self._env.timeline_mark_cycles
+        timeline.record(self._writing.buffer, self._writing.poke, cycles=cycles)
+
+    def stop(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            timeline.stop()
+            writing.finish()
+
+    def close(self) -> None:
+        self.stop()
+
+    def receive(self, message: Message) -> bool:
+        return False
+
+    def due(self) -> None:
+        """There is no link."""
+
+
+class _Writing:
+    """One file and the thread that writes it."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.path = path
+        self.buffer = TraceBuffer()
+        self._file = TraceFile(path if rank == 0 else f"{path}.rank{rank}")
+        self._format = TraceFormat(time.monotonic_ns(), time.time_ns() // 1000)
+        self._key = f"rank {rank}"
+        self._opening = [*self._format.opening(), *self._format.process(self._key, self._key, rank)]
+        self._over = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="elastic-timeline", daemon=True)
+        self._thread.start()
+
+    def poke(self) -> None:
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Everything is in the file when this returns, unless the disk takes longer than CLOSE_S."""
+        self.buffer.end_all(time.monotonic_ns())
+        self._over = True
+        self._wake.set()
+        self._thread.join(CLOSE_S)
+
+    def _write(self) -> None:
+        try:
+            self._file.append(self._opening)
+            while not self._over:
+                self._wake.wait(WRITE_S)
+                self._wake.clear()
+                self._append()
+            self._append()
+        except OSError as error:
+            timeline.stop()
+            print(f"elastic: the timeline {self.path} ends here: {error.strerror}", file=sys.stderr)
+        self._file.close()
+
+    def _append(self) -> None:
+        self.buffer.tell_lasting(time.monotonic_ns())
+        while len(self.buffer):
+            self._file.append(self._format.records(self._key, self.buffer.take(BATCH)))
+        dropped = self.buffer.take_dropped()
+        if dropped:
+            self._file.append(self._format.dropped(self._key, dropped, time.monotonic_ns()))
+
+
+# ---- for scripts ---------------------------------------------------------------------------------
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Writes a timeline to this file from now on; ``mark_cycles`` adds an instant for every cycle of negotiation.
+
+    One file has all workers of the job, so that it is enough if one rank calls this; where several do, the first has
+    named the file. Under ``elasticrun`` the path is one of the driver's host; a relative one counts from this worker's
+    folder. Returns when the file is there. HOROVOD_TIMELINE need not be set, not even to ``DYNAMIC``.
+
+    Raises NotInitialized (a ValueError) before ``init()``, Invalid (a ValueError) if the file can't be written, and
+    DriverLost if the driver does not answer.
+    """
+    tracing = context.current().tracing
+    if not isinstance(file_path, str | os.PathLike) or not os.fspath(file_path):
+        raise Invalid(f"start_timeline was given {file_path!r}; give the path of a file")
+    tracing.start(os.path.abspath(os.fspath(file_path)), bool(mark_cycles))
+
+
+def stop_timeline() -> None:
+    """Ends the timeline that this script has started, or that was there when it came. Then the file is complete.
+
+    It ends for all workers, and the first call of any of them counts; the others' find nothing to do. Raises
+    NotInitialized (a ValueError) before ``init()``, and DriverLost.
+    """
+    context.current().tracing.stop()
+
+
+__all__ = ["start_timeline", "stop_timeline"]

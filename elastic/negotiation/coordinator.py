@@ -1,0 +1,351 @@
+"""Decides which collectives can run now, and in what order: those that every member has offered. Pure.
+
+One per generation, on rank 0, for the world and all process sets in it. Ranks offer in whatever order they come to
+their calls; what all have offered runs at once, and every rank is told in the same order. Nothing here knows a tensor.
+
+A name that comes again gets a number. From then on a rank offers it by one bit, and the coordinator only intersects
+numbers of 128 bytes: with 1,024 names, one `and` per rank. A number says "exactly what I asked for the last time"; a
+rank that wants something else by the same name sends a whole request, and then the others' bits are taken for the
+requests that they stand for. Names are never given another number behind the back of a rank that might be offering the
+old one: a name's number changes only in the decision in which all its members took part. When the numbers are used up,
+all are forgotten at once, in a new epoch; bits of the epoch before are understood until every member has taken notice.
+
+A number that has run alone five times becomes a *standing order* (`standing_orders`), about which nobody is told any
+more. While one stands, no number is forgotten, and there are eight times as many.
+
+A rank that joined has no more data: the others' reductions no longer wait for it. When all have joined, all are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from elastic.negotiation.message_table import OneSet, bits
+from elastic.negotiation.messages import (
+    ALL,
+    JOIN,
+    LEAVE,
+    Decision,
+    Members,
+    Offer,
+    Request,
+    Settled,
+    ranks_in_words,
+    settle,
+)
+
+
+class Coordinator:
+    """``size`` ranks; at most ``capacity`` names with a number in each set."""
+
+    def __init__(self, size: int, capacity: int) -> None:
+        self._size = size
+        self._capacity = capacity
+        self._sets: dict[Members, OneSet] = {}
+        self._joined: list[int] = []  # in the order in which they did
+        self._gone: dict[int, str] = {}  # ranks that left, and why
+        self._since: dict[tuple[Members, str], float] = {}  # when it was first seen to wait
+        self._said: set[tuple[Members, str]] = set()
+
+    # ---- offers ----------------------------------------------------------------------------------------------------
+
+    def offer(self, rank: int, offer: Offer) -> list[Decision]:
+        """What can run now that this rank has offered this. Each decision goes to all its members."""
+        requests = tuple(r for r in offer.requests if r.kind not in (JOIN, LEAVE))
+        said = {r.kind for r in offer.requests} - {r.kind for r in requests}
+        nothing = Offer(offer.members, offer.epoch)
+        made = []
+        if requests or msgspec.structs.replace(offer, requests=()) != nothing:
+            made = self._offer(rank, offer, requests)
+        if LEAVE in said:
+            made += self.leave(rank, "shut down")
+        elif JOIN in said:
+            made += self._join(rank)
+        return made
+
+    def _offer(self, rank: int, offer: Offer, requests: tuple[Request, ...]) -> list[Decision]:
+        each = self._set(offer.members)
+        if rank not in each.offered:
+            return []  # no member: it was told so where it asked
+        known = int.from_bytes(offer.known, "little")
+        if offer.epoch != each.epoch:
+            requests = (*each.in_old_words(rank, known), *requests)
+            known = 0
+        else:
+            each.unaware.discard(rank)
+        by_name = known if self._lacks(each) else known & each.by_request
+        if by_name:
+            known &= ~by_name
+            requests = (*(each.asked(n, rank) for n in bits(by_name)), *requests)
+        each.offered[rank] |= known
+        for number, run in offer.ended:
+            if each.orders.withdraw(number, rank, run):
+                self._waits_no_more(each, each.name_of(number))
+        catch_up = []
+        for number, run in offer.late:
+            if number not in each.orders:
+                continue  # it has failed, and the group with it
+            name = each.entries[number].request.name
+            others = each.waiting.get(name, {}).values()
+            if self._lacks(each) or any(other.after == run - 1 for other in others):
+                requests = (*requests, each.asked(number, rank))
+                continue
+            each.orders.report(number, rank, run)
+            if self._joined:
+                catch_up.append((number, run))
+        for request in requests:
+            each.ask(rank, request)
+        made = self._decide(each, [request.name for request in requests])
+        if catch_up:
+            made.append(Decision(each.named_as, each.epoch, catch_up=tuple(catch_up)))
+        return made
+
+    def _lacks(self, each: OneSet) -> bool:
+        """Whether one of its ranks is gone, so that nothing of it can run."""
+        return bool(self._gone) and any(rank in self._gone for rank in each.members)
+
+    def named(self, offer: Offer) -> list[str]:
+        """The names in an offer that is about to be made."""
+        each = self._set(offer.members)
+        entries = each.entries if offer.epoch == each.epoch else each.before
+        known = bits(int.from_bytes(offer.known, "little"))
+        return [entries[number].request.name for number in known] + [
+            request.name for request in offer.requests
+        ]
+
+    def _set(self, members: Members) -> OneSet:
+        found = self._sets.get(members)
+        if found is None:
+            spelled = members or tuple(range(self._size))
+            found = OneSet(spelled, members, dict.fromkeys(spelled, 0))
+            self._sets[members] = found
+        return found
+
+    # ---- decisions -------------------------------------------------------------------------------------------------
+
+    def _decide(self, each: OneSet, names: Iterable[str]) -> list[Decision]:
+        made: list[Decision] = []
+        settled: list[Settled] = []
+        ready = self._ready(each)
+        for rank in each.offered if ready else ():
+            each.offered[rank] &= ~ready
+        for number in bits(ready & each.watched):
+            self._waits_no_more(each, each.name_of(number))
+        if self._joined and ready & ~each.reducible:
+            active = self._active(each)
+            for number in bits(ready & ~each.reducible):
+                ready &= ~(1 << number)
+                asked = {rank: each.asked(number, rank) for rank in active}
+                settled.append(settle(asked, each.members))
+        if ready:
+            known = ready.to_bytes((ready.bit_length() + 7) // 8, "little")
+            order = self._standing_order(each, ready) if not settled else -1
+            made.append(Decision(each.named_as, each.epoch, known, standing=order))
+        for name in dict.fromkeys(names):
+            epoch = each.epoch
+            found = self._settled(each, name)
+            if found is None:
+                continue
+            if each.epoch != epoch and settled:  # numbers given before are void from here on
+                made.append(Decision(each.named_as, epoch, settled=tuple(settled)))
+                settled = []
+            settled.append(found)
+        if settled and made and not made[-1].settled and made[-1].epoch == each.epoch:
+            first = made[-1]
+            made[-1] = Decision(
+                each.named_as, each.epoch, first.known, tuple(settled), standing=first.standing
+            )
+        elif settled:
+            made.append(Decision(each.named_as, each.epoch, settled=tuple(settled)))
+        return made
+
+    def _standing_order(self, each: OneSet, ready: int) -> int:
+        """The number that becomes a standing order with this decision, or -1."""
+        if self._joined:
+            return -1
+        if ready & (ready - 1) or each.waiting or any(each.offered.values()):
+            each.orders.ran_in_company(bits(ready))  # or as the rest of it
+            return -1
+        number = ready.bit_length() - 1
+        return number if each.orders.ran_alone(number, each.entries[number].request) else -1
+
+    def _active(self, each: OneSet) -> list[int]:
+        if not self._joined:
+            return list(each.members)
+        return [rank for rank in each.members if rank not in self._joined]
+
+    def _ready(self, each: OneSet) -> int:
+        """The bits that every active member has offered."""
+        offered = each.offered
+        if not self._joined:
+            lacking = offered.get(each.lacking, -1)
+            if lacking == 0:
+                return 0
+        ready = -1
+        for rank in self._active(each):
+            ready &= offered[rank]
+            if not ready:
+                each.lacking = rank
+                return 0
+        return max(ready, 0)
+
+    def _settled(self, each: OneSet, name: str) -> Settled | None:
+        """The collective of this name, if nobody is missing any more."""
+        asked = each.waiting.get(name)
+        if not asked:
+            return None
+        if self._lacks(each):
+            gone = [rank for rank in each.members if rank in self._gone]
+            self._take(each, name)
+            why = self._gone[gone[0]]
+            each.end_order(name, failed=True)
+            return Settled(
+                next(iter(asked.values())),
+                error=f"{name} can't run: {ranks_in_words(gone)} {why}",
+                refused=True,
+            )
+        if any(rank not in asked for rank in self._active(each)):
+            return None
+        self._take(each, name)
+        found = each.numbered(settle(asked, each.members), 0 if self._joined else self._capacity)
+        each.end_order(name, failed=bool(found.error))
+        return found
+
+    # ---- joining and leaving ---------------------------------------------------------------------------------------
+
+    def _join(self, rank: int) -> list[Decision]:
+        if rank not in self._joined:
+            self._joined.append(rank)
+        if self._gone:
+            return [self._no_join()]
+        if len(self._joined) == self._size:
+            made = self._what_is_left()
+            self._joined.clear()
+            return [*made, Decision(ALL, self._set(ALL).epoch, last_joined=rank)]
+        made = [Decision(ALL, self._set(ALL).epoch, joined=rank)]
+        for each in self._sets.values():
+            if rank not in each.offered:
+                continue
+            made += self._decide(each, list(each.waiting))
+            late = tuple((n, max(runs.values())) for n, runs in each.orders.late())
+            if late:
+                made.append(Decision(each.named_as, each.epoch, catch_up=late))
+        return made
+
+    def _what_is_left(self) -> list[Decision]:
+        """All have joined, some after they had submitted what the others never will: these add zeros."""
+        made: list[Decision] = []
+        for each in self._sets.values():
+            for rank, offered in [*each.offered.items()]:
+                for number in bits(offered):
+                    each.ask(rank, each.asked(number, rank))
+                each.offered[rank] = 0
+            made += self._decide(each, list(each.waiting))
+        return made
+
+    def _no_join(self) -> Decision:
+        """Those that have joined wait for a rank that never will."""
+        rank, why = next(iter(self._gone.items()))
+        error = f"join can't end: rank {rank} {why}"
+        refused = Settled(Request(JOIN, JOIN), error=error, refused=True)
+        return Decision(ALL, self._set(ALL).epoch, settled=(refused,))
+
+    def leave(self, rank: int, why: str) -> list[Decision]:
+        """This rank will offer nothing any more: what others wait for with it is refused, now and later."""
+        if rank in self._gone:
+            return []
+        self._gone[rank] = f"has {why}"
+        decisions: list[Decision] = [self._no_join()] if self._joined else []
+        for each in self._sets.values():
+            if rank not in each.offered:
+                continue
+            for other, offered in list(each.offered.items()):
+                for number in bits(offered):
+                    each.ask(other, each.asked(number, other))
+                each.offered[other] = 0
+            for number, runs in [*each.orders.late()]:
+                for other in [*runs]:
+                    each.ask(other, each.asked(number, other))
+            decisions += self._decide(each, list(each.waiting))
+        return decisions
+
+    # ---- what does not come on -------------------------------------------------------------------------------------
+
+    def stalled(self, now: float, warn_s: float, end_s: float) -> tuple[list[str], list[Decision]]:
+        """Sentences about what has waited for ``warn_s`` seconds, each said once; and the end of what waited ``end_s``.
+
+        0 means never. Times are on the caller's clock; call it about once a second.
+        """
+        waiting = {
+            (each.named_as, name): ranks
+            for each in self._sets.values()
+            for name, ranks in each.names()
+            if not ranks.issuperset(self._active(each))  # a run that is slow, but all are in it
+        }
+        for key in self._since.keys() - waiting.keys():
+            del self._since[key]
+            self._said.discard(key)
+        for each in self._sets.values():
+            each.watched = 0
+        for members, name in waiting:
+            self._sets[members].watch(name)
+        late: dict[tuple[Members, tuple[int, ...]], list[str]] = {}
+        over: dict[Members, list[str]] = {}
+        for key, ranks in waiting.items():
+            since = self._since.setdefault(key, now)
+            members, name = key
+            if end_s > 0 and now - since >= end_s:
+                over.setdefault(members, []).append(name)
+            if warn_s > 0 and now - since >= warn_s and key not in self._said:
+                self._said.add(key)
+                missing = [r for r in self._active(self._sets[members]) if r not in ranks]
+                late.setdefault((members, tuple(missing)), []).append(name)
+        sentences = [
+            f"{_few(names)} {'waits' if len(names) == 1 else 'wait'} since {warn_s:g} s for"
+            f" {ranks_in_words(missing)}, the others have submitted {'it' if len(names) == 1 else 'them'}"
+            for (_, missing), names in late.items()
+        ]
+        decisions = []
+        for members, names in over.items():
+            each = self._sets[members]
+            decisions.append(
+                Decision(
+                    members, each.epoch, settled=tuple(self._end(each, n, end_s) for n in names)
+                )
+            )
+        return sentences, decisions
+
+    def _take(self, each: OneSet, name: str) -> None:
+        each.take(name)
+        self._waits_no_more(each, name)
+
+    def _waits_no_more(self, each: OneSet, name: str) -> None:
+        """It came on. Whoever is seen to wait for this name at the next look waits for another time."""
+        self._since.pop((each.named_as, name), None)
+        self._said.discard((each.named_as, name))
+
+    def _end(self, each: OneSet, name: str, after_s: float) -> Settled:
+        number = each.numbers.get(name)
+        for order, runs in [*each.orders.late()]:
+            for other in [*runs] if order == number else ():
+                each.ask(other, each.asked(order, other))
+        if name not in each.waiting and number is not None:
+            for rank, offered in each.offered.items():
+                if offered >> number & 1:
+                    each.ask(rank, each.asked(number, rank))
+        asked = each.waiting[name]
+        missing = [rank for rank in self._active(each) if rank not in asked]
+        self._take(each, name)
+        each.end_order(name, failed=True)
+        return Settled(
+            next(iter(asked.values())),
+            error=f"{name} was given up after {after_s:g} s: {ranks_in_words(missing)} never submitted it",
+            refused=True,
+        )
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

@@ -1,0 +1,486 @@
+"""Runs the collectives that a script calls by name: offers them, starts what was decided, in the order decided. Acts.
+
+What may run, and when, is decided by `coordinator` on rank 0; what is fused by `fusion`. One engine per generation,
+from the first such collective on.
+
+Whoever waits drives: a thread in `Pending.wait` sends what was submitted, receives decisions and starts what they say,
+so that a blocking call costs no switch of threads. While nobody waits, a thread of the engine's does it, a cycle time
+after the first submission: what is submitted meanwhile travels in one message and one buffer. One thread drives at a
+time, and decisions are carried out in the order in which they come, on every rank.
+
+A standing order (see `coordinator`) is started by whoever submits it, and told of later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from elastic.collectives.interface import Collectives
+from elastic.errors import CollectiveFailed, TensorMismatch
+from elastic.monitoring import timeline
+from elastic.negotiation import fusion
+from elastic.negotiation.execution import (
+    add_zeros,
+    error_of,
+    start,
+    start_standing,
+)
+from elastic.negotiation.local_transport import OwnLine, silence_s
+from elastic.negotiation.messages import (
+    ALL,
+    JOIN,
+    LEAVE,
+    Decision,
+    Members,
+    Offer,
+    Request,
+)
+from elastic.negotiation.pending import Pending
+from elastic.negotiation.response_cache import Offers
+from elastic.negotiation.transport import (
+    Peer,
+    encode_rules,
+    fetch_rules,
+    rules_of,
+)
+from elastic.protocol.messages import Place
+from elastic.rendezvous.environment import Environment
+from elastic.rendezvous.store import Store, listen
+
+_CPU = torch.device("cpu")
+LEAVE_S = 0.3  # to reach rank 0 with a last word
+_MOST_CYCLES = 5  # that a growing batch is waited for
+LAST_WORD_S = 0.2  # for a thread that was woken to carry out what it was told
+HEAR_S = 0.5  # for the word on a standing order that others have ended
+_SLICE_S = 0.05  # between two looks of a thread that waits while another one drives
+
+
+class Engine:
+    """Of one generation.
+
+    ``group_for(purpose, device, members)`` makes or finds a data group; ``broken(reason)`` says that the world broke.
+    """
+
+    def __init__(
+        self,
+        *,
+        generation: int,
+        place: Place,
+        store: Store,
+        env: Environment,
+        group_for: Callable[[str, torch.device, Members], Collectives],
+        broken: Callable[[str], None],
+    ) -> None:
+        self.generation = generation
+        self._place = place
+        self._store = store
+        self._env = env
+        self._group_for = group_for
+        self._broken = broken
+        self._limits = fusion.Limits(
+            fusion.FUSION_BYTES if env.fusion_bytes is None else env.fusion_bytes,
+            groups=env.group_fusion,
+        )
+        self._offers: dict[Members, Offers[Pending]] = {}
+        self._fresh: set[Members] = set()  # with something that was not offered yet
+        self._unnamed: dict[tuple[Members, str], int] = {}
+        self._joins = 0  # that are over
+        self._undecided = 0
+        self._lock = threading.Lock()  # of the six above
+        self._sending = threading.Lock()
+        self._driving = threading.Lock()
+        self._carrying = threading.Lock()
+        self._changed = threading.Condition()
+        self._resting = False
+        self._line: Peer | OwnLine | None = None
+        self._failure = ""
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._nudged = False
+        self._left = False
+        self._midway = False  # what was taken out of one place is not in the next one yet
+        self._thread: threading.Thread | None = None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
+    # ---- submitting ------------------------------------------------------------------------------------------------
+
+    def submit(self, pending: Pending, soon: bool) -> None:
+        """``soon``: the caller waits for it at once. Raises CollectiveFailed if the world is over."""
+        pending.submitted_to(self)
+        members = pending.members
+        with self._lock:
+            if self._failure:
+                raise CollectiveFailed(self._failure)
+            if not pending.name:
+                number = self._unnamed.get((members, pending.kind), 0)
+                self._unnamed[members, pending.kind] = number + 1
+                pending.name = f"{pending.kind}.noname.{self._joins}.{number}"
+            offers = self._offers.get(members)
+            if offers is None:
+                offers = self._offers[members] = Offers(members)
+            order = offers.standing_order(pending)
+            if order is None:
+                offers.submit(pending)
+                self._fresh.add(members)
+                self._undecided += 1
+        if order is not None:
+            self._start_order(offers, order, pending)
+            return
+        if timeline.on:
+            timeline.begin(pending.row(), f"NEGOTIATE_{pending.kind.upper()}")
+        if not soon:
+            self._nudge()
+
+    def _start_order(self, offers: Offers[Pending], order: int, pending: Pending) -> None:
+        group = self._order_group(order, pending.members)
+        with self._lock:
+            before = offers.in_flight.get(pending.name)  # reported, over, and never waited for
+        if before is not None:
+            self.withdraw(before)
+        try:
+            with self._lock:
+                offers.begin_run(pending)
+            start_standing(group, pending)
+        except Exception as error:
+            # The others start it too, and would wait for this rank.
+            self.fail(f"{pending.name}: {error}")
+            raise CollectiveFailed(self._failure) from error
+        if offers.hurried:
+            self.report(pending)
+
+    def report(self, pending: Pending) -> None:
+        """It was started as a standing order and takes long: the coordinator may know why."""
+        with self._lock:
+            if not self._offers[pending.members].report(pending):
+                return
+            self._fresh.add(pending.members)
+            self._undecided += 1
+        self._nudge()
+
+    def hear(self, pending: Pending) -> None:
+        """A standing order failed. Another rank may have been told first that it can't end, and have ended it for all:
+        then the same word is on its way here. Where the world is over nobody waits for it.
+        """
+        self.report(pending)
+        until = time.monotonic() + HEAR_S
+        while pending.error is None and not self._failure and time.monotonic() < until:
+            time.sleep(0.0005)
+
+    def withdraw(self, pending: Pending) -> None:
+        """It has ended, and may have been reported."""
+        with self._lock:
+            if not self._offers[pending.members].withdraw(pending):
+                return
+            self._fresh.add(pending.members)
+            self._undecided -= 1
+        self._nudge()
+
+    def _nudge(self) -> None:
+        if self._nudged:
+            return
+        self._nudged = True
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._work, name="elastic-engine", daemon=True
+                    )
+                    self._thread.start()
+        self._wake.put(None)
+        line = self._line
+        if line is not None and self._driving.locked():
+            line.nudge()  # who drives may be waiting for decisions about something else
+
+    def reach(self) -> None:
+        """Connects to rank 0 before there is anything to say. Blocks; whoever can't do without says why it failed."""
+        with contextlib.suppress(CollectiveFailed), self._driving:
+            if self._line is None and not (self._failure or self._resting):
+                self._connect()
+        self._tell()
+
+    def leave(self) -> None:
+        """``shutdown()``, or the end of the process: the others need not wait for this rank."""
+        if self._failure or self._left:
+            return
+        self._left = True
+        # If the rank of the coordinator is gone, or somebody connects just now, nobody will hear of it this way.
+        with contextlib.suppress(CollectiveFailed):
+            if self._line is None and self._driving.acquire(blocking=False):
+                try:
+                    self._connect(LEAVE_S)
+                finally:
+                    self._driving.release()
+            if self._line is not None:
+                with self._sending:
+                    self._line.send(Offer(ALL, 0, requests=(Request(LEAVE, LEAVE),)))
+
+    # ---- driving ---------------------------------------------------------------------------------------------------
+
+    def complete(self, pending: Pending) -> None:
+        """Until it is decided. Raises CollectiveFailed."""
+        self._drive(lambda: pending.decided)
+
+    def last_word(self, pending: Pending) -> None:
+        """The world is over; what was decided before may be in the hands of the thread that drives: milliseconds."""
+        until = time.monotonic() + LAST_WORD_S
+        while not pending.decided and self._driving.locked() and time.monotonic() < until:
+            time.sleep(0.0005)
+
+    def _drive(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if self._failure:
+                raise CollectiveFailed(self._failure)
+            if self._driving.acquire(blocking=False):
+                try:
+                    while not done():
+                        self._turn()
+                except CollectiveFailed as error:
+                    self.fail(str(error))
+                    raise
+                except BaseException as error:  # Ctrl-C, or what a signal handler raised
+                    if self._midway:
+                        self._give_up(f"interrupted by {type(error).__name__}")
+                    raise
+                finally:
+                    self._driving.release()
+                    self._tell()
+            else:
+                self._send_fresh()
+                with self._changed:
+                    if not done() and self._driving.locked():
+                        self._changed.wait(_SLICE_S)
+
+    def _work(self) -> None:
+        """The engine's thread: drives while nobody else does."""
+        core = self._env.core(self._place.local_rank)
+        if core is not None:
+            os.sched_setaffinity(threading.get_native_id(), {core})
+        while True:
+            self._wake.get()
+            if self._failure:
+                return
+            self._let_grow()
+            with self._driving:
+                try:
+                    while self._undecided and not (self._failure or self._resting):
+                        if not self._turn():
+                            self._let_grow()
+                    # The end of a standing order that was reported, say: nobody answers that.
+                    if self._fresh and not self._failure:
+                        self._send_fresh()
+                except CollectiveFailed as error:
+                    self._give_up(str(error))
+                    return
+                except Exception as error:
+                    self._give_up(f"{type(error).__name__}: {error}")
+                    raise
+
+    def _let_grow(self) -> None:
+        """Waits a cycle, and more while tensors keep coming: they travel together."""
+        if self._env.cycle_s > 0:
+            before = -1
+            for _ in range(_MOST_CYCLES):
+                now = self._undecided
+                if now == before:
+                    break
+                before = now
+                time.sleep(self._env.cycle_s)
+        self._nudged = False
+        if timeline.on:
+            timeline.cycle()
+
+    def _turn(self) -> bool:
+        """Sends what is new, then waits for decisions and carries them out. Whether there were any."""
+        line = self._line
+        if line is None:
+            line = self._connect()
+        self._nudged = False
+        self._midway = True
+        self._send_fresh()
+        self._midway = False
+        decisions = line.receive()
+        self._midway = True
+        with self._carrying:
+            if self._resting:
+                return False
+            for decision in decisions:
+                self._carry_out(decision)
+        self._midway = False
+        if decisions:
+            self._tell()
+        return bool(decisions)
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _send_fresh(self) -> None:
+        line = self._line
+        if line is None:
+            return  # whoever connects sends everything
+        with self._sending:
+            with self._lock:
+                made = [self._offers[members].offer() for members in self._fresh]
+                self._fresh.clear()
+            for offer in made:
+                if offer is not None:
+                    line.send(offer)
+
+    def _connect(self, timeout_s: float | None = None) -> Peer | OwnLine:
+        place, secret = self._place, self._env.secret
+        if place.rank == 0:
+            return self._own_line()
+        rules = fetch_rules(self._store, place.rank, timeout_s)
+        self._limits = rules.limits
+        line = Peer(rules, place.rank, self.generation, secret, silence_s(self._env))
+        self._line = line
+        if self._failure:  # aborted meanwhile
+            line.abort()
+        return line
+
+    def _own_line(self) -> OwnLine:
+        with self._lock:
+            if not isinstance(self._line, OwnLine):
+                listener = listen(self._env.bind_host)
+                rules = rules_of(listener, self._limits)
+                self._line = OwnLine(
+                    rules,
+                    listener,
+                    self._place.size,
+                    self.generation,
+                    self._env,
+                    self._give_up,
+                )
+                if self._failure:
+                    self._line.abort()
+            return self._line
+
+    def rules(self) -> list[bytes]:
+        """On rank 0, for a rank that wants to connect; this one need not have submitted anything. Any thread."""
+        return [encode_rules(self._own_line().rules)]
+
+    # ---- carrying out ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, decision: Decision) -> None:
+        with self._lock:
+            offers = self._offers.get(decision.members)
+            if offers is None:
+                offers = self._offers[decision.members] = Offers(decision.members)
+            found = list(offers.take(decision))
+            if decision.last_joined >= 0:
+                # Who had joined has called less often than the others: all count anew.
+                self._joins += 1
+                self._unnamed.clear()
+                joined = offers.in_flight.pop(JOIN, None)
+                if joined is not None:
+                    joined.settled(decision.last_joined)
+                    self._undecided -= 1
+                for each in self._offers.values():
+                    each.hurried = False
+            if decision.joined == self._place.rank and JOIN in offers.in_flight:
+                offers.in_flight[JOIN].noted = True
+            orders = [(s, p) for s, p in found if p is not None and p.standing is not None]
+            found = [(s, p) for s, p in found if p is None or p.standing is None]
+            self._undecided -= len(orders)
+        for settled, order in orders:
+            order.fail_order(error_of(settled) or TensorMismatch(f"{order.name} was mixed up"))
+        if decision.catch_up:
+            self._catch_up(decision)
+        for indices in fusion.batches([settled for settled, _ in found], self._limits):
+            batch = [found[index] for index in indices]
+            asked = [pending for _, pending in batch if pending is not None]
+            try:
+                start(decision.members, batch, self._group_for)
+            except BaseException as error:
+                for pending in asked:
+                    pending.settled(error=error)
+                if isinstance(error, CollectiveFailed) or not isinstance(error, Exception):
+                    raise
+                # The others have started it, and wait for this rank.
+                raise CollectiveFailed(
+                    f"{asked[0].name if asked else 'a collective'}: {error}"
+                ) from error
+            finally:
+                with self._lock:
+                    self._undecided -= len(asked)
+        if decision.standing >= 0:
+            # The order's group is made here, where all ranks come by in the same order.
+            self._order_group(offers.orders - 1, decision.members)
+
+    def _catch_up(self, decision: Decision) -> None:
+        """On a rank that has joined: takes part in runs of standing orders, with zeros."""
+        with self._lock:
+            offers = self._offers[decision.members]
+            offers.hurried = True
+            everybody = self._offers.get(ALL)
+            if everybody is None or JOIN not in everybody.in_flight:
+                return
+            missed = [
+                each
+                for number, run in decision.catch_up
+                for each in offers.runs_missed(number, run)
+            ]
+        for order, settled in missed:
+            add_zeros(self._order_group(order, decision.members), settled.request)
+
+    def _order_group(self, order: int, members: Members) -> Collectives:
+        return self._group_for(f"standing order {order}", _CPU, members)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _give_up(self, reason: str) -> None:
+        """In a thread of the engine's own: nobody else would say that the world is broken."""
+        self.fail(reason)
+        if not self._resting:
+            self._broken(reason)
+
+    def fail(self, reason: str) -> None:
+        """Whoever waits, now or later, raises CollectiveFailed. Not from the link thread."""
+        self._failure = self._failure or reason
+        self._wake.put(None)
+        self._tell()
+
+    def abort(self) -> None:
+        """As `fail`, from any thread, never blocks: who drives is woken, and wakes the others."""
+        self._failure = self._failure or "aborted"
+        self._wake.put(None)
+        if self._line is not None:
+            self._line.abort()
+
+    def rest(self, timeout_s: float) -> bool:
+        """At the end of the process: no more decisions are carried out, and this world is not said to have broken.
+
+        Whether none is being carried out any more, after that time at most.
+        """
+        self._resting = True
+        if not self._carrying.acquire(timeout=timeout_s):
+            return False
+        self._carrying.release()
+        return True
+
+    def close(self) -> None:
+        """After `abort`. Frees sockets and threads."""
+        self.abort()
+        self._tell()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        if self._line is not None:
+            self._line.close()
+        # It is referred to by what it refers to, and stays until the collector comes: tensors and groups should not.
+        with self._lock:
+            for offers in self._offers.values():
+                offers.drop()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        if self._line is not None:
+            self._line.forget()

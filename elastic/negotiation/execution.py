@@ -1,0 +1,147 @@
+"""Starts collectives that all ranks have agreed on: packs what travels together, adds zeros where a rank joined. Acts.
+
+Which ones, and in what order, is decided by `coordinator` and `fusion`; what each of them computes is in `reductions`
+and `exchanges`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from elastic.collectives import own_gpu
+from elastic.collectives.algorithms import reductions
+from elastic.collectives.interface import Collectives, Op
+from elastic.errors import CollectiveFailed, TensorMismatch
+from elastic.monitoring import timeline
+from elastic.negotiation.messages import (
+    AGREE,
+    ALLREDUCE,
+    BARRIER,
+    Members,
+    Request,
+    Settled,
+)
+from elastic.negotiation.pending import Batch, Pending
+
+_CPU = torch.device("cpu")
+
+
+def start(
+    members: Members,
+    batch: list[tuple[Settled, Pending | None]],
+    group_for: Callable[[str, torch.device, Members], Collectives],
+) -> None:
+    """Starts what was settled; every rank is given the same batch. Raises what starting raises."""
+    settled, pending = batch[0]
+    request = settled.request
+    if timeline.on:
+        for _, asked in batch:
+            if asked is not None:
+                timeline.end(asked.row())
+    if settled.error:
+        if pending is not None:
+            pending.settled(error=error_of(settled))
+        return
+    if request.kind in (BARRIER, AGREE):
+        if pending is not None:
+            pending.settled(settled.payloads)
+        return
+    device = _device(request) if pending is None else pending.device
+    rows = [asked.row() for _, asked in batch if asked is not None] if timeline.on else []
+    for row in rows:
+        timeline.begin(row, request.kind.upper())
+    began_ns = timeline.now_ns() if rows else 0
+    with torch.no_grad(), _on(device):
+        for _, asked in batch:
+            if asked is not None:
+                asked.await_tensors()
+        group = group_for("named", device, members)
+        if request.kind == ALLREDUCE:
+            _start_allreduce(group, batch, device, rows, began_ns)
+        else:
+            assert pending is not None, "only allreduce runs with joined ranks"
+            _mark(rows, began_ns)
+            now_ns = timeline.now_ns() if rows else 0
+            started = pending.begin(group, settled)
+            pending.started(Batch(started, rows, _backend(request), now_ns))
+
+
+def error_of(settled: Settled) -> BaseException | None:
+    """What the ranks that submitted it raise."""
+    if not settled.error:
+        return None
+    return (CollectiveFailed if settled.refused else TensorMismatch)(settled.error)
+
+
+def start_standing(group: Collectives, pending: Pending) -> None:
+    """An allreduce of one tensor that needs no decision, on a group of its own."""
+    rows = [pending.row()] if timeline.on else []
+    for row in rows:
+        timeline.begin(row, pending.kind.upper())
+    with torch.no_grad():
+        started = reductions.allreduce_one(
+            group, pending.tensors[0], Op(pending.op), *pending.scales, pending.in_place
+        )
+    pending.started_as_order(
+        Batch(started, rows, "GLOO_ALLREDUCE", timeline.now_ns() if rows else 0), group
+    )
+
+
+def add_zeros(group: Collectives, request: Request) -> None:
+    """This rank's part in a standing order that others have started, once it has joined."""
+    (tensor,) = _zeros(request, _CPU)
+    with torch.no_grad():
+        reductions.allreduce_one(group, tensor, Op(request.op), *request.scales, True)
+
+
+def _start_allreduce(
+    group: Collectives,
+    batch: list[tuple[Settled, Pending | None]],
+    device: torch.device,
+    rows: list[str],
+    began_ns: int,
+) -> None:
+    request = batch[0][0].request
+    tensors: list[torch.Tensor] = []
+    in_place: list[bool] = []
+    for settled, pending in batch:
+        own = _zeros(settled.request, device) if pending is None else pending.tensors
+        tensors.extend(own)
+        in_place += [pending is None or pending.in_place] * len(own)
+    started = reductions.allreduce(group, tensors, Op(request.op), *request.scales, in_place)
+    _mark(rows, began_ns)
+    whole = Batch(started, rows, _backend(request), timeline.now_ns() if rows else 0)
+    at = 0
+    for settled, pending in batch:
+        count = len(settled.request.tensors)
+        if pending is not None:
+            pending.started(whole, (at, at + count))
+        at += count
+
+
+def _mark(rows: list[str], began_ns: int) -> None:
+    if rows:
+        timeline.spans(rows, "MEMCPY_IN_FUSION_BUFFER", began_ns, timeline.now_ns())
+
+
+def _device(request: Request) -> torch.device:
+    return own_gpu.of(request.device)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _zeros(request: Request, device: torch.device) -> list[torch.Tensor]:
+    """What a rank that has joined adds."""
+    return [
+        torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        for dtype, shape in request.tensors
+    ]
+
+
+def _backend(request: Request) -> str:
+    return f"{'NCCL' if request.device == 'cuda' else 'GLOO'}_{request.kind.upper()}"

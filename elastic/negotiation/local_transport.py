@@ -1,0 +1,125 @@
+"""Rank 0's line to the coordinator, which is in the same process. Acts; `coordinator` decides."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from elastic.errors import CollectiveFailed
+from elastic.monitoring import timeline
+from elastic.negotiation.coordinator import Coordinator
+from elastic.negotiation.messages import Decision, Offer
+from elastic.negotiation.pending import row
+from elastic.negotiation.transport import BEAT_S, Hub, Rules
+from elastic.rendezvous.environment import COLLECTIVE_TIMEOUT_S, Environment
+from elastic.rendezvous.store import Listener
+
+SILENT_BEATS = 6
+
+
+def last_resort_s(env: Environment) -> float:
+    """How long a collective may wait for a rank; 0: for ever. Where there is a driver, it judges who is stuck, and
+    fences it.
+    """
+    last_s = env.stall_shutdown_s or max(env.collective_timeout_s, COLLECTIVE_TIMEOUT_S)
+    return last_s if env.driver is None else 0.0
+
+
+def silence_s(env: Environment) -> float:
+    """How long rank 0 may say nothing; 0: for ever. What it has to say when something waits too long comes first."""
+    last_s = last_resort_s(env)
+    return last_s + SILENT_BEATS * BEAT_S if last_s else 0.0
+
+
+class OwnLine:
+    """Rank 0's line to the coordinator, which is here: offers are decided on at once, in the thread that makes them."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        listener: Listener,
+        size: int,
+        generation: int,
+        env: Environment,
+        died: Callable[[str], None],
+    ) -> None:
+        self.rules = rules
+        self._coordinator = Coordinator(size, env.cache_capacity)
+        self._deciding = threading.Lock()  # also makes one order of what is published
+        self._warn_s = env.stall_warning_s
+        self._end_s = last_resort_s(env)
+        self._hub = Hub(
+            listener,
+            rules,
+            size=size,
+            generation=generation,
+            secret=env.secret,
+            offered=self._offered,
+            left=self._left,
+            look=self._look,
+            died=died,
+        )
+        self._hub.start()
+
+    def send(self, offer: Offer) -> None:
+        self._offered(0, offer)
+
+    def _offered(self, rank: int, offer: Offer) -> None:
+        with self._deciding:
+            if timeline.on:
+                for name in self._coordinator.named(offer):
+                    timeline.tick(row(name, offer.members), rank)
+            for decision in self._coordinator.offer(rank, offer):
+                self._hub.publish(decision)
+
+    def _left(self, rank: int) -> None:
+        with self._deciding:
+            for decision in self._coordinator.leave(rank, "left: its connection was closed"):
+                self._hub.publish(decision)
+
+    def _look(self) -> None:
+        if self._warn_s <= 0 and self._end_s <= 0:
+            return
+        with self._deciding:
+            said, decisions = self._coordinator.stalled(time.monotonic(), self._warn_s, self._end_s)
+            for decision in decisions:
+                self._hub.publish(decision)
+        for sentence in said:
+            print(f"elastic: stalled: {sentence}", file=sys.stderr, flush=True)
+
+    def receive(self) -> list[Decision]:
+        """Blocks until there is one, or a nudge. Raises CollectiveFailed on `abort`, but first gives what was decided
+        before: the others have been told of it too, and may be why this world is over.
+        """
+        heard = [self._hub.own.get(), *self._waiting()]
+        decisions = [each for each in heard if isinstance(each, Decision)]
+        if None in heard:
+            with (
+                self._deciding
+            ):  # what the others are being told at this moment is meant for this rank too
+                rest = self._waiting()
+            self._hub.own.put(None)  # for whoever asks next
+            decisions += [each for each in rest if isinstance(each, Decision)]
+            if not decisions:
+                raise CollectiveFailed("aborted")
+        return decisions
+
+    def _waiting(self) -> list[Decision | str | None]:
+        found = []
+        while not self._hub.own.empty():
+            found.append(self._hub.own.get())
+        return found
+
+    def nudge(self) -> None:
+        self._hub.nudge()
+
+    def abort(self) -> None:
+        self._hub.abort()
+
+    def close(self) -> None:
+        self._hub.close()
+
+    def forget(self) -> None:
+        self._hub.forget()

@@ -1,0 +1,152 @@
+"""Keeps what the ranks of one set have offered, by name and by number, and which numbers stand for what. Pure.
+
+See `coordinator`, which decides when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from elastic.negotiation.cached_allreduce import StandingOrders
+from elastic.negotiation.messages import (
+    ALLREDUCE,
+    Members,
+    Request,
+    Settled,
+)
+
+ORDERS_STRETCH = 8
+
+
+@dataclass
+class OneSet:
+    """The collectives of one set of ranks."""
+
+    members: Members  # spelled out
+    named_as: Members  # as in messages
+    offered: dict[int, int]  # by rank: the bits of what it offered by number
+    waiting: dict[str, dict[int, Request]] = field(default_factory=dict)  # by name, by rank
+    numbers: dict[str, int] = field(default_factory=dict)  # of names
+    entries: list[Settled] = field(default_factory=list)  # by number
+    seen: set[str] = field(default_factory=set)  # names that have come once
+    reducible: int = 0  # bits of the entries that joined ranks can add zeros to
+    by_request: int = 0  # bits of the names that somebody waits for by a whole request
+    watched: int = 0  # bits of the names that were waited for at the last look
+    epoch: int = 0
+    before: list[Settled] = field(default_factory=list)  # the entries of the epoch before
+    unaware: set[int] = field(default_factory=set)  # ranks that have not taken notice of this epoch
+    lacking: int = -1  # a rank that lacked something the last time
+
+    def __post_init__(self) -> None:
+        self.orders = StandingOrders(len(self.members))
+
+    def name_of(self, number: int) -> str:
+        return self.entries[number].request.name
+
+    def in_old_words(self, rank: int, known: int) -> list[Request]:
+        """What bits of the epoch before stand for."""
+        position = self.members.index(rank)
+        return [self.before[number].asked_by(position) for number in bits(known)]
+
+    def asked(self, number: int, rank: int) -> Request:
+        """What this rank says with a number."""
+        return self.entries[number].asked_by(self.members.index(rank))
+
+    def ask(self, rank: int, request: Request) -> None:
+        """By name: who has offered the same by its number now waits by name too."""
+        asked = self.waiting.get(request.name)
+        if asked is None:
+            asked = self.waiting[request.name] = {}
+            number = self.numbers.get(request.name)
+            if number is not None:  # the bits of others now count as what they stand for
+                bit = 1 << number
+                self.by_request |= bit
+                for other, offered in self.offered.items():
+                    if offered & bit:
+                        self.offered[other] = offered & ~bit
+                        asked[other] = self.asked(number, other)
+        asked[rank] = request
+        for number in [n for n, _ in self.orders.late() if self.name_of(n) == request.name]:
+            for other, run in self.orders.forget_late(number).items():
+                if run == request.after + 1:  # instead of this run; an earlier one is over
+                    asked.setdefault(other, self.asked(number, other))
+
+    def end_order(self, name: str, failed: bool) -> None:
+        """Of this name, if it is one: it could not run, or means something else from now on."""
+        self.orders.end([n for n in self.orders if self.name_of(n) == name], failed)
+
+    def take(self, name: str) -> None:
+        """Nobody waits for it any more."""
+        del self.waiting[name]
+        number = self.numbers.get(name)
+        if number is not None:
+            self.by_request &= ~(1 << number)
+
+    def numbered(self, found: Settled, capacity: int) -> Settled:
+        """With the number by which it is known from now on, if it came before and there is room."""
+        request = found.request
+        if found.error:
+            return found
+        # It asked for something else: the old number is used up.
+        self.numbers.pop(request.name, None)
+        if not request.lasting or capacity == 0:
+            return found
+        if request.name not in self.seen:
+            self.seen.add(request.name)
+            if len(self.seen) > 64 * capacity:
+                self.seen.clear()
+            return found
+        room = capacity * (ORDERS_STRETCH if self.orders else 1)
+        if len(self.entries) >= room:
+            if self.unaware or self.orders:
+                return found
+            self.forget_numbers()
+        number = len(self.entries)
+        found = Settled(found.request, found.rows, found.payloads, number)
+        self.entries.append(found)
+        self.numbers[request.name] = number
+        if request.kind == ALLREDUCE:
+            self.reducible |= 1 << number
+        return found
+
+    def forget_numbers(self) -> None:
+        """Another epoch begins."""
+        # What was offered by number is asked for by name from here on.
+        for rank, offered in self.offered.items():
+            for number in bits(offered):
+                request = self.asked(number, rank)
+                self.waiting.setdefault(request.name, {})[rank] = request
+            self.offered[rank] = 0
+        self.before, self.entries, self.numbers = self.entries, [], {}
+        self.reducible = self.by_request = self.watched = 0
+        self.orders.forget_numbers()
+        self.epoch += 1
+        self.unaware = set(self.members)
+
+    def watch(self, name: str) -> None:
+        """Until the next look: that it has a number and runs by it is to be noticed."""
+        if name in self.numbers:
+            self.watched |= 1 << self.numbers[name]
+
+    def names(self) -> Iterator[tuple[str, set[int]]]:
+        """Everything that some have offered and some have not, with those that have."""
+        for name, asked in self.waiting.items():
+            yield name, set(asked)
+        for number, runs in self.orders.late():
+            yield self.name_of(number), set(runs)
+        union = 0
+        for offered in self.offered.values():
+            union |= offered
+        for number in bits(union):
+            who = {rank for rank, offered in self.offered.items() if offered >> number & 1}
+            yield self.entries[number].request.name, who
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers whose bits are set, in ascending order."""
+    for index, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
+        while byte:
+            low = byte & -byte
+            yield index * 8 + low.bit_length() - 1
+            byte ^= low

@@ -1,0 +1,331 @@
+"""Collectives that this rank has submitted, from submission to their result. Wait, and keep what is waited for.
+
+What is started, and when, is decided by `engine`; here is what a thread that waits for one of them needs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from elastic.collectives.algorithms import exchanges, reductions
+from elastic.collectives.algorithms.reductions import Started
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.errors import CollectiveFailed, PeerLost
+from elastic.monitoring import timeline
+from elastic.negotiation.messages import (
+    ALLTOALL,
+    Members,
+    Request,
+    Settled,
+)
+
+STANDING_S = 0.02  # what was started undecided usually ends sooner; else something may be wrong
+_dtype_names: dict[torch.dtype, str] = {}
+
+
+class Driver(Protocol):
+    """Who gets a collective decided; see `engine`."""
+
+    @property
+    def failed(self) -> bool: ...
+
+    def complete(self, pending: Pending) -> None: ...
+
+    def report(self, pending: Pending) -> None: ...
+
+    def withdraw(self, pending: Pending) -> None: ...
+
+    def hear(self, pending: Pending) -> None: ...
+
+    def last_word(self, pending: Pending) -> None: ...
+
+
+class Batch:
+    """What was started together: to be waited for by any of its members, finished by the first."""
+
+    def __init__(self, started: Started, rows: Sequence[str], backend: str, began_ns: int) -> None:
+        self._works: list[Work]
+        self._works, self._finish = started
+        self._lock = threading.Lock()
+        self._results: Any = None
+        self._finished = False
+        self._rows = rows  # of the timeline
+        self._backend = backend
+        self._began_ns = began_ns
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def within(self, timeout_s: float) -> bool:
+        """Waits as `wait` does, but no longer; whether it is done."""
+        for work in self._works:
+            if not work.within(timeout_s):
+                return False
+        self.wait()
+        return True
+
+    def results(self) -> Any:
+        """Of all members. Call `wait` before."""
+        with self._lock:
+            if not self._finished:
+                waited_ns = timeline.now_ns() if timeline.on else 0
+                with torch.no_grad():
+                    self._results = self._finish()
+                self._finished = True
+                if timeline.on and self._rows:
+                    timeline.spans(self._rows, self._backend, self._began_ns, waited_ns)
+                    out = "MEMCPY_OUT_FUSION_BUFFER"
+                    timeline.spans(self._rows, out, waited_ns, timeline.now_ns())
+                    for row in self._rows:
+                        timeline.end(row)
+            return self._results
+
+
+class Pending:
+    """A collective that this rank has submitted. Any thread may wait for it.
+
+    Plain fields and no closures: thousands may be under way at once, and each object costs the garbage collector.
+    """
+
+    __slots__ = (
+        "_batch",
+        "_began",
+        "_engine",
+        "_part",
+        "_ready",
+        "_value",
+        "decided",
+        "device",
+        "error",
+        "in_place",
+        "key",
+        "kind",
+        "lasting",
+        "members",
+        "name",
+        "noted",
+        "op",
+        "payload",
+        "root",
+        "run",
+        "scales",
+        "splits",
+        "standing",
+        "tensors",
+    )
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        members: Members,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        *,
+        op: int = 0,
+        root: int = 0,
+        scales: tuple[float, float] = (1.0, 1.0),
+        splits: tuple[int, ...] = (),
+        payload: str = "",
+        in_place: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.name = name  # empty: the engine numbers it
+        self.members = members
+        self.tensors = tensors
+        self.device = device
+        self.op = op
+        self.root = root
+        self.scales = scales
+        self.splits = splits
+        self.payload = payload
+        self.in_place = in_place
+        self.lasting = bool(name) and bool(tensors)
+        self.key: Hashable = None
+        self.decided = False  # it runs, or failed
+        self.noted = False  # of a join: the coordinator knows of it
+        self.standing: Collectives | None = None  # the group on which it was started undecided
+        self.run: tuple[int, int] | None = None  # ... as which run of which order
+        self._began = 0.0
+        self.error: BaseException | None = None
+        self._engine: Driver | None = None
+        self._batch: Batch | None = None
+        self._part: tuple[int, int] | None = None  # of the batch's results
+        self._value: Any = None
+        self._ready: Any = None
+        if device.type == "cuda":  # another thread may start it, on a stream of its own
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def make_key(self) -> Hashable:
+        """Equal where `request` would be."""
+        tensors = self.tensors
+        if len(tensors) == 1:
+            described: Hashable = (tensors[0].dtype, tensors[0].shape)
+        else:
+            described = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+        return self.name, described, self.device.type, self.op, self.root, self.scales, self.splits
+
+    def request(self) -> Request:
+        return Request(
+            self.kind,
+            self.name,
+            tuple([(_dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in self.tensors]),
+            self.device.type,
+            self.op,
+            self.root,
+            self.scales,
+            self.splits,
+            self.payload,
+            self.lasting,
+        )
+
+    def row(self) -> str:
+        """Its row in the timeline."""
+        return row(self.name, self.members)
+
+    def begin(self, group: Collectives, settled: Settled) -> Started:
+        """Starts it on its own; not for allreduce, which may share a buffer with others."""
+        match self.kind:
+            case "allgather":
+                return exchanges.allgather(group, self.tensors, settled.rows)
+            case "alltoall":
+                return exchanges.alltoall(group, self.tensors[0], settled.rows)
+            case "broadcast":
+                root = self.members.index(self.root) if self.members else self.root
+                root = root if group.size > 1 else 0
+                return exchanges.broadcast(group, self.tensors[0], root, self.in_place)
+        parts = [
+            reductions.reducescatter(group, tensor, Op(self.op), *self.scales)
+            for tensor in self.tensors
+        ]
+        return [work for works, _ in parts for work in works], lambda: [end() for _, end in parts]
+
+    # ---- the seam of `Work` ----------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        if not self.decided:
+            return self._engine is not None and self._engine.failed
+        if self.error is not None or self._batch is None or self._batch.done():
+            return True
+        if self._engine is not None and self._engine.failed:
+            return True  # the wait ends at once
+        if self.standing is not None and time.monotonic() - self._began > STANDING_S:
+            assert self._engine is not None
+            self._engine.report(self)
+        return False
+
+    def over(self, error: BaseException) -> bool:
+        """Whether this error is the collective's own end."""
+        if error is self.error or isinstance(error, CollectiveFailed | PeerLost):
+            return True
+        return self._engine is None or self._engine.failed
+
+    def wait(self) -> None:
+        """Raises CollectiveFailed, TensorMismatch, or what starting it raised."""
+        if not self.decided:
+            assert self._engine is not None
+            self._engine.complete(self)
+        if self.error is not None:
+            raise self.error
+        if self._batch is None:
+            return
+        if self.standing is None:
+            self._batch.wait()
+            return
+        assert self._engine is not None
+        try:
+            if not self._batch.within(STANDING_S):
+                self._engine.report(self)
+                self._batch.wait()
+                self._engine.withdraw(self)
+        except CollectiveFailed:
+            self._engine.hear(self)
+            if self.error is not None:  # another rank asked for something else by this name
+                raise self.error from None
+            raise
+
+    def result(self) -> Any:
+        """Call `wait` before."""
+        if self._batch is None:
+            return self._value
+        results = self._batch.results()
+        return results if self._part is None else results[self._part[0] : self._part[1]]
+
+    # ---- for the engine --------------------------------------------------------------------------------------------
+
+    def last_word(self) -> None:
+        """The world is over: it may have been decided before."""
+        if self._engine is not None and not self.decided:
+            self._engine.last_word(self)
+
+    def submitted_to(self, engine: Driver) -> None:
+        self._engine = engine
+
+    def started(self, batch: Batch, part: tuple[int, int] | None = None) -> None:
+        self._batch, self._part = batch, part
+        self.decided = True
+
+    def started_as_order(self, batch: Batch, group: Collectives) -> None:
+        self.standing, self._began = group, time.monotonic()
+        self.started(batch)
+
+    def fail_order(self, error: BaseException) -> None:
+        """What was started as a standing order can't end: the others don't take part."""
+        assert self.standing is not None
+        self.error = error
+        self.standing.abort()
+
+    def settled(self, value: Any = None, error: BaseException | None = None) -> None:
+        self._value, self.error = value, error
+        self.decided = True
+
+    def await_tensors(self) -> None:
+        """On a GPU: what comes after this in the present stream sees the tensors as they were when submitted."""
+        if self._ready is not None:
+            self._ready.wait()
+
+
+def run_alone(pending: Pending, group: Collectives) -> None:
+    """In a world, or a set, of one: nobody has to be asked."""
+    match pending.kind:
+        case "agree":
+            pending.settled((pending.payload,))
+        case "join":
+            pending.settled(group.rank)
+        case "barrier":
+            pending.settled()
+        case "allreduce":
+            in_place = [pending.in_place] * len(pending.tensors)
+            with torch.no_grad():
+                started = reductions.allreduce(
+                    group, pending.tensors, Op(pending.op), *pending.scales, in_place
+                )
+            pending.started(Batch(started, (), "", 0))
+        case kind:
+            counts = tuple(len(t) if t.dim() else 0 for t in pending.tensors)
+            rows = pending.splits if kind == ALLTOALL else counts
+            with torch.no_grad():
+                started = pending.begin(group, Settled(pending.request(), rows=(rows,)))
+            pending.started(Batch(started, (), "", 0))
+
+
+def row(name: str, members: Members) -> str:
+    """Its row in the timeline: one for each set in which the name is used."""
+    return f"{name} of {list(members)}" if members else name
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return name

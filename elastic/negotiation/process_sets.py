@@ -1,0 +1,376 @@
+"""Process sets: some ranks of the world that run collectives among themselves. Acts; `set_table` decides.
+
+All ranks register and remove the same sets in the same order, those that are not in them too: with ``init()``, or later
+if it was asked for (``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1). Only members use them.
+
+A set is a list of ranks, not of workers: when the world changes, it consists of whatever workers have these ranks
+then, and ranks that the world no longer has are left out until it is large enough again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from elastic import context
+from elastic.collectives.interface import Collectives
+from elastic.context import Context
+from elastic.errors import Invalid
+from elastic.negotiation import submission
+from elastic.negotiation.process_set_table import (
+    ADD,
+    REMOVE,
+    Entry,
+    Ranks,
+    SetTable,
+    Wish,
+    checked_ranks,
+    present,
+)
+from elastic.protocol.messages import COPY
+
+_PACKET_BYTES = 1024  # a table that fits costs one broadcast
+_HEAD_BYTES = 8
+
+_table = SetTable()
+_dynamic = False
+
+
+class ProcessSet:
+    """Some ranks. Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to collectives.
+
+    ``ranks_or_comm``: a list of ranks in any order. Raises Invalid (a ValueError) for anything else; MPI communicators
+    have no meaning here.
+    """
+
+    mpi_comm = None
+
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        self._entry = Entry(checked_ranks(ranks_or_comm))
+
+    @property
+    def process_set_id(self) -> int | None:
+        """The same number on all ranks; None if it is not registered, or was removed."""
+        return self._entry.number or None
+
+    @property
+    def ranks(self) -> list[int]:
+        """As they were given, in ascending order: those too that the present world doesn't have."""
+        return list(self._entry.ranks)
+
+    def size(self) -> int | None:
+        """How many of its ranks the present world has; None if it is not registered."""
+        if not self._entry.number:
+            return None
+        return len(present(self._entry.ranks, context.current().place.size))
+
+    def rank(self) -> int | None:
+        """This worker's index in the set; None if it is not registered. Raises Invalid on a rank that isn't in it."""
+        if not self._entry.number:
+            return None
+        return _members(self).index(context.current().place.rank)
+
+    def included(self) -> bool:
+        """Whether this worker's rank is in the set. Raises NotInitialized before ``init()``."""
+        return context.current().place.rank in self._entry.ranks
+
+    def __reduce__(self) -> Any:
+        # Copied with a state, or sent to another worker, a registered set stays the set that is registered there.
+        return _found, (self._entry.ranks,)
+
+    def __repr__(self) -> str:
+        number, ranks = self.process_set_id, self.ranks
+        return f"ProcessSet(process_set_id={number}, ranks={ranks}, mpi_comm=None)"
+
+
+class GlobalProcessSet(ProcessSet):
+    """Every worker of the present world, however many there are."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def process_set_id(self) -> int:
+        return 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks. Raises NotInitialized before ``init()``, as the methods do."""
+        return list(range(self.size()))
+
+    def size(self) -> int:
+        return context.current().place.size
+
+    def rank(self) -> int:
+        return context.current().place.rank
+
+    def included(self) -> bool:
+        """Always True: every worker is part of the world."""
+        context.current()
+        return True
+
+    def __reduce__(self) -> str:
+        return "global_process_set"  # copied or pickled, it stays the one object
+
+    def __repr__(self) -> str:
+        return "global_process_set"
+
+
+global_process_set = GlobalProcessSet()
+
+_objects: dict[Entry, ProcessSet] = {}  # the first one for each set that is registered
+
+
+# ---- what collectives ask --------------------------------------------------------------------------------------------
+
+
+def resolve(process_set: ProcessSet | None) -> Ranks | None:
+    """The ranks that take part, in ascending order; None for all ranks of the world.
+
+    Raises Invalid (a ValueError) if the set is not registered, was removed, has no rank in the present world, or does
+    not include this one.
+    """
+    if process_set is None or process_set is global_process_set:
+        return None
+    return _members(process_set)
+
+
+def _members(process_set: ProcessSet) -> Ranks:
+    if not isinstance(process_set, ProcessSet):
+        raise Invalid(
+            f"process_set is a {type(process_set).__name__}; give a ProcessSet that was registered with"
+            " add_process_set() or init(process_sets=[...])"
+        )
+    entry, place = process_set._entry, context.current().place
+    if not entry.number:
+        if entry.removed:
+            raise Invalid(f"process set {list(entry.ranks)} was removed; add it again to use it")
+        raise Invalid(
+            f"process set {list(entry.ranks)} is not registered; call add_process_set() or"
+            " init(process_sets=[...]) with it, on all ranks"
+        )
+    members = present(entry.ranks, place.size)
+    if place.rank not in members:
+        if not members:
+            raise Invalid(
+                f"{_called(entry)} has no rank in the present world, whose size is {place.size}; it can be used again"
+                " when the world has grown"
+            )
+        raise Invalid(
+            f"rank {place.rank} is not in {_called(entry)}; call this only where process_set.included() is True"
+        )
+    return members
+
+
+def _called(entry: Entry) -> str:
+    return f"process set {entry.number} with ranks {list(entry.ranks)}"
+
+
+# ---- registering and removing ----------------------------------------------------------------------------------------
+
+
+def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
+    """What ``init(process_sets=...)`` was given: the sets, and whether more may come. Raises Invalid."""
+    if process_sets is None:
+        return [], False
+    if isinstance(process_sets, str):
+        if process_sets.lower() == "dynamic":
+            return [], True
+        raise Invalid(
+            f'process_sets is {process_sets!r}; give "dynamic", or a list of ProcessSet objects'
+        )
+    if isinstance(process_sets, ProcessSet) or not isinstance(process_sets, Iterable):
+        raise Invalid(
+            f"process_sets is {process_sets!r}; give a list of ProcessSet objects, as in [ProcessSet([0, 1])]"
+        )
+    sets = list(process_sets)
+    for each in sets:
+        if not isinstance(each, ProcessSet) or each is global_process_set:
+            raise Invalid(
+                f"process_sets has {each!r} in it; give ProcessSet objects, as in [ProcessSet([0, 1])], and leave out"
+                " global_process_set, which is registered always"
+            )
+    return sets, False
+
+
+def begin(sets: Sequence[ProcessSet], dynamic: bool) -> None:
+    """After ``init()``, on all ranks: registers those that are not registered yet. Raises Invalid, PeerLost."""
+    global _dynamic
+    rt = context.current()
+    _dynamic = _dynamic or dynamic or rt.env.dynamic_process_sets
+    new = [each for each in sets if not each._entry.number]
+    _look_around(rt)
+    if new:
+        _add(rt, new)
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Registers a set, or a list of ranks, and returns the set. Collective: all ranks of the world call it alike.
+
+    Raises Invalid (a ValueError) where it is not asked for (``init(process_sets="dynamic")``), where the ranks are no
+    ranks of this job, where a set of them is registered already, and on every rank if the ranks ask for different
+    things. After a change of the world, a set that was registered before it is returned as it is: training functions
+    start anew then, and newcomers run them for the first time.
+    """
+    rt = context.current()
+    _need_dynamic("added")
+    if process_set is global_process_set:
+        raise Invalid("global_process_set is registered always; there is nothing to add")
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _add(rt, [added])
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Removes a set, which can't be used any more then. Collective: all ranks of the world call it alike.
+
+    Returns whether it was registered; False for ``global_process_set``, which stays. Raises Invalid (a ValueError)
+    where it is not asked for, as in `add_process_set`, and on every rank if the ranks ask for different things.
+    """
+    rt = context.current()
+    if not isinstance(process_set, ProcessSet):
+        raise Invalid(
+            f"a {type(process_set).__name__} can't be removed; give the ProcessSet that was added"
+        )
+    _need_dynamic("removed")
+    if process_set is global_process_set:
+        return False
+    entry = process_set._entry
+    if not (entry.number or entry.removed):
+        return False  # it never was registered, on any rank
+    _look_around(rt)
+    removed = _table.remove(_agree(rt, _table.wish(REMOVE, [entry.ranks], rt.generation)))
+    _objects.pop(entry, None)
+    return removed
+
+
+def process_sets() -> list[ProcessSet]:
+    """All that are registered, by number; the first is ``global_process_set``."""
+    return [global_process_set, *(_object(entry) for entry in _table.entries())]
+
+
+def process_set_by_id(process_set_id: int) -> ProcessSet:
+    """The registered set of this number. Raises Invalid (a ValueError) if there is none."""
+    for each in process_sets():
+        if each.process_set_id == process_set_id:
+            return each
+    raise Invalid(f"no process set has the number {process_set_id!r}")
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """The ranks of every registered set, by number; 0 is the whole world."""
+    ranks = {entry.number: list(entry.ranks) for entry in _table.entries()}
+    return {0: global_process_set.ranks} | ranks
+
+
+def _need_dynamic(done: str) -> None:
+    if not _dynamic:
+        raise Invalid(
+            f"process sets can be {done} after init() only where it was asked for: call"
+            ' init(process_sets="dynamic"), or set HOROVOD_DYNAMIC_PROCESS_SETS=1'
+        )
+
+
+def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
+    _look_around(rt)
+    wish = _table.wish(ADD, [each._entry.ranks for each in sets], rt.generation)
+    # In an elastic job, a list of all ranks of the present world is not the whole world for ever.
+    fixed_size = 0 if rt.elastic else rt.place.size
+    entries = _table.add(_agree(rt, wish), rt.generation, fixed_size)
+    for each, entry in zip(sets, entries, strict=True):
+        each._entry = entry
+        _objects.setdefault(entry, each)
+
+
+def _agree(rt: Context, wish: Wish) -> list[Wish]:
+    if rt.provisional:
+        return [wish]  # a newcomer's, until it joins
+    # One name for all changes, so that ranks that ask for different things meet.
+    texts = submission.agree("process sets", "change", wish.text())
+    return [Wish.parse(text) for text in texts]
+
+
+def _look_around(rt: Context) -> None:
+    """Notes the size of the world; not that which a newcomer is only promised."""
+    if rt.alone or not rt.provisional:
+        _table.in_world(rt.place.size)
+
+
+def _object(entry: Entry) -> ProcessSet:
+    if entry not in _objects:
+        made = ProcessSet(entry.ranks)
+        made._entry = entry
+        _objects[entry] = made
+    return _objects[entry]
+
+
+def _found(ranks: Ranks) -> ProcessSet:
+    entry = _table.find(ranks)
+    return ProcessSet(ranks) if entry is None else _object(entry)
+
+
+# ---- when the world changes ------------------------------------------------------------------------------------------
+
+
+def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
+    """Members that lack the newest commit take over rank 0's sets, before anything that refers to one reaches them.
+
+    Collective among rank 0 and ``lacking``; returns at once on other ranks. Returns what users should know.
+    """
+    rank = rt.place.rank
+    news: list[str] = []
+    if lacking and (rank == 0 or rank in lacking):
+        group = rt.group("state", torch.device("cpu"), (0, *lacking))
+        with rt.guard(COPY):
+            text = _broadcast(group, _table.text().encode())
+        if rank != 0:
+            news = _table.adopt(text.decode())
+    _look_around(rt)
+    return news
+
+
+def _broadcast(group: Collectives, text: bytes) -> bytes:
+    """Rank 0's text; what the others pass is ignored."""
+    head = len(text).to_bytes(_HEAD_BYTES, "big")
+    room = _PACKET_BYTES - _HEAD_BYTES
+    packet = torch.frombuffer(bytearray(head + text[:room].ljust(room, b"\0")), dtype=torch.uint8)
+    group.broadcast(packet, 0).wait()
+    received = bytes(packet.tolist())
+    length = int.from_bytes(received[:_HEAD_BYTES], "big")
+    if length <= room:
+        return received[_HEAD_BYTES : _HEAD_BYTES + length]
+    rest = torch.zeros(length - room, dtype=torch.uint8, device="cpu")
+    if group.rank == 0:
+        rest = torch.frombuffer(bytearray(text[room:]), dtype=torch.uint8)
+    group.broadcast(rest, 0).wait()
+    return received[_HEAD_BYTES:] + bytes(rest.tolist())
+
+
+def forget() -> None:
+    """After ``shutdown()``: nothing is registered."""
+    global _dynamic
+    _table.clear()
+    _objects.clear()
+    _dynamic = False
+
+
+def require_global(process_set: object) -> None:
+    """Raises Invalid (a ValueError) for any other set: for what is defined on the whole world only."""
+    if process_set is not global_process_set and process_set is not None:
+        raise Invalid(
+            "this runs on all workers only; leave process_set out, or pass global_process_set"
+        )
+
+
+__all__ = [
+    "GlobalProcessSet",
+    "ProcessSet",
+    "add_process_set",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "process_set_by_id",
+    "process_sets",
+    "remove_process_set",
+]

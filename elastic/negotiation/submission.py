@@ -1,0 +1,299 @@
+"""Submits collectives and waits for them: checks arguments, claims a handle, hands them to the engine under the guard.
+
+Nothing is sent before every argument has been checked. Which ranks submitted what is compared by `engine`; what a
+collective computes is in `reductions` and `exchanges`. ``members`` are the ranks of a process set, None for the world.
+In all starters ``pick`` makes the result of what was computed, and ``soon`` says that the caller waits at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic import context
+from elastic.collectives import construct, own_gpu
+from elastic.collectives.algorithms import adasum, reductions
+from elastic.collectives.interface import Op
+from elastic.errors import TensorMismatch, Unsupported
+from elastic.negotiation.handles import Handles
+from elastic.negotiation.messages import (
+    AGREE,
+    ALL,
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    JOIN,
+    REDUCESCATTER,
+)
+from elastic.negotiation.pending import Pending, run_alone
+
+Tensors = Sequence[torch.Tensor]
+Members = tuple[int, ...] | None
+
+_CPU = torch.device("cpu")
+_handles = Handles()
+
+
+def _need_tensors(kind: str, tensors: Sequence[object]) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{kind} takes a torch.Tensor, not a {type(tensor).__name__};"
+                " convert it with torch.as_tensor()"
+            )
+
+
+def start_allreduce(
+    tensors: Tensors,
+    name: str | None,
+    op: Op,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    *,
+    members: Members = None,
+    in_place: bool = False,
+    pick: Callable[[list[torch.Tensor]], Any] = list,
+    soon: bool = False,
+) -> int:
+    _need_tensors(ALLREDUCE, tensors)
+    reductions.check(ALLREDUCE, tensors, op, (prescale, postscale) != (1.0, 1.0))
+    if op is Op.ADASUM:
+        adasum.check(group_size(_CPU, members))
+    scales = (float(prescale), float(postscale))
+    return _submit(
+        ALLREDUCE, name, tensors, pick, members, soon, in_place=in_place, op=op, scales=scales
+    )
+
+
+def start_reducescatter(
+    tensors: Tensors,
+    name: str | None,
+    op: Op,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    *,
+    members: Members = None,
+    pick: Callable[[list[torch.Tensor]], Any] = list,
+    soon: bool = False,
+) -> int:
+    _need_rows(REDUCESCATTER, tensors)
+    if op not in (Op.AVERAGE, Op.SUM):
+        raise Unsupported(f"reducescatter can't use {op.name.title()}; use Average or Sum")
+    reductions.check(REDUCESCATTER, tensors, op, (prescale, postscale) != (1.0, 1.0))
+
+    scales = (float(prescale), float(postscale))
+    return _submit(REDUCESCATTER, name, tensors, pick, members, soon, op=op, scales=scales)
+
+
+def start_allgather(
+    tensors: Tensors,
+    name: str | None,
+    *,
+    members: Members = None,
+    pick: Callable[[tuple[list[torch.Tensor], list[int]]], Any] = tuple,
+    soon: bool = False,
+) -> int:
+    """The result is (gathered tensors; in which row of each this rank's rows start)."""
+    _need_rows(ALLGATHER, tensors)
+
+    return _submit(ALLGATHER, name, tensors, pick, members, soon)
+
+
+def start_broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None,
+    *,
+    members: Members = None,
+    in_place: bool,
+    soon: bool = False,
+) -> int:
+    """``root_rank`` counts in the world, within a process set too."""
+    _need_tensors(BROADCAST, [tensor])
+    size = context.current().place.size
+    if not isinstance(root_rank, int) or isinstance(root_rank, bool) or not 0 <= root_rank < size:
+        raise ValueError(f"root_rank is {root_rank!r}; give a rank between 0 and {size - 1}")
+    if members is not None and root_rank not in members:
+        raise ValueError(f"root_rank {root_rank} is not in the process set {list(members)}")
+
+    return _submit(
+        BROADCAST, name, [tensor], None, members, soon, in_place=in_place, root=root_rank
+    )
+
+
+def start_alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None,
+    name: str | None,
+    *,
+    members: Members = None,
+    soon: bool = False,
+) -> int:
+    _need_tensors(ALLTOALL, [tensor])
+    if tensor.dim() == 0:
+        raise ValueError("alltoall needs a tensor with at least 1 dimension; use tensor.reshape(1)")
+    size = group_size(_CPU, members)
+    rows = _splits(splits, len(tensor))
+    if rows is None:
+        if len(tensor) % size:
+            raise ValueError(
+                f"alltoall can't deal {len(tensor)} rows evenly to {size} ranks; give splits"
+            )
+        rows = [len(tensor) // size] * size
+    elif len(rows) != size:
+        raise ValueError(f"{len(rows)} splits were given for {size} ranks; give one each")
+
+    return _submit(ALLTOALL, name, [tensor], None, members, soon, splits=tuple(rows))
+
+
+def barrier(members: Members = None) -> None:
+    """Returns once every member has called it."""
+    synchronize(_submit(BARRIER, None, (), None, members, soon=True))
+
+
+def start_join() -> int:
+    """No more data on this rank: it adds zeros from here on. The result, once all have joined, is who did so last."""
+    return _submit(JOIN, JOIN, (), None, None, soon=False)
+
+
+def join_noted(handle: int) -> bool:
+    """Whether every join that is submitted from now on, on any rank, counts as later than this one."""
+    found = _handles.find(handle, context.current())
+    return found is None or found.pending.noted or found.pending.done()
+
+
+def agree(kind: str, name: str, payload: str) -> list[str]:
+    """Every rank's ``payload``, in rank order, once all ranks of the world have called this with this kind and name."""
+    handle = _submit(AGREE, f"{kind}.{name}", (), list, None, soon=True, payload=payload)
+    answers: list[str] = synchronize(handle)
+    return answers
+
+
+def _submit(
+    kind: str,
+    name: str | None,
+    tensors: Tensors,
+    pick: Callable[[Any], Any] | None,
+    members: Members,
+    soon: bool,
+    *,
+    in_place: bool = False,
+    op: int = 0,
+    root: int = 0,
+    scales: tuple[float, float] = (1.0, 1.0),
+    splits: tuple[int, ...] = (),
+    payload: str = "",
+) -> int:
+    """Claims a handle and submits; a world or a set of one has its result at once."""
+    if not tensors and kind not in (BARRIER, AGREE, JOIN):
+        raise ValueError(f"{kind} was given no tensors; give at least one")
+    device = tensors[0].device if tensors else _CPU
+    if len(tensors) > 1 and any(tensor.device != device for tensor in tensors):
+        devices = sorted({str(tensor.device) for tensor in tensors})
+        raise ValueError(f"{kind}: all tensors of a group must be on one device, not on {devices}")
+    rt = context.current()
+    pending = Pending(
+        kind,
+        "" if name is None else name if kind == JOIN else f"{kind}.{name}",
+        members or ALL,
+        tensors,
+        device,
+        op=op,
+        root=root,
+        scales=scales,
+        splits=splits,
+        payload=payload,
+        in_place=in_place,
+    )
+    handle = _handles.claim(rt, pending, pick)
+    try:
+        with rt.guard(_handles.name(handle)):
+            if group_size(device, members) == 1:
+                run_alone(pending, rt.alone_group())
+            else:
+                _to_engine(rt, pending, soon)
+    except BaseException:
+        _handles.release(handle)
+        raise
+    return handle
+
+
+def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
+    construct.check_device(pending.device.type)  # what fails later has been promised to others
+    own_gpu.meet(pending.device)
+    rt.engine().submit(pending, soon)
+
+
+def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int] | None:
+    """Rows per rank. Raises ValueError for what can't be sent; how many ranks there are is checked later."""
+    if splits is None:
+        return None
+    if isinstance(splits, torch.Tensor):
+        if splits.dtype != torch.int32 or splits.dim() != 1:
+            raise ValueError("splits must be a vector of torch.int32; use splits.to(torch.int32)")
+        splits = splits.tolist()
+    counts = [int(count) for count in splits]
+    if any(count < 0 for count in counts) or sum(counts) > rows:
+        raise ValueError(
+            f"splits {counts} add up to more than the tensor's {rows} rows, or are negative"
+        )
+    return counts
+
+
+def _need_rows(kind: str, tensors: Tensors) -> None:
+    _need_tensors(kind, tensors)
+    for tensor in tensors:
+        if tensor.dim() == 0:
+            raise Unsupported(
+                f"{kind} needs tensors with at least 1 dimension; use tensor.reshape(1)"
+            )
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize` would return, or raise, at once. Raises ValueError for a handle that is not in flight."""
+    return _handles.done(handle, context.current())
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for a collective and returns its result; None for a handle that was synchronized before.
+
+    Raises TensorMismatch where the ranks' tensors don't fit together, PeerLost if the world broke meanwhile, or if the
+    handle belongs to an earlier one.
+    """
+    rt = context.current()
+    found = _handles.find(handle, rt)
+    if found is None:
+        return None
+    try:
+        if rt.broken:
+            found.pending.last_word()
+        if isinstance(found.pending.error, TensorMismatch):
+            raise found.pending.error  # all are told of it: it may be why this world is over already
+        with rt.guard(found.shown):
+            found.pending.wait()
+            result = found.pending.result()
+            result = result if found.pick is None else found.pick(result)
+    except BaseException as error:
+        # Interrupted from outside (Ctrl-C, a signal handler), it is in flight still, and may be waited for again.
+        if found.pending.over(error):
+            _handles.release(handle)
+        raise
+    _handles.release(handle)
+    return result
+
+
+def group_size(device: torch.device, members: Members = None) -> int:
+    """Number of ranks that share a collective: 1 before a newcomer's first world."""
+    rt = context.current()
+    if rt.provisional:
+        return 1
+    return rt.place.size if members is None else len(members)
+
+
+def is_root(root_rank: int, device: torch.device, members: Members = None) -> bool:
+    """Whether this rank's tensor was the one that was broadcast."""
+    return group_size(device, members) == 1 or context.current().place.rank == root_rank

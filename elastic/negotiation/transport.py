@@ -1,0 +1,452 @@
+"""The connections over which collectives are negotiated: one from every rank to rank 0, for one generation. Acts.
+
+Where rank 0 listens is swapped through the generation's store, whose replies are signed with the job's secret; who
+connects proves that it knows that secret. Frames are a 4-byte big-endian length and one message as MessagePack, checked
+against its schema, never pickled. Blocking calls end by `abort`, from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import queue
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from elastic.errors import CollectiveFailed
+from elastic.negotiation.fusion import Limits
+from elastic.negotiation.messages import Decision, Offer
+from elastic.rendezvous.store import Listener, Store
+
+_LENGTH = struct.Struct("!I")
+_FRAME_LIMIT = 256 << 20  # bytes
+_HELLO_LIMIT = 256  # bytes, before it is known who speaks
+_HELLO_S = 10.0
+_MOST_STRANGERS = 64  # connections beyond those of the ranks that have not said who they are
+_UNSENT_LIMIT = 256 << 20  # bytes that wait for a rank before it is given up
+_READ_BYTES = 1 << 16
+KEY = "negotiation"  # under which rank 0 provides its rules in the store
+LOOK_S = 1.0  # how often what does not come on is looked at
+BEAT_S = 5.0  # how often rank 0 says that it lives
+_BEAT = _LENGTH.pack(0)  # a frame without a message
+_LISTENS = 30  # how often a rank listens in vain before rank 0 is given up
+
+_encoder = msgspec.msgpack.Encoder()
+_offers: msgspec.msgpack.Decoder[Offer] = msgspec.msgpack.Decoder(Offer)
+_decisions: msgspec.msgpack.Decoder[Decision] = msgspec.msgpack.Decoder(Decision)
+
+
+class Rules(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 lays down for all: where it is, and how things are fused."""
+
+    host: str
+    port: int
+    nonce: bytes
+    fusion_bytes: int
+    alone_bytes: int
+    groups: bool
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.fusion_bytes, self.alone_bytes, self.groups)
+
+
+class _Hello(msgspec.Struct, frozen=True, array_like=True):
+    rank: int
+    proof: bytes
+
+
+def rules_of(listener: Listener, limits: Limits) -> Rules:
+    """What rank 0 lays down."""
+    where = listener.address
+    nonce = os.urandom(16)
+    return Rules(
+        where.host, where.port, nonce, limits.fusion_bytes, limits.alone_bytes, limits.groups
+    )
+
+
+def encode_rules(rules: Rules) -> bytes:
+    return _encoder.encode(rules)
+
+
+def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Rules:
+    """From rank 0, which need not have come to a collective yet. Raises CollectiveFailed."""
+    try:
+        return msgspec.msgpack.decode(store.fetch(KEY, rank, timeout_s)[0], type=Rules)
+    except (msgspec.MsgspecError, IndexError) as error:
+        raise CollectiveFailed(f"rank 0's rules for negotiating are damaged: {error}") from error
+
+
+class Peer:
+    """A rank's end. One thread receives at a time, another may send.
+
+    A rank 0 that says nothing for ``silence_s``, not even that it lives, is given up; 0: never.
+    """
+
+    def __init__(
+        self, rules: Rules, rank: int, generation: int, secret: bytes, silence_s: float = 0.0
+    ) -> None:
+        self._buffer = bytearray()
+        self._aborted = False
+        self._silence_s = silence_s
+        self._in_vain = 0  # how often it has listened since rank 0 was heard
+        try:
+            self._socket = socket.create_connection((rules.host, rules.port), _HELLO_S)
+        except OSError as error:
+            raise CollectiveFailed(f"rank 0 can't be reached to negotiate: {error}") from error
+        self._socket.settimeout(silence_s or None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
+        self._send(_encoder.encode(_Hello(rank, _proof(secret, rules.nonce, generation, rank))))
+
+    def send(self, offer: Offer) -> None:
+        self._send(_encoder.encode(offer))
+
+    def _send(self, body: bytes) -> None:
+        try:
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except OSError as error:
+            raise CollectiveFailed(self._why(error)) from error
+
+    def receive(self) -> list[Decision]:
+        """Blocks until there is one, or a nudge: then the list is empty.
+
+        Raises CollectiveFailed when rank 0 is gone, or on `abort`.
+        """
+        while True:
+            bodies = [body for body in _cut(self._buffer, _FRAME_LIMIT) if body]
+            if bodies:
+                return [_decisions.decode(body) for body in bodies]
+            ready = self._poll.poll(1000 * self._silence_s / _LISTENS or None)
+            if not ready:
+                # Counted, not timed: where all were stopped together, and go on, nobody was silent.
+                self._in_vain += 1
+                if self._in_vain >= _LISTENS:
+                    raise CollectiveFailed(self._why(f"no word for {self._silence_s:g} s"))
+                continue
+            if all(fd == self._woken.fileno() for fd, _ in ready) and not self._aborted:
+                self._woken.recv(_READ_BYTES)
+                return []
+            try:
+                part = self._socket.recv(_READ_BYTES)
+            except OSError as error:
+                raise CollectiveFailed(self._why(error)) from error
+            if not part:
+                raise CollectiveFailed(self._why("the connection was closed"))
+            self._buffer += part
+            self._in_vain = 0
+
+    def nudge(self) -> None:
+        """Wakes who is in `receive`. From any thread."""
+        with contextlib.suppress(OSError):  # full: it will wake all the same
+            self._waker.send(b"!")
+
+    def _why(self, error: object) -> str:
+        return "aborted" if self._aborted else f"rank 0, where collectives are negotiated: {error}"
+
+    def abort(self) -> None:
+        self._aborted = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.abort()
+        self.forget()
+
+    def forget(self) -> None:
+        for held in (self._socket, self._woken, self._waker):
+            held.close()
+
+
+class Hub:
+    """Rank 0's end: takes the others' offers in a thread of its own, and sends out decisions in one order.
+
+    ``offered(rank, offer)``, ``left(rank)`` and ``look()`` are called in that thread, and call `publish`; ``died(why)``
+    if it can't go on. ``own`` is rank 0's mailbox: decisions, nudges, and None at the end.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        rules: Rules,
+        *,
+        size: int,
+        generation: int,
+        secret: bytes,
+        offered: Callable[[int, Offer], None],
+        left: Callable[[int], None],
+        look: Callable[[], None],
+        died: Callable[[str], None],
+    ) -> None:
+        self.own: queue.SimpleQueue[Decision | str | None] = queue.SimpleQueue()
+        self._listener = listener.socket
+        self._rules = rules
+        self._size = size
+        self._generation = generation
+        self._secret = secret
+        self._offered, self._left, self._look, self._died = offered, left, look, died
+        self._deaf = False  # doesn't listen for a moment
+        self._selector = selectors.DefaultSelector()
+        self._buffers: dict[socket.socket, bytearray] = {}
+        self._ranks: dict[socket.socket, int] = {}
+        self._strangers: dict[socket.socket, float] = {}  # until when they may say who they are
+        self._sockets: dict[int, socket.socket] = {}
+        # For ranks that have not connected yet, or don't read as fast as they are told.
+        self._unsent: dict[int, bytearray] = {}
+        self._connecting = threading.Lock()  # of the two above; nothing blocks under it
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._closed = threading.Event()
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(
+            target=self._serve, name=f"elastic-hub-{generation}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # ---- sending; the caller sees to it that only one thread does at a time -----------------------------------------
+
+    def publish(self, decision: Decision) -> None:
+        """To all its members, rank 0 included if it is one. A rank that is gone is passed over."""
+        body = _encoder.encode(decision)
+        frame = _LENGTH.pack(len(body)) + body
+        members = decision.members or range(self._size)
+        for rank in members:
+            if rank != 0:
+                self._send(rank, frame)
+        if 0 in members:
+            # Last: with it, rank 0 may be done, and its process may end before the others have been told.
+            self.own.put(decision)
+
+    def _send(self, rank: int, frame: bytes) -> None:
+        """Never blocks: what a slow rank does not take waits for it, and nobody else waits."""
+        with self._connecting:
+            sock = self._sockets.get(rank)
+            waiting = self._unsent.get(rank)
+            if sock is not None and not waiting:
+                frame = frame[_sent(sock, frame) :]
+            if not frame:
+                return
+            if waiting is None:
+                waiting = self._unsent[rank] = bytearray()
+            waiting += frame
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                self._waker.send(b"!")
+
+    def _beat(self) -> None:
+        """Says that this process runs to all that are not being told something anyway."""
+        with self._connecting:
+            for rank, sock in self._sockets.items():
+                if rank not in self._unsent and (rest := _BEAT[_sent(sock, _BEAT) :]):
+                    self._unsent[rank] = bytearray(rest)
+        self._send_more()
+
+    def _send_more(self) -> None:
+        """What ranks have not taken yet; looks again when they can take more."""
+        with self._connecting:
+            for rank, waiting in [*self._unsent.items()]:
+                sock = self._sockets.get(rank)
+                if sock is None or sock not in self._buffers:
+                    continue
+                del waiting[: _sent(sock, waiting)]
+                events = selectors.EVENT_READ
+                if len(waiting) > _UNSENT_LIMIT:
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)  # and so it is lost
+                elif waiting:
+                    events |= selectors.EVENT_WRITE
+                if not waiting:
+                    del self._unsent[rank]
+                self._selector.modify(sock, events)
+
+    # ---- receiving -------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            look_at = time.monotonic() + LOOK_S
+            beat_at = time.monotonic() + BEAT_S
+            while not self._closed.is_set():
+                self._turn()
+                now = time.monotonic()
+                if now >= look_at and not self._closed.is_set():
+                    look_at = now + LOOK_S
+                    self._look_around(now)
+                if now >= beat_at and not self._closed.is_set():
+                    beat_at = now + BEAT_S
+                    self._beat()
+        except Exception as error:
+            if not self._closed.is_set():
+                self._died(f"the negotiation on rank 0 ended: {type(error).__name__}: {error}")
+                raise
+        finally:
+            self._selector.close()
+            for sock in (*self._buffers, self._listener, self._woken, self._waker):
+                sock.close()
+
+    def _turn(self) -> None:
+        for key, events in self._selector.select(min(LOOK_S, BEAT_S)):
+            if self._closed.is_set():
+                return
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._woken:
+                self._woken.recv(_READ_BYTES)
+                self._send_more()
+            else:
+                if events & selectors.EVENT_WRITE:
+                    self._send_more()
+                if events & selectors.EVENT_READ and key.fileobj in self._buffers:
+                    self._read(key.fileobj)
+
+    def _look_around(self, now: float) -> None:
+        self._look()
+        for sock in [s for s, until in self._strangers.items() if until < now]:
+            self._drop(sock)
+        if self._deaf:
+            self._deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                if not self._closed.is_set():  # no descriptors left: listen again in a while
+                    self._deaf = True
+                    self._selector.unregister(self._listener)
+                return
+            if len(self._strangers) >= _MOST_STRANGERS + self._size:
+                self._drop(next(iter(self._strangers)))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._buffers[sock] = bytearray()
+            self._strangers[sock] = time.monotonic() + _HELLO_S
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def _read(self, sock: Any) -> None:
+        buffer = self._buffers[sock]
+        try:
+            part = sock.recv(_READ_BYTES)
+        except OSError:
+            part = b""
+        if not part:
+            self._drop(sock)
+            return
+        buffer += part
+        try:
+            if sock in self._strangers:
+                self._greet(sock, buffer)
+            if sock in self._ranks:
+                for body in _cut(buffer, _FRAME_LIMIT):
+                    self._offered(self._ranks[sock], _offers.decode(body))
+        except (
+            msgspec.MsgspecError,
+            UnicodeDecodeError,
+            RecursionError,
+            CollectiveFailed,
+            OSError,
+        ):
+            if sock in self._buffers:
+                self._drop(sock)
+
+    def _greet(self, sock: socket.socket, buffer: bytearray) -> None:
+        bodies = _cut(buffer, _HELLO_LIMIT, most=1)
+        if not bodies:
+            return
+        hello = msgspec.msgpack.decode(bodies[0], type=_Hello)
+        proof = _proof(self._secret, self._rules.nonce, self._generation, hello.rank)
+        if not hmac.compare_digest(proof, hello.proof) or not 0 < hello.rank < self._size:
+            self._drop(sock)
+            return
+        with self._connecting:
+            if hello.rank in self._sockets:
+                self._drop(sock)
+                return
+            self._sockets[hello.rank] = sock
+        del self._strangers[sock]
+        self._ranks[sock] = hello.rank
+        self._send_more()
+
+    def _drop(self, sock: Any) -> None:
+        self._selector.unregister(sock)
+        self._strangers.pop(sock, None)
+        self._buffers.pop(sock, None)
+        rank = self._ranks.pop(sock, None)
+        sock.close()
+        if rank is not None and not self._closed.is_set():
+            self._left(rank)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def nudge(self) -> None:
+        """Wakes rank 0's own thread that waits for decisions."""
+        self.own.put("nudge")
+
+    def abort(self) -> None:
+        """Wakes who waits for a decision, and the thread. Never blocks."""
+        self._closed.set()
+        self.own.put(None)
+        for sock in (self._listener, *list(self._sockets.values())):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.abort()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2 * LOOK_S)
+
+    def forget(self) -> None:
+        for held in (self._listener, self._woken, self._waker, *list(self._buffers)):
+            held.close()
+        self._selector.close()
+
+
+def _sent(sock: socket.socket, data: bytes | bytearray) -> int:
+    """How much of it went out, without waiting. Of a connection that is gone: all."""
+    try:
+        return sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return len(data)  # whoever reads from it learns that it is gone
+
+
+def _cut(buffer: bytearray, limit: int, most: int = 1 << 30) -> list[bytes]:
+    """The bodies of the frames that are complete; takes them out of the buffer. Raises CollectiveFailed."""
+    bodies: list[bytes] = []
+    at = 0
+    while len(bodies) < most and len(buffer) - at >= 4:
+        (length,) = _LENGTH.unpack_from(buffer, at)
+        if length > limit:
+            raise CollectiveFailed(f"a frame of {length} bytes; the limit is {limit}")
+        if len(buffer) - at < 4 + length:
+            break
+        bodies.append(bytes(buffer[at + 4 : at + 4 + length]))
+        at += 4 + length
+    if at:
+        del buffer[:at]
+    return bodies
+
+
+def _proof(secret: bytes, nonce: bytes, generation: int, rank: int) -> bytes:
+    text = b"hvd-elastic negotiation|%d|%d|" % (generation, rank) + nonce
+    return hmac.digest(secret, text, hashlib.sha256)

@@ -1,0 +1,396 @@
+"""`DistributedOptimizer`: the user's optimizer, with gradients averaged over the world before each step.
+
+Checks the arguments and gives the optimizer Horovod's methods. When and how gradients travel is decided in
+`elastic.optimizer.gradient_reducer`; nothing here talks to other processes but through it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic.api.compression import Compression
+from elastic.collectives.algorithms import adasum
+from elastic.collectives.interface import Op
+from elastic.errors import Invalid
+from elastic.failpoints import failpoint
+from elastic.negotiation.process_sets import (
+    ProcessSet,
+    global_process_set,
+    require_global,
+    resolve,
+)
+from elastic.optimizer import gradient_layout
+from elastic.optimizer.flat_buckets import Compressor
+from elastic.optimizer.gradient_options import Options
+from elastic.optimizer.gradient_reducer import GradientReducer
+from elastic.runtime import lifecycle
+
+if TYPE_CHECKING:
+    from elastic.optimizer.adasum_optimizer import BackwardPasses
+
+# Without a model's names a parameter is named after its place: the group, and the index in the group.
+UNNAMED = "allreduce.noname.{}.{}"
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Op.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet | None = global_process_set,
+) -> Any:
+    """Wrap ``optimizer`` so that ``step()`` applies gradients reduced over all workers. Needs ``init()``.
+
+    The result is an instance of a subclass of ``optimizer``'s class with the same name. It shares ``param_groups``,
+    ``state`` and ``defaults``, so learning rate schedulers, ``state_dict`` and ``GradScaler`` see what they know; it
+    has the additional methods of `Distributed`. Wrap before a scheduler is made.
+
+    - ``named_parameters``: ``model.named_parameters()``; names all parameters, each name once.
+    - ``compression``: `Compression.none`, ``fp16``, ``bf16``, or anything with ``compress(tensor) -> (tensor,
+      context)`` and ``decompress(tensor, context) -> tensor``.
+    - ``backward_passes_per_step``: gradients of so many passes are added up locally (not divided) before they travel.
+    - ``op``: Average, Sum, Min, Max or Product; or Adasum, with which every rank steps by itself and the steps are
+      added up: see `elastic.optimizer.adasum_optimizer`. That takes 1, 2, 4, 8, ... ranks, and ``groups`` have no
+      meaning.
+    - ``gradient_predivide_factor`` f: Average divides by f before the sum and by ``size / f`` after it.
+    - ``groups``: a number of groups to split the parameters into, or lists of parameters; a group travels in one piece
+      for each dtype. Other parameters are put together by size.
+    - ``process_set``: the ranks that average among themselves. On other ranks the optimizer steps with their own
+      gradients, as if it had not been wrapped.
+    - ``sparse_as_dense``: sparse gradients (of embeddings) travel as dense ones, and are sparse again after that; else
+      indices and values are gathered.
+
+    The reduction is over when the last backward pass of a step returns: clip after it. See docs/migration.md.
+
+    All ranks give the same parameters in the same order. This is checked at the first step of a world, where a
+    difference raises StateMismatch. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Invalid(f"{type(optimizer).__name__} is no torch.optim.Optimizer; wrap one")
+    if isinstance(optimizer, Distributed):
+        raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
+    process_set = process_set or global_process_set
+    reduction = _checked_op(op)
+    _check_process_set(process_set, reduction)
+    _check_passes(backward_passes_per_step)
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise Invalid(
+            f"compression is {compression!r}; give Compression.none, Compression.fp16,"
+            " Compression.bf16, or anything with compress() and decompress()"
+        )
+    if not isinstance(gradient_predivide_factor, int | float) or not math.isfinite(
+        gradient_predivide_factor
+    ):
+        raise Invalid(
+            f"gradient_predivide_factor is {gradient_predivide_factor!r}; give a positive number"
+        )
+    if gradient_predivide_factor != 1.0 and reduction is not Op.AVERAGE:
+        raise Invalid("gradient_predivide_factor goes with op=Average only; leave it out")
+    if gradient_predivide_factor <= 0:
+        raise Invalid(
+            f"gradient_predivide_factor is {gradient_predivide_factor}; give a positive number"
+        )
+    if num_groups:
+        warnings.warn(
+            "DistributedOptimizer's num_groups is deprecated; use groups",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        groups = num_groups if groups is None else groups
+    groups = _checked_groups(groups)
+    names = _checked_names(optimizer, named_parameters)
+    world = lifecycle.current()
+    # A size that may change is checked at every step.
+    if reduction is Op.ADASUM and not world.elastic:
+        adasum.check(world.place.size)
+
+    optimizer_class = _subclass(type(optimizer), reduction is Op.ADASUM)  # type: ignore[arg-type]
+    distributed = optimizer_class.__new__(optimizer_class)
+    # A scheduler made before patched the optimizer's step(): that one knows nothing of gradients on other ranks.
+    distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    distributed._parameter_names = names
+    distributed.gradients_made = gradient_layout.Made(
+        Options(reduction, gradient_predivide_factor, compression, groups),
+        backward_passes_per_step,
+        sparse_as_dense,
+        process_set is global_process_set,
+        world.env.fusion_bytes,
+    )
+    distributed._synchronized = False
+    distributed._synchronized_for_scaler = False
+    distributed._should_synchronize = True
+    if reduction is Op.ADASUM:
+        _prepare_adasum(distributed, names, compression, backward_passes_per_step, sparse_as_dense)
+    else:
+        distributed._reducer = GradientReducer(
+            distributed,
+            names,
+            op=reduction,
+            predivide_factor=gradient_predivide_factor,
+            compression=compression,
+            passes=backward_passes_per_step,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
+    if (world.elastic or world.place.size > 1) and process_set.included():
+        distributed._reducer.install_hooks()
+    return distributed
+
+
+class Distributed(torch.optim.Optimizer):
+    """What `DistributedOptimizer` adds to an optimizer's class; comes before that class in the method order."""
+
+    gradients_made: gradient_layout.Made
+    _parameter_names: dict[torch.Tensor, str]
+    _synchronized: bool  # since the last step, by the user
+    _synchronized_for_scaler: bool
+    _should_synchronize: bool
+    _reducer: GradientReducer | BackwardPasses
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        return self._reducer.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From the next backward on. Call it between steps, on all ranks. Raises Invalid for less than 1."""
+        _check_passes(passes)
+        self._reducer.set_passes(passes)
+
+    def gradient_layout(self, name: str) -> list[str]:
+        """What must be the same on every rank, as lines of a state's layout: see
+        `elastic.optimizer.gradient_layout`."""
+        parameters = (each for group in self.param_groups for each in group["params"])
+        return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
+
+    def synchronize(self) -> None:
+        """Wait until every parameter's ``grad`` is the reduced one. Raises PeerLost when the world broke.
+
+        Every rank must call it equally often. Follow it with ``step()`` inside `skip_synchronize`. Not needed where the
+        last backward pass of a step has done it: see `elastic.optimizer.gradient_reducer`.
+        """
+        self._reducer.finish()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """``step()`` inside takes the gradients as they are::
+
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        """
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, then let the optimizer apply them. Returns what its own ``step`` returns.
+
+        Gradients that ``closure`` computes are reduced each time it was called. Raises PeerLost.
+        """
+        if self._should_synchronize:
+            if closure is not None:
+                closure = self._synchronizing(closure)
+            elif not self._synchronized_for_scaler or self._reducer.pending:
+                if self._synchronized and not self._synchronized_for_scaler:
+                    warnings.warn(
+                        "optimizer.step() called without optimizer.skip_synchronize() context after"
+                        " optimizer.synchronize(): gradients are reduced a second time. Call step() inside"
+                        " `with optimizer.skip_synchronize():`",
+                        stacklevel=2,
+                    )
+                self.synchronize()
+        self._synchronized = self._synchronized_for_scaler = False
+        # Before the values change, so that nobody takes the state for unchanged if the step fails half way.
+        lifecycle.current().activity += 1
+        failpoint("optimizer-step")
+        return super().step() if closure is None else super().step(closure)
+
+    # torch wraps the step() of each class once, for profiling and step hooks. The user's class has been; wrapping this
+    # one too would run step hooks twice.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's own. Raises AssertionError between ``backward()`` and ``step()``."""
+        if self._reducer.pending:
+            raise AssertionError(
+                "optimizer.zero_grad() was called between loss.backward() and optimizer.step() or"
+                " optimizer.synchronize(), while gradients are being reduced; call it after the step"
+            )
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own; backward passes counted so far are forgotten."""
+        super().load_state_dict(state_dict)
+        self._reset_passes()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer's own. All ranks must add the same."""
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        for index, parameter in enumerate(self.param_groups[number]["params"]):
+            self._parameter_names.setdefault(parameter, UNNAMED.format(number, index))
+        self._reducer.install_hooks()
+
+    def _reset_passes(self) -> None:
+        """Abandon the present step. `State.restore` calls this: no gradient of an aborted step is ever used."""
+        self._reducer.forget()
+        self._synchronized = self._synchronized_for_scaler = False
+        self._should_synchronize = True
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def synchronized() -> Any:
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        return synchronized
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step() reads this first, then looks for infinities in the gradients, then may skip step(). It must
+        # see the reduced gradients: only then do all ranks find, or miss, the same infinities.
+        if self._should_synchronize and self._reducer.pending:
+            self._reducer.finish()
+            self._synchronized_for_scaler = True
+        return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supports: bool) -> None:
+        self.__dict__["_step_supports_amp_scaling"] = supports
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy or a pickle is an optimizer like the one that was wrapped: hooks and buffers belong to this process.
+        classes = type(self).__mro__
+        user_class = classes[classes.index(Distributed) + 1]
+        return (user_class.__new__, (user_class,), self.__getstate__())
+
+
+@functools.cache
+def _subclass(optimizer_class: type[torch.optim.Optimizer], with_adasum: bool) -> type[Distributed]:
+    attributes = {
+        # As in Horovod: frameworks tell a wrapped optimizer by str(type(optimizer)).
+        "__module__": "horovod.torch.optimizer",
+        "__qualname__": optimizer_class.__qualname__,
+        "__doc__": optimizer_class.__doc__,
+    }
+    added = Distributed
+    if with_adasum:
+        from elastic.optimizer.adasum_optimizer import AdasumDistributed as added
+    return type(optimizer_class.__name__, (added, optimizer_class), attributes)
+
+
+def _prepare_adasum(
+    distributed: Any,
+    names: dict[torch.Tensor, str],
+    compression: Compressor,
+    passes: int,
+    sparse_as_dense: bool,
+) -> None:
+    from elastic.optimizer.adasum_optimizer import BackwardPasses  # which builds on this module
+
+    distributed._compression = compression
+    distributed._sparse_as_dense = sparse_as_dense
+    distributed._reducer = BackwardPasses(distributed, names, passes)
+
+
+def _check_passes(passes: object) -> None:
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise Invalid(f"backward_passes_per_step is {passes!r}; give a whole number, at least 1")
+
+
+def _checked_op(op: int) -> Op:
+    try:
+        return Op(op)
+    except ValueError as error:
+        raise Invalid(f"op is {op!r}; give Average, Sum, Adasum, Min, Max or Product") from error
+
+
+def _check_process_set(process_set: ProcessSet, reduction: Op) -> None:
+    if not isinstance(process_set, ProcessSet):
+        raise Invalid(
+            f"process_set is {process_set!r}; give a ProcessSet that was registered with add_process_set()"
+        )
+    if reduction is Op.ADASUM:
+        require_global(process_set)
+    if process_set.included():
+        resolve(process_set)  # raises where it is not registered
+
+
+def _checked_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    if named_parameters is None:
+        return {
+            parameter: UNNAMED.format(number, index)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+    if isinstance(named_parameters, torch.nn.Module) or callable(named_parameters):
+        raise Invalid("named_parameters is no list of pairs; pass model.named_parameters()")
+    named = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
+        raise Invalid(
+            "named_parameters holds something other than (name, parameter) tuples;"
+            " pass model.named_parameters()"
+        )
+    seen: set[str] = set()
+    twice = sorted({name for name, _ in named if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+    if twice:
+        raise Invalid(
+            f"named_parameters has names more than once: {', '.join(twice)}; make them unique,"
+            " for example with a prefix for each model"
+        )
+    names = {parameter: name for name, parameter in named}
+    missing = [
+        f"parameter {index} of group {number}, shape {tuple(parameter.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if parameter not in names
+    ]
+    if missing:
+        raise Invalid(
+            f"named_parameters does not name {len(missing)} of the optimizer's parameters"
+            f" ({missing[0]}{', ...' if missing[1:] else ''}); name all of them, or pass None"
+        )
+    return names
+
+
+def _checked_groups(
+    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+) -> int | Sequence[Sequence[torch.Tensor]] | None:
+    if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
+        return groups
+    if not isinstance(groups, list):
+        raise Invalid(
+            f"groups is {groups!r}; give a number of groups, or a list of lists of parameters"
+        )
+    seen: set[int] = set()
+    for group in groups:
+        if not isinstance(group, list | tuple):
+            raise Invalid("groups has an entry that is no list; give a list of lists of parameters")
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor):
+                raise Invalid(
+                    f"groups contains a {type(parameter).__name__}; put parameters (tensors) in its lists"
+                )
+            if id(parameter) in seen:
+                raise Invalid("groups contains a parameter twice; put each in one group at most")
+            seen.add(id(parameter))
+    return groups

@@ -1,0 +1,429 @@
+"""Moves gradients into flat buffers and back: how a bucket is filled, sent and unpacked, never when.
+
+A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that is no view yet is copied in, and the
+parameter's ``grad`` then *is* the view: after the reduction nothing is copied back. What travels lies where the other
+ranks of the host can reduce it in place. A `CompressedGradient` carries one gradient through a user's own compression
+class. The first bucket of a plan also carries the mark (see `elastic.optimizer.plan_agreement`); a `MarkBucket` does
+where there is no
+flat one.
+
+A bucket also sees whether somebody has written into a gradient since it was taken in: what travels is the gradient as
+backward left it, so a script that clips it then would clip what nobody uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.collectives.shared_memory import arena, host_copy
+from elastic.optimizer.gradient_mark import MarkOnHost
+from elastic.optimizer.plan_agreement import Mark, Wire, mark_value
+
+SMALL_BYTES = 32 << 10  # of a gradient that is cheaper to copy together with others
+# On a GPU, by estimate: what is copied together takes two launches for all, the second one to scale it; by itself, one
+# each. So much is read and written once more in the time of a launch.
+GPU_SMALL_BYTES = 4 << 20
+# Of one that is copied past the caches: until its bucket is reduced, others have taken its place there. Takes 5 % off
+# the whole step where layers have 20 MB (benchmarks/step.py --models mlp --ranks 2).
+LARGE_BYTES = 1 << 20
+
+
+class Compressor(Protocol):
+    """What a compression class offers; the methods are static in Horovod's and in most users' classes."""
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
+
+    def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor: ...
+
+
+class Scales(NamedTuple):
+    """What gradients are multiplied with, where it costs least."""
+
+    filling: float = 1.0  # while they are copied into the bucket
+    reducing: float = 1.0  # by the group, while it adds them up
+    finishing: float = 1.0  # after that
+
+
+UNSCALED = Scales()
+
+_Watched = tuple[int, torch.Tensor, int]  # the position, the gradient, and its version
+
+
+class GradientBucket(Protocol):
+    """Gradients of one dtype and device that travel together."""
+
+    parameters: Sequence[torch.Tensor]
+    missing: int  # gradients that are not ready yet
+    device: torch.device
+    scales: Scales
+
+    def wire(self) -> Wire:
+        """What travels."""
+
+    def fill(self, position: int, *, watch: bool) -> None:
+        """Take in the gradient of ``parameters[position]``; zeros if it has none. At `launch` at the latest.
+
+        ``watch``: the script may run before `finish`, and must not change what has been taken in.
+        """
+
+    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+        """Start the reduction. Raises CollectiveFailed. ``mark``: for the bucket that carries one."""
+
+    def heard(self, op: Op) -> Mark:
+        """After `finish`, of the bucket that carries the mark: what all sent came to. Waits for the bucket's device."""
+
+    def finish(self) -> int | None:
+        """Wait, and make the results the parameters' gradients. Raises CollectiveFailed.
+
+        Returns the position of a watched gradient that was changed, if there is one.
+        """
+
+    def discard(self, position: int) -> None:
+        """Take a gradient that was filled in away from its parameter: it is neither the local nor the reduced one."""
+
+    def drop(self) -> list[Work]:
+        """Forget what is under way. Returns the works that may still run."""
+
+
+class FlatBucket:
+    """One buffer of ``elements`` elements; gradient i of shape ``parameters[i].shape`` starts at ``offsets[i]``.
+
+    The parameters come smallest first.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        elements: int,
+        wire_dtype: torch.dtype,
+        *,
+        marked: bool = False,
+    ) -> None:
+        self.parameters = parameters
+        self.missing = len(parameters)
+        self.scales = UNSCALED
+        dtype, device = parameters[0].dtype, parameters[0].device
+        self.device = device
+        length = elements + marked
+        # Zeros, because the gaps between gradients travel too.
+        self._wire = zeros(length, wire_dtype, device)
+        self._wires = _views(self._wire, parameters, offsets)
+        self._flat, self._views = self._wire, self._wires
+        self._in_place = wire_dtype == dtype
+        if not self._in_place:
+            self._flat = torch.zeros(length, dtype=dtype, device=device)
+            self._views = _views(self._flat, parameters, offsets)
+        self._copies = {
+            position: host_copy.HostCopy([parameter], [wire])
+            for position, (parameter, wire) in enumerate(zip(parameters, self._wires, strict=True))
+            if self._in_place and wire.nbytes >= LARGE_BYTES and host_copy.bytewise(parameter, wire)
+        }
+        self._mark = self._wire[elements] if marked else None
+        self._heard = MarkOnHost(self._wire[elements]) if marked else None
+        self._pointers = [view.data_ptr() for view in self._views]
+        # What parameters get as ``grad``. Module.to() and some scripts keep such an object and give it other memory,
+        # so that these are no views of the buffer any more. Each counts its own versions, and not what happens in the
+        # rest of the buffer.
+        self._given = [view.data for view in self._views]
+        small = GPU_SMALL_BYTES if device.type == "cuda" else SMALL_BYTES
+        self._small = [
+            parameter.numel() * parameter.element_size() < small for parameter in parameters
+        ]
+        large = [offset for offset, small in zip(offsets, self._small, strict=True) if not small]
+        self._smalls = self._wire[: min(large, default=elements)]
+        # Positions of gradients that come sparse and travel dense, with the number of sparse dimensions: optimizers
+        # that ask for sparse ones get them so.
+        self._sparse: dict[int, int] = {}
+        # Small ones, to be filled in together: the position, and the gradient and its version if it is watched.
+        self._waiting: list[tuple[int, torch.Tensor | None, int]] = []
+        self._changed: int | None = None  # the position of one that was changed while it waited
+        self._watched: list[_Watched] = []
+        self._work: Work | None = None
+
+    def wire(self) -> Wire:
+        return wire_of(self._wire)
+
+    def fill(self, position: int, *, watch: bool) -> None:
+        if self._small[position]:
+            waits = self.parameters[position].grad if watch else None
+            self._waiting.append((position, waits, 0 if waits is None else waits._version))
+            return
+        scale, wire = self.scales.filling, self._wires[position]
+        gradient = self.parameters[position].grad
+        if gradient is None:
+            wire.zero_()
+        elif not self._in_place or not self._is_given(gradient, position):
+            gradient = self._dense(gradient, position)
+            if scale == 1.0:
+                self._copy(position, gradient)
+            else:
+                torch.mul(gradient, scale, out=wire)
+        elif scale != 1.0:
+            wire.mul_(scale)
+        if self._in_place:
+            gradient = self._give(position)
+        if watch and gradient is not None:
+            self._watched.append((position, gradient, gradient._version))
+
+    def _copy(self, position: int, gradient: torch.Tensor) -> None:
+        copy, wire = self._copies.get(position), self._wires[position]
+        if copy is not None and host_copy.bytewise(gradient, wire):
+            copy.run([gradient], [gradient.data_ptr()])
+        else:
+            wire.copy_(gradient)
+
+    def _dense(self, gradient: torch.Tensor, position: int) -> torch.Tensor:
+        if not gradient.is_sparse:
+            return gradient
+        self._sparse[position] = gradient.sparse_dim()
+        return gradient.to_dense()
+
+    def _fill_small(self) -> None:
+        """All small ones at once: for each alone the call would cost more than its few bytes."""
+        wires, gradients, missing = [], [], []
+        for position, seen, version in self._waiting:
+            gradient = self.parameters[position].grad
+            if gradient is None:
+                missing.append(self._wires[position])
+            else:
+                if seen is not None and (gradient is not seen or gradient._version != version):
+                    self._changed = position
+                if not self._in_place or not self._is_given(gradient, position):
+                    wires.append(self._wires[position])
+                    gradients.append(self._dense(gradient, position))
+            if self._in_place:
+                gradient = self._give(position)
+            if seen is not None and gradient is not None:
+                self._watched.append((position, gradient, gradient._version))
+        if missing:
+            torch._foreach_zero_(missing)
+        if wires:
+            torch._foreach_copy_(wires, gradients)
+        if self.scales.filling != 1.0:
+            self._smalls.mul_(self.scales.filling)
+        self._waiting.clear()
+
+    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+        if self._waiting:
+            self._fill_small()
+        if self._mark is not None:
+            self._mark.fill_(mark_value(op, mark))  # there is the last step's result
+        self._work = _reduce(group, self._wire, op, self.scales)
+
+    def finish(self) -> int | None:
+        assert self._work is not None, "a bucket is waited for that was never launched"
+        # What is left to the host comes first: a GPU is idle from the end of the last reduction to the next launch.
+        changed, self._changed = self._changed, None
+        for position, gradient, version in self._watched:
+            if _changed(self.parameters[position], gradient, version):
+                changed = position
+        self._watched.clear()
+        for position in range(len(self.parameters)):
+            self._give(
+                position
+            )  # again, because a model.zero_grad() since backward takes them away
+        self._work.wait()
+        self._work = None
+        if self._heard is not None:
+            self._heard.fetch()
+        scale = self.scales.finishing
+        if not self._in_place:
+            if scale == 1.0:
+                self._flat.copy_(self._wire)
+            else:
+                torch.mul(self._wire, scale, out=self._flat)
+        elif scale != 1.0:
+            self._flat.mul_(scale)
+        for position, dims in self._sparse.items():
+            self.parameters[position].grad = self._given[position].to_sparse(dims)
+        return changed
+
+    def heard(self, op: Op) -> Mark:
+        assert self._heard is not None, "this bucket carries no mark"
+        return self._heard.read(op)
+
+    def discard(self, position: int) -> None:
+        gradient = self.parameters[position].grad
+        if gradient is not None and (
+            position in self._sparse or self._is_given(gradient, position)
+        ):
+            self.parameters[position].grad = None
+
+    def drop(self) -> list[Work]:
+        self._waiting.clear()
+        self._watched.clear()
+        self._changed = None
+        works = [] if self._work is None else [self._work]
+        self._work = None
+        return works
+
+    def _give(self, position: int) -> torch.Tensor:
+        parameter, given = self.parameters[position], self._given[position]
+        if given.data_ptr() != self._pointers[position]:
+            given = self._given[position] = self._views[position].data
+        if parameter.grad is not given:
+            parameter.grad = given
+        return given
+
+    def _is_given(self, gradient: torch.Tensor, position: int) -> bool:
+        return gradient is self._given[position] and gradient.data_ptr() == self._pointers[position]
+
+
+class CompressedGradient:
+    """One gradient and the user's compression class. What it makes of the tensor must have one shape on all ranks."""
+
+    def __init__(self, parameter: torch.Tensor, compression: Compressor) -> None:
+        self.parameters: Sequence[torch.Tensor] = (parameter,)
+        self.missing = 1
+        self.scales = UNSCALED
+        self.device = parameter.device
+        self._compression = compression
+        self._wire: torch.Tensor | None = None
+        self._context: Any = None
+        self._sparse: int | None = None  # as in a FlatBucket
+        self._waits: _Watched | None = None  # until the launch
+        self._changed = False  # while it waited
+        self._watched: _Watched | None = None
+        self._work: Work | None = None
+
+    def wire(self) -> Wire:
+        (parameter,) = self.parameters
+        return wire_of(self._compression.compress(torch.zeros_like(parameter))[0])
+
+    def fill(self, position: int, *, watch: bool) -> None:
+        (parameter,) = self.parameters
+        if watch and parameter.grad is not None:
+            self._waits = (0, parameter.grad, parameter.grad._version)
+
+    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+        (parameter,) = self.parameters
+        watch = self._waits is not None
+        self._changed = self._waits is not None and _changed(parameter, *self._waits[1:])
+        self._waits = None
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            self._sparse = parameter.grad.sparse_dim()
+            parameter.grad = parameter.grad.to_dense()
+        # Scaled before it is compressed, as sums in a small dtype may overflow.
+        scale = self.scales.filling
+        gradient = parameter.grad if scale == 1.0 else parameter.grad * scale
+        wire, self._context = self._compression.compress(gradient)
+        # Where the compression leaves the gradient as it is, the reduction is no change of the script's.
+        self._wire = wire.contiguous().data
+        if watch:
+            # Not earlier: a compression may add to the gradient what it left out of the last one.
+            self._watched = (0, parameter.grad, parameter.grad._version)
+        self._work = _reduce(group, self._wire, op, self.scales)
+
+    def finish(self) -> int | None:
+        assert self._work is not None, "a gradient is waited for that was never launched"
+        assert self._wire is not None
+        self._work.wait()
+        self._work = None
+        (parameter,) = self.parameters
+        changed = self._changed or (
+            self._watched is not None and _changed(parameter, *self._watched[1:])
+        )
+        result = self._compression.decompress(self._wire, self._context)
+        scale = self.scales.finishing
+        result = result if scale == 1.0 else result * scale
+        parameter.grad = result if self._sparse is None else result.to_sparse(self._sparse)
+        self._wire = self._context = self._watched = None
+        return 0 if changed else None
+
+    def heard(self, op: Op) -> Mark:
+        raise AssertionError("this bucket carries no mark")
+
+    def discard(self, position: int) -> None:
+        if self._work is not None:
+            self.parameters[position].grad = None
+
+    def drop(self) -> list[Work]:
+        works = [] if self._work is None else [self._work]
+        self._work = self._watched = self._waits = None
+        return works
+
+
+class MarkBucket:
+    """Nothing but the mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parameters: Sequence[torch.Tensor] = ()
+        self.missing = 0
+        self.scales = UNSCALED
+        self.device = device
+        self._wire = zeros(1, torch.float32, device)
+        self._heard = MarkOnHost(self._wire)
+        self._work: Work | None = None
+
+    def wire(self) -> Wire:
+        return wire_of(self._wire)
+
+    def fill(self, position: int, *, watch: bool) -> None:
+        raise AssertionError("no gradient has its place here")
+
+    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+        self._wire.fill_(mark_value(op, mark))
+        self._work = _reduce(group, self._wire, op, self.scales)
+
+    def finish(self) -> int | None:
+        assert self._work is not None, "a mark is waited for that was never launched"
+        self._work.wait()
+        self._work = None
+        self._heard.fetch()
+        return None
+
+    def heard(self, op: Op) -> Mark:
+        return self._heard.read(op)
+
+    def discard(self, position: int) -> None:
+        pass
+
+    def drop(self) -> list[Work]:
+        works = [] if self._work is None else [self._work]
+        self._work = None
+        return works
+
+
+def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat tensor for what travels, on the CPU where the other ranks of the host can reach it."""
+    if device.type == "cpu":
+        return arena.zeros(elements, dtype)
+    return torch.zeros(elements, dtype=dtype, device=device)
+
+
+def wire_of(tensor: torch.Tensor) -> Wire:
+    """As a joined rank needs to know it: see `elastic.optimizer.plan_agreement`."""
+    return Wire(tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
+
+
+def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides that autograd gives this parameter's gradient: its own if it is dense, else contiguous ones."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> Work:
+    if scales.reducing == 1.0:
+        return group.allreduce(wire, op)
+    return group.allreduce(wire, op, scales.reducing)
+
+
+def _changed(parameter: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:
+    """Whether the parameter's gradient is another one now; none at all is what ``model.zero_grad()`` leaves."""
+    now = parameter.grad
+    return now is not None and (now is not gradient or now._version != version)
+
+
+def _views(
+    flat: torch.Tensor, parameters: Sequence[torch.Tensor], offsets: Sequence[int]
+) -> list[torch.Tensor]:
+    return [
+        flat.as_strided(parameter.size(), gradient_strides(parameter), offset)
+        for parameter, offset in zip(parameters, offsets, strict=True)
+    ]

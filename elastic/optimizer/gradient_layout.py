@@ -1,0 +1,73 @@
+"""Says what decides how an optimizer's gradients travel, line by line, before anybody reduces anything.
+
+The lines are part of a state's layout, which the driver compares before it lets a newcomer in: one that would reduce
+other things than the world ends there, told what differs, and nobody is disturbed. ``requires_grad`` is in none of
+them: it may change while a job runs, and travels with the state. Talks to nobody.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.optimizer import gradient_reducer
+from elastic.optimizer.gradient_options import Options
+
+
+@dataclass(frozen=True)
+class Made:
+    """What `elastic.optimizer.distributed_optimizer.DistributedOptimizer` was given. ``passes`` may have been changed
+    since, on all ranks."""
+
+    options: Options
+    passes: int
+    sparse_as_dense: bool
+    whole_world: bool  # else a process set, and which one may depend on the rank
+    fusion_bytes: int | None  # None: by default
+
+
+def lines(
+    name: str,
+    made: Made,
+    parameters: Iterable[torch.Tensor],
+    names: Mapping[torch.Tensor, str],
+) -> list[str]:
+    """``optimizer.compression fp16``, ``optimizer.parameter.3 layer.bias float32 [20] strides [1]``."""
+    if not made.whole_world:
+        return [f"{name}.process_set some of the ranks"]
+    named = [(names.get(parameter, "without a name"), parameter) for parameter in parameters]
+    found = [
+        "process_set all ranks",
+        f"backward_passes_per_step {made.passes}",
+        f"sparse_as_dense {bool(made.sparse_as_dense)}",
+        *made.options.lines(named, made.fusion_bytes),
+    ]
+    return [f"{name}.{line}" for line in found]
+
+
+def beside(handled: Collection[object]) -> str:
+    """The lines of this process's optimizers that are not in ``handled``, in an order that names no process."""
+    if not _outside(handled):
+        return ""
+    gc.collect()  # one that is gone must not count on a process whose collector has yet to run
+    texts = sorted(each.gradient_layout("") for each in _outside(handled))
+    alone = len(texts) == 1
+    return "\n".join(
+        f"DistributedOptimizer{'' if alone else f'.{number}'}{line}"
+        for number, text in enumerate(texts)
+        for line in text
+    )
+
+
+def _outside(handled: Collection[object]) -> list[Any]:
+    known = set(map(id, handled))
+    found: list[Any] = [reducer.optimizer for reducer in gradient_reducer.reducers]
+    return [
+        each
+        for each in found
+        if each is not None and id(each) not in known and each.gradients_made.whole_world
+    ]

@@ -1,0 +1,111 @@
+"""What the user chose about an optimizer's gradients, and what follows from that. Decides; talks to nobody."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from elastic.api.compression import Compression
+from elastic.collectives.interface import Op
+from elastic.optimizer import bucket_plan
+from elastic.optimizer.flat_buckets import Compressor, Scales, gradient_strides
+
+
+@dataclass(frozen=True)
+class Options:
+    """As given to `elastic.optimizer.distributed_optimizer.DistributedOptimizer`, checked."""
+
+    op: Op
+    predivide_factor: float
+    compression: Compressor
+    groups: int | Sequence[Sequence[torch.Tensor]] | None
+
+    @property
+    def wire_op(self) -> Op:
+        """The reduction as it is sent."""
+        return Op.SUM if self.op is Op.AVERAGE else self.op
+
+    @property
+    def casts(self) -> bool:
+        """Whether the compression is one of ours, which only change the dtype: those work on whole buckets."""
+        return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
+
+    def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Of gradients of this parameter, where the compression casts."""
+        return self.compression.compress(parameter.new_empty(0))[0].dtype
+
+    def scales(self, size: int, inside: bool) -> Scales:
+        """What gradients are multiplied with. ``inside``: whether the group scales while it adds up."""
+        if self.op is not Op.AVERAGE:
+            return Scales()
+        before, after = 1.0 / self.predivide_factor, self.predivide_factor / size
+        if not self.casts:
+            # A user's compression may leave integers, which had better be divided after they were decompressed.
+            return Scales(filling=before, finishing=after)
+        if inside:
+            return Scales(filling=before, reducing=after)
+        # Else scaling costs nothing while a gradient is copied into its bucket, and a pass over memory afterwards.
+        if self.predivide_factor == 1.0:
+            return Scales(filling=after)
+        return Scales(filling=before, finishing=after)
+
+    def grouped(self, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+        """The user's groups, as indices into ``parameters``."""
+        if not self.groups:
+            return []
+        if isinstance(self.groups, int):
+            return bucket_plan.split(len(parameters), self.groups)
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        return [
+            [index_of[id(parameter)] for parameter in group if id(parameter) in index_of]
+            for group in self.groups
+        ]
+
+    def lines(
+        self, named: Sequence[tuple[str, torch.Tensor]], fusion_bytes: int | None
+    ) -> list[str]:
+        """Everything that must be the same on every rank, a name and a value each: ``compression fp16``,
+        ``parameter.3 layer.bias float32 [20] strides [1]``. ``fusion_bytes``: None where it was not
+        chosen. What buckets then hold depends on the world, which a newcomer does not know yet.
+        """
+        groups = self.groups or 0
+        if not isinstance(groups, int):
+            number_of = {id(parameter): number for number, (_, parameter) in enumerate(named)}
+            shown: object = [[number_of.get(id(each), -1) for each in group] for group in groups]
+        else:
+            shown = groups
+        return [
+            f"op {self.op.name}",
+            f"gradient_predivide_factor {float(self.predivide_factor)}",
+            f"compression {_compression_name(self.compression)}",
+            f"groups {shown}",
+            f"fusion_bytes {'by default' if fusion_bytes is None else fusion_bytes}",
+            *(
+                f"parameter.{number} {_described(name, parameter)}"
+                for number, (name, parameter) in enumerate(named)
+            ),
+        ]
+
+
+def digest_of(lines: Sequence[str]) -> int:
+    """62 bits."""
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def _described(name: str, parameter: torch.Tensor) -> str:
+    """``layer.weight float32 [10, 20] strides [20, 1]``: the memory format is in the strides."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"{name} {dtype} {list(parameter.shape)} strides {list(gradient_strides(parameter))}"
+
+
+def _compression_name(compression: Compressor) -> str:
+    """As scripts write it."""
+    for name in ("none", "fp16", "bf16"):
+        if compression is getattr(Compression, name):
+            return name
+    kind = compression if isinstance(compression, type) else type(compression)
+    return kind.__qualname__

@@ -1,0 +1,203 @@
+"""Which of an optimizer's gradients travels in which bucket: what was decided, as tensors. Talks to nobody.
+
+`elastic.optimizer.bucket_plan` decides, from sizes; the ranks agree on what it starts from (see
+`elastic.optimizer.plan_agreement`). Here it becomes
+buffers, and a place for every parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic.optimizer import bucket_plan, malloc_tuning, plan_agreement
+from elastic.optimizer.flat_buckets import (
+    CompressedGradient,
+    FlatBucket,
+    GradientBucket,
+    MarkBucket,
+)
+from elastic.optimizer.gradient_options import Options
+
+
+class Slot:
+    """One trainable parameter's place in the plan and in the present step."""
+
+    __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
+
+    def __init__(self, number: int, name: str, parameter: torch.Tensor) -> None:
+        self.number = number
+        self.name = name
+        self.parameter = parameter
+        self.passes_left = 0
+        self.filled = False  # its gradient is in the bucket
+        self.bucket: GradientBucket | None = None  # None: sparse, or nothing is arranged yet
+        self.position = 0  # in the bucket
+
+
+class GradientPlan:
+    """These named parameters, which never change; slots of those that are trained, and buckets once they are arranged.
+
+    Trained are at first those that require a gradient here, then those that do on any rank.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        named: Sequence[tuple[str, torch.Tensor]],
+        fusion_bytes: int | None = None,
+    ) -> None:
+        self._options = options
+        self._fusion_bytes = fusion_bytes
+        self._full_at = (0, 0)  # bytes at which the first bucket, and any other, is closed
+        self.named = named
+        self._train(tuple(int(parameter.requires_grad) for _, parameter in named))
+        self.sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
+        self.order: tuple[int, ...] | None = None  # the slots as they become ready, agreed on
+        self.buckets: list[GradientBucket] = []  # empty: nothing is arranged yet
+        self.rows: list[str] = []  # what each bucket is called in the timeline
+
+    @property
+    def device(self) -> torch.device:
+        return self.named[0][1].device
+
+    def lines(self) -> list[str]:
+        """All that has to be the same on every rank before anything is arranged, a name and a value each."""
+        return self._options.lines(self.named, self._fusion_bytes)
+
+    def own_order(self, ready: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """What this rank would have all use: what was agreed before, else what it has seen in this step."""
+        count = len(self.slots)
+        numbers = [self.slot_of[id(each)].number for each in ready if id(each) in self.slot_of]
+        return (
+            self.order
+            or bucket_plan.seen_order(numbers, count)
+            or bucket_plan.expected_order(count)
+        )
+
+    def train(self, trained: tuple[int, ...]) -> None:
+        """Slots for these parameters, 1 for each. What is arranged for others is forgotten."""
+        if trained != self.trained:
+            self._train(trained)
+            self.sparse, self.order, self.buckets, self.rows = {}, None, [], []
+
+    def _train(self, trained: tuple[int, ...]) -> None:
+        self.trained = trained
+        chosen = [pair for pair, wanted in zip(self.named, trained, strict=True) if wanted]
+        self.slots = [Slot(number, name, each) for number, (name, each) in enumerate(chosen)]
+        self.slot_of = {id(slot.parameter): slot for slot in self.slots}
+
+    def arrange(
+        self, sparse: dict[int, int], order: tuple[int, ...], full_at: tuple[int, int]
+    ) -> None:
+        """Buckets for this, equal on all ranks; those that are there already are kept."""
+        wanted = sparse, order, full_at
+        if not self.buckets or wanted != (self.sparse, self.order, self._full_at):
+            self.sparse, self.order, self._full_at = wanted
+            self._build()
+
+    def renew(self) -> None:
+        """The same buckets in other memory, because somebody may still write into this one."""
+        scales = [bucket.scales for bucket in self.buckets]
+        self._build()
+        for bucket, scale in zip(self.buckets, scales, strict=True):
+            bucket.scales = scale
+
+    def layout(self, digest: int, size: int) -> plan_agreement.Layout:
+        """What a rank that has joined needs to follow ``size`` ranks that step with these buckets."""
+        assert self.order is not None
+        sparse = []
+        for number, dims in sorted(self.sparse.items()):
+            parameter = self.slots[number].parameter
+            dtype, device = str(parameter.dtype).removeprefix("torch."), parameter.device.type
+            sparse.append(
+                plan_agreement.Sparse(number, tuple(parameter.shape), dims, dtype, device)
+            )
+        return plan_agreement.Layout(
+            digest,
+            self.trained,
+            int(self._options.wire_op),
+            self._options.scales(size, inside=True).reducing,
+            self.order,
+            tuple(bucket.wire() for bucket in self.buckets),
+            tuple(sparse),
+        )
+
+    def begin_step(self, passes: int) -> None:
+        """Nothing has come yet: ``passes`` gradients of every parameter will."""
+        for slot in self.slots:
+            slot.passes_left = passes
+            slot.filled = False
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    # ---- building --------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        dense = [slot for slot in self.slots if slot.number not in self.sparse]
+        in_memory = [slot.parameter for slot in dense if slot.parameter.device.type == "cpu"]
+        malloc_tuning.of_process().keep(max((each.nbytes for each in in_memory), default=0))
+        for slot in self.slots:
+            slot.bucket = None
+        self.buckets, self.rows = [], []
+        planned = self._planned(dense)
+        if not self._options.casts or not planned:
+            self._add(MarkBucket(self.device), [])
+        for each in planned:
+            slots = [dense[member] for member in each.members]
+            self._add(self._bucket(each, [slot.parameter for slot in slots]), slots)
+
+    def _planned(self, dense: Sequence[Slot]) -> list[bucket_plan.Bucket]:
+        """Of indices into ``dense``. What a user's own compression makes travels by itself."""
+        items = [
+            bucket_plan.Item(
+                f"{slot.parameter.dtype} {slot.parameter.device}",
+                slot.parameter.numel(),
+                slot.parameter.element_size(),
+            )
+            for slot in dense
+        ]
+        order = None
+        if self.order is not None:
+            index_of = {slot.number: index for index, slot in enumerate(dense)}
+            order = [index_of[number] for number in self.order if number in index_of]
+        if not self._options.casts:
+            return bucket_plan.plan(items, order=order, first_bytes=0, full_bytes=0)
+        first_bytes, full_bytes = self._full_at
+        groups = self._options.grouped([slot.parameter for slot in dense])
+        return bucket_plan.plan(
+            items, order=order, groups=groups, first_bytes=first_bytes, full_bytes=full_bytes
+        )
+
+    def _bucket(
+        self, planned: bucket_plan.Bucket, parameters: Sequence[torch.Tensor]
+    ) -> GradientBucket:
+        if not self._options.casts:
+            return CompressedGradient(parameters[0], self._options.compression)
+        return FlatBucket(
+            parameters,
+            planned.offsets,
+            planned.elements,
+            self._options.wire_dtype(parameters[0]),
+            marked=not self.buckets,
+        )
+
+    def _add(self, bucket: GradientBucket, slots: Sequence[Slot]) -> None:
+        self.rows.append(_row(len(self.buckets), sorted(slots, key=lambda slot: slot.number)))
+        self.buckets.append(bucket)
+        for position, slot in enumerate(slots):
+            slot.bucket, slot.position = bucket, position
+
+
+def _row(number: int, slots: Sequence[Slot]) -> str:
+    """``gradients 0: layer.weight``, ``gradients 1: layer.weight .. layer.bias (4)``."""
+    names = [slot.name for slot in slots]
+    members = (
+        names[0]
+        if len(names) == 1
+        else f"{names[0]} .. {names[-1]} ({len(names)})"
+        if names
+        else "none"
+    )
+    return f"gradients {number}: {members}"

@@ -1,0 +1,165 @@
+"""`join`: this rank has no more data, the others have; it takes part in what they reduce, with zeros. Acts.
+
+Collectives that are called by name are answered by the engine. The gradients of a DistributedOptimizer are not
+negotiated step by step, so their groups are watched here: a rank that has joined lies in wait in the first buffer of
+every plan, and once more where plans are agreed (see `elastic.optimizer.plan_agreement`). A step of ranks that have
+data costs no message
+more for that, whether somebody has joined or not.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from elastic.collectives import own_gpu
+from elastic.collectives.interface import Collectives, Work
+from elastic.errors import StateMismatch
+from elastic.negotiation import submission
+from elastic.optimizer import gradient_reducer, joined_rank, plan_agreement, plan_difference
+from elastic.optimizer.joined_rank import Members, Shadow
+from elastic.runtime import lifecycle
+
+# Between two looks at what is under way: soon after something happened, and later. What the others wait for, when a
+# rank has joined, are their second buffers.
+SOON_S = 0.0002
+LATER_S = 0.001
+FORMING_S = 0.05  # between two looks whether the others form a group
+
+
+def join(device: int = -1) -> int:
+    """This rank has no more data: returns once all ranks have called it, with the rank that did so last.
+
+    Until then it adds zeros to the others' allreduces (an average is still divided by the number of all ranks) and to
+    the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers stay as they are.
+    Other collectives of the others raise TensorMismatch there. ``device`` is accepted and has no meaning: zeros are
+    made where the others' tensors are. Waits as long as the others train. Raises PeerLost when the world breaks,
+    StateMismatch if the others' optimizers don't fit together, NotInitialized before ``init()``.
+    """
+    rt = lifecycle.current()
+    own_gpu.settle()
+    handle = submission.start_join()
+    last: int | None = None
+    companies: list[_Company] | None = None
+    noted = False
+    pause_s = SOON_S
+    while True:
+        # A turn in which something happened leaves the guard, so that the driver sees this rank get on.
+        with rt.guard("join"):
+            while not noted and not rt.broken:
+                # Whom this rank helps to its end joins later, and must not be heard of earlier.
+                noted = submission.join_noted(handle)
+                if not noted:
+                    time.sleep(SOON_S)
+            if companies is None:  # from here on it helps
+                companies = [_Company(rt, members) for members in _companies(rt)]
+            while True:
+                if last is None and submission.poll(handle):
+                    last = submission.synchronize(handle)
+                moved = [company.turn(time.monotonic()) for company in companies]
+                if any(moved) or rt.broken:
+                    pause_s = SOON_S
+                    break
+                if last is not None and all(company.over for company in companies):
+                    return last
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.05, LATER_S)
+
+
+def _companies(rt: lifecycle.Runtime) -> list[Members]:
+    """Those with whom this rank averages gradients, or may: the world, and process sets."""
+    if rt.provisional or rt.place.size == 1:
+        return []
+    members = dict.fromkeys([None, *plan_agreement.every(rt)])
+    for reducer in gradient_reducer.reducers:
+        members.setdefault(reducer.members(rt))
+    return [each for each in members if each is None or len(each) > 1]
+
+
+class _Company:
+    """The plans that are shared with the same ranks."""
+
+    def __init__(self, rt: lifecycle.Runtime, members: Members) -> None:
+        self._rt = rt
+        self._members = members
+        self._known = plan_agreement.of(rt, members)
+        self._shadows = {
+            agreed.number: Shadow(rt, agreed, members) for agreed in self._known.agreed
+        }
+        self._proposed: tuple[Collectives, torch.device, torch.Tensor, Work] | None = None
+        self._nobody_proposes = False
+        self._look_at = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether every member has joined, as far as this rank has to do with it."""
+        waits = self._proposed is not None and not self._nobody_proposes
+        return not waits and all(each.over for each in self._shadows.values())
+
+    def turn(self, now: float) -> bool:
+        """Does what can be done now; whether there was anything."""
+        moved = self._proposed is None and self._look(now)
+        for each in self._shadows.values():
+            if each.done():
+                each.take()
+                moved = True
+        if self._proposed is not None and not self._nobody_proposes and self._proposed[3].done():
+            self._take_part()
+            moved = True
+        return moved
+
+    def _look(self, now: float) -> bool:
+        """Comes to where the next plan is agreed, if the others are there or have been."""
+        types = [joined_rank.CPU.type]
+        if not self._known.agreed and torch.cuda.is_available():
+            types.append("cuda")  # the first is agreed where its gradients are
+        if not self._known.channel_open:
+            if now < self._look_at:
+                return False
+            self._look_at = now + FORMING_S
+            purpose = self._known.channel
+            types = [each for each in types if self._rt.wanted(purpose, each, self._members)]
+        for type in types:
+            device = own_gpu.of(type)
+            group = self._rt.group(self._known.channel, device, self._members)
+            neutral = plan_agreement.proposal(None, 0, 0, group.rank, self._known.taken())
+            self._proposed = (group, device, *joined_rank.propose(group, device, neutral))
+            return True
+        return False
+
+    def _take_part(self) -> None:
+        """Learns the plan that the others have just agreed on."""
+        assert self._proposed is not None
+        group, device, numbers, work = self._proposed
+        work.wait()
+        verdict = plan_agreement.verdict(numbers.tolist())
+        if verdict.source is None:
+            self._nobody_proposes = True
+            return
+        if verdict.again:
+            neutral = plan_agreement.proposal(None, 0, 0, group.rank, self._known.taken())
+            self._proposed = (group, device, *joined_rank.propose(group, device, neutral))
+            return
+        if not verdict.equal:
+            found = plan_difference.find(group, device, verdict.source, None)
+            raise StateMismatch(
+                f"the optimizers of the ranks that have not joined differ: {plan_difference.words(found)}"
+            )
+        trained = joined_rank.compare_trained(group, device, [0] * verdict.greatest.parameters)
+        parameters = sum(trained)
+        if not verdict.same_order:
+            joined_rank.share_order(group, device, verdict.source, None, parameters)
+        if verdict.sparse:
+            joined_rank.compare_sparse(group, device, {}, parameters)
+        layout = joined_rank.hear_layout(group, device, verdict.source)
+        number = self._known.number(verdict)
+        before = self._shadows.get(number)
+        while before is not None and not before.ended:
+            before.take()
+        agreed = self._known.record(number, layout, None)
+        self._shadows[number] = Shadow(self._rt, agreed, self._members)
+        self._proposed = None
+
+
+__all__ = ["join"]

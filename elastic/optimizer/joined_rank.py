@@ -1,0 +1,243 @@
+"""Takes part in the steps of an optimizer for a rank that has no gradients for it: zeros, and nothing else changes.
+
+Also the messages by which ranks agree on a plan, since both sides of them must fit together. What they mean is decided
+in `elastic.optimizer.plan_agreement`; when they are exchanged, in `elastic.optimizer.gradient_reducer` and
+`elastic.optimizer.join`.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from elastic.collectives import own_gpu
+from elastic.collectives.algorithms import sparse as sparse_gradients
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.errors import StateMismatch
+from elastic.optimizer import plan_agreement
+from elastic.optimizer.flat_buckets import zeros
+from elastic.optimizer.plan_agreement import (
+    Agreed,
+    Layout,
+    Mark,
+    Plans,
+    Sparse,
+    Verdict,
+    Wire,
+)
+from elastic.runtime import lifecycle
+
+GATHERED = (Op.SUM,)  # the reductions, as they are sent, that gathered gradients have
+CPU = torch.device("cpu")
+AT_ONCE = 2  # buffers of zeros under way; more would only take memory
+
+Members = tuple[int, ...] | None
+
+
+# ---- agreeing on a plan ----------------------------------------------------------------------------------------------
+
+
+def channel_device(known: Plans, device: torch.device) -> torch.device:
+    """Where the next agreement takes place: the first on ``device``, as the gradients will. All others on the CPU: they
+    have a group of their own, and every communicator on a GPU costs memory, and has to be launched in one order with
+    the others.
+    """
+    return CPU if known.agreed else device
+
+
+def compare(group: Collectives, device: torch.device, proposal: list[int]) -> Verdict:
+    """Everybody's proposals. Raises CollectiveFailed, as all here do."""
+    numbers, work = propose(group, device, proposal)
+    work.wait()
+    return plan_agreement.verdict(numbers.tolist())
+
+
+def propose(
+    group: Collectives, device: torch.device, proposal: list[int]
+) -> tuple[torch.Tensor, Work]:
+    numbers = torch.tensor(proposal, dtype=torch.int64, device=device)
+    return numbers, group.allreduce(numbers, Op.MAX)
+
+
+def share_order(
+    group: Collectives,
+    device: torch.device,
+    source: int | None,
+    own: Sequence[int] | None,
+    parameters: int,
+) -> tuple[int, ...]:
+    """The order of the gradients as rank ``source`` knows it. ``own``: None on a rank that has joined."""
+    assert source is not None
+    if not parameters:
+        return ()
+    order = torch.zeros(parameters, dtype=torch.int32, device="cpu")
+    if group.rank == source:
+        assert own is not None
+        order = torch.tensor(own, dtype=torch.int32, device="cpu")
+    order = order.to(device)
+    group.broadcast(order, source).wait()
+    return tuple(order.tolist())
+
+
+def compare_trained(
+    group: Collectives, device: torch.device, own: Sequence[int]
+) -> tuple[int, ...]:
+    """1 for each parameter that requires a gradient on any rank."""
+    trained = torch.tensor(own, dtype=torch.int32, device=device)
+    group.allreduce(trained, Op.MAX).wait()
+    return tuple(trained.tolist())
+
+
+def compare_sparse(
+    group: Collectives, device: torch.device, found: Mapping[int, int], parameters: int
+) -> dict[int, int]:
+    """The number of sparse dimensions of each gradient that is sparse on any rank."""
+    dims = torch.zeros(parameters, dtype=torch.int64, device="cpu")
+    for number, sparse_dims in found.items():
+        dims[number] = sparse_dims
+    dims = dims.to(device)
+    group.allreduce(dims, Op.MAX).wait()
+    return {number: dim for number, dim in enumerate(dims.tolist()) if dim}
+
+
+def share_bytes(group: Collectives, device: torch.device, root: int, data: bytes = b"") -> bytes:
+    """Those of rank ``root``, on every rank. Raises CollectiveFailed."""
+    mine = group.rank == root
+    length = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=device)
+    group.broadcast(length, root).wait()
+    if not int(length):
+        return b""
+    if mine:
+        text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    else:
+        text = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    group.broadcast(text, root).wait()
+    return data if mine else bytes(text.tolist())
+
+
+def tell_layout(
+    group: Collectives, device: torch.device, source: int | None, layout: Layout | None
+) -> None:
+    """To those that have joined, from rank ``source``. None: there will be no plan."""
+    assert source is not None
+    share_bytes(group, device, source, b"" if layout is None else layout.encode())
+
+
+def hear_layout(group: Collectives, device: torch.device, source: int) -> Layout:
+    """The other side of `tell_layout`. Raises StateMismatch if there is none."""
+    data = share_bytes(group, device, source)
+    if not data:
+        raise StateMismatch(
+            "the ranks that have not joined could not agree on how to reduce an optimizer's gradients;"
+            " their own errors say why"
+        )
+    return Layout.decode(data)
+
+
+def end_plan(rt: lifecycle.Runtime, agreed: Agreed, members: Members) -> None:
+    """A step of nothing but zeros, and the last with this plan. Meets those that joined, or that do take the step."""
+    Shadow(rt, agreed, members, Mark.CHANGE).take()
+
+
+def _marked(group: Collectives, buffer: torch.Tensor, layout: Layout, mark: Mark) -> Work:
+    buffer[-1] = plan_agreement.mark_value(Op(layout.op), mark)
+    return _reduced(group, buffer, layout)
+
+
+def _reduced(group: Collectives, buffer: torch.Tensor, layout: Layout) -> Work:
+    """As the ranks that have gradients do it: whoever reduces in shared memory scales for all."""
+    scale = layout.scale if group.scales_inside else 1.0
+    return group.allreduce(buffer, Op(layout.op), scale)
+
+
+# ---- the steps of a joined rank --------------------------------------------------------------------------------------
+
+
+class Shadow:
+    """One plan as long as it lasts. It waits in the plan's first buffer: that is complete when the others step."""
+
+    def __init__(
+        self, rt: lifecycle.Runtime, agreed: Agreed, members: Members, mark: Mark = Mark.JOINED
+    ) -> None:
+        self.agreed = agreed
+        self.over = False  # nobody has data left
+        self.ended = False  # the others have replaced the plan
+        self._rt = rt
+        self._members = members
+        self._layout = agreed.layout
+        self._op = Op(agreed.layout.op)
+        self._first, *self._rest = agreed.layout.wires
+        # Made before anything is under way: a GPU may refuse memory while a collective waits on it.
+        self._buffer = _zeros(self._first)
+        self._spare = _buffers(self._rest)
+        self._work = self._wait_again(mark)
+
+    def done(self) -> bool:
+        """Whether `take` returns at once."""
+        return not self.over and not self.ended and self._work.done()
+
+    def take(self) -> Mark:
+        """What the others did. Blocks; raises CollectiveFailed. A step has been followed to its end."""
+        self._work.wait()
+        mark = plan_agreement.read_mark(self._op, float(self._buffer[-1]))
+        match mark:
+            case Mark.STEP:
+                self._follow()
+                self._work = self._wait_again()
+            case Mark.JOINED:
+                self.over = True
+            case Mark.CHANGE:
+                self._follow()
+                self.ended = True
+        return mark
+
+    def _wait_again(self, mark: Mark = Mark.JOINED) -> Work:
+        self._buffer.zero_()
+        group = self._rt.group(self.agreed.purpose, torch.device(self._first.device), self._members)
+        return _marked(group, self._buffer, self._layout, mark)
+
+    def _follow(self) -> None:
+        """The rest of a step, of which the first buffer is complete."""
+        under_way: collections.deque[tuple[torch.Tensor, Work, str]] = collections.deque()
+        for wire in self._rest:
+            if len(under_way) == AT_ONCE:
+                self._end(under_way.popleft())
+            buffer = self._spare[wire.dtype + wire.device].pop()
+            nothing = buffer[: wire.elements].zero_()
+            group = self._rt.group(self.agreed.purpose, torch.device(wire.device), self._members)
+            work = _reduced(group, nothing, self._layout)
+            under_way.append((buffer, work, wire.dtype + wire.device))
+        while under_way:
+            self._end(under_way.popleft())
+        by_device: dict[str, list[Sparse]] = {}
+        for sparse in self._layout.sparse:
+            by_device.setdefault(sparse.device, []).append(sparse)
+        for device, gathered in by_device.items():
+            group = self._rt.group(self.agreed.purpose, torch.device(device), self._members)
+            sparse_gradients.total(group, [_no_entries(each) for each in gathered], 1.0)
+
+    def _end(self, sent: tuple[torch.Tensor, Work, str]) -> None:
+        buffer, work, kind = sent
+        work.wait()
+        self._spare[kind].append(buffer)
+
+
+def _zeros(wire: Wire) -> torch.Tensor:
+    return zeros(wire.elements, getattr(torch, wire.dtype), own_gpu.of(wire.device))
+
+
+def _buffers(wires: list[Wire]) -> dict[str, list[torch.Tensor]]:
+    """As many as are under way at once, of each kind, so large that each wire fits in."""
+    largest: dict[str, Wire] = {}
+    for wire in wires:
+        kind = wire.dtype + wire.device
+        if kind not in largest or wire.elements > largest[kind].elements:
+            largest[kind] = wire
+    return {kind: [_zeros(wire) for _ in range(AT_ONCE)] for kind, wire in largest.items()}
+
+
+def _no_entries(sparse: Sparse) -> torch.Tensor:
+    like = torch.empty(1, dtype=getattr(torch, sparse.dtype), device=own_gpu.of(sparse.device))
+    return sparse_gradients.empty(like.expand(sparse.shape), sparse.dims)

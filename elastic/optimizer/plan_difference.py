@@ -1,0 +1,68 @@
+"""Finds out in what two ranks' optimizers differ, once it is known that they do, and words it.
+
+Every rank of the group takes part, with or without an optimizer of its own, and every rank gets the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from elastic.collectives.interface import Collectives, Op
+from elastic.optimizer.joined_rank import share_bytes
+
+_NOBODY = -(1 << 31)
+
+
+class Found(NamedTuple):
+    """``first`` is the lowest rank that has data, ``other`` the lowest whose lines are not the same, or None."""
+
+    first: int
+    other: int | None
+    lines: list[str]
+    other_lines: list[str]
+
+
+def find(
+    group: Collectives, device: torch.device, first: int | None, own: Sequence[str] | None
+) -> Found:
+    """``own``: what describes this rank's optimizer, None on one that has joined. Raises CollectiveFailed."""
+    assert first is not None
+    lines = _share(group, device, first, own)
+    differs = own is not None and list(own) != lines
+    lowest = torch.tensor([-group.rank if differs else _NOBODY], dtype=torch.int64, device=device)
+    group.allreduce(lowest, Op.MAX).wait()
+    if int(lowest) == _NOBODY:
+        return Found(first, None, lines, lines)
+    other = -int(lowest)
+    return Found(first, other, lines, _share(group, device, other, own))
+
+
+def words(found: Found) -> str:
+    """``compression is fp16 on rank 1, none on rank 0``: the first thing that differs."""
+    values, others = [dict(map(_named, each)) for each in (found.lines, found.other_lines)]
+    for name in [*values, *others]:
+        value, other = values.get(name), others.get(name)
+        if value != other:
+            said = [
+                f"{'missing' if each is None else each} on rank {rank}"
+                for each, rank in ((other, found.other), (value, found.first))
+            ]
+            return f"{name.replace('.', ' ')} is {said[0]}, {said[1]}"
+    return (
+        "they step different optimizers at the same time, or some of them replaced parameters that the others did not;"
+        " step the same optimizers in the same order, and change parameters in the same step, on every rank"
+    )
+
+
+def _named(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(" ")
+    return name, value
+
+
+def _share(
+    group: Collectives, device: torch.device, root: int, own: Sequence[str] | None
+) -> list[str]:
+    return share_bytes(group, device, root, "\n".join(own or ()).encode()).decode().split("\n")

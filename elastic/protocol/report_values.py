@@ -1,0 +1,135 @@
+"""What `report` may be given, and the bytes it travels as. Pure.
+
+Numbers, text, None, and lists and dicts of them: what JSON has, and NaN and the infinities. Both ends check it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from elastic.errors import Invalid
+from elastic.protocol.messages import REPORT_LIMIT, Reported, Worker
+
+DEPTH = 32  # of lists and dicts in each other
+INTEGERS = range(-(2**63), 2**64)
+
+Path = tuple[str | int, ...]
+Metrics = dict[str, Any]
+
+_decoder: msgspec.msgpack.Decoder[Metrics] = msgspec.msgpack.Decoder(Metrics)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one worker has said by ``elastic.report``, as the driver's side is given it."""
+
+    rank: int  # when it was made, as are size and generation
+    size: int
+    generation: int
+    worker: str  # host:slot#start
+    metrics: Metrics
+    at: float  # seconds since 1970, by the worker's clock
+
+
+def packed(metrics: Mapping[str, Any]) -> bytes:
+    """Raises TypeError, which names the key, for what is no such value, and Invalid for what is too much."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"report() was given a {_name(metrics)}; give a dict, as in report({{'loss': 0.1}})"
+        )
+    body = msgspec.msgpack.encode(_dict(metrics, ()))
+    if len(body) > REPORT_LIMIT:
+        raise Invalid(
+            f"report() was given {len(body)} bytes; the limit is {REPORT_LIMIT}: report numbers, and"
+            " save what is large to a file"
+        )
+    return body
+
+
+def unpacked(worker: Worker, said: Reported) -> Report:
+    """Raises ValueError if this is no report: who knows the job's secret may send anything."""
+    try:
+        metrics = _dict(_decoder.decode(said.metrics), ())
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        raise ValueError(f"it is no dict of names and values: {error}") from error
+    return Report(said.rank, said.size, said.generation, str(worker), metrics, said.at)
+
+
+def _dict(values: Mapping[Any, Any], path: Path) -> Metrics:
+    for key in values:
+        if not isinstance(key, str):
+            raise TypeError(
+                f"report(): {_where(path)} has the key {key!r}, a {_name(key)}; keys are strings"
+            )
+    return {_text(key): _plain(value, (*path, key)) for key, value in values.items()}
+
+
+def _plain(value: Any, path: Path) -> Any:
+    # Exactly these, and not what is derived of them: numpy.float64 is a float that msgspec does not know.
+    if isinstance(value, float):
+        return float.__float__(value)
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, int):
+        number = int.__int__(value)
+        if number not in INTEGERS:
+            raise Invalid(f"report(): {_where(path)} is an integer that does not fit 64 bits")
+        return number
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, Mapping | list | tuple):
+        if len(path) > DEPTH:
+            raise Invalid(f"report(): {_where(path[:4])}... is nested more than {DEPTH} deep")
+        if isinstance(value, Mapping):
+            return _dict(value, path)
+        return [_plain(each, (*path, index)) for index, each in enumerate(value)]
+    return _plain(_only(value, path), path)
+
+
+def _only(value: Any, path: Path) -> Any:
+    """The number that a tensor or an array of one element holds."""
+    count = _count(value)
+    if count is None:
+        raise TypeError(
+            f"report(): {_where(path)} is a {_name(value)}; give None, numbers, strings, and lists"
+            " and dicts of them"
+        )
+    if count != 1:
+        raise TypeError(
+            f"report(): {_where(path)} is a {_name(value)} of {count} elements; give one number, such as"
+            " its mean, or a list"
+        )
+    found = value.item()
+    if found is not None and not isinstance(found, float | int | str):
+        raise TypeError(
+            f"report(): {_where(path)} is a {_name(value)} of a {_name(found)}; give numbers"
+        )
+    return found
+
+
+def _count(value: Any) -> int | None:
+    """Of elements. None: it is nothing like a tensor."""
+    if isinstance(value, type) or not callable(getattr(value, "item", None)):
+        return None
+    numel = getattr(value, "numel", None)  # torch
+    count = numel() if callable(numel) else getattr(value, "size", None)  # numpy
+    return count if isinstance(count, int) else None
+
+
+def _text(value: str) -> str:
+    """As UTF-8 can say it: an error may quote a file name that is no text."""
+    if value.isascii():
+        return str.__str__(value)
+    return value.encode(errors="replace").decode()
+
+
+def _where(path: Path) -> str:
+    return "metrics" + "".join(f"[{_text(k)!r}]" if isinstance(k, str) else f"[{k}]" for k in path)
+
+
+def _name(value: Any) -> str:
+    return type(value).__name__

@@ -1,0 +1,166 @@
+"""TLS of a control connection: contexts from PEM files, and an endpoint that turns bytes into bytes. Opens no socket.
+
+Both ends show a certificate that the job's authority has signed. Names in it are not compared: hosts come and go, and
+that the other end belongs to this job is proved by the challenge of `elastic.protocol.framing`, which TLS does not
+replace.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+from elastic.errors import Invalid
+from elastic.protocol.messages import ProtocolError
+
+FLAGS = "--tls-cert, --tls-key and --tls-ca"
+_PIECE = 1 << 16  # bytes
+_RECORDS = range(20, 24)  # how a TLS record may begin
+_ALERTS = ("SSLV3_ALERT_", "TLSV1_ALERT_", "TLSV13_ALERT_")  # said by the other end, in OpenSSL
+_TOO_OLD = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "ALERT_PROTOCOL_VERSION")
+
+
+class TlsFailed(ProtocolError):
+    """The other end speaks no TLS, or has no business here; the text says what is wrong with it."""
+
+
+def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
+    """For one end of control connections. Paths of PEM files. Raises Invalid where a file is no good."""
+    for flag, path in (("--tls-cert", cert), ("--tls-key", key), ("--tls-ca", ca)):
+        try:
+            with open(path, "rb") as file:
+                file.read(1)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise Invalid(
+                f"{flag} {path} can't be read: {why}; give the path of a PEM file"
+            ) from None
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_REQUIRED
+    made.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
+    if server:
+        made.num_tickets = 0  # connections last as long as the job: nobody comes back to a session
+    try:
+        made.load_verify_locations(ca)
+    except ssl.SSLError:
+        raise Invalid(
+            f"--tls-ca {ca} holds no certificate; give a PEM file of one or more"
+        ) from None
+    try:
+        made.load_cert_chain(cert, key, password=_no_passphrase)
+    except _Passphrase:
+        raise Invalid(
+            f"--tls-key {key} is protected by a passphrase, and nobody is there to type it; give a"
+            " key without one, in a file that only you can read"
+        ) from None
+    except ssl.SSLError as error:
+        if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
+            raise Invalid(
+                f"--tls-key {key} does not belong to --tls-cert {cert}; give the two that were"
+                " made together"
+            ) from None
+        raise Invalid(
+            f"--tls-cert {cert} and --tls-key {key} are no certificate and key; give two PEM files"
+        ) from None
+    return made
+
+
+def check(cert: str, key: str, ca: str) -> None:
+    """Raises Invalid unless two ends that have these files would accept each other now."""
+    client = Endpoint(context(cert, key, ca, server=False), server=False)
+    server = Endpoint(context(cert, key, ca, server=True), server=True)
+    try:
+        for _ in range(8):
+            server.feed(client.due())
+            client.feed(server.due())
+    except TlsFailed as failure:
+        error = failure.__cause__
+        why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else failure
+        raise Invalid(
+            f"--tls-cert {cert} does not pass the check against --tls-ca {ca}: {why}; have it signed"
+            " by that authority, for use by servers and clients"
+        ) from None
+
+
+class Endpoint:
+    """One end of one connection. Bytes that arrive go in by `feed`, those to be sent come out of `due`.
+
+    Not to be used by two threads at once. What is said before the handshake is over waits for that.
+    """
+
+    def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
+        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=server)
+        self._waiting = bytearray()
+        self._begun = False
+        self.established = False
+        if not server:
+            self.feed(b"")
+
+    def feed(self, data: bytes) -> bytes:
+        """What the other end has said with these bytes, in the clear. Raises TlsFailed; an alert may be `due` then."""
+        if data and not self._begun:
+            self._begun = True
+            if data[0] not in _RECORDS:
+                raise TlsFailed(f"it does not speak TLS: give it {FLAGS}")
+        self._arrived.write(data)
+        parts = []
+        try:
+            if not self.established:
+                self._tls.do_handshake()
+                self.established = True
+                waiting, self._waiting = self._waiting, bytearray()
+                self.say(waiting)
+            while part := self._tls.read(_PIECE):
+                parts.append(part)
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            pass  # after the latter, the end of the stream follows
+        except ssl.SSLError as error:
+            raise TlsFailed(explained(error)) from error
+        return b"".join(parts)
+
+    def say(self, data: bytes | bytearray) -> None:
+        if not self.established:
+            self._waiting += data
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._tls.write(view) :]  # a record at a time
+        except ssl.SSLError as error:
+            raise TlsFailed(explained(error)) from error
+
+    def due(self) -> bytes:
+        """What is to be sent now, each byte once."""
+        return self._leaving.read()
+
+
+class _Passphrase(Exception):
+    pass
+
+
+def _no_passphrase() -> str:
+    raise _Passphrase
+
+
+def explained(error: ssl.SSLError) -> str:
+    """What is wrong with the other end, after a handshake that failed."""
+    reason = error.reason or ""
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return f"it does not speak TLS: give it {FLAGS}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {error.verify_message}"
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return f"it shows no certificate: give it {FLAGS}"
+    if any(word in reason for word in _TOO_OLD):
+        return "it speaks no TLS of version 1.2 or later"
+    for alert in _ALERTS:
+        if reason.startswith(alert):
+            what = reason.removeprefix(alert).lower().replace("_", " ")
+            return f"it does not accept our certificate or TLS: {what}"
+    return f"TLS with it failed: {_reason(error)}"
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")

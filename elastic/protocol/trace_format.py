@@ -1,0 +1,117 @@
+"""Records in, text out: the events of a timeline as JSON that Perfetto and chrome://tracing open. Pure.
+
+The format is the JSON array of Google's "Trace Event Format". A worker is a process of it and a tensor a thread, so
+that nested phases are drawn inside each other. Times are microseconds since the timeline began.
+
+Numbers of threads are unique over all processes, and none is a process's: Perfetto takes the first for one thread and
+the second for a process's main one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic.protocol.messages import Trace
+
+ROWS_LIMIT = 10_000  # of a process: a script may give each of its collectives another name
+LOST = "dropped records"  # the row that says so
+OTHERS = "others"  # the row of those for which there is none left
+NAME_LIMIT = 200  # characters of a row's or an event's name
+FIRST_ROW = 1_000_001
+KINDS = frozenset("XBEi")
+
+
+class TraceFormat:
+    """One file's. ``start_ns`` is when it began, on the clock of all records; ``epoch_us`` the same since 1970."""
+
+    def __init__(self, start_ns: int, epoch_us: int) -> None:
+        self._start_ns = start_ns
+        self._epoch_us = epoch_us
+        self._processes: dict[str, int] = {}
+        self._names: dict[str, str] = {}  # what each process is called now
+        self._rows: dict[tuple[int, str], int] = {}
+        self._rows_of: dict[int, int] = {}  # how many each process has
+        self._quoted: dict[str, str] = {}
+
+    def opening(self) -> list[str]:
+        """The first event, which has Horovod's name: when the timeline began, in microseconds since 1970."""
+        name = "start_time_since_epoch_in_micros"
+        return [self._meta(name, 1, None, {name: self._epoch_us})]
+
+    def process(self, key: str, name: str, order: int) -> list[str]:
+        """What a process is called from now on, and in which order it is drawn."""
+        if self._names.get(key) == name:
+            return []
+        self._names[key] = name
+        pid = self._pid(key)
+        return [
+            self._meta("process_name", pid, None, {"name": name}),
+            self._meta("process_sort_index", pid, None, {"sort_index": order}),
+        ]
+
+    def knows(self, key: str) -> bool:
+        """Whether this process has been given a name."""
+        return key in self._names
+
+    def records(self, key: str, records: Iterable[Trace], offset_ns: int = 0) -> list[str]:
+        """Those of one process, in order. ``offset_ns`` is added to their times; unknown kinds are left out."""
+        lines: list[str] = []
+        since_ns = self._start_ns - offset_ns
+        pid = self._pid(key)
+        rows, quoted = self._rows, self._quoted
+        for kind, row, name, at_ns, ns in records:
+            tid = rows.get((pid, row)) or self._row(pid, row, lines)
+            text = quoted.get(name) or self._quote(name)
+            at_us = max(0, at_ns - since_ns) / 1e3
+            if kind == "X":
+                more = f',"dur":{max(0, ns) / 1e3:.3f}'
+            elif kind == "i":
+                more = ',"s":"t"'
+            elif kind in KINDS:
+                more = ""
+            else:
+                continue
+            lines.append(
+                f'{{"ph":"{kind}","name":{text},"pid":{pid},"tid":{tid},"ts":{at_us:.3f}{more}}}'
+            )
+        return lines
+
+    def event(self, key: str, record: Trace, args: Mapping[str, Any]) -> list[str]:
+        """One record with details that a viewer shows when it is selected."""
+        *rows, line = self.records(key, [record])
+        return [*rows, f'{line[:-1]},"args":{json.dumps(dict(args))}}}']
+
+    def dropped(self, key: str, count: int, at_ns: int) -> list[str]:
+        """An instant that says that records are missing here."""
+        record = ("i", LOST, f"{count} records dropped", at_ns, 0)
+        return self.event(key, record, {"count": count})
+
+    # ---- numbers and names
+
+    def _pid(self, key: str) -> int:
+        return self._processes.setdefault(key, len(self._processes) + 1)
+
+    def _row(self, pid: int, row: str, lines: list[str]) -> int:
+        """The thread of a row that has none yet."""
+        count = self._rows_of.get(pid, 0)
+        if count >= ROWS_LIMIT and row != OTHERS:
+            return self._rows.get((pid, OTHERS)) or self._row(pid, OTHERS, lines)
+        self._rows_of[pid] = count + 1
+        tid = self._rows[pid, row] = FIRST_ROW + len(self._rows)
+        lines.append(self._meta("thread_name", pid, tid, {"name": row[:NAME_LIMIT]}))
+        lines.append(self._meta("thread_sort_index", pid, tid, {"sort_index": count}))
+        return tid
+
+    def _quote(self, name: str) -> str:
+        if len(self._quoted) > ROWS_LIMIT:
+            self._quoted.clear()
+        text = self._quoted[name] = json.dumps(name[:NAME_LIMIT])
+        return text
+
+    def _meta(self, name: str, pid: int, tid: int | None, args: Mapping[str, Any]) -> str:
+        of = {} if tid is None else {"tid": tid}
+        return json.dumps(
+            {"ph": "M", "name": name, "pid": pid, **of, "args": dict(args)}, separators=(",", ":")
+        )

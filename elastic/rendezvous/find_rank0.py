@@ -1,0 +1,297 @@
+"""How the ranks of a world without a driver find each other: rank 0 serves a store, and the others learn where. Acts.
+
+Which way it is follows from who started them; see `started_by`. After that they swap who they are through that store,
+and so get their places and the address of the first world's own store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from elastic.errors import CollectiveFailed, Invalid
+from elastic.protocol import messages
+from elastic.protocol.messages import Address, Place
+from elastic.rendezvous import launcher_env
+from elastic.rendezvous.environment import Environment
+from elastic.rendezvous.launcher_env import (
+    Directly,
+    Started,
+    ThroughAgent,
+    ThroughFile,
+)
+from elastic.rendezvous.store import Store, listen
+
+REACH_S = 0.5  # for rank 0, at an address that may be that of an earlier job
+LOOK_S = 0.02  # between two looks for what rank 0 leaves
+_PUBLIC = ("192.0.2.1", "2001:db8::1")  # never sent to: only the way there is asked for
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of itself. ``store``: where rank 0 will serve the next world."""
+
+    host: str
+    local_rank: int | None
+    store: Address | None
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 leaves for the others to find."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class Met(NamedTuple):
+    """``env`` has what was found out; ``store`` is that of the meeting, to be closed once the world stands."""
+
+    env: Environment
+    store: Store
+
+
+class _Way(Protocol):
+    """Where rank 0 leaves a message, and the others find it."""
+
+    def leave(self, left: Left) -> None: ...
+
+    def look(self, deadline: float) -> Left | None: ...
+
+    def clear(self) -> None: ...
+
+
+def meet(started: Started, env: Environment) -> Met:
+    """Blocks until rank 0 can be reached. Raises Invalid if a port or a folder can't be had, CollectiveFailed when
+    ``env.start_timeout_s`` is over.
+    """
+    way = started.way
+    assert way is not None, "a world of one meets nobody"
+    deadline = time.monotonic() + env.start_timeout_s
+    bind_host = env.bind_host or _bind_host(way)
+    if isinstance(way, Directly):
+        address = Address(bind_host if started.rank == 0 else numeric(way.host), way.port)
+        secret = way.secret
+        # Nothing is left here by earlier jobs: who does not listen yet will.
+        store = (
+            _serve(address, secret, way)
+            if started.rank == 0
+            else Store(address, None, env.start_timeout_s, secret=secret)
+        )
+        _greet(store, started, deadline)
+        found = _found(env, bind_host, secret, started)
+        return Met(found, store)
+    board: _Way = _Agent(way, deadline) if isinstance(way, ThroughAgent) else _File(way)
+    if started.rank == 0:
+        secret = secrets.token_bytes(32)
+        store = _serve(Address(bind_host, 0), secret, way)
+        board.leave(Left(store.address.host, store.address.port, secret))
+        try:
+            _greet(store, started, deadline)
+        finally:
+            board.clear()
+        return Met(_found(env, bind_host, secret, started), store)
+    while True:
+        left = board.look(deadline)
+        if left is None:
+            raise CollectiveFailed(_nobody(started, env.start_timeout_s))
+        store = Store(Address(left.host, left.port), None, REACH_S, secret=left.secret)
+        try:
+            _greet(store, started, deadline)
+            return Met(_found(env, bind_host, left.secret, started), store)
+        except CollectiveFailed:
+            # It may have been left by a job that is gone, and rank 0 of this one be still on its way.
+            store.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_S)
+
+
+def arrive(
+    store: Store, rank: int, size: int, told: int | None, mine: Address | None, timeout_s: float
+) -> tuple[Place, Address]:
+    """This rank's place and where the next world's store is, once all have come. Raises CollectiveFailed."""
+    arrival = msgspec.msgpack.encode(Arrival(socket.gethostname(), told, mine))
+    blobs = store.exchange("arrivals", rank, size, arrival, timeout_s)
+    arrivals = [msgspec.msgpack.decode(blob, type=Arrival) for blob in blobs]
+    address = arrivals[0].store
+    assert address is not None, "rank 0 says where it will serve"
+    hosts = [each.host for each in arrivals]
+    return launcher_env.place(rank, hosts, [each.local_rank for each in arrivals]), address
+
+
+def _greet(store: Store, started: Started, deadline: float) -> None:
+    """Waits for all: who has come here serves or has reached the right store."""
+    left_s = max(deadline - time.monotonic(), 0.001)
+    try:
+        store.exchange("greetings", started.rank, started.size, b"", left_s)
+    except CollectiveFailed as error:
+        if time.monotonic() < deadline:
+            raise
+        raise CollectiveFailed(f"{_nobody(started, None)}: {error}") from error
+
+
+def _nobody(started: Started, waited_s: float | None) -> str:
+    within = f" within {waited_s:g} s" if waited_s is not None else " in time"
+    return (
+        f"the {started.size} ranks that {started.by} tells of did not all call init(){within}; rank {started.rank} has."
+        " Set HOROVOD_START_TIMEOUT to wait longer, or unset these variables to train alone"
+    )
+
+
+def _found(env: Environment, bind_host: str, secret: bytes, started: Started) -> Environment:
+    worker = messages.Worker(socket.gethostname(), started.local_rank or 0, 1)
+    return dataclasses.replace(env, bind_host=bind_host, secret=secret, worker=worker)
+
+
+def _serve(address: Address, secret: bytes, way: Directly | ThroughAgent | ThroughFile) -> Store:
+    try:
+        listener = listen(address.host, address.port)
+    except OSError as error:
+        raise Invalid(
+            f"rank 0 can't listen on {address.host} port {address.port}, where the others look for it:"
+            f" {error.strerror}; set {launcher_env.ASKS_FOR_PORT} to another port for all ranks, ELASTIC_BIND to"
+            " another address of this host"
+        ) from None
+    store = Store(listener.address, listener, REACH_S, secret=secret)
+    store.open()
+    return store
+
+
+# ---- the ways ----------------------------------------------------------------------------------------------------
+
+
+class _Agent:
+    """The store of torchrun's agent."""
+
+    def __init__(self, way: ThroughAgent, deadline: float) -> None:
+        from torch._C import _distributed_c10d as c10d
+
+        left_s = max(deadline - time.monotonic(), 1.0)
+        self._key = f"{way.prefix}/rank0"
+        self._store = c10d.TCPStore(
+            way.host,
+            way.port,
+            is_master=False,
+            timeout=timedelta(seconds=left_s),
+            wait_for_workers=False,
+        )
+
+    def leave(self, left: Left) -> None:
+        self._store.set(self._key, msgspec.msgpack.encode(left).hex())
+
+    def look(self, deadline: float) -> Left | None:
+        try:
+            self._store.wait([self._key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+            return msgspec.msgpack.decode(
+                bytes.fromhex(self._store.get(self._key).decode()), type=Left
+            )
+        except RuntimeError:  # torch's DistStoreError: nobody has left anything
+            return None
+
+    def clear(self) -> None:
+        """Overwritten by the next rank 0, if there is one."""
+
+
+class _File:
+    """A file in a folder that only this user can enter."""
+
+    def __init__(self, way: ThroughFile) -> None:
+        self._path = private_folder() / way.name
+
+    def leave(self, left: Left) -> None:
+        """Whole or not at all: readers come at any time."""
+        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.name}.")
+        with os.fdopen(handle, "wb") as file:  # mode 0600
+            file.write(msgspec.msgpack.encode(left))
+        os.replace(name, self._path)
+
+    def look(self, deadline: float) -> Left | None:
+        while time.monotonic() < deadline:
+            try:
+                return msgspec.msgpack.decode(self._path.read_bytes(), type=Left)
+            except FileNotFoundError:
+                time.sleep(LOOK_S)
+        return None
+
+    def clear(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+
+def private_folder() -> Path:
+    """Made with mode 0700. Raises Invalid if somebody else has made it, who could read the secret or plant one."""
+    path = Path(tempfile.gettempdir()) / f"hvd-elastic-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise Invalid(
+            f"{path}, where the ranks of this host meet, is not a folder of this user's with mode 0700: remove it, or"
+            " set TMPDIR to a folder of your own for all ranks"
+        )
+    return path
+
+
+# ---- addresses ---------------------------------------------------------------------------------------------------
+
+
+def _bind_host(way: Directly | ThroughAgent | ThroughFile) -> str:
+    """The address of this host on the way to rank 0: the only one on which it listens."""
+    if isinstance(way, ThroughFile):
+        return "127.0.0.1"
+    to = numeric(way.host)
+    return _own_address(to) or to
+
+
+def numeric(host: str) -> str:
+    """Where a host is. A name by which this host knows itself as a loopback address, as Debian has it, means for
+    others its address in the network. Raises Invalid.
+    """
+    try:
+        rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Invalid(f"MASTER_ADDR {host!r} can't be resolved: {error.strerror}") from None
+    every = [str(row[4][0]) for row in rows]
+    # A name may have an address of each family, and this host only one way there.
+    found = next((each for each in every if _own_address(each) is not None), every[0])
+    if host == "localhost" or not _loopback(found) or _is_numeric(host):
+        return found
+    for public in _PUBLIC:
+        own = _own_address(public)
+        if own is not None and not _loopback(own):
+            return own
+    return found
+
+
+def _own_address(towards: str) -> str | None:
+    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None
+
+
+def _loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,302 @@
+"""Decides from the environment who started this process, as which of how many, and how the ranks can meet. Pure.
+
+What elasticrun set wins over everything: under it nothing else is looked at. Then, from the most to the least explicit:
+Horovod's own variables, torch's (torchrun, or set by hand), Open MPI's, those of MPICH and Intel MPI, Slurm's. See
+docs/launchers.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.errors import Invalid
+from elastic.protocol.messages import Place
+
+PORT_OFFSET = 1009  # from MASTER_PORT, which a script's own init_process_group may want
+FIRST_PORT, PORTS = (
+    21_000,
+    8_000,
+)  # where only a job id is known: below those that the system hands out
+ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
+
+
+@dataclass(frozen=True)
+class ThroughAgent:
+    """torchrun's agent serves a TCPStore, where rank 0 leaves its address and a secret under keys with this prefix."""
+
+    host: str
+    port: int
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Directly:
+    """Rank 0 listens on this port of this host. The others have no secret but what ``secret`` was told to all."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+@dataclass(frozen=True)
+class ThroughFile:
+    """All ranks are on one host: rank 0 leaves its address and a secret in a file of this name, for its user only."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """``way`` is None for a world of one. ``local_rank`` is None where it was not told."""
+
+    by: str
+    rank: int
+    size: int
+    local_rank: int | None
+    way: ThroughAgent | Directly | ThroughFile | None
+
+
+def started(env: Mapping[str, str], *, parent: int = 0) -> Started | None:
+    """None if this process was started on its own, or by elasticrun. ``parent`` is the process that started this one.
+
+    Raises Invalid, with a sentence that says which variable to set, where a rank is told but not how to meet.
+    """
+    if "ELASTIC_DRIVER" in env:
+        return None
+    for look in (_horovod, _torch, _open_mpi, _mpich, _slurm):
+        found = look(env, parent)
+        if found is not None:
+            return found
+    if _has(env, "RANK", "WORLD_SIZE") and _number(env, "WORLD_SIZE") > 1:
+        raise Invalid(
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not, so that the ranks can't meet:"
+            " set these too, to the host of rank 0 and a port, or unset RANK"
+        )
+    if _has(env, "PMIX_RANK"):
+        raise Invalid(
+            "PMIX_RANK is set, but nothing tells of how many ranks: set HOROVOD_RANK, HOROVOD_SIZE, MASTER_ADDR and"
+            " MASTER_PORT too, or unset PMIX_RANK"
+        )
+    return None
+
+
+def place(rank: int, hosts: Sequence[str], told: Sequence[int | None]) -> Place:
+    """The place of a rank, of every rank's host, and of every rank's local rank as its launcher told it.
+
+    Where these are not told, or contradict each other, ranks of a host are counted in order.
+    """
+    local_ranks: dict[int, int] = {}
+    for host in dict.fromkeys(hosts):
+        there = [each for each, its in enumerate(hosts) if its == host]
+        said = [told[each] for each in there]
+        usable = None not in said and len(set(said)) == len(said)
+        for index, each in enumerate(there):
+            value = told[each]
+            local_ranks[each] = value if usable and value is not None else index
+    alike = [each for each in range(len(hosts)) if local_ranks[each] == local_ranks[rank]]
+    return Place(
+        rank=rank,
+        size=len(hosts),
+        local_rank=local_ranks[rank],
+        local_size=hosts.count(hosts[rank]),
+        cross_rank=alike.index(rank),
+        cross_size=len(alike),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Of Slurm's short form of a list, such as ``gpu[01-03,07],login1``: gpu01."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
+        raise Invalid(f"SLURM_STEP_NODELIST is {nodes!r}, which names no host")
+    before, number, after = match.groups()
+    return f"{before}{number or ''}{after or ''}"
+
+
+# ---- by launcher -------------------------------------------------------------------------------------------------
+
+
+def _horovod(env: Mapping[str, str], parent: int) -> Started | None:
+    if not _has(env, "HOROVOD_RANK", "HOROVOD_SIZE"):
+        return None
+    rank, size = _rank_of(env, "HOROVOD_RANK", "HOROVOD_SIZE")
+    if size > 1 and not _has(env, "MASTER_ADDR", "MASTER_PORT"):
+        raise Invalid(
+            "HOROVOD_RANK and HOROVOD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not, so that the ranks can't"
+            " meet: set these too, to the host of rank 0 and a port, or start the script with elasticrun"
+        )
+    by = "HOROVOD_RANK and HOROVOD_SIZE"
+    return _made(by, rank, size, _local(env, "HOROVOD_LOCAL_RANK"), _by_hand(env, size))
+
+
+def _torch(env: Mapping[str, str], parent: int) -> Started | None:
+    if not _has(env, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        return None
+    rank, size = _rank_of(env, "RANK", "WORLD_SIZE")
+    local_rank = _local(env, "LOCAL_RANK")
+    if not _has(env, "TORCHELASTIC_RUN_ID"):
+        return _made("RANK and WORLD_SIZE", rank, size, local_rank, _by_hand(env, size))
+    run, restart = env["TORCHELASTIC_RUN_ID"], env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true":
+        return _made("torchrun", rank, size, local_rank, _by_hand(env, size))
+    prefix = f"hvd-elastic/{run}/{restart}/{size}"
+    way = ThroughAgent(env["MASTER_ADDR"], _number(env, "MASTER_PORT"), prefix)
+    return _made("torchrun", rank, size, local_rank, way)
+
+
+def _open_mpi(env: Mapping[str, str], parent: int) -> Started | None:
+    if not _has(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        return None
+    rank, size = _rank_of(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    job = _first(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
+    here = _local(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    job = job or f"parent-{parent}"
+    way = _of_launcher(env, size, "mpirun", job, one_host=here in (None, size))
+    return _made("mpirun", rank, size, _local(env, "OMPI_COMM_WORLD_LOCAL_RANK"), way)
+
+
+def _mpich(env: Mapping[str, str], parent: int) -> Started | None:
+    """Also of Intel MPI, which names the ranks of a host besides."""
+    if not _has(env, "PMI_RANK", "PMI_SIZE"):
+        return None
+    rank, size = _rank_of(env, "PMI_RANK", "PMI_SIZE")
+    job = _first(env, "PMI_JOBID", "PMI_KVSNAME") or _slurm_step(env) or f"parent-{parent}"
+    here = _local(env, "MPI_LOCALNRANKS")
+    way = _of_launcher(env, size, "mpirun", job, one_host=here in (None, size))
+    return _made("mpirun", rank, size, _local(env, "MPI_LOCALRANKID"), way)
+
+
+def _slurm(env: Mapping[str, str], parent: int) -> Started | None:
+    """Of srun only: a batch script, too, has a SLURM_PROCID and a SLURM_NTASKS, and runs once."""
+    job = _slurm_step(env)
+    if job is None or not _has(env, "SLURM_PROCID"):
+        return None
+    count = "SLURM_STEP_NUM_TASKS" if _has(env, "SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    if not _has(env, count):
+        return None
+    rank, size = _rank_of(env, "SLURM_PROCID", count)
+    hosts = _first(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    nodes = _first(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST")
+    host = first_host(nodes) if nodes else None
+    way = _of_launcher(env, size, "srun", job, one_host=hosts == "1", host=host)
+    return _made("srun", rank, size, _local(env, "SLURM_LOCALID"), way)
+
+
+def _slurm_step(env: Mapping[str, str]) -> str | None:
+    job, step = env.get("SLURM_JOB_ID"), _first(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    return f"{job}.{step}" if job and step else None
+
+
+# ---- ways to meet ------------------------------------------------------------------------------------------------
+
+
+def _by_hand(env: Mapping[str, str], size: int) -> Directly | ThroughFile | None:
+    if size == 1:
+        return None  # and nothing is asked of the address
+    host, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
+    if _loopback(host) and not _has(env, ASKS_FOR_PORT):
+        return ThroughFile(_file_name("master", f"{host} {port} {size}"))
+    return Directly(host, _port(env), _secret(env, f"{host} {port}"))
+
+
+def _of_launcher(
+    env: Mapping[str, str],
+    size: int,
+    by: str,
+    job: str,
+    *,
+    one_host: bool,
+    host: str | None = None,
+) -> Directly | ThroughFile | None:
+    if size == 1:
+        return None
+    host = env.get("MASTER_ADDR") or host
+    if one_host and not _has(env, ASKS_FOR_PORT):
+        return ThroughFile(_file_name(by, job))
+    if host is None:
+        raise Invalid(
+            f"{by} has started ranks on several hosts, and nothing tells which one rank 0 is on: set MASTER_ADDR to"
+            " that host for all ranks, or start the script with elasticrun"
+        )
+    return Directly(host, _port(env, job), _secret(env, f"{by} {job}"))
+
+
+def _port(env: Mapping[str, str], job: str | None = None) -> int:
+    """The one that was asked for, the neighbour of MASTER_PORT, or one that follows from the job's id."""
+    if _has(env, ASKS_FOR_PORT):
+        return _port_in(env, ASKS_FOR_PORT)
+    if _has(env, "MASTER_PORT"):
+        master = _port_in(env, "MASTER_PORT")
+        return master + PORT_OFFSET if master + PORT_OFFSET < 1 << 16 else master - PORT_OFFSET
+    return FIRST_PORT + zlib.crc32((job or "").encode()) % PORTS
+
+
+def _secret(env: Mapping[str, str], job: str) -> bytes:
+    """What was told in ELASTIC_SECRET; otherwise it keeps jobs apart, and not strangers out."""
+    if not _has(env, "ELASTIC_SECRET"):
+        return hashlib.sha256(job.encode()).digest()
+    try:
+        return bytes.fromhex(env["ELASTIC_SECRET"])
+    except ValueError:
+        raise Invalid(
+            "ELASTIC_SECRET is damaged; give an even number of hexadecimal digits"
+        ) from None
+
+
+def _file_name(by: str, job: str) -> str:
+    return f"{by}-{hashlib.sha256(job.encode()).hexdigest()[:24]}"
+
+
+def _loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or re.fullmatch(r"127(\.\d+){3}", host) is not None
+
+
+def _made(
+    by: str,
+    rank: int,
+    size: int,
+    local_rank: int | None,
+    way: ThroughAgent | Directly | ThroughFile | None,
+) -> Started:
+    return Started(by, rank, size, local_rank, way if size > 1 else None)
+
+
+# ---- single variables --------------------------------------------------------------------------------------------
+
+
+def _has(env: Mapping[str, str], *names: str) -> bool:
+    return all(env.get(name) for name in names)
+
+
+def _first(env: Mapping[str, str], *names: str) -> str | None:
+    return next((env[name] for name in names if env.get(name)), None)
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    if not env[name].isdecimal():
+        raise Invalid(f"{name} is {env[name]!r}; it must be a whole number")
+    return int(env[name])
+
+
+def _port_in(env: Mapping[str, str], name: str) -> int:
+    port = _number(env, name)
+    if not 0 < port < 1 << 16:
+        raise Invalid(f"{name} is {port}, which is no port; give 1 to 65535")
+    return port
+
+
+def _rank_of(env: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = _number(env, rank_name), _number(env, size_name)
+    if rank >= size:
+        raise Invalid(
+            f"{rank_name} is {rank} and {size_name} is {size}; ranks count from 0 to size - 1"
+        )
+    return rank, size
+
+
+def _local(env: Mapping[str, str], name: str) -> int | None:
+    return _number(env, name) if env.get(name) else None

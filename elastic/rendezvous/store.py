@@ -1,0 +1,437 @@
+"""Where the ranks of one generation swap addresses. One exchange per group, one short connection per exchange.
+
+Rank 0 serves it on a socket that it bound before it said ready, on the data plane's interface only. Every rank sends
+(key, rank, size, blob); when all have, each is sent all blobs. Requests and replies are signed with the job's secret
+and carry the generation, so neither a stranger nor a rank of another generation can take part. torch's TCPStore is not
+used for this: it can't be aborted while it connects, lets anyone write, and needs 2 round trips per rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from elastic.errors import CollectiveFailed
+from elastic.protocol.messages import Address
+
+_REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
+_MOST_STRANGERS = 512  # connections that have not proved to be of this job; 0.1 GB at worst
+_REPLY_LIMIT = 1 << 30
+RETRY_S = 0.02  # between attempts to reach a store that is not up yet
+_FETCH = 0  # the size in a request for what rank 0 provides by itself
+_AWAITED = ""  # the key of what it always provides
+_HEAD = struct.Struct("!I32s")  # length of the body, HMAC-SHA256 of it
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    generation: int
+    key: str
+    rank: int
+    size: int
+    nonce: bytes
+    blob: bytes
+
+
+class _Reply(msgspec.Struct, frozen=True, array_like=True):
+    generation: int
+    key: str
+    nonce: bytes
+    blobs: list[bytes]
+
+
+class Listener:
+    """A bound socket on which this worker would serve the next generation's store, and where peers reach it."""
+
+    def __init__(self, sock: socket.socket, address: Address) -> None:
+        self.socket = sock
+        self.address = address
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def listen(host: str, port: int = 0) -> Listener:
+    """Binds to this interface only (``host`` is a numeric address; port 0: any free one). Raises OSError."""
+    sock = socket.socket(_family(host), socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)  # peers may connect before anyone serves
+    except OSError:
+        sock.close()
+        raise
+    return Listener(sock, Address(host, sock.getsockname()[1]))
+
+
+class Store:
+    """One generation's store, as one rank sees it. Thread-safe.
+
+    Rank 0 passes its ``listener``, which then belongs to the store. ``timeout_s`` bounds every wait.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        listener: Listener | None,
+        timeout_s: float,
+        *,
+        generation: int = 0,
+        secret: bytes = b"",
+    ) -> None:
+        self.address = address
+        self.generation = generation
+        self._listener = listener
+        self._timeout_s = timeout_s
+        self._secret = secret
+        self._server: _Server | None = None
+        self._provided: dict[str, Callable[[], list[bytes]]] = {}
+        self._lock = threading.Lock()
+        self._aborted = threading.Event()
+        self._calls: set[Call] = set()
+
+    def open(self) -> None:
+        """Starts to serve, on rank 0; the others connect when they first exchange something. Returns at once."""
+        if self._listener is not None and self._server is None:
+            self._server = _Server(
+                self._listener.socket,
+                self.generation,
+                self._secret,
+                self._timeout_s,
+                self._provided,
+            )
+
+    def exchange(
+        self,
+        key: str,
+        rank: int,
+        size: int,
+        blob: bytes,
+        timeout_s: float | None = None,
+        call: Call | None = None,
+    ) -> list[bytes]:
+        """Every rank's blob, by rank, once all ``size`` ranks have called this with this key.
+
+        ``timeout_s`` is for the others to come, by default as long as for the store to be reached. ``call``: by which
+        this one exchange can be aborted. Raises CollectiveFailed when the store's rank is gone, after ``timeout_s``, or
+        on `abort`.
+        """
+        awaited = f"the {size} ranks of group {key!r} of generation {self.generation}"
+        began = time.monotonic()
+        deadline = began + (self._timeout_s if timeout_s is None else timeout_s)
+        call = call or Call()
+        with self._lock:
+            self._calls.add(call)
+        if self._aborted.is_set():
+            call.abort()
+        try:
+            call.connect(self.address, min(deadline, began + self._timeout_s))
+            nonce = os.urandom(16)
+            request = _Request(self.generation, key, rank, size, nonce, blob)
+            call.send(_signed(self._secret, msgspec.msgpack.encode(request)))
+            reply = msgspec.msgpack.decode(call.receive(self._secret, deadline), type=_Reply)
+            if (reply.generation, reply.key, reply.nonce) != (self.generation, key, nonce):
+                raise OSError("the reply belongs to another exchange")
+            return reply.blobs
+        except (OSError, msgspec.MsgspecError) as error:
+            if call.aborted:
+                raise CollectiveFailed(f"aborted while waiting for {awaited}") from None
+            raise CollectiveFailed(
+                f"gave up waiting for {awaited} at the store"
+                f" {self.address}: {error or type(error).__name__}"
+            ) from error
+        finally:
+            with self._lock:
+                self._calls.discard(call)
+            call.close()
+
+    def awaited(self) -> list[str]:
+        """The keys of exchanges in which ranks wait for others now. Raises CollectiveFailed."""
+        return [key.decode() for key in self.fetch(_AWAITED, 0)]
+
+    def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
+        """On rank 0: who fetches this key gets what ``make`` returns, called in the store's thread.
+
+        Call it before `open`: peers may have connected by then, and are answered at once.
+        """
+        assert self._server is None
+        self._provided[key] = make
+
+    def fetch(self, key: str, rank: int, timeout_s: float | None = None) -> list[bytes]:
+        """What rank 0 provides under this key, without waiting for anybody else. Raises CollectiveFailed."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return self.exchange(key, rank, _FETCH, b"", limit_s)
+
+    def abort(self) -> None:
+        """Whoever waits in `exchange` here, now or later, fails. Any thread, any number of times, never blocks."""
+        self._aborted.set()
+        with self._lock:
+            for call in self._calls:
+                call.abort()
+
+    def close(self) -> None:
+        """Stops serving: others who still wait are cut off, so call it when the generation is over."""
+        self.abort()
+        if self._server is not None:
+            self._server.close()
+        elif self._listener is not None:
+            self._listener.close()
+
+    def forget(self) -> None:
+        """In a forked child: holds none of the parent's sockets."""
+        for call in self._calls:
+            call.close()
+        if self._server is not None:
+            self._server.forget()
+        elif self._listener is not None:
+            self._listener.close()
+
+
+class Call:
+    """One exchange, as a connection to the server, which another thread may abort: before it, during it."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._aborted = threading.Event()
+        self._lock = threading.Lock()
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted.is_set()
+
+    def connect(self, address: Address, deadline: float) -> None:
+        """Tries again while it is refused: without a driver, nobody says that the store's rank has started."""
+        while not self._aborted.is_set():
+            sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
+            with self._lock:
+                self._socket = sock
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                sock.connect((address.host, address.port))
+                break
+            except ConnectionRefusedError:
+                self.close()
+                if time.monotonic() > deadline:
+                    raise
+                self._aborted.wait(RETRY_S)
+        if self._aborted.is_set():
+            raise OSError("aborted")
+
+    def send(self, data: bytes) -> None:
+        assert self._socket is not None
+        self._socket.sendall(data)
+
+    def receive(self, secret: bytes, deadline: float) -> bytes:
+        length, signature = _HEAD.unpack(self._exactly(_HEAD.size, deadline))
+        if length > _REPLY_LIMIT:
+            raise OSError(f"a reply of {length} bytes")
+        body = self._exactly(length, deadline)
+        if not hmac.compare_digest(signature, _digest(secret, body)):
+            raise OSError("the reply is not signed with this job's secret")
+        return body
+
+    def _exactly(self, count: int, deadline: float) -> bytes:
+        assert self._socket is not None
+        data = bytearray()
+        while len(data) < count:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            part = self._socket.recv(count - len(data))
+            if not part:
+                raise OSError("the connection was closed")
+            data += part
+        return bytes(data)
+
+    def abort(self) -> None:
+        """Wakes whoever is inside a system call. Any thread, any number of times, never blocks."""
+        self._aborted.set()
+        with self._lock, contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+
+@dataclass
+class _Peer:
+    """A connection to the server that has not been answered yet."""
+
+    since: float
+    data: bytearray = field(default_factory=bytearray)
+    request: _Request | None = None
+
+
+class _Server:
+    """One thread on rank 0: collects requests by key, answers when a key is complete."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        generation: int,
+        secret: bytes,
+        timeout_s: float,
+        provided: dict[str, Callable[[], list[bytes]]],
+    ) -> None:
+        self._listener = listener
+        self._generation = generation
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._closed = False
+        self.provided: dict[str, Callable[[], list[bytes]]] = {
+            _AWAITED: lambda: [key.encode() for key, _ in self._groups]
+        } | provided
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._groups: dict[tuple[str, int], dict[int, socket.socket]] = {}
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(
+            target=self._serve, name=f"elastic-store-{generation}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    def forget(self) -> None:
+        for held in (self._listener, *self._peers):
+            held.close()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select(timeout=self._timeout_s):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._read(key.fileobj)
+            self._drop_silent(time.monotonic())
+        for held in list(self._peers):
+            self._drop(held)
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            strangers = [each for each, peer in self._peers.items() if peer.request is None]
+            if len(strangers) >= _MOST_STRANGERS:
+                self._drop(strangers[0])
+            sock.setblocking(False)
+            self._peers[sock] = _Peer(time.monotonic())
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def _read(self, sock: Any) -> None:
+        peer = self._peers[sock]
+        try:
+            part = sock.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        peer.data += part
+        if not part or peer.request is not None:  # gone, or speaking out of turn
+            self._drop(sock)
+            return
+        if len(peer.data) < _HEAD.size:
+            return
+        length, signature = _HEAD.unpack_from(peer.data)
+        if length > _REQUEST_LIMIT:
+            self._drop(sock)
+        elif len(peer.data) >= _HEAD.size + length:
+            body = bytes(peer.data[_HEAD.size : _HEAD.size + length])
+            peer.request = self._verified(body, signature)
+            if peer.request is None:
+                self._drop(sock)
+            else:
+                self._collect(sock, peer.request)
+
+    def _verified(self, body: bytes, signature: bytes) -> _Request | None:
+        if not hmac.compare_digest(signature, _digest(self._secret, body)):
+            return None
+        try:
+            request = msgspec.msgpack.decode(body, type=_Request)
+        except msgspec.MsgspecError:
+            return None
+        fetches = request.size == _FETCH and request.key in self.provided
+        here = request.rank >= 0 and (fetches or request.rank < request.size)
+        return request if here and request.generation == self._generation else None
+
+    def _collect(self, sock: socket.socket, request: _Request) -> None:
+        if request.size == _FETCH:
+            self._answer(sock, request, self.provided[request.key]())
+            return
+        group = self._groups.setdefault((request.key, request.size), {})
+        before = group.get(request.rank)
+        if before is not None:  # its rank gave up and came back
+            self._drop(before)
+            group = self._groups.setdefault((request.key, request.size), {})
+        group[request.rank] = sock
+        if len(group) < request.size:
+            return
+        del self._groups[request.key, request.size]
+        requests = {rank: self._peers[each].request for rank, each in group.items()}
+        blobs = [asked.blob for _, asked in sorted(requests.items()) if asked is not None]
+        for rank, each in group.items():
+            asked = requests[rank]
+            assert asked is not None
+            self._answer(each, asked, blobs)
+
+    def _answer(self, sock: socket.socket, request: _Request, blobs: list[bytes]) -> None:
+        reply = _Reply(self._generation, request.key, request.nonce, blobs)
+        with contextlib.suppress(OSError):
+            sock.settimeout(1.0)  # a frozen peer with a full buffer must not hold up the others
+            sock.sendall(_signed(self._secret, msgspec.msgpack.encode(reply)))
+        self._drop(sock)
+
+    def _drop_silent(self, now: float) -> None:
+        for sock, peer in list(self._peers.items()):
+            if peer.request is None and now - peer.since > self._timeout_s:
+                self._drop(sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        peer = self._peers.pop(sock, None)
+        if peer is None:
+            return
+        if peer.request is not None:
+            key = (peer.request.key, peer.request.size)
+            group = self._groups.get(key, {})
+            if group.get(peer.request.rank) is sock:
+                del group[peer.request.rank]
+            if not group:
+                self._groups.pop(key, None)
+        self._selector.unregister(sock)
+        sock.close()
+
+
+def _signed(secret: bytes, body: bytes) -> bytes:
+    return _HEAD.pack(len(body), _digest(secret, body)) + body
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _digest(secret: bytes, body: bytes) -> bytes:
+    return hmac.digest(secret, b"hvd-elastic store|" + body, hashlib.sha256)

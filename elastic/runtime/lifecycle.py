@@ -1,0 +1,189 @@
+"""The one runtime of this process: init, shutdown, and where to find it. What it does is in `worker`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+
+from elastic import context, failpoints
+from elastic.errors import ElasticError, Interrupted, NotInitialized
+from elastic.failpoints import failpoint
+from elastic.monitoring import timeline
+from elastic.protocol import messages
+from elastic.protocol.messages import Address, Place
+from elastic.rendezvous import environment, find_rank0
+from elastic.rendezvous.environment import Environment
+from elastic.rendezvous.launcher_env import Started
+from elastic.runtime.link import Link
+from elastic.runtime.worker import Runtime
+
+_runtime: Runtime | None = None  # lives as long as the process, once init() was called
+_initialized = False
+# In a forked child: where its worker stood at the fork, and in which generation. None anywhere else.
+_inherited: tuple[Place, int] | None = None
+_child_of_many = False  # ... and whether that worker shared a job with others
+
+
+def active() -> Runtime | None:
+    """The runtime, or None before ``init()`` and after ``shutdown()``."""
+    return _runtime if _initialized else None
+
+
+def current() -> Runtime:
+    """The runtime. Raises NotInitialized."""
+    if _runtime is None or not _initialized:
+        if _inherited is not None:
+            raise NotInitialized(
+                "this process was forked from a worker, which alone takes part in collectives, steps and commits:"
+                " move them there; rank(), size() and the other queries answer here, with the place of that worker"
+            )
+        raise NotInitialized(context.NOT_INITIALIZED)
+    return _runtime
+
+
+def position() -> tuple[Place, int] | None:
+    """Place and generation of this worker; in a forked child, those that its worker had at the fork. None before
+    ``init()``.
+    """
+    rt = active()
+    return _inherited if rt is None else (rt.place, rt.generation)
+
+
+def place() -> Place:
+    """The same place. Raises NotInitialized."""
+    found = position()
+    return current().place if found is None else found[0]
+
+
+def in_forked_child() -> bool:
+    """Whether ``init()`` has nothing to do here: this process is a child of a worker that has called it."""
+    return _inherited is not None and _child_of_many
+
+
+def init() -> None:
+    """Joins the job that this process was started for; without ``elasticrun``, a world of one.
+    Idempotent. In a forked child of a worker it does nothing: the queries answer there already.
+
+    A static worker, and an elastic one of the first start, return when the first world is formed. A newcomer to a
+    training world returns at once, with a provisional size and a rank other than 0.
+    Under another launcher, it returns when all ranks have called it; see docs/launchers.md.
+    Raises DriverLost, Invalid, JobFailed, and CollectiveFailed where ranks do not find each other.
+    """
+    global _runtime, _initialized
+    if _initialized or in_forked_child():
+        return
+    failpoints.check()
+    if _runtime is None:
+        env = environment.read()
+        environment.prepare(env)
+        if env.started is not None and env.started.way is not None:
+            runtime = _met(env, env.started)
+        else:
+            link = None if env.driver is None else _link(env, env.driver)
+            runtime = Runtime(env, link)
+            if link is not None:
+                runtime.connect()
+        _adopt(runtime)
+    elif _runtime.alone and _runtime.world is not None:
+        _runtime.next_fixed_world()
+    assert _runtime is not None
+    if not _runtime.alone:
+        _runtime.first_world()
+    _initialized = True
+
+
+def _link(env: Environment, driver: Address) -> Link:
+    return Link(driver, env.secret, env.worker, tls=env.tls)
+
+
+def _met(env: Environment, started: Started) -> Runtime:
+    """In a world of a fixed size, with whoever else was started by another launcher than elasticrun."""
+    met = find_rank0.meet(started, env)
+    try:
+        runtime = Runtime(met.env, None)
+        runtime.form_fixed_world(met.store, started.rank, started.size, started.local_rank, 1)
+    finally:
+        met.store.close()
+    return runtime
+
+
+def init_static(
+    rank: int, size: int, store: Address, environ: Mapping[str, str] | None = None
+) -> None:
+    """A world of a fixed size without a driver: rank 0 serves ``store``. For benchmarks and
+    tests. ``environ``: what it is to find in its environment, by default nothing.
+    """
+    global _initialized
+    env = environment.read(environ or {})
+    environment.prepare(env)
+    runtime = Runtime(env, None)
+    place = Place(rank, size, rank, size, 0, 1)
+    if rank == 0:
+        runtime._groups.listen(store)
+    runtime.begin_fixed_world(messages.World(1, place, store, 0, None, "static"))
+    _adopt(runtime)
+    _initialized = True
+
+
+def send_result(blob: bytes) -> None:
+    """Hands the value of a launched function to the driver. Raises DriverLost."""
+    runtime = _runtime
+    if runtime is None:  # the function never called init()
+        env = environment.read()
+        if env.driver is None:
+            return
+        runtime = Runtime(env, _link(env, env.driver))
+        runtime.connect()
+        _adopt(runtime)
+    runtime.send(messages.Result(blob))
+
+
+def shutdown() -> None:
+    """Leaves the world; ``init()`` may follow, on every worker. Idempotent."""
+    global _initialized, _inherited
+    failpoint("shutdown")
+    _inherited = None
+    if _runtime is not None and _initialized:
+        _runtime.pause()
+    _initialized = False
+
+
+def _adopt(runtime: Runtime) -> None:
+    global _runtime
+    runtime.tracing.begin(runtime.place)
+    first = _runtime is None
+    _runtime = runtime
+    if first:
+        atexit.register(_close)
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _close() -> None:
+    if _runtime is not None:
+        _runtime.close()
+
+
+def _forget() -> None:
+    global _runtime, _initialized, _inherited, _child_of_many
+    timeline.stop()
+    if _runtime is not None:
+        _inherited = position()
+        _child_of_many = not _runtime.alone or _runtime.place.size > 1
+        _runtime.forget()
+    _runtime, _initialized = None, False
+
+
+__all__ = [
+    "ElasticError",
+    "Interrupted",
+    "Runtime",
+    "active",
+    "current",
+    "init",
+    "init_static",
+    "shutdown",
+]
+
+
+context.register(lambda: current())

@@ -1,0 +1,244 @@
+"""The worker's one connection to the driver, read by one thread. Moves messages; decides nothing.
+
+With TLS the socket stays a plain one, and what passes through it is turned by a `tls.Endpoint`, which makes no system
+call: so poll() says all there is to know, a thread that waits to send holds nobody up who reads, and a forked child has
+nothing to say goodbye with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from elastic.errors import DriverLost
+from elastic.protocol import messages
+from elastic.protocol.framing import NONCE_BYTES, Wire, proof
+from elastic.protocol.messages import (
+    Address,
+    Message,
+    ProtocolError,
+    Worker,
+)
+
+if TYPE_CHECKING:
+    from elastic.protocol.tls import Endpoint
+
+CONNECT_S = 20.0  # to reach the driver and prove who we are
+TICK_S = 1.0  # ``poked`` is called as often without a poke
+SEND_S = 10.0  # a driver that reads nothing for so long is lost
+
+
+class Link:
+    """Connects at construction; `start` begins to deliver. Raises DriverLost if the driver can't be reached, and
+    Invalid where a file of ``tls`` is no good: the paths of certificate, key and authority.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        worker: Worker,
+        *,
+        tls: tuple[str, str, str] | None = None,
+    ) -> None:
+        self._worker = worker
+        self._sending = threading.Lock()  # frames, in the order of their numbers
+        self._tls: Endpoint | None = None
+        self._turning = threading.Lock()  # of ``_tls``; nothing blocks under it
+        self._closed = False
+        if tls is not None:
+            from elastic.protocol.tls import Endpoint, context
+
+            self._tls = Endpoint(context(*tls, server=False), server=False)
+        retrying = Retrying(
+            retry=retry_if_exception_type(OSError),
+            stop=stop_after_delay(CONNECT_S),
+            wait=wait_exponential(multiplier=0.05, max=1.0),
+            reraise=True,
+        )
+        try:
+            self._socket = retrying(socket.create_connection, (address.host, address.port), 5.0)
+        except OSError as error:
+            raise DriverLost(
+                f"no driver answers at {address} ({error}); is elasticrun still running?"
+            ) from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._wire = Wire(messages.from_driver)
+        self._authenticate(secret)
+        # The thread sleeps in poll() on the connection and on this pipe, which `poke` writes to.
+        self._poke_read, self._poke_write = os.pipe()
+        os.set_blocking(self._poke_read, False)
+        os.set_blocking(self._poke_write, False)
+        self._thread: threading.Thread | None = None
+
+    def _authenticate(self, secret: bytes) -> None:
+        deadline = time.monotonic() + CONNECT_S
+        try:
+            self._flush()
+            challenge = self._next(deadline)
+            if not isinstance(challenge, messages.Challenge):
+                raise ProtocolError("the driver did not begin with a challenge")
+            if challenge.version != messages.VERSION:
+                raise ProtocolError(
+                    f"the driver speaks version {challenge.version} of the protocol, this worker"
+                    f" {messages.VERSION}: install the same hvd-elastic on every host"
+                )
+            if len(challenge.nonce) != NONCE_BYTES:  # a proof's text must have one reading only
+                raise ProtocolError("its challenge has no proper length")
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            name = str(self._worker)
+            mine = proof(secret, "worker", challenge.nonce, nonce, name)
+            self.send(messages.Answer(self._worker, nonce, mine))
+            accepted = self._next(deadline)
+            if isinstance(accepted, messages.TurnedAway):
+                self._turned_away(secret, nonce, challenge.nonce, accepted)
+            theirs = proof(secret, "driver", nonce, challenge.nonce, name)
+            if not isinstance(accepted, messages.Accepted) or not hmac.compare_digest(
+                accepted.proof, theirs
+            ):
+                raise ProtocolError("the driver does not know this job's secret")
+            self._wire.seal(secret, mine=nonce, theirs=challenge.nonce, caller=True)
+        except (OSError, ProtocolError) as error:
+            with contextlib.suppress(OSError):
+                self._flush()  # an alert says why
+            self._socket.close()
+            raise DriverLost(f"the driver refused this worker: {error}") from error
+
+    @staticmethod
+    def _turned_away(
+        secret: bytes, mine: bytes, theirs: bytes, message: messages.TurnedAway
+    ) -> None:
+        """Raises ProtocolError with the driver's reason, or because it is not the driver's."""
+        sign = proof(secret, "turned away", mine, theirs, message.reason)
+        if hmac.compare_digest(message.proof, sign):
+            raise ProtocolError(message.reason)
+        raise ProtocolError("the driver does not know this job's secret")
+
+    def _next(self, deadline: float) -> Message:
+        silent = True
+        while (message := self._wire.next()) is None:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self._socket.recv(65536)
+            if not data and silent and self._tls is None:
+                raise ProtocolError(
+                    "it closed the connection without a word; does it expect TLS (--tls-cert,"
+                    " --tls-key, --tls-ca)?"
+                )
+            if not data:
+                raise ProtocolError("it closed the connection")
+            silent = False
+            self._wire.feed(self._clear(data))
+            self._flush()
+        return cast(Message, message)
+
+    def _clear(self, data: bytes) -> bytes:
+        """What has arrived, in the clear."""
+        if self._tls is None:
+            return data
+        with self._turning:
+            return self._tls.feed(data)
+
+    def _flush(self) -> None:
+        """What TLS itself has to say: its handshake, or an answer in between. Who sends does it too."""
+        if self._tls is not None and self._sending.acquire(blocking=False):
+            try:
+                with self._turning:
+                    data = self._tls.due()
+                if data:
+                    self._socket.sendall(data)
+            finally:
+                self._sending.release()
+
+    def start(
+        self,
+        receive: Callable[[Message], None],
+        poked: Callable[[], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        """Delivers every message, poke and the loss of the connection from one daemon thread, which calls ``poked``
+        at least once a second.
+        """
+        self._socket.settimeout(SEND_S)
+        self._thread = threading.Thread(
+            target=self._read, args=(receive, poked, lost), name="elastic-link", daemon=True
+        )
+        self._thread.start()
+
+    def _read(
+        self,
+        receive: Callable[[Message], None],
+        poked: Callable[[], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        with contextlib.suppress(ProtocolError):  # and if it is none, the next read says so
+            for message in self._wire.receive(b""):
+                receive(message)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.register(self._poke_read, select.POLLIN)
+        reason = "the driver closed the connection"
+        while not self._closed:
+            ready = {fd for fd, _ in poll.poll(TICK_S * 1000)}
+            if self._poke_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._poke_read, 4096)
+            poked()
+            if self._socket.fileno() in ready:
+                try:
+                    data = self._socket.recv(65536)
+                    if not data:
+                        break
+                    for message in self._wire.receive(self._clear(data)):
+                        receive(message)
+                    self._flush()
+                except (OSError, ProtocolError) as error:
+                    reason = f"the connection to the driver broke: {error}"
+                    break
+        if not self._closed:
+            lost(reason)
+
+    def send(self, message: Message) -> None:
+        """From any thread but a signal handler. Raises DriverLost if the driver takes nothing for
+        SEND_S seconds.
+        """
+        body = messages.encoded(message)
+        with self._sending:
+            try:
+                data = self._wire.frame_of(body)
+                if self._tls is not None:
+                    with self._turning:
+                        self._tls.say(data)
+                        data = self._tls.due()
+                self._socket.sendall(data)
+            except (OSError, ProtocolError) as error:
+                raise DriverLost(f"the connection to the driver broke: {error}") from error
+
+    def poke(self) -> None:
+        """Wakes the thread. Safe in a signal handler."""
+        with contextlib.suppress(OSError):
+            os.write(self._poke_write, b"!")
+
+    def close(self) -> None:
+        self._closed = True
+        self.poke()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def forget(self) -> None:
+        """In a forked child: close the descriptors without ending the parent's connection."""
+        self._closed = True
+        self._socket.close()
+        for fd in (self._poke_read, self._poke_write):
+            with contextlib.suppress(OSError):
+                os.close(fd)

@@ -1,0 +1,129 @@
+"""Where this worker's training thread is, and when that is worth telling the driver. Pure: times are passed in.
+
+The training thread writes it down at every collective: two attributes and two looks at the clock. The link thread looks
+once a second and says only what lasts: a wait of a second, again while it lasts, its end, a phase that was marked as
+long. So a step in which nobody waits costs no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from elastic.protocol import messages
+
+WAIT_S = 1.0  # inside one collective, before the driver is told
+REPEAT_S = 5.0  # ... and between two words about the same wait: a worker that falls silent may be stuck in there
+PACE_S = 30.0  # between two reports of how much was waited
+
+
+class Progress:
+    """One worker's. ``entered`` counts collectives of a generation; one inside another is not counted again."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.entered = 0
+        self.inside = ""
+        self.phase = ""
+        self._since = 0.0
+        self._depth = 0
+        self._said: tuple[int, int] | None = None  # the collective that the driver knows of
+        self._said_at = 0.0
+        self._said_phase = ""
+        self._completed = 0  # since the last report of the pace, as is what follows
+        self._waited_s = 0.0
+        self._window: tuple[int, float] | None = None  # generation, when it began
+        self._begun_with: messages.Commit | None = None
+
+    # ---- the training thread ---------------------------------------------------------------------
+
+    def enter(self, generation: int, name: str, now: float) -> None:
+        """A collective begins to block this thread."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if generation != self.generation:
+            self.generation, self.entered = generation, 0
+        self.entered += 1
+        self._since = now
+        self.inside = name
+
+    def leave(self, now: float) -> bool:
+        """It is over. Whether the driver should hear of it at once, because it knows of the wait."""
+        self._depth -= 1
+        if self._depth:
+            return False
+        self.inside = ""
+        self._completed += 1
+        self._waited_s += now - self._since
+        return self._said is not None
+
+    def begin_training(self) -> None:
+        """The state is equal everywhere: from here all count alike, whoever took part in the copying."""
+        self.entered = 0
+
+    # ---- the link thread -------------------------------------------------------------------------
+
+    def tell(
+        self, now: float, gpu: Callable[[], list[messages.Launches]] = list
+    ) -> list[messages.Message]:
+        """What the driver does not know yet and should. ``gpu`` is asked at each look at a wait that lasts."""
+        said: list[messages.Message] = []
+        at, inside, since = (self.generation, self.entered), self.inside, self._since
+        waits = bool(inside) and now - since >= WAIT_S
+        phase = self.phase
+        launches = gpu() if waits else []
+        news = (at if waits else None) != self._said or phase != self._said_phase
+        if news or (waits and now - self._said_at >= REPEAT_S):
+            self._said, self._said_phase = at if waits else None, phase
+            self._said_at = now
+            waited_s = now - since if waits else 0.0
+            said.append(self._progress(inside if waits else "", waited_s, launches))
+        return said
+
+    def pace(self, now: float, commit: messages.Commit | None = None) -> list[messages.Message]:
+        """How it went in the last half minute, if anything was done in it and the world is the same.
+
+        ``commit``: the newest of this worker.
+        """
+        if self._window is None or self._window[0] != self.generation:
+            self._begin_window(now, commit)
+            return []
+        over_s = now - self._window[1]
+        if over_s < PACE_S:
+            return []
+        completed, waited_s, before = self._completed, self._waited_s, self._begun_with
+        self._begin_window(now, commit)
+        commits = 0
+        if commit is not None and commit != before:
+            same = before is not None and before.generation == commit.generation
+            commits = commit.number - (before.number if before is not None and same else 0)
+        if not completed and not commits:
+            return []
+        waited_s = min(waited_s, over_s)
+        return [messages.Pace(self.generation, completed, waited_s, over_s, commits, commit)]
+
+    def _begin_window(self, now: float, commit: messages.Commit | None) -> None:
+        self._window = self.generation, now
+        self._begun_with = commit
+        self._completed, self._waited_s = 0, 0.0
+
+    # ---- long phases -----------------------------------------------------------------------------
+
+    def begin_phase(self, name: str) -> tuple[str, messages.Progress]:
+        """The phase before, which has to be restored, and what the driver is told at once."""
+        before, self.phase = self.phase, name
+        return before, self._phase_said()
+
+    def end_phase(self, before: str) -> messages.Progress:
+        self.phase = before
+        return self._phase_said()
+
+    def _phase_said(self) -> messages.Progress:
+        self._said_phase, self._said = self.phase, None
+        return self._progress("", 0.0)
+
+    def _progress(
+        self, inside: str, waited_s: float, gpu: Sequence[messages.Launches] = ()
+    ) -> messages.Progress:
+        where = self.generation, self.entered, inside
+        return messages.Progress(*where, waited_s, self.phase, list(gpu))

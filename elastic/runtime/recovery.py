@@ -1,0 +1,350 @@
+"""Decides what a worker does when the world changes: abort, restore, wait, hold, stop. Pure.
+
+    OUTSIDE --wait_for_world--> WAITING --World--> TRAINING --Broken, or a collective failed--> BROKEN
+                                   ^                  | all stopped at the agreed check            |
+                                   +------------------+------------------ wait_for_world ----------+
+    TRAINING --returned--> RETURNED --Finish--> FINISHED (--init() again--> WAITING)       any phase --> OVER
+
+Two threads feed it, one at a time (the runtime holds a lock): the link thread with the driver's messages, the training
+thread with what user code does. It never raises into user code; it says what the training thread has to raise at its
+next check, collective or step.
+
+Checks are numbered from the start of each world. A planned change is agreed without a collective: the driver asks all
+for their number c, each holds its training thread at check c + 1, the driver answers with the largest c + 1, those
+behind run on to it, and all stop at the same place.
+
+A connection may be lost and replaced. What is said meanwhile is not kept: on the new one this machine says where it
+stands and repeats what has had no answer, the driver repeats what holds for it, and either side can hear anything
+twice, or long after its time. So every message is judged by its generation and its number, and one that says nothing
+new changes nothing.
+
+A commit is numbered by the check it belongs to, not by counting commits: whatever a worker passed or missed, equal
+numbers of one generation mean the same place in the same training.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from elastic.protocol import messages
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Message,
+    Place,
+)
+
+ALONE = 10**9  # checks of one generation; more than there can be
+
+
+class Phase(enum.Enum):
+    OUTSIDE = "outside"  # in no world
+    WAITING = "waiting"  # said ready
+    TRAINING = "training"
+    BROKEN = "broken"  # the world is over; the training thread has not come back for a new one yet
+    RETURNED = "returned"
+    FINISHED = "finished"
+    OVER = "over"  # there will be no further world for this process
+
+
+class Verdict(enum.Enum):
+    """What a check means for the training thread."""
+
+    PASS = "pass"
+    HOLD = "hold"  # wait here for the driver's word
+    STOP = "stop"  # the agreed check: raise WorldChanging
+    BROKEN = "broken"  # raise PeerLost
+    OVER = "over"
+
+
+@dataclass(frozen=True)
+class Send:
+    message: Message
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Abort every collective of this generation, now."""
+
+    generation: int
+    reason: str
+
+
+Action = Send | Cut
+
+
+@dataclass
+class Recovery:
+    """One worker's part in the protocol. Fields are read by the runtime, written here only."""
+
+    phase: Phase = Phase.OUTSIDE
+    generation: int = 0
+    place: Place = field(default_factory=lambda: Place(0, 1, 0, 1, 0, 1))
+    provisional: bool = True  # no world yet: the place is only a promise
+    newcomer: bool = False
+    world: messages.World | None = None
+    running: bool = False  # inside elastic.run
+    reason: str = ""  # why the world broke, or why it is over
+    newest: Commit | None = None
+    over: Message | None = None  # the message that ended it: Leave, Rejected or End
+    _welcomed: bool = False
+    _readies: int = 0
+    _ready: messages.Ready | None = None  # the last one
+    _own_failure: bool = False  # the world broke here first, and the driver was told
+    _resumed: messages.Resumed | None = None  # of this generation
+    _leaving: str = ""  # why it asked to leave
+    _last_word: messages.Raised | messages.Quit | None = None  # why user code ends the process
+    _checks: int = 0
+    _stopped: bool = False  # the agreed check was reached: what is saved now belongs to it
+    _change: int = 0
+    _passed: int = 0  # the change that was not waited for any longer
+    _hold_at: int | None = None
+    _stop_at: int | None = None
+    _stranded: bool = False
+
+    # ---- the driver's messages -------------------------------------------------------------------------------------
+
+    def receive(self, message: Message) -> list[Action]:
+        """What the link thread does about a message."""
+        if isinstance(message, messages.Restate):
+            return self.reconnected()
+        if self.phase is Phase.OVER:
+            return []
+        match message:
+            case messages.Welcome():
+                self._welcomed = True
+                if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # a late one is no news
+                    self.place, self.newcomer = message.place, message.newcomer
+                if message.newcomer and self.phase is Phase.WAITING and not self.running:
+                    self.phase = Phase.OUTSIDE  # the world of init() went on without this worker
+            case messages.World():
+                self._take_place(message)
+            case messages.Broken(generation=generation, reason=reason):
+                if generation == self.generation and self.phase in (
+                    Phase.TRAINING,
+                    Phase.RETURNED,
+                ):
+                    self._break(reason)
+                    return [Cut(generation, reason)]
+            case messages.Prepare(generation=generation, change=change):
+                if generation == self.generation and self.phase is Phase.TRAINING:
+                    return self._prepare(change)
+            case messages.StopAt(generation=generation, change=change, check=check):
+                if generation == self.generation and change == self._change:
+                    if change == self._passed:
+                        return self.fail(generation, "the word where to stop came too late")
+                    self._stop_at = check
+            case messages.Proceed(generation=generation, change=change):
+                if generation == self.generation and change == self._change:
+                    self._hold_at = self._stop_at = None
+            case messages.Finish(generation=generation):
+                if generation == self.generation and self.phase is Phase.RETURNED:
+                    self.phase = Phase.FINISHED
+                    self.forget_commit()  # what is trained after this begins anew
+            case messages.Leave(reason, fenced=True):
+                return self._end(message, f"this worker was fenced: {reason}")
+            case messages.Leave() | messages.Rejected() | messages.End():
+                return self._end(message, message.reason)
+            case _:
+                pass  # a message of a later version that this one can do without
+        return []
+
+    def _prepare(self, change: int) -> list[Action]:
+        if change > self._change:
+            self._change, self._hold_at, self._stop_at = change, self._checks + 1, None
+        elif change < self._change or self._hold_at is None or self._stop_at is not None:
+            return []  # an old one, or asked again after more was said about it
+        # Asked again, it gives the same answer: the others may have been told to stop by the first one.
+        return [Send(messages.Checked(self.generation, change, self._hold_at - 1))]
+
+    def _take_place(self, world: messages.World) -> None:
+        if self.phase is not Phase.WAITING or world.generation <= self.generation:
+            return
+        self.phase = Phase.TRAINING
+        self.world = world
+        self.generation, self.place = world.generation, world.place
+        self.provisional = self.newcomer = self._stranded = self._stopped = False
+        self._ready, self._resumed, self._own_failure = None, None, False
+        self.reason = ""
+        self._checks = 0
+        self._hold_at = self._stop_at = None
+
+    def _break(self, reason: str) -> None:
+        self.phase = Phase.BROKEN
+        self.reason = reason
+        self._hold_at = self._stop_at = None
+
+    def _end(self, message: Message, reason: str) -> list[Action]:
+        self.phase = Phase.OVER
+        self.reason = reason
+        self.over = message
+        return [Cut(self.generation, reason)]
+
+    def driver_lost(self, reason: str) -> list[Action]:
+        """The link broke: without the driver nobody will say who is left."""
+        if self.phase in (Phase.OVER, Phase.FINISHED):
+            return []
+        return self._end(messages.End(reason), reason)
+
+    def reconnected(self) -> list[Action]:
+        """A new connection stands in for a lost one: what the driver may not have heard."""
+        said: list[Message] = [messages.Reconnected(self.generation, self._welcomed)]
+        if self._leaving:
+            said.append(messages.Leaving(self._leaving))
+        if self._resumed is not None:
+            said.append(self._resumed)
+        match self.phase:
+            case Phase.WAITING if self._ready is not None:
+                said.append(self._ready)
+            case Phase.BROKEN if self._own_failure:
+                said.append(messages.Failed(self.generation, self.reason))
+            case Phase.BROKEN if self._stranded:
+                said.append(messages.Stranded(self.generation, self.reason))
+            case Phase.RETURNED:
+                said.append(messages.Returned(self.generation))
+            case Phase.OVER if self._last_word is not None:
+                said.append(self._last_word)
+        return [Send(message) for message in said]
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it has asked to leave."""
+        return bool(self._leaving)
+
+    def ask_to_leave(self, reason: str) -> list[Action]:
+        """It got SIGTERM: leave at a commit."""
+        if self.phase is Phase.OVER:
+            return []
+        self._leaving = reason
+        return [Send(messages.Leaving(reason))]
+
+    def resumed(self, phases_ms: dict[str, float], copied_bytes: int = 0) -> list[Action]:
+        """The first collective of user code completed in this generation."""
+        self._resumed = messages.Resumed(self.generation, phases_ms, copied_bytes)
+        return [Send(self._resumed)]
+
+    # ---- what the training thread does -----------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """``elastic.run`` begins: whatever was committed before was not this training."""
+        self.running = True
+        self.forget_commit()
+
+    def leave(self) -> None:
+        """``elastic.run`` is over."""
+        self.running = False
+
+    def pause(self) -> None:
+        """``shutdown()``: in no world until ``init()`` is called again."""
+        if self.phase is not Phase.OVER:
+            self.phase = Phase.OUTSIDE
+
+    def wait_for_world(self, store: Address, layout: str) -> list[Action]:
+        """Says ready. The answer is a World, or the end."""
+        if self.phase is Phase.OVER:
+            return []
+        self.phase = Phase.WAITING
+        self._readies += 1
+        commit = self.newest if self.running else None
+        self._ready = messages.Ready(
+            self.generation, commit, store, layout, self.running, self._readies
+        )
+        return [Send(self._ready)]
+
+    def fail(self, generation: int, reason: str) -> list[Action]:
+        """A collective broke here. Many threads may report one failure; only the first of a generation counts."""
+        if generation != self.generation or self.phase not in (Phase.TRAINING, Phase.RETURNED):
+            return []
+        self._break(reason)
+        if not self.running:
+            return [Cut(generation, reason), *self.strand()]
+        self._own_failure = True
+        return [Cut(generation, reason), Send(messages.Failed(generation, reason))]
+
+    def strand(self) -> list[Action]:
+        """A collective was called outside ``elastic.run`` in a world that is over: nothing can undo half a program."""
+        if self.running or self._stranded or self.phase is not Phase.BROKEN:
+            return []
+        self._stranded = True
+        return [Send(messages.Stranded(self.generation, self.reason))]
+
+    def committed(self) -> Commit | None:
+        """Numbers a commit that has just been saved: by the check that comes next, or that all have stopped at.
+
+        Outside ``elastic.run`` nothing is agreed: such a commit is this worker's own, and gets no number.
+        """
+        if self.running:
+            self.newest = Commit(self.generation, self._checks + (not self._stopped))
+        return self.newest
+
+    def committed_alone(self) -> None:
+        """User code left the world by itself, with its state as it is: a commit that no other worker holds.
+
+        It is newer than all that were agreed. Of several such the lowest rank's is taken, and everybody gets a copy.
+        """
+        if self.running:
+            self.newest = Commit(self.generation, ALONE - self.place.rank)
+
+    def agreed(self) -> Commit | None:
+        """The newest commit, unless it is this worker's alone. Any thread may ask."""
+        newest = self.newest
+        return newest if newest is None or newest.number < ALONE // 2 else None
+
+    def adopt(self) -> Commit:
+        """All members hold the same state now: commit 0 of this generation."""
+        self.newest = Commit(self.generation, 0)
+        return self.newest
+
+    def forget_commit(self) -> None:
+        """The saved state is torn: this worker holds nothing that others could go on from."""
+        self.newest = None
+
+    def arrive(self) -> Verdict:
+        """The training thread has come to its next check."""
+        self._checks += 1
+        return self.verdict()
+
+    def verdict(self) -> Verdict:
+        """What the check it stands at means now; asked again after each wake-up."""
+        if self.phase is Phase.OVER:
+            return Verdict.OVER
+        if self.phase is Phase.BROKEN:
+            return Verdict.BROKEN
+        if self._stop_at is not None:
+            self._stopped = self._checks >= self._stop_at
+            return Verdict.STOP if self._stopped else Verdict.PASS
+        if self._hold_at is not None and self._checks >= self._hold_at:
+            return Verdict.HOLD
+        return Verdict.PASS
+
+    def release(self) -> None:
+        """The driver's word did not come in time: go on. If it still comes, this worker can't stop with the others."""
+        self._hold_at = self._stop_at = None
+        self._passed = self._change
+
+    def returned(self) -> list[Action]:
+        """The function returned. The worker keeps its sockets and its commit until all have."""
+        if self.phase is not Phase.TRAINING:
+            return []
+        self.phase = Phase.RETURNED
+        self._hold_at = self._stop_at = None
+        return [Send(messages.Returned(self.generation))]
+
+    def raised(self, summary: str, traceback: str, hardware: bool = False) -> list[Action]:
+        """User code raised: the process will exit with this."""
+        generation = self.generation
+        self.phase = Phase.OVER
+        self.reason = summary
+        self._last_word = messages.Raised(generation, self.newest, summary, traceback, hardware)
+        return [Send(self._last_word), Cut(generation, summary)]
+
+    def quit(self, code: int) -> list[Action]:
+        """User code called ``sys.exit``: the process will exit with this code, in its own time."""
+        if self.phase is Phase.OVER:
+            return []
+        generation = self.generation
+        self.phase = Phase.OVER
+        self.reason = f"sys.exit was called under elastic.run: exit code {code}"
+        self._last_word = messages.Quit(generation, code)
+        return [Send(self._last_word), Cut(generation, self.reason)]

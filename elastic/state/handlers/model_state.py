@@ -1,0 +1,211 @@
+"""Takes a model apart: parameters, buffers, extra state. Works on the modules themselves, not on ``state_dict()``.
+
+Committed, restored and sent: every parameter, frozen ones too, and which ones are (``requires_grad``), every buffer,
+``get_extra_state()``. Buffers registered with ``persistent=False`` are committed and restored, and sent to a worker
+that has the same buffer in the same shape; they are neither part of the layout nor of a digest, because models make
+them when they first need them. Meta tensors have no values and are left alone. A buffer's shape may change (observers
+do that), a parameter's may not differ from the world's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from elastic.errors import Invalid, StateMismatch
+from elastic.state.handlers.part import Part, Place, Spec
+from elastic.state.handlers.python_values import Index
+from elastic.state.snapshots.snapshot import dense, same_bits
+from elastic.state.snapshots.tensor_index import (
+    Anatomy,
+    Skeleton,
+    dissect,
+    plain,
+)
+
+
+class ModelStateHandler(Part):
+    """A ``torch.nn.Module``. Restoring clears the gradients of all its parameters."""
+
+    value: torch.nn.Module
+
+    def _adopt_value(self) -> None:
+        for name, tensor in dissect(self.value).tensors():
+            if is_lazy(tensor):
+                raise Invalid(
+                    f"{self._full(name)} has no shape yet; run one forward pass before you hand the model to a state"
+                )
+        self._gradients: list[tuple[int, int, int]] = []
+        self._dissect()
+
+    def _dissect(self) -> Anatomy:
+        anatomy = dissect(self.value)
+        self._skeleton = Skeleton(self.value, anatomy)
+        self._names = Index(
+            parameters=list(anatomy.parameters),
+            persistent=anatomy.persistent,
+            absent=anatomy.absent,
+        )
+        return anatomy
+
+    def seems_unchanged(self) -> bool:
+        """A backward pass ran if a gradient is another one: an optimizer of the script's own may have followed."""
+        gradients = [
+            (id(each), each._version, each.data_ptr() if plain(each) else 0)
+            for module in self._skeleton.modules
+            for parameter in module._parameters.values()
+            if parameter is not None
+            and (each := parameter.grad) is not None
+            and not each.is_inference()
+        ]
+        before, self._gradients = self._gradients, gradients
+        return gradients == before
+
+    def layout(self) -> list[str]:
+        anatomy = dissect(self.value)
+        lines = [
+            f"{self._full(name)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            for name, tensor in anatomy.parameters.items()
+        ]
+        lines += [f"{self._full(name)} buffer" for name in anatomy.persistent]
+        lines += [
+            f"{self._full(name)} is {self._full(first)}" for name, first in anatomy.aliases.items()
+        ]
+        return lines
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        structure, tensors = self.live()
+        return structure, {name: dense(tensor) for name, tensor in tensors.items()}
+
+    def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        found = self._skeleton.tensors()
+        if found is None:
+            found = dict(self._dissect().tensors())
+        tensors, opaque = {}, {}
+        for name, tensor in found.items():
+            if not plain(tensor):
+                opaque[name] = tensor.detach().clone()
+            elif not tensor.is_meta:
+                tensors[name] = tensor if tensor.is_contiguous() else dense(tensor)
+        extra = self._skeleton.extra
+        structure = {
+            "names": self._names,
+            "frozen": tuple(
+                name for name in self._names["parameters"] if not found[name].requires_grad
+            ),
+            "opaque": _Opaque(opaque),
+            "extra": {path: module.get_extra_state() for path, module in extra.items()},
+        }
+        return structure, tensors
+
+    def destinations(
+        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Place]:
+        anatomy = dissect(self.value)
+        live = dict(anatomy.tensors())
+        persistent = {*structure["names"]["parameters"], *structure["names"]["persistent"]}
+        gone = [
+            name for name in specs if name not in live and name not in anatomy.absent
+            and (restoring or name in persistent)
+        ]  # fmt: skip
+        if gone:
+            raise StateMismatch(
+                f"{self._full(gone[0])} was committed, but the model has no tensor of that name any more;"
+                " commit() after you change a model, or hand the state a new one"
+            )
+        shared = self._newly_shared(live) if restoring else set()
+        where: dict[str, torch.Tensor | Place] = {}
+        for name, spec in specs.items():
+            tensor = live.get(name)
+            if tensor is not None and name not in shared and plain(tensor):
+                view = dense(tensor)
+                if spec.fits(view) and not tensor.is_meta:
+                    where[name] = view
+                    continue
+            transient = not restoring and name not in persistent
+            where[name] = Place.NOWHERE if transient else Place.NEW
+        return where
+
+    def _newly_shared(self, live: dict[str, torch.Tensor]) -> set[str]:
+        """Tensors that came to share a storage since the commit: written in place they would spoil each other."""
+        copies = self.snapshot.bank.copies
+        tensors = {name: tensor for name, tensor in live.items() if plain(tensor)}
+        storages = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
+        users = Counter(storages.values())
+        return {
+            name
+            for name, storage in storages.items()
+            if users[storage] > 1
+            and name in copies
+            and not copies[name].same_storage(dense(tensors[name]))
+        }
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        anatomy = dissect(self.value)
+        for name, tensor in {**fresh, **structure["opaque"].tensors}.items():
+            if name in anatomy.parameters:
+                parameter = anatomy.parameters[name]
+                tensor = tensor.to(parameter.device)
+                if plain(tensor) and tensor.shape != parameter.shape and not restoring:
+                    tensor = tensor.expand(parameter.shape).contiguous()
+                parameter.data = tensor
+            elif name in anatomy.owners:
+                module, key = anatomy.owners[name]
+                live = module._buffers[key]
+                module._buffers[key] = tensor.to(self._device() if live is None else live.device)
+        for name in structure["names"]["absent"]:
+            if name in anatomy.owners and (restoring or name in anatomy.persistent):
+                module, key = anatomy.owners[name]
+                if module._buffers[key] is not None:
+                    module._buffers[key] = None
+        for path, state in structure["extra"].items():
+            if path in anatomy.extra:
+                anatomy.extra[path].set_extra_state(state)
+        frozen = {*structure["frozen"]}
+        for name in structure["names"]["parameters"]:
+            live = anatomy.parameters.get(name)
+            if live is not None and live.requires_grad == (name in frozen):
+                live.requires_grad_(name not in frozen)
+        for parameter in anatomy.parameters.values():
+            parameter.grad = None
+
+    def _device(self) -> torch.device:
+        return next((each.device for each in self.value.parameters()), torch.device("cpu"))
+
+    def digested(self) -> dict[str, torch.Tensor]:
+        return self._committed("parameters")
+
+    def digested_buffers(self) -> dict[str, torch.Tensor]:
+        return self._committed("persistent")
+
+    def _committed(self, kind: str) -> dict[str, torch.Tensor]:
+        bank = self.snapshot.bank
+        buffers = bank.buffers()
+        return {name: buffers[name] for name in bank.beside[0]["names"][kind] if name in buffers}
+
+    def differing(self) -> list[str]:
+        """Names of the parameters that differ from what is committed."""
+        live = dissect(self.value).parameters
+        return [
+            self._full(name)
+            for name, buffer in self.digested().items()
+            if name in live and not same_bits(dense(live[name]), buffer)
+        ]
+
+    def _full(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else name
+
+
+class _Opaque:
+    """Tensors that are no plain bytes; copied by cloning, because not every layout has a deep copy."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Opaque:
+        return _Opaque({name: tensor.clone() for name, tensor in self.tensors.items()})

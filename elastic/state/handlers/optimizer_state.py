@@ -1,0 +1,224 @@
+"""Takes an optimizer apart: options of its groups, and the entries it keeps per parameter.
+
+Entries appear and vanish: what was made since a commit is dropped by a restore, what a newcomer lacks is allocated.
+The optimizer is never stepped for that: a step moves weights even with zero gradients, by weight decay. Options travel
+whether or not there are entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from elastic.state.handlers.part import Part, Place, Spec
+from elastic.state.handlers.python_values import Index
+from elastic.state.snapshots import change_detection
+from elastic.state.snapshots.snapshot import dense
+from elastic.state.snapshots.tensor_index import plain
+
+Groups = list[list[torch.Tensor]]
+
+
+@dataclass
+class Entries:
+    """What an optimizer keeps per parameter, without the tensors: their names, and how to find them another time."""
+
+    origins: Index = field(default_factory=Index)  # name: (number, key, device type)
+    owners: Index = field(default_factory=Index)  # numbers that have entries, if only an empty dict
+    values: dict[int, Any] = field(default_factory=dict)  # what is no plain tensor among them
+    # Of no parameter of this optimizer; an old parameter's are left out, they can't be named elsewhere.
+    loose: dict[Any, Any] = field(default_factory=dict)
+    traits: Any = None  # None: Python values are among them, so they are taken apart each time
+    devices: list[torch.device] = field(default_factory=list)
+
+    def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
+        """Those of the moment by name. None: they are other ones than before, take them apart again."""
+        if self.traits is None or traits_of(optimizer) != self.traits:
+            return None
+        found: list[Any] = []
+        for entries in optimizer.state.values():
+            found += entries.values()
+        if not all(isinstance(each, torch.Tensor) and plain(each) for each in found):
+            return None
+        if [each.device for each in found] != self.devices:
+            return None
+        tensors = [each if each.is_contiguous() else dense(each) for each in found]
+        return dict(zip(self.origins, tensors, strict=True))
+
+
+def traits_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Equal traits: the same parameters at the same places, with entries of the same keys."""
+    parameters = [id(each) for group in optimizer.param_groups for each in group["params"]]
+    return parameters, [
+        (id(owner), *entries) if isinstance(entries, dict) else None
+        for owner, entries in optimizer.state.items()
+    ]
+
+
+def entries_of(optimizer: torch.optim.Optimizer) -> tuple[Entries, dict[str, torch.Tensor]]:
+    """Takes an optimizer's state apart: what is not tensors, and the live tensors by name."""
+    found = Entries()
+    tensors: dict[str, torch.Tensor] = {}
+    numbers = {
+        id(each): number
+        for number, each in enumerate(
+            each for group in optimizer.param_groups for each in group["params"]
+        )
+    }
+    lasting = True
+    state: dict[Any, Any] = optimizer.state
+    for owner, entries in state.items():
+        number = numbers.get(id(owner))
+        if number is None:
+            lasting = False
+            if not isinstance(owner, torch.Tensor):
+                found.loose[owner] = entries
+        elif not isinstance(entries, dict):
+            found.values[number] = entries
+        else:
+            found.owners[number] = True
+            for key, entry in entries.items():
+                if isinstance(entry, torch.Tensor) and plain(entry) and not entry.is_meta:
+                    name = f"{number}.{key}"
+                    tensors[name] = dense(entry)
+                    found.origins[name] = number, key, entry.device.type
+                    found.devices.append(entry.device)
+                else:
+                    found.values.setdefault(number, {})[key] = entry
+    if lasting and not found.values and len(tensors) == len(found.devices):
+        found.traits = traits_of(optimizer)
+    return found, tensors
+
+
+class OptimizerStateHandler(Part):
+    """A ``torch.optim.Optimizer``. Restoring clears the gradients of all its parameters.
+
+    One whose class makes a ``state_dict()`` of its own keeps more than torch knows of: it is saved and loaded by that.
+    """
+
+    value: torch.optim.Optimizer
+
+    def _adopt_value(self) -> None:
+        change_detection.watch_optimizers()
+        self._entries, _ = entries_of(self.value)
+        self._by_dict = type(self.value).state_dict is not torch.optim.Optimizer.state_dict
+
+    def layout(self) -> list[str]:
+        sizes = [len(group["params"]) for group in self.value.param_groups]
+        of_gradients = getattr(self.value, "gradient_layout", None)  # a DistributedOptimizer's
+        reduced = [] if of_gradients is None else of_gradients(self.name)
+        return [f"{self.name} {type(self.value).__name__} groups {sizes}", *reduced]
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        if self._by_dict:
+            return {"dict": self.value.state_dict()}, {}
+        tensors = self._entries.tensors(self.value)
+        if tensors is None:
+            self._entries, tensors = entries_of(self.value)
+        entries = self._entries
+        structure = {
+            "options": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.value.param_groups
+            ],
+            "owners": entries.owners,
+            "values": entries.values,
+            "origins": entries.origins,
+            "loose": entries.loose,
+            "passes": getattr(self.value, "backward_passes_per_step", None),
+        }
+        return structure, tensors
+
+    def own(self) -> Groups:
+        return [list(group["params"]) for group in self.value.param_groups]
+
+    def before_restore(self, own: Groups) -> None:
+        """The groups as they were committed, with the parameters they had."""
+        groups = self.value.param_groups
+        self._clear_gradients()  # of groups that go, too
+        del groups[len(own) :]
+        groups.extend({} for _ in range(len(own) - len(groups)))
+        for group, parameters in zip(groups, own, strict=True):
+            group["params"] = list(parameters)
+
+    def destinations(
+        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Place]:
+        where: dict[str, torch.Tensor | Place] = dict.fromkeys(specs, Place.NEW)
+        parameters = list(self._parameters())
+        for name, spec in specs.items():
+            number, key, _ = structure["origins"][name]
+            entries = self.value.state.get(parameters[number])
+            entry = entries.get(key) if isinstance(entries, dict) else None
+            if isinstance(entry, torch.Tensor) and plain(entry) and spec.fits(dense(entry)):
+                where[name] = dense(entry)
+        return where
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        if self._by_dict:
+            self.value.state.clear()
+            self.value.load_state_dict(structure["dict"])
+        else:
+            self._place_options(structure["options"])
+            self._place_entries(structure, fresh)
+        self._clear_gradients()
+        reset_passes = getattr(self.value, "_reset_passes", None)
+        if reset_passes is not None:
+            value: Any = self.value
+            passes = structure.get("passes")
+            if passes is not None and passes != value.backward_passes_per_step:
+                value.set_backward_passes_per_step(passes)
+            reset_passes()
+
+    def _place_options(self, options: list[dict[str, Any]]) -> None:
+        for group, wanted in zip(self.value.param_groups, options, strict=True):
+            for key in [key for key in group if key != "params" and key not in wanted]:
+                del group[key]
+            for key, value in wanted.items():
+                present = group.get(key)
+                if (
+                    isinstance(present, torch.Tensor)
+                    and isinstance(value, torch.Tensor)
+                    and present.shape == value.shape
+                ):
+                    present.copy_(value)  # a captured or compiled step reads this very tensor
+                else:
+                    group[key] = value
+
+    def _place_entries(self, structure: Any, fresh: dict[str, torch.Tensor]) -> None:
+        state, parameters = self.value.state, list(self._parameters())
+        wanted: dict[int, set[Any]] = {}
+        for number, key, _ in structure["origins"].values():
+            wanted.setdefault(number, set()).add(key)
+        numbers = {id(each): number for number, each in enumerate(parameters)}
+        for owner in list(state):
+            if numbers.get(id(owner)) not in structure["owners"]:
+                del state[owner]
+        for number in structure["owners"]:
+            entries = state.setdefault(parameters[number], {})
+            for key in [key for key in entries if key not in wanted.get(number, ())]:
+                del entries[key]
+        for number, kept in structure["values"].items():
+            if number in structure["owners"]:
+                state[parameters[number]].update(kept)
+            else:
+                state[parameters[number]] = kept  # an optimizer that keeps no dict
+        for name, tensor in fresh.items():
+            number, key, device_type = structure["origins"][name]
+            owner = parameters[number]
+            # Adam's step counter may lie in host memory beside a parameter on the GPU.
+            state[owner][key] = tensor if device_type == "cpu" else tensor.to(owner.device)
+        state.update(structure["loose"])
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.value.param_groups:
+            yield from group["params"]
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None

@@ -1,0 +1,227 @@
+"""One value that a state handles by itself: how it is committed, restored, and sent to a worker that lacks it.
+
+`StateHandler` is Horovod's interface, for handlers of users' own. `Part` is ours: it takes a value apart into a
+structure (Python values) and named tensors, so that commits, restores and transfers share one description of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.state.handlers.python_values import copied
+from elastic.state.snapshots import pinned
+from elastic.state.snapshots.snapshot import Snapshot
+
+
+class StateHandler:
+    """How a `TorchState` treats one value. ``sync`` is called on every worker at once, as a collective from rank 0."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Keeps a copy of the present value."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Sets the value back to the copy."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Makes the value equal to rank 0's, everywhere."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Handles another value from now on; it is saved at once."""
+        self.value = value
+        self.save()
+
+
+class Place(enum.Enum):
+    """Where a tensor goes that has no tensor to go into."""
+
+    NEW = "allocated, then handed to `Part.place`"
+    NOWHERE = "dropped"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor before its content is known."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str = "cpu"  # where it lies at the one who describes it
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        # An inference tensor can't be written outside inference mode: it is replaced.
+        return (
+            tuple(tensor.shape) == self.shape
+            and tensor.dtype == self.dtype
+            and not tensor.is_inference()
+        )
+
+    @property
+    def nbytes(self) -> int:
+        count = self.dtype.itemsize
+        for length in self.shape:
+            count *= length
+        return count
+
+
+class Part(StateHandler):
+    """A handler that a `TorchState` can commit at memory speed and send in one transfer with the others."""
+
+    def __init__(self, value: Any, name: str = "") -> None:
+        super().__init__(value)
+        self.name = name
+        self.snapshot = Snapshot()
+        self._adopt_value()
+        self.save()
+
+    # ---- what each kind of value says ------------------------------------------------------------
+
+    def _adopt_value(self) -> None:
+        """Checks and prepares a value that is handled from now on."""
+
+    def layout(self) -> list[str]:
+        """What must agree on all workers, one line each."""
+        return []
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """A structure of Python values that can be copied and pickled, and the live tensors, dense and detached."""
+        raise NotImplementedError
+
+    def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """As `pack`, for a commit: tensors need not be detached."""
+        return self.pack()
+
+    def seems_unchanged(self) -> bool:
+        """False if there is evidence that the value was worked on since this was last asked."""
+        return True
+
+    def own(self) -> Any:
+        """Objects that a commit refers to and a transfer leaves out."""
+        return None
+
+    def destinations(
+        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Place]:
+        """Where tensors of a structure go: live tensors, where they fit."""
+        return dict.fromkeys(specs, Place.NEW)
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        """Takes over a structure, and the tensors that had nowhere to go. Afterwards nothing of before is left."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """The world has changed."""
+
+    def digested(self) -> dict[str, torch.Tensor]:
+        """The committed tensors that must be equal on all workers."""
+        return {}
+
+    # ---- Horovod's interface ---------------------------------------------------------------------
+
+    def set_value(self, value: Any) -> None:
+        self.value = value
+        self.snapshot = Snapshot()
+        self._adopt_value()
+        self.save()
+
+    def save(self) -> None:
+        """Copies the value. CUDA tensors are under way when it returns; all others are copied. Raises Invalid."""
+        structure, tensors = self.live()
+        beside = copied(structure, self.what), self.own()
+        self.snapshot.take(tensors, beside, trust=self.seems_unchanged())
+
+    def restore(self) -> None:
+        """Sets the value to exactly the bits that were saved, in place where the shapes agree. Raises DeviceLost."""
+        bank = self.snapshot.bank
+        saved, own = bank.beside
+        structure = copied(saved, self.what)
+        buffers = bank.buffers()
+        specs = {name: Spec.of(buffer) for name, buffer in buffers.items()}
+        self.before_restore(own)
+        fresh = {}
+        transit = pinned.Transit()
+        with torch.no_grad():
+            places = self.destinations(structure, specs, restoring=True)
+            for name, where in places.items():
+                if isinstance(where, torch.Tensor):
+                    where.copy_(buffers[name], non_blocking=True)
+                elif where is Place.NEW:
+                    fresh[name] = buffers[name].clone()
+            self.place(structure, fresh, own, restoring=True)
+        written = [each.device for each in places.values() if isinstance(each, torch.Tensor)]
+        for device in {device for device in written if device.type == "cuda"}:
+            transit.follow(device)
+        transit.wait()
+        bank.adopt(self.live()[1])
+        self.seems_unchanged()
+
+    def before_restore(self, own: Any) -> None:
+        """Puts back what the committed tensors belong to."""
+
+    def sync(self) -> None:
+        """Broadcasts this value alone from rank 0 and saves it."""
+        from elastic.runtime import lifecycle
+        from elastic.state import exchange
+
+        rt = lifecycle.active()
+        if rt is not None:
+            group = rt.group("state", torch.device("cpu"))
+            with rt.guard(f"copy of {self.what}"):
+                layout = "\n".join(self.layout())
+                exchange.transfer(
+                    group, 0, {self.name: self}, {}, layout, functools.partial(rt.group, "state")
+                )
+        self.reset()
+        self.save()
+
+    @property
+    def what(self) -> str:
+        return f"state.{self.name}" if self.name else type(self.value).__name__
+
+
+class DictPart(Part):
+    """Anything with ``state_dict()`` and ``load_state_dict()``: learning rate schedulers, gradient scalers."""
+
+    def layout(self) -> list[str]:
+        return [f"{self.name} {type(self.value).__name__}"]
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        return self.value.state_dict(), {}
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        self.value.load_state_dict(structure)
+
+
+class SamplerStateHandler(Part):
+    """An `ElasticSampler`: its epoch and its progress."""
+
+    def layout(self) -> list[str]:
+        return [f"{self.name} {type(self.value).__name__} of {len(self.value.dataset)}"]
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        return self.value.state_dict(), {}
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        self.value.load_state_dict(structure)
+
+    def reset(self) -> None:
+        self.value.reset()

@@ -1,0 +1,61 @@
+"""Which handler a state uses for which type. A user's handlers go first in the list given to `set_handler_registry`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic.state.handlers.model_state import ModelStateHandler
+from elastic.state.handlers.optimizer_state import OptimizerStateHandler
+from elastic.state.handlers.part import (
+    DictPart,
+    Part,
+    SamplerStateHandler,
+    StateHandler,
+)
+from elastic.state.sampler import ElasticSampler
+
+Registry = list[tuple[type, type[StateHandler]]]
+
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, DictPart),
+    (torch.amp.GradScaler, DictPart),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Pairs of a type and the handler for its instances; the first that matches is taken."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Replaces the registry, for states that are made from now on."""
+    global _registry
+    _registry = registry
+
+
+def handler_for(name: str, value: Any) -> StateHandler | None:
+    """A handler that has saved ``value``, or None if it is a Python value like any other."""
+    for kind, handler in get_handler_registry():
+        if isinstance(value, kind):
+            if issubclass(handler, Part) and handler.__init__ is Part.__init__:
+                return handler(value, name)
+            made = handler(value)  # Horovod's signature, which a user's handler has
+            if isinstance(made, Part):
+                made.name = name
+            return made
+    return None
+
+
+__all__ = [
+    "ModelStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "get_handler_registry",
+    "set_handler_registry",
+]

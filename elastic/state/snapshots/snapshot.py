@@ -1,0 +1,268 @@
+"""Copies of a changing set of named tensors, at memory speed, into buffers made once. Knows nothing of models.
+
+Either nothing has changed, or everything is copied. Nothing has changed only if every tensor is the same storage with
+the same ``_version``, nothing was noticed since (see `activity`), and the content agrees: all of it in small tensors,
+where a forward pass leaves its traces, and a sample of large ones. One bank of buffers is enough, of CUDA tensors too:
+copies that were begun are waited for. If a commit ends half-way with an exception, this worker has none, and says so:
+it is given the newest one of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from elastic.collectives.shared_memory.host_copy import HostCopy
+from elastic.state.snapshots import change_detection, pinned
+
+SAMPLES = 16  # elements compared in a tensor that seems unchanged ...
+SMALL = 4096  # ... and tensors up to this many elements are compared whole
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of every distinct element: expanded dimensions are cut to length 1. Detached."""
+    view = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.is_contiguous():
+        return view
+    for dimension, (length, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        if stride == 0 and length > 1:
+            view = view.narrow(dimension, 0, 1)
+    return view
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, so that NaN equals NaN. Shapes and dtypes must agree."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(as_bytes(one.cpu()), as_bytes(other.cpu()))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [nbytes], in logical order: a view where the tensor is contiguous, else a copy."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return (
+        plain.reshape(-1).view(torch.uint8)
+        if plain.numel()
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+
+
+class Look:
+    """How tensors look at one moment. Two equal looks: the same kinds at the same places, and no traced change between.
+
+    One list for each question instead of one object for each tensor: a commit asks them of every tensor at every step,
+    and what it spends here is a good part of its price beside the copy.
+    """
+
+    __slots__ = ("kinds", "names", "pointers", "storages", "tensors", "versions")
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.names = list(tensors)
+        self.tensors = live = list(tensors.values())
+        self.kinds = [
+            (each.shape, each.dtype, each.device, each.is_contiguous(), each.is_neg(), type(each))
+            for each in live
+        ]
+        self.pointers = [each.data_ptr() for each in live]
+        self.storages = [each.untyped_storage()._cdata for each in live]
+        self.versions: list[int] | None
+        try:
+            self.versions = [each._version for each in live]
+        except RuntimeError:  # inference tensors have none
+            self.versions = None
+
+    def on_gpu(self) -> bool:
+        return any(kind[2].type == "cuda" for kind in self.kinds)
+
+
+class _Copy:
+    """One tensor's buffer, and where the tensor was when it was copied."""
+
+    __slots__ = ("buffer", "on_gpu", "pointer", "storage")
+
+    def __init__(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+        self.on_gpu = tensor.is_cuda
+        self.buffer = buffer
+        self.pointer = -1
+        self.storage: StorageWeakRef | None = None
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        buffer = self.buffer
+        return (
+            buffer.shape == tensor.shape
+            and buffer.dtype == tensor.dtype
+            and self.on_gpu == tensor.is_cuda
+        )
+
+    def refer(self, tensor: torch.Tensor) -> None:
+        self.pointer = tensor.data_ptr()
+        # A weak reference: the address can't be given to another storage while it is held here.
+        storage = tensor.untyped_storage()
+        if self.storage is None or self.storage.cdata != storage._cdata:
+            self.storage = StorageWeakRef(storage)
+
+    def same_storage(self, tensor: torch.Tensor) -> bool:
+        return (
+            self.storage is not None
+            and self.pointer == tensor.data_ptr()
+            and self.storage.cdata == tensor.untyped_storage()._cdata
+        )
+
+    def seems_equal(self, tensor: torch.Tensor) -> bool:
+        # A look at CUDA memory would wait for the device: there, version and activity decide alone.
+        return tensor.is_cuda or self._sample_agrees(tensor)
+
+    def _sample_agrees(self, tensor: torch.Tensor) -> bool:
+        count = tensor.numel()
+        if count <= SMALL:
+            return torch.equal(tensor, self.buffer)
+        if not (tensor.is_contiguous() and self.buffer.is_contiguous()):
+            if tensor.stride() != self.buffer.stride():
+                return False
+            tensor = tensor.as_strided((count,), (1,))
+            buffer = self.buffer.as_strided((count,), (1,))
+        else:
+            tensor, buffer = tensor.view(-1), self.buffer.view(-1)
+        step = count // SAMPLES
+        return torch.equal(tensor[::step], buffer[::step])
+
+
+def _wasteful(buffers: list[torch.Tensor]) -> bool:
+    """Whether most of the pinned memory that these buffers hold belonged to others, which are gone."""
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in buffers}
+    return sum(held.values()) > 2 * pinned.layout([each.nbytes for each in buffers])[1]
+
+
+class Bank:
+    """One complete set of copies, with whatever the owner wants to keep beside them."""
+
+    def __init__(self) -> None:
+        self.copies: dict[str, _Copy] = {}
+        self.beside: Any = None
+        self.transit: pinned.Transit | None = None
+        self._names: list[str] = []
+        self._kinds: list[Any] = []  # what the buffers were made for
+        self._buffers: list[torch.Tensor] = []
+        self._host = HostCopy([], [])
+        self._on_gpu = False
+        self._pointers: list[int] = []
+        self._storages: list[int] = []
+        self._versions: list[int] | None = None  # when it was copied; None: can't be trusted
+        self._moment: change_detection.Moment | None = None
+
+    def take(self, look: Look, beside: Any, stage: pinned.Stage, *, trust: bool) -> None:
+        # Read before anything is copied: what is noticed meanwhile counts for the next time.
+        moment = change_detection.moment()
+        self.beside = beside
+        if trust and moment == self._moment and self._unchanged(look):
+            return
+        self._moment = None  # until the copies are complete nothing in here can be trusted
+        if look.kinds != self._kinds or look.names != self._names:
+            self._arrange(look, self._copies_for(look))
+        self._copy(look, stage)
+        self._refer(look)
+        self._moment = moment
+
+    def _unchanged(self, look: Look) -> bool:
+        return (
+            look.versions is not None
+            and look.versions == self._versions
+            and look.pointers == self._pointers
+            and look.storages == self._storages
+            and look.kinds == self._kinds
+            and look.names == self._names
+            and all(map(_Copy.seems_equal, self.copies.values(), look.tensors))
+        )
+
+    def _copies_for(self, look: Look) -> dict[str, _Copy]:
+        """Those that fit as they are, and new ones, pinned in one piece."""
+        tensors = dict(zip(look.names, look.tensors, strict=True))
+        kept = {n: c for n, c in self.copies.items() if n in tensors and c.fits(tensors[n])}
+        if _wasteful([copy.buffer for copy in kept.values() if copy.on_gpu]):
+            kept = {name: copy for name, copy in kept.items() if not copy.on_gpu}
+        # What goes is freed before anything is allocated.
+        self.copies, self._buffers, self._names, self._kinds = kept, [], [], []
+        missing = {name: tensor for name, tensor in tensors.items() if name not in kept}
+        pinned_ones = iter(pinned.like([each for each in missing.values() if each.is_cuda]))
+        copies = {}
+        for name, tensor in tensors.items():
+            copies[name] = kept.get(name) or _Copy(
+                tensor,
+                # empty_like keeps the order of dense strides: copying is one pass over memory both ways.
+                next(pinned_ones) if tensor.is_cuda else torch.empty_like(tensor, device="cpu"),
+            )
+        return copies
+
+    def _arrange(self, look: Look, copies: dict[str, _Copy]) -> None:
+        """From now on these copies are written, in the order of this look."""
+        self.copies = copies
+        self._names, self._kinds = look.names, look.kinds
+        self._buffers = [copy.buffer for copy in copies.values()]
+        self._on_gpu = look.on_gpu()
+        self._host = HostCopy([], []) if self._on_gpu else HostCopy(look.tensors, self._buffers)
+        self._pointers = []  # new copies refer to nothing yet
+
+    def _refer(self, look: Look) -> None:
+        """Remembers what was copied. The storages are those of the commit before, nearly always."""
+        if look.pointers != self._pointers or look.storages != self._storages:
+            for copy, tensor in zip(self.copies.values(), look.tensors, strict=True):
+                copy.refer(tensor)
+            self._pointers, self._storages = look.pointers, look.storages
+        self._versions = look.versions
+
+    def _copy(self, look: Look, stage: pinned.Stage) -> None:
+        self.transit = pinned.Transit() if self._on_gpu else None
+        with torch.no_grad():
+            if self.transit is None:
+                if look.tensors:
+                    self._host.run(look.tensors, look.pointers)
+                return
+            pairs = list(zip(look.tensors, self._buffers, strict=True))
+            pinned.send([pair for pair in pairs if pair[0].is_cuda], stage, self.transit)
+            host = [pair for pair in pairs if not pair[0].is_cuda]
+            if host:
+                torch._foreach_copy_([buffer for _, buffer in host], [tensor for tensor, _ in host])
+
+    def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
+        """These tensors were just set to the copies: they are unchanged until something happens to them."""
+        look = Look(tensors)
+        fitting = {
+            name: copy
+            for name, tensor in tensors.items()
+            if (copy := self.copies.get(name)) is not None and copy.fits(tensor)
+        }
+        if len(fitting) == len(look.names) == len(self.copies):
+            self._arrange(look, fitting)
+            self._refer(look)
+        else:
+            for name, copy in fitting.items():
+                copy.refer(tensors[name])
+            self._versions = None
+        self._moment = change_detection.moment()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {name: copy.buffer for name, copy in self.copies.items()}
+
+
+class Snapshot:
+    """The newest copies of named tensors."""
+
+    def __init__(self) -> None:
+        self.bank = Bank()
+        self._stage = pinned.Stage()
+
+    def take(self, tensors: dict[str, torch.Tensor], beside: Any, *, trust: bool = True) -> None:
+        """Copies what may have changed. ``beside`` is kept as it is; ``trust=False`` copies everything.
+
+        On the CPU complete when it returns. CUDA copies are under way. Raises DeviceLost if the last ones still are
+        after longer than a sound device takes.
+        """
+        self.complete()
+        self.bank.take(Look(tensors), beside, self._stage, trust=trust)
+
+    def complete(self) -> None:
+        """Waits for copies under way. Raises DeviceLost."""
+        if self.bank.transit is not None:
+            self.bank.transit.wait()
