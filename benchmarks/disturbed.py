@@ -24,6 +24,7 @@ from rich.table import Table
 
 Found = TypeVar("Found")
 HERE = Path(__file__).parent
+MARGIN = 1000  # steps, in which all see that the end was decided: a second or two
 TAIL = 32768  # bytes at the end of a file of steps: some 900 of them
 
 
@@ -141,8 +142,10 @@ class Disturbed:
 
     def finish(self) -> int:
         """Lets a full world come to its end. Returns the exit code."""
-        self.wait("a full world", lambda: self.full(20), 60)
-        (self.directory / "stop").touch()
+        last = self.wait("a full world", lambda: self.full(20), 60)
+        told = self.directory / "stop.new"
+        told.write_text(str(max(step.step for step in last) + MARGIN))
+        told.rename(self.directory / "stop")
         return self.driver.wait(60)
 
     def full(self, steps: int) -> list[Step] | None:

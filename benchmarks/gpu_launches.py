@@ -1,6 +1,6 @@
 """What does a step ask of a GPU? Beside torch's DistributedDataParallel, counted on the made-up CUDA runtime.
 
-    python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py [--parameters 100] [--elements 4096]
+    python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py [--parameters 100] [--json FILE]
 
 A count is that of a step with reduction less that of one without, of one rank of two. The counts are those that a GPU
 would see; launches of operators on many tensors are counted as torch's multi_tensor_apply would split them. The host's
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,16 +80,23 @@ def main() -> None:
     )
     parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--elements", type=int, default=4096)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     asked = parser.parse_args()
+    figures = {}
     for parameters in asked.parameters:
         found = groups.ask(counted, 2, parameters, asked.elements)
         table = Table(title=f"{parameters} parameters of {asked.elements} elements")
         for column in ("", *SHOWN):
             table.add_column(column)
         without = found.pop("alone")
-        for name, counts in found.items():
-            table.add_row(name, *(f"{counts[each] - without[each]:.4g}" for each in SHOWN))
+        figures[str(parameters)] = {
+            name: {each: counts[each] - without[each] for each in SHOWN}
+            for name, counts in found.items()
+        }
+        for name, counts in figures[str(parameters)].items():
+            table.add_row(name, *(f"{counts[each]:.4g}" for each in SHOWN))
         Console(width=200).print(table)
+    groups.write_json(asked.json, figures, [])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """The job that the recovery and join benchmarks disturb: small steps, a commit after each, one line
-per step.
+per step. It ends at the step whose number stands in ``DIR/stop``, which all ranks have to see before they come to it.
 
 Each worker appends ``time generation size rank step`` to ``DIR/<pid>.steps``; the time is
 CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -28,6 +29,7 @@ def main(directory: str, steps: int, width: int) -> None:
         named_parameters=model.named_parameters(),
     )
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    stop = Path(directory, "stop")
     log = os.open(f"{directory}/{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @elastic.run
@@ -35,7 +37,11 @@ def main(directory: str, steps: int, width: int) -> None:
         from elastic.runtime import lifecycle
 
         rt = lifecycle.current()
-        while state.step < steps and not os.path.exists(f"{directory}/stop"):
+        last = steps
+        while state.step < last:
+            if last == steps and stop.exists():
+                last = int(stop.read_text())
+                continue
             generator = torch.Generator().manual_seed(state.step * 1000 + elastic.rank())
             inputs = torch.randn(16, 64, generator=generator)
             optimizer.zero_grad()

@@ -1,8 +1,7 @@
 """`python -m elastic.chaos COMMAND`: picks the command's module, and gives it its options. Decides nothing else.
 
 A command is a module of one of the folders here with ``add_arguments(parser)`` and ``main(options) -> int``, its exit
-code; it may
-have a ``DESCRIPTION`` and ``EXAMPLES`` for its help. Only the module that is asked for is imported.
+code; it may have a ``DESCRIPTION`` and ``EXAMPLES`` for its help. Only the module that is asked for is imported.
 """
 
 from __future__ import annotations

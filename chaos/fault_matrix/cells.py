@@ -1,6 +1,6 @@
 """What can befall whom, and when: the three axes of the fault matrix, and which of its cells can't be. Pure.
 
-The rest of what is decided about a cell is in `matrix_cells`; `matrix_job` carries it out.
+The rest of what is decided about a cell is in `expectations`; `job` carries it out.
 """
 
 from __future__ import annotations

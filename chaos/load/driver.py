@@ -1,4 +1,4 @@
-"""A real driver as a process of its own, for agents that come by themselves: see `light_agents`.
+"""A real driver as a process of its own, for agents that come by themselves: see `agents`.
 
     python -m elastic.chaos.load.driver FLAGS OF elasticrun
 

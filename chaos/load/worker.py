@@ -1,4 +1,4 @@
-"""A worker without a process: the pure machines of a real one, and a script that only trains. See `light_agents`. Pure.
+"""A worker without a process: the pure machines of a real one, and a script that only trains. See `agents`. Pure.
 
 Its steps take no time, and it restores at once. Other than a real one it makes a step a second, and commits where it is
 told to stop.

@@ -1,5 +1,5 @@
 """Draws what the ranks of one group do and what happens to them, and judges what they tell of it. Deterministic: no
-clock, no process, no tensor. See `reductions`.
+clock, no process, no tensor. See `command`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process that joins one group after another, as it is told, and says what came out of each. See `reductions`."""
+"""A process that joins one group after another, as it is told, and says what came out of each. See `command`."""
 
 from __future__ import annotations
 

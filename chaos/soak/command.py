@@ -1,6 +1,6 @@
 """`python -m elastic.chaos soak`: trains a small model under fire for long, and measures what must not grow.
 
-Samples the driver, with its agent, and one worker that no fault hits; `curves` decides what is flat,
+Samples the driver, with its agent, and one worker that no fault hits; `growth` decides what is flat,
 `faulty_job` does the rest. After the last fault the job is left alone until all its workers are back, and ended.
 """
 

@@ -10,7 +10,7 @@ SEGMENTS = Path("/dev/shm")
 
 
 def measure(pid: int) -> dict[str, float]:
-    """What a process has now, by the keys of `curves.QUANTITIES`. Raises OSError if it is gone."""
+    """What a process has now, by the keys of `growth.QUANTITIES`. Raises OSError if it is gone."""
     descriptors = _descriptors(pid)
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return {

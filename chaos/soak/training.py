@@ -1,4 +1,4 @@
-"""What the soak trains: a small model, a commit after every step, until a file exists. Started by `soak`.
+"""What the soak trains: a small model, a commit after every step, until a file exists. Started by `command`.
 
 Each process also watches over its own commits: whoever comes back to a step before one that it had committed says so,
 and fails. Its imports are cheap, because it's started some hundred times.

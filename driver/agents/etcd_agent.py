@@ -21,7 +21,7 @@ from elastic.driver.sinks import Log
 
 
 class _Generation(msgspec.Struct):
-    """What the driver writes of the latest world; see `start_fleet`."""
+    """What the driver writes of the latest world; see `elastic.driver.job.start_multi_host`."""
 
     generation: int
     job: str

@@ -7,8 +7,8 @@ that over the environment, that over the default.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import math
 import os
 import sys
 import tempfile
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from elastic.driver.commandline import check_build, flags
+from elastic.driver.commandline.arguments import seconds
 from elastic.driver.commandline.command import check_command
 from elastic.driver.commandline.config_file import read_config
 from elastic.driver.commandline.flags import Options
@@ -327,13 +328,9 @@ def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None
     if not text:
         return None
     try:
-        given_s = float(text)
-    except ValueError:
-        given_s = math.nan
-    if not (math.isfinite(given_s) and given_s > 0):
-        name = "ELASTIC_COLLECTIVE_TIMEOUT"
-        raise Invalid(f"{name} is {text!r}; give a number of seconds, more than 0")
-    return given_s
+        return seconds(text)
+    except argparse.ArgumentTypeError as error:
+        raise Invalid(f"ELASTIC_COLLECTIVE_TIMEOUT: {error}") from None
 
 
 def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float:

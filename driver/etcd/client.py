@@ -1,7 +1,7 @@
 """The few things that we ask of etcd, of whichever of its members answers. Decides nothing.
 
 Every question has a deadline. A member that doesn't answer is left for the next one, at once; when none does, that is
-said once (see `etcd_contact`). What is asked with ``within_s=None`` waits until etcd is back.
+said once (see `availability`). What is asked with ``within_s=None`` waits until etcd is back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Asks a member of etcd, the next one when it doesn't answer, and says so once when none does. Decides nothing.
 
-Whether etcd counts as away is decided in `etcd_contact`. While it is away, what is asked without a deadline waits.
+Whether etcd counts as away is decided in `availability`. While it is away, what is asked without a deadline waits.
 """
 
 from __future__ import annotations

@@ -234,12 +234,9 @@ class Driver:
         with self._signals():
             await self._run()
         assert self._ending is not None
-        # A signal may have come when the loop had no turn left to hear of it.
-        return (
-            self._ending.code
-            if self._stop_code is not None
-            else self._signalled or self._ending.code
-        )
+        if self._stop_code is None and self._signalled is not None:
+            return self._signalled  # it came when the loop had no turn left to hear of it
+        return self._ending.code
 
     async def _run(self) -> None:
         watching: asyncio.Task[None] | None = None

@@ -5,7 +5,7 @@
     await journal.rest()                    when nothing waits to be decided: time for a snapshot
 
 Membership is deterministic, so the events alone rebuild every decision: ``replay`` feeds them to a new Membership and
-compares. `journal_file` and `journal_etcd` keep it, `entries` says what stands in it, and `resume` how another driver
+compares. `file` keeps it, as do etcd and Ray, `entries` says what stands in it, and `resume` how another driver
 goes on from it. ``python -m elastic.driver.journal FILE`` prints the story and whether the replay agrees.
 """
 

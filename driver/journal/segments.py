@@ -2,7 +2,7 @@
 
 A chapter begins with a record that begins a journal anew, or with one that says after which record of which chapter it
 goes on. So what counts is found from the end. What was written too late by a driver that had been replaced is not on
-this way, and neither is what a driver has not written to its end. See `journal_ray`.
+this way, and neither is what a driver has not written to its end. See `elastic.driver.ray.journal`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides what it means that a collective broke, an exception came up, or a process ended. Deterministic.
 
 In elastic.run a failure is everybody's occasion to go on from the last commit; outside it, and in a job that is not
-elastic, it ends the job, and the question is only who is to blame: see `blame`.
+elastic, it ends the job, and the question is only who is to blame: see `root_cause`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ line at the top of each handler. A worker that is lost is dead before the world 
 agent that reaped the process, and whoever cannot be reached is killed first.
 
 Here is what each event means; `worlds` has the transitions that follow from it, `failures` says what broken worlds and
-dead workers mean, `stuck` who holds the others up, `workforce` decides which processes run, `blame` whose fault it was.
+dead workers mean, `stuck` who holds the others up, `worker_pool` decides which processes run, `root_cause` whose fault
+it was.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 These are the transitions between phases; `membership`, which has the diagram, says what each event means for them.
 Where a question needs more than a line, it is answered next door: `gathering` whom to wait for, `composition` who is in
-the next world, `change` when and where to interrupt a healthy one, `patience` when to give up.
+the next world, `planned_change` when and where to interrupt a healthy one, `give_up` when to give up.
 """
 
 from __future__ import annotations

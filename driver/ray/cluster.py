@@ -36,7 +36,7 @@ class Node(NamedTuple):
 
 
 class Cluster(Protocol):
-    """What is needed of Ray. All of it may block, and raises Unanswered; `ray_calls.RayCalls` is the real one."""
+    """What is needed of Ray. All of it may block, and raises Unanswered; `discovery_calls.RayCalls` is the real one."""
 
     def claims(self, prefix: str) -> list[Group]:
         """The placement groups of this namespace whose names begin so, those that were removed included."""

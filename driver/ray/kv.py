@@ -1,4 +1,4 @@
-"""Ray's key-value store, asked until it answers. Never imports ray: `ray_kv_calls` makes the calls. Decides nothing.
+"""Ray's key-value store, asked until it answers. Never imports ray: `kv_calls` makes the calls. Decides nothing.
 
 While Ray's head (its GCS) is away, every question waits, as long as it takes; that is said once, and once more when it
 is over. Ray sets the bound: the processes of a cluster whose head stays away are ended by Ray, after 60 s unless its

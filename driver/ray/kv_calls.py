@@ -24,7 +24,7 @@ CALL_S = 2.0
 
 
 class RayKeyValues:
-    """Of the cluster that this process is connected to, as `ray_kv.KeyValues` says."""
+    """Of the cluster that this process is connected to, as `kv.KeyValues` says."""
 
     def put(self, key: str, value: bytes) -> None:
         with _answering() as gcs:

@@ -10,7 +10,7 @@ requests that they stand for. Names are never given another number behind the ba
 old one: a name's number changes only in the decision in which all its members took part. When the numbers are used up,
 all are forgotten at once, in a new epoch; bits of the epoch before are understood until every member has taken notice.
 
-A number that has run alone five times becomes a *standing order* (`standing_orders`), about which nobody is told any
+A number that has run alone five times becomes a *standing order* (`cached_allreduce`), about which nobody is told any
 more. While one stands, no number is forgotten, and there are eight times as many.
 
 A rank that joined has no more data: the others' reductions no longer wait for it. When all have joined, all are told.

@@ -1,4 +1,4 @@
-"""Process sets: some ranks of the world that run collectives among themselves. Acts; `set_table` decides.
+"""Process sets: some ranks of the world that run collectives among themselves. Acts; `process_set_table` decides.
 
 All ranks register and remove the same sets in the same order, those that are not in them too: with ``init()``, or later
 if it was asked for (``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1). Only members use them.

@@ -4,8 +4,7 @@ A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that i
 parameter's ``grad`` then *is* the view: after the reduction nothing is copied back. What travels lies where the other
 ranks of the host can reduce it in place. A `CompressedGradient` carries one gradient through a user's own compression
 class. The first bucket of a plan also carries the mark (see `elastic.optimizer.plan_agreement`); a `MarkBucket` does
-where there is no
-flat one.
+where there is no flat one.
 
 A bucket also sees whether somebody has written into a gradient since it was taken in: what travels is the gradient as
 backward left it, so a script that clips it then would clip what nobody uses.

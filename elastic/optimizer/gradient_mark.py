@@ -22,7 +22,7 @@ class MarkOnHost:
         """The reduction is over, and went well."""
         if self._copy is not None:
             self._seen.copy_(self._mark, non_blocking=True)
-            self._copy.follow(self._mark.device)
+            self._copy.follow(self._mark.device, self._mark.nbytes)
 
     def read(self, op: Op) -> Mark:
         """After `fetch`. Raises DeviceLost where the copy does not end."""

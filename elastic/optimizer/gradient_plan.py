@@ -1,8 +1,7 @@
 """Which of an optimizer's gradients travels in which bucket: what was decided, as tensors. Talks to nobody.
 
 `elastic.optimizer.bucket_plan` decides, from sizes; the ranks agree on what it starts from (see
-`elastic.optimizer.plan_agreement`). Here it becomes
-buffers, and a place for every parameter.
+`elastic.optimizer.plan_agreement`). Here it becomes buffers, and a place for every parameter.
 """
 
 from __future__ import annotations

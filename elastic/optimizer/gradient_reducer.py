@@ -667,7 +667,7 @@ class GradientReducer:
         )
 
     def plan_replaced(self) -> None:
-        """See `plans.Owner`."""
+        """See `plan_agreement.Owner`."""
         self._agreed = None
         self._known_pass = -1
 

@@ -3,8 +3,7 @@
 Collectives that are called by name are answered by the engine. The gradients of a DistributedOptimizer are not
 negotiated step by step, so their groups are watched here: a rank that has joined lies in wait in the first buffer of
 every plan, and once more where plans are agreed (see `elastic.optimizer.plan_agreement`). A step of ranks that have
-data costs no message
-more for that, whether somebody has joined or not.
+data costs no message more for that, whether somebody has joined or not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every message between driver and worker, and the words both sides share. Pure: bytes in, values
 out.
 
-A connection opens with a mutual challenge (see `Challenge`), then carries sealed frames (see `wire`). Messages are
+A connection opens with a mutual challenge (see `Challenge`), then carries sealed frames (see `framing`). Messages are
 tagged by their class name, schema-checked by msgspec when decoded, never pickled. Every message that concerns a world
 carries its generation.
 

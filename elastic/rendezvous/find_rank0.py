@@ -1,6 +1,6 @@
 """How the ranks of a world without a driver find each other: rank 0 serves a store, and the others learn where. Acts.
 
-Which way it is follows from who started them; see `started_by`. After that they swap who they are through that store,
+Which way it is follows from who started them; see `launcher_env`. After that they swap who they are through that store,
 and so get their places and the address of the first world's own store.
 """
 

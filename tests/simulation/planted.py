@@ -1,8 +1,7 @@
 """Bugs to plant: each a small patch of the real code, of a kind that somebody could write, and that a test must catch.
 
 The names that they replace are those of `elastic.driver`, `elastic.runtime.recovery` and `elastic.state`. Nothing of
-this is
-ever imported by the product.
+this is ever imported by the product.
 """
 
 from __future__ import annotations

@@ -512,7 +512,8 @@ def test_ones_own_time_for_a_collective_wins():
     assert (made.collective_timeout_s, made.settings.gpu_limit_s) == (900, 900)
     for wrong in ("soon", "0", "nan"):
         said = refusal("-np 2", ELASTIC_COLLECTIVE_TIMEOUT=wrong)
-        assert said.startswith(f"ELASTIC_COLLECTIVE_TIMEOUT is {wrong!r}; give a number of seconds")
+        wanted = f"ELASTIC_COLLECTIVE_TIMEOUT: {wrong!r} must be a number of seconds, more than 0"
+        assert said.startswith(wanted)
 
 
 def test_a_static_job_is_as_patient_as_an_elastic_one():

@@ -32,7 +32,7 @@ def test_it_is_read_when_its_copy_is_complete(copy):
     mark = torch.zeros(1).as_subclass(OnGpu)
     seen = MarkOnHost(mark)
     seen.fetch()
-    copy.follow.assert_called_once_with(mark.device)
+    copy.follow.assert_called_once_with(mark.device, 4)
     copy.wait.assert_not_called()
     assert isinstance(seen.read(Op.SUM), Mark)
     copy.wait.assert_called_once_with()

@@ -360,6 +360,24 @@ async def test_a_signal_while_all_is_closed_is_not_lost(s):
 
 
 @story()
+async def test_a_signal_after_the_last_turn_of_the_loop_is_not_lost(s):
+    close = s.driver._journal.close
+
+    def closed() -> (
+        None
+    ):  # the last that the driver does: the loop comes to nothing else before its end
+        os.kill(os.getpid(), signal.SIGINT)
+        close()
+
+    s.driver._journal.close = closed
+    await s.train(A, B)
+    s.driver._end(EndJob(1, "rank 0 ended"))
+    for worker in (A, B):
+        await s.exit(worker, 1)
+    assert await s.code() == 130
+
+
+@story()
 async def test_what_a_worker_wrote_does_not_come_last(s):
     await s.train(A, B)
     _, said = s.driver._end(EndJob(1, "rank 0 ended; it wrote:\nTraceback\nKeyError: 'x'\n"))

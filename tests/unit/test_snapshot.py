@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
-from unittest.mock import create_autospec
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 import torch
@@ -175,8 +176,11 @@ def test_a_copy_that_hangs_is_given_time_by_its_size(monkeypatch, size, at_most_
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    transit = under_way(Devices(monkeypatch).event(lambda: False))
-    transit.bytes = size
+    event = Devices(monkeypatch).event(lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", create_autospec(torch.cuda.current_stream))
+    transit = pinned.Transit()
+    transit.follow(CUDA, size)
     with pytest.raises(DeviceLost, match="did not complete"):
         transit.wait()
     assert at_most_s / 2 < now <= at_most_s
@@ -257,3 +261,24 @@ def test_host_memory_that_can_not_be_pinned_is_told(monkeypatch):
     Pinning(monkeypatch).refuses = True
     with pytest.raises(MemoryError, match=r"448 bytes.*out of memory"):
         pinned.like([torch.zeros(100)])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_pinned_memory_stays_where_a_device_that_hangs_may_write(monkeypatch, hangs):
+    """And nobody waits for that device longer than for a commit."""
+    transit = create_autospec(pinned.Transit, instance=True)
+    transit.wait.side_effect = DeviceLost("a copy did not complete") if hangs else None
+    cudart = MagicMock(["cudaHostUnregister"])
+    monkeypatch.setattr(pinned, "Transit", lambda: transit)
+    monkeypatch.setattr(pinned, "_side", {CUDA: create_autospec(torch.cuda.Stream, instance=True)})
+    monkeypatch.setattr(pinned, "_given_up", [])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    Devices(monkeypatch)
+    pages = pinned._Pages(-1, 64)
+    pages.device, pages.address, pages.owner = CUDA, 4711, os.getpid()
+    pages.__del__()
+    transit.follow.assert_called_once_with(CUDA, 64)
+    assert cudart.cudaHostUnregister.called == (not hangs)
+    assert pinned._given_up == [pages] * hangs
+    pages.device = None  # or it would be given back once more

@@ -3,7 +3,7 @@
 Each worker says of each group how many collectives it has launched, to how many its GPU has come, and how many have
 ended. The first collective that has not ended everywhere is looked at:
 
-    some rank has not launched it         nothing: that one works on its host, where `progress` judges it
+    some rank has not launched it         nothing: that one works on its host, where `suspicion` judges it
     CUDA answers some ranks with errors   FAILED: they are to blame
     a minority has not arrived at it      GPU: theirs hang, once they have had as long again as the others took
     half have not arrived                 GPU: the same, but three times as long

@@ -2,7 +2,7 @@
 
 "Others wait" is known from what they say themselves: members tell when a collective has lasted a second. While some
 are inside one, or ready, or have returned, those that are not are the suspects, and their processes are probed;
-`progress` judges the answers. A member that is alone holds nobody up. Where all members are inside, but not in the
+`suspicion` judges the answers. A member that is alone holds nobody up. Where all members are inside, but not in the
 same collective, the script is wrong: nobody is fenced, and the log says who waits where.
 """
 

@@ -13,7 +13,7 @@ and by its lane. Each of them ends both its parts, and so wakes those that wait 
 All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to their own type
 for the wire, and summed by Gloo in that type. A sum is scaled before it crosses the wire, so that it does not overflow.
 
-Here is the seam: collectives are carried out by `hierarchy_steps`, in a thread, in order.
+Here is the seam: collectives are carried out by `steps`, in a thread, in order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The steps of collectives over several hosts, as one rank takes them: each call returns when its result is in place.
 
 Called by one thread at a time. Every rank of a host starts the same on its host in the same order, and so do the ranks
-of a lane. See `hierarchy_plan` for who carries what.
+of a lane. See `plan` for who carries what.
 """
 
 from __future__ import annotations

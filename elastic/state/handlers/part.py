@@ -163,9 +163,12 @@ class Part(StateHandler):
                 elif where is Place.NEW:
                     fresh[name] = buffers[name].clone()
             self.place(structure, fresh, own, restoring=True)
-        written = [each.device for each in places.values() if isinstance(each, torch.Tensor)]
-        for device in {device for device in written if device.type == "cuda"}:
-            transit.follow(device)
+        written: dict[torch.device, int] = {}
+        for where in places.values():
+            if isinstance(where, torch.Tensor) and where.is_cuda:
+                written[where.device] = written.get(where.device, 0) + where.nbytes
+        for device, size in written.items():
+            transit.follow(device, size)
         transit.wait()
         bank.adopt(self.live()[1])
         self.seems_unchanged()

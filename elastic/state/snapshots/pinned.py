@@ -32,6 +32,7 @@ ALIGNMENT = 64  # bytes; of each tensor in the pinned memory
 Pair = tuple[torch.Tensor, torch.Tensor]  # on the device, pinned
 
 _side: dict[torch.device, torch.cuda.Stream] = {}
+_given_up: list[mmap.mmap] = []  # a device that hangs may still write there
 
 
 class _Pages(mmap.mmap):
@@ -44,8 +45,15 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         if self.device is None or self.owner != os.getpid() or sys.is_finalizing():
             return
-        for device in {self.device, *_side}:
-            torch.cuda.synchronize(device)
+        transit = Transit()
+        for device, stream in _side.items():  # restores are waited for where they are made
+            with torch.cuda.stream(stream):
+                transit.follow(device, len(self))
+        try:
+            transit.wait()
+        except DeviceLost:
+            _given_up.append(self)
+            return
         with torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
@@ -93,14 +101,15 @@ class Transit:
 
     def __init__(self) -> None:
         self.events: list[tuple[torch.device, torch.cuda.Event]] = []
-        self.bytes = 0
+        self._bytes = 0
 
-    def follow(self, device: torch.device) -> None:
-        """What is queued on the device's current stream so far is waited for, too."""
+    def follow(self, device: torch.device, size: int) -> None:
+        """What is queued on the device's current stream so far is waited for, too: copies of ``size`` bytes."""
         with torch.cuda.device(device):
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
         self.events.append((device, event))
+        self._bytes += size
 
     def complete(self) -> bool:
         """Any thread: each event is asked on its own device, or CUDA would begin to use GPU 0 there."""
@@ -112,7 +121,7 @@ class Transit:
 
     def wait(self) -> None:
         """Until the copies are complete. Raises DeviceLost where that takes longer than it should."""
-        limit_s = COPY_LIMIT_S + self.bytes / SLOWEST_BYTES_S
+        limit_s = COPY_LIMIT_S + self._bytes / SLOWEST_BYTES_S
         deadline = time.monotonic() + limit_s
         while not self.complete():
             if time.monotonic() > deadline:
@@ -174,7 +183,6 @@ def send(pairs: list[Pair], stage: Stage, transit: Transit) -> None:
             with torch.cuda.stream(side):
                 for source, host in zip(rooms or sources, hosts, strict=True):
                     host.copy_(source, non_blocking=True)
-                transit.follow(device)
+                transit.follow(device, sum(source.nbytes for source in sources))
             if rooms is None:
                 training.wait_stream(side)
-        transit.bytes += sum(source.nbytes for source in sources)

@@ -1,10 +1,10 @@
 """Copies of a changing set of named tensors, at memory speed, into buffers made once. Knows nothing of models.
 
 Either nothing has changed, or everything is copied. Nothing has changed only if every tensor is the same storage with
-the same ``_version``, nothing was noticed since (see `activity`), and the content agrees: all of it in small tensors,
-where a forward pass leaves its traces, and a sample of large ones. One bank of buffers is enough, of CUDA tensors too:
-copies that were begun are waited for. If a commit ends half-way with an exception, this worker has none, and says so:
-it is given the newest one of the others.
+the same ``_version``, nothing was noticed since (see `change_detection`), and the content agrees: all of it in small
+tensors, where a forward pass leaves its traces, and a sample of large ones. One bank of buffers is enough, of CUDA
+tensors too: copies that were begun are waited for. If a commit ends half-way with an exception, this worker has none,
+and says so: it is given the newest one of the others.
 """
 
 from __future__ import annotations
