@@ -60,11 +60,15 @@ def record(**values: Any) -> None:
         file.write(json.dumps({"at": time.monotonic(), **values}) + "\n")
 
 
-def report(step: int, loss: float, seconds: float) -> None:
-    """Rank 0's line for the metrics and, now and then, for the screen. ``seconds``: what the step took."""
+def line_of(step: int, loss: float, seconds: float) -> dict[str, float]:
+    """For the metrics. ``seconds``: what the step took."""
     workers = elastic.size()
     tokens_per_s = workers * args.batch_size * args.context / seconds
-    record(step=step, loss=loss, workers=workers, tokens_per_s=tokens_per_s)
+    return {"step": step, "loss": loss, "workers": workers, "tokens_per_s": tokens_per_s}
+
+
+def show(step: int, loss: float, workers: int, tokens_per_s: float, seconds: float) -> None:
+    """Now and then, for the screen."""
     if step % args.log_every == 0 or step == 1:
         left = round((args.steps - step) * seconds)
         print(
@@ -87,6 +91,8 @@ def validation_loss(windows: int = 256) -> float:
 
 @elastic.run
 def train(state: elastic.TorchState) -> None:
+    if elastic.rank() == 0 and state.line:
+        record(**state.line)  # a rank 0 that died may have had no time to
     while state.step < args.steps:
         for index, batch in enumerate(loader):
             began = time.perf_counter()
@@ -99,8 +105,11 @@ def train(state: elastic.TorchState) -> None:
             mean = elastic.allreduce(loss.detach(), name="loss").item()
             state.step += 1
             state.sampler.record_batch(index, args.batch_size)
+            seconds = time.perf_counter() - began
+            state.line = line_of(state.step, mean, seconds)
             if elastic.rank() == 0:
-                report(state.step, mean, time.perf_counter() - began)
+                record(**state.line)
+                show(**state.line, seconds=seconds)
             state.commit()
             if state.step == args.steps:
                 break
@@ -117,4 +126,4 @@ args.out.mkdir(parents=True, exist_ok=True)
 if elastic.rank() == 0:
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {len(training.bytes):,} bytes of Python")
-train(elastic.TorchState(model, optimizer, sampler=sampler, step=0))
+train(elastic.TorchState(model, optimizer, sampler=sampler, step=0, line={}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import sys
@@ -104,7 +105,15 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
         if metrics is not None:
             metrics.close()
         with _ctrl_c_ends_it():
-            output.close(wait_s)
+            output.close(STOPPED_S if _asked_to_end() else wait_s)
+
+
+def _asked_to_end() -> bool:
+    """By a Ctrl-C that came after the job's end: asyncio has cancelled this task, which waits for nothing any more, and
+    raises KeyboardInterrupt when it is over. Python 3.10 raises it at once.
+    """
+    cancelling = getattr(asyncio.current_task(), "cancelling", None)
+    return cancelling is not None and cancelling() > 0
 
 
 @contextlib.contextmanager

@@ -1,0 +1,38 @@
+"""What stands around a job: its end, as far as a Ctrl-C is concerned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+
+from elastic.driver.commandline import cli
+from elastic.driver.job.job_io import STOPPED_S, surroundings
+from elastic.driver.processes.output import Output
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio lets it through before 3.11")
+def test_a_ctrl_c_after_the_end_of_a_job_that_nobody_heard_is_heard_at_the_end(monkeypatch):
+    """Between the loop of the job and the wait for whoever reads its output, asyncio takes it."""
+
+    async def end() -> int:
+        task: Any = asyncio.current_task()
+        with surroundings(job):
+            os.kill(os.getpid(), signal.SIGINT)
+            deadline = time.monotonic() + 5
+            while not task.cancelling() and time.monotonic() < deadline:
+                pass
+        return 0
+
+    job = cli.make_job(cli.read_options(["-np", "1", "true"], {}), {})
+    close = create_autospec(Output.close)
+    monkeypatch.setattr(Output, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(end())
+    assert [call.args[1] for call in close.call_args_list] == [STOPPED_S]
