@@ -38,11 +38,12 @@ class Counted:
     """What this process asks of stores, by the thread that does: who asks twice waits for two round trips and more."""
 
     def __init__(self) -> None:
-        self.by_thread: dict[int, list[str]] = {}
+        # By the thread itself: the number of one that has ended is given to the next.
+        self.by_thread: dict[threading.Thread, list[str]] = {}
         exchange = Store.exchange
 
         def counting(store: Store, key: str, *arguments: Any, **named: Any) -> list[bytes]:
-            self.by_thread.setdefault(threading.get_ident(), []).append(key)
+            self.by_thread.setdefault(threading.current_thread(), []).append(key)
             return exchange(store, key, *arguments, **named)
 
         Store.exchange = counting  # type: ignore[method-assign,assignment]
