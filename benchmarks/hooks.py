@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.runtime import lifecycle
 from figures import order, ratio, spread
-from unit.small_worlds import World
+from harness.small_worlds import World
 
 
 class Many(torch.nn.Module):

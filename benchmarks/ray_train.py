@@ -31,8 +31,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from integration.ray_cluster import RayCluster, ray_nodes
-from integration.ray_stepping import Step, Stepping, committed_lost, repeated
+from harness.ray_cluster import RayCluster, ray_nodes
+from harness.ray_stepping import Step, Stepping, committed_lost, repeated
 
 HERE = Path(__file__).parent
 WORKERS = 3

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from harness.fake_cuda import start as made_up
-from integration.job import Job
-from integration.program import Process
+from harness.job import Job
+from harness.program import Process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -136,7 +136,7 @@ def fake_cuda() -> Iterator[Callable[..., dict[str, str]]]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Starts jobs: ``job("-np 4 --min-np 2", ["python", script, "--steps", "100"], env={...})``; see `integration.job`.
+    """Starts jobs: ``job("-np 4 --min-np 2", ["python", script, "--steps", "100"], env={...})``; see `harness.job`.
 
     Each runs in a folder of its own. At the end of the test no process of any may be left, and the journal of each must
     keep every invariant, or the test fails. A test that breaks the product on purpose says why in ``unchecked``.

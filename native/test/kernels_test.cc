@@ -1,6 +1,6 @@
 // The reductions under the sanitizers: no byte outside of the elements is read or written, whatever the length and the
 // alignment, and two threads that reduce neighbouring elements do not touch each other's. That the results are right
-// in every bit is tests/unit/test_kernels.py's to say; here they are compared with a plain loop where that is short.
+// in every bit is tests/unit/elastic/collectives/shared_memory/test_kernels.py's to say; here they are compared with a plain loop where that is short.
 #include "kernels.h"
 
 #include <cstdio>

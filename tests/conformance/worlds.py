@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from integration.ranks import Ranks
+from harness.ranks import Ranks
 
 SIZES = (2, 3, 4)
 DEVICE = os.environ.get(
@@ -84,7 +84,7 @@ def form(world: World) -> None:
 
 def _enter(rank: int, size: int, address: Any) -> None:
     from elastic.runtime import lifecycle
-    from integration.scripts import light  # noqa: F401
+    from harness.scripts import light  # noqa: F401
 
     if DEVICE == "cuda":  # what tests make without saying where lies on the rank's own GPU
         torch.cuda.set_device(rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from integration.history import History, training_problem
+from harness.history import History, training_problem
 
 
 def replayed(history: History, optimizer: str) -> tuple[list[float], torch.Tensor]:

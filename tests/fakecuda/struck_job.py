@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from fakecuda.strikes import FULL, GPUS, HOSTS, Strike
-from integration.history import RETURN, History, started
-from integration.job import Job
+from harness.history import RETURN, History, started
+from harness.job import Job
 
 CONNECT_S = 20.0
 START_S = 240.0  # for workers to start; the import takes long on a busy machine

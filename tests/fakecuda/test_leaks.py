@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from integration.history import History, started
+from harness.history import History, started
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(900)]
 WORLDS = 100

@@ -21,7 +21,7 @@ import torch
 from fakecuda.replay import replayed
 from fakecuda.strikes import KINDS, Strike, strikes
 from fakecuda.struck_job import Cost, StruckJob
-from integration.history import History
+from harness.history import History
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(0)]
 SEED = int(os.environ.get("SEED", "6"))

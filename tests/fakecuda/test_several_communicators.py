@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from integration.history import SCRIPTS
+from harness.history import SCRIPTS
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from integration.history import RETURN, History, sizes, started
+from harness.history import RETURN, History, sizes, started
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.timeout(240)]
 

@@ -12,7 +12,7 @@ from typing import Any
 from elastic.chaos.invariants.invariants import check_journal
 from elastic.driver.journal.journal import read
 from gpu.machine import ROOT, SHARED, Machine
-from integration.program import Program, clean_environment
+from harness.program import Program, clean_environment
 
 WORKERS = Path(__file__).parent / "workers"
 STAY_AWAY = "--blacklist-cooldown-range 120 120"  # the slots of the dead stay empty

@@ -14,7 +14,7 @@ from typing import Any
 from gpu.listed import Case
 from gpu.machine import Machine
 from gpu.programs import environment
-from integration.program import Program
+from harness.program import Program
 
 LEAST_S = 15.0  # with less left no case begins
 WORDS = {True: "ok", False: "FAILED", None: "skipped"}

@@ -22,8 +22,8 @@ from elastic.driver.processes.leases import Leases
 from elastic.protocol.messages import Commit, Worker
 from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
+from harness.scenario import played
 from simulation.planted import SIMULATED, TOLD, TRIED
-from unit.scenario import played
 
 SEEDS = 200
 SCENARIOS = Path(__file__).parents[1] / "unit" / "scenarios"

@@ -12,8 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # From the ground up: a room imports from itself and from rooms above its line here, never from one below. A room that
-# is
-# not named belongs to the nearest folder around it that is. So a new file gets its rules from where it stands.
+# is not named belongs to the nearest folder around it that is. So a new file gets its rules from where it stands.
 ROOMS = """
     elastic.errors elastic.horovod_errors elastic.version
     elastic.protocol
@@ -301,3 +300,11 @@ def test_no_room_is_a_corridor():
         > ENTRIES
     }
     assert full.keys() <= {"elastic"}, full
+
+
+def test_unit_tests_stand_in_the_rooms_of_what_they_test():
+    tests = ROOT / "tests" / "unit"
+    for room in ("elastic", "driver", "chaos", "horovod"):
+        for file in sources(f"tests/unit/{room}"):
+            folder = file.parent.relative_to(tests)
+            assert (ROOT / folder).is_dir(), f"{file}: there is no {folder}"

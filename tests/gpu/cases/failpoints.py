@@ -8,8 +8,8 @@ from pathlib import Path
 from gpu.machine import Machine
 from gpu.programs import RETURN, environment
 from gpu.results import Result, Skipped
-from integration.history import TRAINING, History
-from integration.job import Job
+from harness.history import TRAINING, History
+from harness.job import Job
 
 # The n-th start of slot 1 dies at the n-th place, in its second step. Where it is away, the other waits for it.
 PLACES = ("bucket", "optimizer-step", "snapshot")

@@ -10,7 +10,7 @@ from pathlib import Path
 from gpu.machine import ROOT, Machine
 from gpu.programs import environment
 from gpu.results import Result, Skipped
-from integration.program import Program
+from harness.program import Program
 
 NEEDED = ("pytest", "pytest_timeout", "hypothesis")
 

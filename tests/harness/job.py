@@ -1,0 +1,145 @@
+"""A real job under test: `elasticrun`, its output, its journal and its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic.chaos.invariants.invariants import Summary, check_journal
+from elastic.driver.journal.journal import read
+from harness.program import Program, clean_environment
+
+MARK = "ELASTIC_TEST_JOB"
+
+Json = dict[str, Any]
+
+
+class Job(Program):
+    """Starts at once: ``flags`` go to elasticrun, ``command`` is what workers run; strings are split like a shell's.
+
+    Every wait has a deadline and fails with an AssertionError that shows the end of the output.
+    """
+
+    def __init__(
+        self,
+        flags: str | Sequence[str],
+        command: str | Sequence[str | Path],
+        *,
+        folder: Path,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.journal = folder / "journal.jsonl"
+        self.unchecked = ""  # why its journal may break an invariant; empty: it must not
+        super().__init__(
+            [elasticrun(), *split(flags), "--journal", str(self.journal), *split(command)],
+            folder=folder,
+            env=clean_environment() | (env or {}),
+            mark=MARK,
+            called="elasticrun",
+        )
+        self.driver = self.process
+
+    # ---- what it decided
+
+    def records(self) -> list[Json]:
+        """The journal so far: ``{"at": ..., "event": {...}, "actions": [...]}``, without a line still being written."""
+        if not self.journal.exists():
+            return []
+        whole, _, _ = self.journal.read_text().rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines() if line]
+
+    def events(self, kind: str) -> list[Json]:
+        """The events of a type so far, e.g. ``WorkerConnected``."""
+        return [
+            record["event"]
+            for record in self.records()
+            if record.get("event") and record["event"]["type"] == kind
+        ]
+
+    def actions(self, kind: str) -> list[Json]:
+        """The actions of a type so far, e.g. ``PublishWorld``."""
+        return [
+            action
+            for record in self.records()
+            for action in record.get("actions") or []
+            if action["type"] == kind
+        ]
+
+    def worlds(self) -> list[Json]:
+        """Every world published so far, oldest first."""
+        return self.actions("PublishWorld")
+
+    def wait_for_action(self, kind: str, timeout: float = 30.0, *, count: int = 1) -> Json:
+        """The ``count``-th action of a type in the journal."""
+        self.until(
+            lambda: len(self.actions(kind)) >= count, f"{count} x {kind} in the journal", timeout
+        )
+        return self.actions(kind)[count - 1]
+
+    def wait_for_world(self, size: int, timeout: float = 30.0) -> Json:
+        """The newest world, once it has ``size`` members."""
+
+        def found() -> bool:
+            worlds = self.worlds()
+            return bool(worlds) and len(worlds[-1]["members"]) == size
+
+        self.until(found, f"a world of {size}", timeout)
+        return self.worlds()[-1]
+
+    def until(self, true: Callable[[], bool], awaited: str, timeout: float = 30.0) -> None:
+        """Looks every 10 ms until it is true; fails at the deadline, or if the job ends first."""
+        deadline = time.monotonic() + timeout
+        while True:
+            over = self.driver.poll() is not None
+            if true():
+                return
+            assert not over, self._story(f"the job ended without {awaited}")
+            assert time.monotonic() < deadline, self._story(f"waited {timeout} s for {awaited}")
+            time.sleep(0.01)
+
+    # ---- its processes
+
+    def pid(self, rank: int) -> int:
+        """The process that has this rank in the newest world."""
+        worlds = self.worlds()
+        assert worlds, self._story("no world has been published")
+        workers = [member["worker"] for member in worlds[-1]["members"]]
+        assert rank < len(workers), self._story(f"the world has no rank {rank}")
+        connected = {tuple(e["worker"]): int(e["pid"]) for e in self.events("WorkerConnected")}
+        return connected[tuple(workers[rank])]
+
+    def kill(self, rank: int, with_signal: int = signal.SIGKILL) -> int:
+        """Sends a signal to the process with this rank in the newest world; returns its pid."""
+        pid = self.pid(rank)
+        os.kill(pid, with_signal)
+        return pid
+
+    def check_invariants(self) -> Summary | None:
+        """What must hold in every job; see `elastic.chaos.invariants.invariants`. None where there is no journal to
+        check."""
+        if self.unchecked or not self.journal.exists() or not read(self.journal)[1]:
+            return None
+        # Only a driver that was killed itself has not said how its job ended.
+        return check_journal(self.journal, ended=self.driver.returncode >= 0)
+
+    def _shown(self) -> str:
+        return f"its last lines (journal: {self.journal})"
+
+
+def elasticrun() -> str:
+    """The installed command beside the interpreter that runs the tests."""
+    command = Path(sys.executable).with_name("elasticrun")
+    assert command.exists(), f"{command} isn't installed; run: make install"
+    return str(command)
+
+
+def split(words: str | Sequence[str | Path]) -> list[str]:
+    return shlex.split(words) if isinstance(words, str) else [str(word) for word in words]

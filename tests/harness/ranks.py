@@ -1,0 +1,166 @@
+"""Ranks under test as real processes that stay: each test sends them a function and gets every rank's result.
+
+They are forked from a server that has imported torch, and nothing else of what is tested: that import takes seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from elastic.protocol.messages import Address
+from elastic.rendezvous.store import Store, listen
+
+START_S = 60.0
+RUN_S = 60.0
+STORE_S = 20.0
+
+kept: dict[str, Any] = {}  # what a test's functions leave in a rank's process for later ones
+
+
+class Died(Exception):
+    """The rank's process is gone."""
+
+
+class Ranks:
+    """``run(function, *arguments)`` calls ``function(rank, size, *arguments)`` on every rank at once."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
+        self.size = size
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, size), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            assert pipe.poll(START_S), "a rank did not start"
+            assert pipe.recv() == "started"
+
+    def pid(self, rank: int) -> int:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Every rank's result. Raises AssertionError with the traceback of the first rank that raised."""
+        self.start(function, *arguments)
+        results = [self.result(rank) for rank in range(self.size)]
+        for rank, result in enumerate(results):
+            assert not isinstance(result, Exception), f"rank {rank}: {result}"
+        return results
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        blob = _pickled(function, arguments)
+        for pipe in self._pipes:
+            pipe.send_bytes(blob)
+
+    def result(self, rank: int, timeout_s: float = RUN_S) -> Any:
+        """What one rank returned; an exception object if it raised or died."""
+        pipe = self._pipes[rank]
+        if not pipe.poll(timeout_s):
+            return TimeoutError(f"no result within {timeout_s:g} s")
+        try:
+            return cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return Died(f"exit code {self._processes[rank].exitcode}")
+
+    def kill(self) -> None:
+        """All of them. The number of one that died in the test may be somebody else's by now, so not by number."""
+        for process in self._processes:
+            process.kill()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+def in_a_world(size: int) -> Iterator[Ranks]:
+    """Ranks that have formed a world of a fixed size: what a module's fixture yields."""
+    ranks = Ranks(size)
+    listener = listen("127.0.0.1")
+    listener.close()
+    ranks.run(_join, listener.address)
+    yield ranks
+    ranks.close()
+
+
+def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
+    """A test whose body runs on every rank at once, with ``(rank, size)``."""
+
+    def run(ranks: Ranks) -> None:
+        ranks.run(test)
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+def serve_stores(rank: int, size: int, count: int = 1) -> list[Address]:
+    """For `Ranks.run`: rank 0 binds the stores of so many groups to come, and tells where. A port that is only chosen
+    when it is needed may be taken by then.
+    """
+    kept["listeners"] = [listen("127.0.0.1") for _ in range(count)] if rank == 0 else []
+    return [listener.address for listener in kept["listeners"]]
+
+
+def open_store(
+    rank: int, address: Address, generation: int = 0, timeout_s: float = STORE_S
+) -> Store:
+    """In a rank's process: the next of the stores that rank 0 has bound, which is at this address."""
+    listener = kept["listeners"].pop(0) if rank == 0 else None
+    store = Store(address, listener, timeout_s, generation=generation)
+    store.open()
+    return store
+
+
+def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    if function.__module__ == __name__:
+        return bytes(cloudpickle.dumps((function, arguments)))
+    # By value, because the ranks can't import test modules by the names that pytest gives them.
+    module = sys.modules[function.__module__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps((function, arguments)))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _join(rank: int, size: int, address: Any) -> None:
+    from elastic.runtime import lifecycle
+
+    lifecycle.init_static(rank, size, address)
+
+
+def _serve(pipe: Connection, rank: int, size: int) -> None:
+    from harness.scripts import light  # noqa: F401
+
+    pipe.send("started")
+    while True:
+        try:
+            blob = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, arguments = cloudpickle.loads(blob)
+            result = function(rank, size, *arguments)
+        except BaseException:
+            result = RuntimeError(traceback.format_exc())
+        pipe.send_bytes(cloudpickle.dumps(result))

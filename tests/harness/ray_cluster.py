@@ -1,0 +1,261 @@
+"""Real Ray clusters for tests, several nodes on this machine; and programs that use them. Never imports ray.
+
+A cluster is a process, `scripts/ray_nodes.py`, with ports, folder, and Redis of its own. It ends with us, however we
+end. Whatever any of its processes has started is found by a mark in the environment, and killed in the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.program import (
+    GRACE_S,
+    SHOWN_LINES,
+    Process,
+    Program,
+    clean_environment,
+    kill_all,
+    marked,
+)
+
+CLUSTER_MARK = "TEST_RAY_CLUSTER"
+JOB_MARK = "TEST_RAY_JOB"
+START_S = 90.0
+COMMAND_S = 60.0
+STOP_S = 30.0  # for a busy machine; it takes half a second
+NODES = Path(__file__).with_name("scripts") / "ray_nodes.py"
+
+Json = dict[str, Any]
+
+
+class RayCluster:
+    """A cluster that runs: ``address`` is for ray.init and RAY_ADDRESS. The head has no CPUs: it gets no worker.
+
+    ``nodes`` are arguments of nodes beside the head, as for `add`. With ``redis`` its GCS can be restarted. With
+    ``dashboard`` jobs can be submitted to the URL ``dashboard``. ``system`` is Ray's ``_system_config``, ``head`` more
+    arguments for the head's node, ``env`` what all its processes have in their environment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Sequence[Mapping[str, Any]] = (),
+        *,
+        redis: bool = False,
+        dashboard: bool = False,
+        system: Mapping[str, Any] | None = None,
+        head: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self._mark = uuid.uuid4().hex
+        # Unix sockets' paths may have 107 characters, and Ray's are long already.
+        self._temporary = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+        self._log = folder / "ray_nodes.log"
+        plan = {
+            "nodes": [dict(node) for node in nodes],
+            "redis": redis,
+            "dashboard": dashboard,
+            "system": dict(system or {}),
+            "head": dict(head or {}),
+            "env": dict(env or {}),
+        }
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(NODES), str(folder), json.dumps(plan)],
+                env=ray_environment()
+                | {"RAY_TMPDIR": str(self._temporary), CLUSTER_MARK: self._mark},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            hello = self._answer("start", START_S)
+        except BaseException:
+            self.stop()
+            raise
+        self.address: str = hello["address"]
+        self.dashboard = f"http://{hello['dashboard']}" if dashboard else ""
+        self.session = Path(hello["session"])  # logs are in its ``logs``
+        self.head: str = hello["head"]
+        self.started: list[str] = hello["nodes"]  # ids of ``nodes``, in their order
+
+    # ---- nodes
+
+    def nodes(self) -> list[Json]:
+        """All nodes there ever were: node (id), ip, alive, runs (sooner than alive), draining, resources, head."""
+        return list(self.do("nodes"))
+
+    def alive(self) -> list[str]:
+        """Ids of the nodes that Ray holds for alive, without the head."""
+        return [node["node"] for node in self.nodes() if node["alive"] and not node["head"]]
+
+    def add(self, **arguments: Any) -> str:
+        """A node more (num_cpus, num_gpus, resources, labels); returns its id."""
+        return str(self.do("add", **arguments))
+
+    def kill(self, node: str) -> int:
+        """The machine dies: SIGKILL to all that runs on this node. Returns how many processes that were."""
+        return int(self.do("kill", node=node))
+
+    def kill_raylet(self, node: str) -> int:
+        """SIGKILL to this raylet alone; returns its pid."""
+        return int(self.do("kill_raylet", node=node))
+
+    def drain(self, node: str, deadline_s: float = 60.0, reason: str = "preemption") -> bool:
+        """As ``ray drain-node``; whether it was accepted."""
+        return bool(self.do("drain", node=node, deadline_s=deadline_s, reason=reason))
+
+    def processes(self, node: str) -> list[int]:
+        """Pids of all that runs on this node."""
+        return list(self.do("processes", node=node))
+
+    # ---- the head
+
+    def restart_gcs(self) -> None:
+        """SIGKILL, and a new one at the same address that knows what the old one knew; needs ``redis``."""
+        self.do("restart_gcs")
+
+    def kill_gcs(self) -> None:
+        self.do("kill_gcs")
+
+    def start_gcs(self) -> None:
+        self.do("start_gcs")
+
+    # ---- what there is
+
+    def actors(self) -> list[Json]:
+        """Those not dead: actor, name, class, state, node, pid, job."""
+        return list(self.do("actors"))
+
+    def placement_groups(self) -> list[Json]:
+        """Those not removed: group, name, state, bundles, nodes."""
+        return list(self.do("placement_groups"))
+
+    def jobs(self) -> list[Json]:
+        """Those whose driver runs: job, pid, entrypoint."""
+        return list(self.do("jobs"))
+
+    def available(self) -> dict[str, float]:
+        """Resources that nobody holds."""
+        return dict(self.do("available"))
+
+    def until(self, true: Callable[[], bool], awaited: str, timeout: float = 30.0) -> None:
+        """Looks every 50 ms until it is true; fails at the deadline."""
+        deadline = time.monotonic() + timeout
+        while not true():
+            assert time.monotonic() < deadline, f"waited {timeout} s for {awaited}"
+            time.sleep(0.05)
+
+    # ---- inside
+
+    def do(self, command: str, **arguments: Any) -> Any:
+        """Any command of ``ray_nodes.py``."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer(command, COMMAND_S)
+
+    def _answer(self, command: str, timeout: float) -> Any:
+        stdout = self._process.stdout
+        assert stdout is not None
+        # An answer is one line, and only one is on its way: select isn't misled by what is buffered.
+        readable, _, _ = select.select([stdout], [], [], timeout)
+        assert readable, self._story(f"waited {timeout} s for the answer to {command!r}")
+        line = stdout.readline()
+        assert line, self._story(f"the cluster ended at {command!r}")
+        answer = json.loads(line)
+        assert "error" not in answer, f"{command}: {answer['error']}"
+        return answer["result"]
+
+    def running(self) -> list[Process]:
+        """Its processes: those in its session, and those with its mark; Ray writes titles over environments."""
+        found = [*marked(f"{CLUSTER_MARK}={self._mark}"), *of_session(self._process.pid)]
+        return list({process.pid: process for process in found}.values())
+
+    def _story(self, trouble: str) -> str:
+        return "\n  ".join(
+            [trouble, *self._log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]]
+        )
+
+    def stop(self) -> list[Process]:
+        """Ends it; returns what outlived that, killed by now."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        left = self.running()
+        kill_all(self.running)
+        self._process.wait(GRACE_S)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        return left
+
+
+class RayJob(Program):
+    """A Python program that is a driver of a cluster; RAY_ADDRESS says where.
+
+    Its processes are those on this side: the program and its children. What Ray starts for it is the cluster's.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        script: Path | str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        own = {"RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
+        super().__init__(
+            [sys.executable, str(script), *arguments],
+            folder=folder or cluster.folder,
+            env=ray_environment() | own | dict(env or {}),
+            mark=JOB_MARK,
+        )
+
+
+@contextlib.contextmanager
+def ray_nodes(
+    folder: Path, nodes: Sequence[Mapping[str, Any]] = (), **settings: Any
+) -> Iterator[RayCluster]:
+    """A cluster for a while; see `RayCluster`."""
+    cluster = RayCluster(folder, nodes, **settings)
+    try:
+        yield cluster
+    finally:
+        left = cluster.stop()
+    assert not left, f"these processes outlived their cluster: {left}"
+
+
+def of_session(leader: int) -> Iterator[Process]:
+    """The live processes of this session."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdecimal():
+                fields = (folder / "stat").read_text()
+                state, _, _, session, *_ = fields.rpartition(")")[2].split()
+                if int(session) == leader and state not in "ZX":
+                    yield Process(
+                        int(folder.name), state, fields.partition("(")[2].partition(")")[0]
+                    )
+
+
+def ray_environment() -> dict[str, str]:
+    """Ours without traces of a job or a cluster, and with a Ray that tells nobody of us."""
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}
+    return clean_environment("RAY_") | quiet

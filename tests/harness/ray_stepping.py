@@ -1,0 +1,149 @@
+"""A job of `scripts/ray_stepping.py` on a Ray cluster: what its workers have done, and where they run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from harness.ray_cluster import RayCluster, RayJob
+
+SCRIPT = Path(__file__).with_name("scripts") / "ray_stepping.py"
+START_S = 90.0  # on a busy machine; a new worker takes some five seconds
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that one worker has done; ``at`` is CLOCK_MONOTONIC in seconds."""
+
+    pid: int
+    at: float
+    generation: int
+    size: int
+    rank: int
+    step: int
+
+
+class Stepping:
+    """A job that runs, until `finish`."""
+
+    def __init__(self, cluster: RayCluster, folder: Path, script: Path, *arguments: str) -> None:
+        """Its script writes FOLDER/PID.steps as `scripts/ray_stepping.py` does."""
+        self.cluster = cluster
+        self.folder = folder
+        self._steps: list[Step] = []
+        self._read: dict[Path, int] = {}  # bytes of each file
+        self.job = RayJob(cluster, script, str(folder), *arguments, folder=folder)
+
+    @classmethod
+    def elastic(
+        cls, cluster: RayCluster, folder: Path, workers: int, most: int, step_s: float = 0.02
+    ) -> Stepping:
+        """An elastic job, of one to ``most`` workers."""
+        return cls(cluster, folder, SCRIPT, str(workers), "1", str(most), str(step_s))
+
+    def steps(self) -> list[Step]:
+        """All so far, by time."""
+        for path in self.folder.glob("*.steps"):
+            with open(path, "rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole, end, _ = file.read().rpartition(b"\n")
+            self._read[path] = self._read.get(path, 0) + len(whole) + len(end)
+            for line in whole.decode().splitlines():
+                at, *numbers = line.split()
+                self._steps.append(Step(int(path.stem), float(at), *map(int, numbers)))
+        self._steps.sort(key=lambda step: step.at)
+        return list(self._steps)
+
+    def world(self, size: int) -> list[Step]:
+        """The last step of each member of the newest world, once that has ``size`` and each has stepped in it."""
+
+        def found() -> list[Step] | None:
+            steps = self.steps()
+            newest = max((step.generation for step in steps), default=0)
+            last = {step.pid: step for step in steps if step.generation == newest}
+            complete = len(last) == size == max(step.size for step in last.values())
+            return sorted(last.values(), key=lambda step: step.rank) if complete else None
+
+        return self.wait(lambda: found() if self.steps() else None, f"a world of {size}")
+
+    def later(self, than: float, pids: set[int], count: int = 5) -> None:
+        """Each of these processes does so many steps after this time."""
+
+        def done() -> bool:
+            counts: defaultdict[int, int] = defaultdict(int)
+            for step in reversed(self.steps()):
+                if step.at <= than:
+                    break
+                counts[step.pid] += 1
+            return all(counts[pid] >= count for pid in pids)
+
+        self.wait(done, f"{count} steps more of {sorted(pids)}")
+
+    def gone(self, pid: int) -> None:
+        """Waits for the end of this process."""
+        self.wait(lambda: not runs(pid), f"the end of {pid}")
+
+    def wait(
+        self, found: Callable[[], Found | None], awaited: str, timeout: float = START_S
+    ) -> Found:
+        """Looks every 50 ms; fails at the deadline, or if the job ends first."""
+        deadline = time.monotonic() + timeout
+        while True:
+            over = self.job.process.poll() is not None
+            if value := found():
+                return value
+            story = "\n  ".join(self.job.lines[-60:])
+            assert not over, f"the job ended without {awaited}:\n  {story}"
+            assert time.monotonic() < deadline, f"waited {timeout} s for {awaited}:\n  {story}"
+            time.sleep(0.05)
+
+    def node_of(self, pid: int) -> str:
+        """Where this process runs."""
+        for node in self.cluster.alive():
+            if pid in self.cluster.processes(node):
+                return node
+        raise AssertionError(f"process {pid} is on no node")
+
+    def finish(self) -> None:
+        """Lets all stop at the same step, and succeed."""
+        (self.folder / "stop").touch()
+        self.job.succeed(START_S)
+
+
+def runs(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def repeated(steps: list[Step]) -> int:
+    """Steps that a worker has done twice: those that it had not committed when its world broke."""
+    seen: set[tuple[int, int]] = set()
+    twice = 0
+    for step in steps:
+        twice += (step.pid, step.step) in seen
+        seen.add((step.pid, step.step))
+    return twice
+
+
+def committed_lost(steps: list[Step]) -> int:
+    """Commits that a following world did not begin with: it begins where the best of those that stayed had committed.
+
+    Nobody's last line of a world counts as a commit, as it may be a step that was not committed yet.
+    """
+    by_world: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for step in steps:
+        by_world[step.generation][step.pid].append(step.step)
+    worlds = [by_world[generation] for generation in sorted(by_world)]
+    lost = 0
+    for before, after in itertools.pairwise(worlds):
+        stayed = before.keys() & after.keys()
+        committed = max((before[pid][-1] - 1 for pid in stayed), default=0)
+        lost += max(0, committed + 1 - min(numbers[0] for numbers in after.values()))
+    return lost

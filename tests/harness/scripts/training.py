@@ -1,0 +1,310 @@
+"""Trains a small model the same way whatever the world: the batch of a step is fixed, and dealt out to the ranks.
+
+What happens it appends to ``history/<worker>.jsonl``, which `harness.history` reads. What it is to suffer comes
+from the environment, as rules like ``slot=0,step=7,place=forward;...``. A rule means the first worker of its slot, or
+``start=2`` the second, or ``start=any``; without a slot, every worker; ``size=1`` or ``generation=2``, only in such a
+world.
+
+DIE      SIGKILL at the place.
+RAISE    an exception at the place: ``error=`` value, horovod, shape, late; or exit: ``sys.exit(3)``, and the end of the
+         interpreter takes until a file ``exit`` exists.
+WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards.
+HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
+         exists.
+ENDS     a file, and no number of steps, ends the training. PACE: seconds of rest after each step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import light  # type: ignore[import-not-found]  # noqa: F401
+import problem  # type: ignore[import-not-found]
+import torch
+
+import elastic
+from elastic.horovod_errors import HorovodInternalError
+from elastic.runtime import lifecycle
+
+DEADLINE_S = 60.0
+WORKER = os.environ["ELASTIC_WORKER"]
+HOST = WORKER.rpartition(":")[0]
+DEVICE = os.environ.get("DEVICE", "cpu")  # of each worker's own, where it is cuda
+if "FAKE_GPUS" in os.environ:
+    os.environ.setdefault("FAKE_HOST", HOST)  # GPUs of its own
+SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
+STEPS = int(os.environ.get("STEPS", "10"))
+NEVER = -1
+
+
+def rules(name: str) -> list[dict[str, str]]:
+    text = os.environ.get(name, "")
+    return [dict(pair.split("=") for pair in rule.split(",")) for rule in text.split(";") if rule]
+
+
+RULES = {name: rules(name) for name in ("DIE", "RAISE", "WAIT")}
+
+
+def at(place: str, step: int) -> None:
+    """Here this worker may have to wait, to raise, or to die."""
+    for rule in RULES["WAIT"]:
+        if meant(rule, place, step):
+            Path(f"waits.{place}.{SLOT}".replace(" ", "_")).touch()
+            until_exists(rule["file"])
+            if rule.get("then") == "collective":  # which raises, if the world has broken meanwhile
+                elastic.allreduce(torch.ones(1), name="then")
+    for rule in RULES["DIE"]:
+        if meant(rule, place, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+    for rule in RULES["RAISE"]:
+        if meant(rule, place, step):
+            match rule["error"]:
+                case "value":
+                    raise ValueError("this sample is damaged")
+                case "horovod":
+                    raise HorovodInternalError("the script has had enough of this world")
+                case "exit":
+                    atexit.register(until_exists, "exit")
+                    sys.exit(3)
+                case "shape":
+                    elastic.allgather(torch.ones(1, 1 + elastic.rank()), name="unequal")
+                case "late":
+                    ragged = torch.ones(1, 1 + elastic.rank())
+                    handle = elastic.allgather_async(ragged, name="unequal")
+                    while elastic.rank() == 0 and not lifecycle.current().broken:
+                        time.sleep(0.001)  # until the other has failed, and the world with it
+                    elastic.synchronize(handle)
+
+
+def meant(rule: dict[str, str], place: str, step: int) -> bool:
+    asked = {"start": "1"} | rule
+    mine = {"place": place, "slot": SLOT, "host": HOST, "step": step, "start": START}
+    if rule["place"] == place and lifecycle.active() is not None:
+        mine |= {"size": elastic.size(), "generation": lifecycle.current().generation}
+    return all(key not in asked or asked[key] in (str(mine[key]), "any") for key in mine)
+
+
+def until_exists(name: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not Path(name).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody made {name}")
+        time.sleep(0.002)
+
+
+def record(what: str, **fields: Any) -> None:
+    rt = lifecycle.current()
+    fields |= {"what": what, "generation": rt.generation, "at": time.monotonic()}
+    fields |= {"worker": WORKER, "rank": rt.place.rank, "size": rt.place.size, "pid": os.getpid()}
+    log = os.open(f"history/{WORKER}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.write(log, json.dumps(fields).encode() + b"\n")
+    os.close(log)
+
+
+class State(elastic.TorchState):
+    """Says what it saves. A save inside ``commit`` is a place to die at, before and after."""
+
+    committing = False
+
+    def commit(self) -> None:
+        self.committing = True
+        try:
+            super().commit()
+        finally:
+            self.committing = False
+
+    def save(self) -> None:
+        if self.committing:
+            at("commit", self.step)
+        super().save()
+        record("save", step=self.step)
+        if self.committing:
+            at("saved", self.step)
+
+    def restore(self) -> None:
+        at("restore", self.step)
+        super().restore()
+
+    def transfer(self, group: Any, root: int, *, group_on: Any = None, **rest: Any) -> int:
+        calls = itertools.count(1)
+        on_gpu = group_on and (lambda device: Watched(group_on(device), self, calls))
+        return super().transfer(Watched(group, self, calls), root, group_on=on_gpu, **rest)
+
+
+class Watched:
+    """A group in whose third broadcast, the first with tensors, a place lies. A GPU's counts on."""
+
+    def __init__(self, group: Any, state: State, calls: Iterator[int]) -> None:
+        self._group, self._state, self._calls = group, state, calls
+
+    def broadcast(self, *args: Any) -> Any:
+        if next(self._calls) == 3:
+            at("copying", self._state.step)
+        return self._group.broadcast(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def digest(state: State) -> str:
+    """Of everything that must be equal: parameters, the optimizer's state and options, the Python values."""
+    whole = hashlib.sha256(f"{state.step} {state.seen}".encode())
+    for tensor in state.model.state_dict().values():
+        whole.update(tensor.cpu().numpy().tobytes())
+    kept = state.optimizer.state_dict()
+    for entries in kept["state"].values():
+        for name, value in sorted(entries.items()):
+            content = (
+                value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else str(value)
+            )
+            whole.update(name.encode())
+            whole.update(content if isinstance(content, bytes) else content.encode())
+    for group in kept["param_groups"]:
+        whole.update(repr(sorted(group.items())).encode())
+    return whole.hexdigest()
+
+
+def holding(step: int) -> bool:
+    """The same on all ranks: they compare what they see."""
+    for rule in os.environ.get("HOLD", "").split(";"):
+        place, _, wish = rule.partition(":")
+        if not rule or int(place) != step:
+            continue
+        kind, _, value = wish.partition("=")
+        if kind == "size" and elastic.size() == int(value):
+            continue
+        met = torch.tensor([float(kind == "file" and Path(value).exists())])
+        if not elastic.allreduce(met, op=elastic.Sum, name="met").item():
+            return True
+    return False
+
+
+def ended(state: State) -> bool:
+    """The same on all ranks: the first one looks, all hear."""
+    if "ENDS" not in os.environ:
+        return bool(state.step >= STEPS)
+    found = torch.tensor([float(elastic.rank() == 0 and Path(os.environ["ENDS"]).exists())])
+    return bool(elastic.allreduce(found, op=elastic.Max, name="ends").item())
+
+
+def one_step(state: State) -> float:
+    model, optimizer = state.model, state.optimizer
+    inputs, wanted = (each.to(DEVICE) for each in problem.batch(state.step))
+    rank, size = elastic.rank(), elastic.size()
+    match os.environ.get("ZERO_GRAD"):
+        case "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        case "model":
+            model.zero_grad()
+        case _:
+            optimizer.zero_grad()
+    difference = model(inputs[rank::size]) - wanted[rank::size]
+    loss = difference.square().sum() / problem.SAMPLES
+    loss.backward()
+    optimizer.step()
+    problem.change_options(state.step, optimizer)
+    return float(elastic.allreduce(loss.detach(), op=elastic.Sum, name="loss"))
+
+
+def careless_step(state: State) -> float:
+    """As in scripts that expect any error to be one of theirs."""
+    try:
+        return one_step(state)
+    except Exception as error:
+        record("swallowed", error=repr(error))
+        raise
+
+
+def greet() -> None:
+    """Collectives before ``elastic.run``, more than one."""
+    for name in ("hello", "again"):
+        total = elastic.allreduce(torch.ones(1), op=elastic.Sum, name=name)
+        record("greeted", total=float(total), name=name)
+
+
+least: list[dict[str, int]] = []  # of resources, in the first worlds
+
+
+def resources() -> dict[str, int]:
+    """Open descriptors and threads, and what it has on a made-up GPU, once those of the last world are gone: their end
+    is not waited for.
+    """
+    deadline = time.monotonic() + (10 if len(least) >= 3 else 1)
+    while True:
+        counts = {
+            "fds": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+        }
+        if "FAKE_GPUS" in os.environ:
+            import fake_cuda  # type: ignore[import-not-found]
+
+            counts |= fake_cuda.held()
+        if any(all(counts[name] <= each[name] for name in counts) for each in least):
+            return counts
+        if time.monotonic() > deadline:
+            least.append(counts)
+            return counts
+        time.sleep(0.02)
+
+
+def main() -> None:
+    Path("history").mkdir(exist_ok=True)
+    at("before init", NEVER)
+    elastic.init()
+    if "GREET" in os.environ:
+        greet()
+    own_weights, wider = "OWN_WEIGHTS" in os.environ, WORKER in os.environ.get("WIDER", "").split()
+    if DEVICE == "cuda":
+        torch.cuda.set_device(elastic.local_rank() % torch.cuda.device_count())
+    model = problem.model(SLOT if own_weights else 0, 9 if wider else 8).to(DEVICE)
+    descent = problem.optimizer(os.environ.get("OPTIMIZER", "SGD"), model)
+    optimizer = elastic.DistributedOptimizer(
+        descent, named_parameters=model.named_parameters(), op=elastic.Sum
+    )
+    # `seen` grows in place: a commit has to copy it, not to refer to it.
+    state = State(model=model, optimizer=optimizer, step=0, seen=[])
+    state.register_reset_callbacks([lambda: at("reset", state.step)])
+    model[0].register_forward_hook(lambda *_: at("forward", state.step))
+    list(model.parameters())[1].register_hook(lambda _: at("backward", state.step))
+    optimizer.register_step_post_hook(lambda *_: at("optimizer", state.step))
+    at("before run", NEVER)
+    step = careless_step if "CARELESS" in os.environ else one_step
+
+    @elastic.run
+    def train(state: State) -> None:
+        used = resources() if "COUNT" in os.environ else {}
+        record("enter", step=state.step, sha=digest(state), **used)
+        print(f"slot {SLOT} enters", flush=True)
+        assert state.seen == list(range(state.step)), state.seen
+        at("enter", state.step)
+        while not ended(state):
+            if holding(state.step):
+                time.sleep(0.01)
+                state.commit()
+                continue
+            loss = step(state)
+            record("step", step=state.step, loss=loss)
+            state.seen.append(state.step)
+            state.step += 1
+            at("stepped", state.step)
+            state.commit()
+            time.sleep(float(os.environ.get("PACE", "0")))
+        at("end", state.step)
+
+    train(state)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    record("done", step=state.step, sha=digest(state), parameters=flat.tolist())
+
+
+if __name__ == "__main__":
+    main()

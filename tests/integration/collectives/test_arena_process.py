@@ -1,0 +1,76 @@
+"""An arena in a process of its own: what limits and forks do to it."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "advice"),
+    [(resource.RLIMIT_FSIZE, 1 << 20, "ulimit -f"), (resource.RLIMIT_AS, 1 << 34, "ulimit -v")],
+)
+def test_a_real_limit_leaves_no_descriptor_behind(limit, size, advice):
+    program = (
+        "import os, resource\n"
+        "from elastic.collectives.shared_memory import arena\n"
+        "before = os.listdir('/proc/self/fd')\n"
+        "arena._MOST_BYTES = 1 << 36\n"
+        "arena.os.sysconf = lambda name: 1 << 24\n"
+        f"resource.setrlimit({limit}, ({size}, {size}))\n"
+        "assert arena.mine() is None\n"
+        f"assert {advice!r} in arena.why_not(), arena.why_not()\n"
+        "assert os.listdir('/proc/self/fd') == before\n"
+    )
+    run(program)
+
+
+def test_a_forked_child_changes_nothing_of_its_parent():
+    program = (
+        "import os, torch\n"
+        "from elastic.collectives.shared_memory import arena\n"
+        "mine = arena.mine()\n"
+        "flat = arena.zeros(5000, torch.float32).fill_(1)\n"
+        "kept = arena.zeros(5000, torch.float32).fill_(2)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try:\n"
+        "        assert flat.sum() == 5000\n"
+        "        kept.fill_(3)\n"
+        "        assert kept.sum() == 15000\n"
+        "        del flat, kept\n"
+        "        own = arena.mine()\n"
+        "        assert own.inode != mine.inode\n"
+        "        assert own.offset_of(arena.zeros(9, torch.int8).data_ptr(), 9) is not None\n"
+        "    except BaseException as error:\n"
+        "        print(repr(error), flush=True)\n"
+        "        os._exit(1)\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert flat.sum() == 5000\n"
+        "assert kept.sum() == 10000\n"
+        "assert mine.lent == 40960\n"
+    )
+    run(program)
+
+
+def test_a_tensor_may_outlive_the_program():
+    run(
+        "import torch\n"
+        "from elastic.collectives.shared_memory import arena\n"
+        "parameter = torch.nn.Parameter(torch.ones(1000))\n"
+        "parameter.grad = arena.zeros(1000, torch.float32)\n"
+        "torch.kept = arena.zeros(1000, torch.float32)\n"
+    )
+
+
+def run(program: str) -> None:
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,157 @@
+"""Between hosts that are far from each other every round trip counts. These tests count them, so that none comes back
+unnoticed: what a recovery connects, it connects at once, and with one exchange for each group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.collectives import construct
+from elastic.collectives.construct import Connecting
+from elastic.collectives.interface import Op
+from elastic.collectives.shared_memory import native_library
+from elastic.protocol import messages
+from elastic.protocol.messages import Address, Place
+from elastic.rendezvous import environment
+from elastic.rendezvous.store import Store
+from elastic.runtime.process_groups import Groups
+from harness import ranks
+from harness.ranks import Ranks
+
+PURPOSES = ("named", "gradients")
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def three() -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
+
+
+class Counted:
+    """What this process asks of stores, by the thread that does: who asks twice waits for two round trips and more."""
+
+    def __init__(self) -> None:
+        # By the thread itself: the number of one that has ended is given to the next.
+        self.by_thread: dict[threading.Thread, list[str]] = {}
+        exchange = Store.exchange
+
+        def counting(store: Store, key: str, *arguments: Any, **named: Any) -> list[bytes]:
+            self.by_thread.setdefault(threading.current_thread(), []).append(key)
+            return exchange(store, key, *arguments, **named)
+
+        Store.exchange = counting  # type: ignore[method-assign,assignment]
+
+
+def address(rank: int, size: int) -> Address:
+    if "groups" not in ranks.kept:
+        ranks.kept["groups"] = Groups(environment.read({"ELASTIC_NATIVE": "0"}), lambda: False)
+    groups: Groups = ranks.kept["groups"]
+    return groups.listen()
+
+
+def enter(rank: int, size: int, generation: int, hosts: int, store: Address) -> Place:
+    """The next world, of one rank on each host, or of all on one."""
+    cross = rank if hosts == size else 0
+    place = Place(rank, size, rank - cross, size // hosts, cross, hosts)
+    groups = ranks.kept["groups"]
+    groups.retire()
+    ranks.kept["counted"] = Counted()
+    world = messages.World(generation, place, store, size, None, "a test")
+    groups.open(world, lambda reason: None)
+    ranks.kept["place"] = place
+    return place
+
+
+def use(rank: int, size: int, generation: int) -> list[float]:
+    """What a step needs: both groups, and the way to rank 0."""
+    groups, place = ranks.kept["groups"], ranks.kept["place"]
+    found = []
+    for purpose in PURPOSES:
+        group = groups.form((purpose, "cpu", tuple(range(size))), generation, place)
+        tensor = torch.full((3,), float(rank))
+        group.allreduce(tensor, Op.SUM).wait()
+        found.append(float(tensor[0]))
+    return found
+
+
+def made_unasked(rank: int, size: int) -> tuple[list[str], list[list[str]]]:
+    """The groups that there are, and what was asked for them, without anybody having asked for a group."""
+    for each in threading.enumerate():
+        if each.name in ("elastic-ahead", "elastic-reach"):
+            each.join(WAIT_S)
+    groups = ranks.kept["groups"]
+    made = [each for each in PURPOSES if groups.find((each, "cpu", tuple(range(size))))]
+    return made, sorted(ranks.kept["counted"].by_thread.values())
+
+
+def enter_all(three: Ranks, generation: int, hosts: int) -> None:
+    where = three.run(address)[0]
+    three.run(enter, generation, hosts, where)
+
+
+def test_what_the_last_world_used_is_connected_at_once_with_one_exchange_each(three):
+    enter_all(three, 1, hosts=3)
+    assert three.run(made_unasked) == [([], [])] * 3  # nobody knows yet what will be used
+    assert three.run(use, 1) == [[3.0, 3.0]] * 3
+    enter_all(three, 2, hosts=3)
+    made = three.run(made_unasked)
+    groups = [["gradients/3"], ["named/3"]]
+    assert made[0] == (list(PURPOSES), groups)
+    assert made[1:] == [(list(PURPOSES), [*groups, ["negotiation"]])] * 2
+    # One that has joined comes to a group that is there, as to one that others are forming.
+    assert three.run(is_wanted, 2) == [True] * 3
+    assert three.run(use, 2) == [[3.0, 3.0]] * 3
+
+
+def is_wanted(rank: int, size: int, generation: int) -> bool:
+    key = ("gradients", "cpu", tuple(range(size)))
+    return bool(ranks.kept["groups"].wanted(key, generation, ranks.kept["place"]))
+
+
+def test_on_one_host_groups_are_made_at_first_use(three):
+    for generation in (1, 2):
+        enter_all(three, generation, hosts=1)
+        assert three.run(made_unasked) == [([], [])] * 3
+        assert three.run(use, generation) == [[3.0, 3.0]] * 3
+
+
+def share(rank: int, size: int, store: Address, apart: bool) -> tuple[str, float]:
+    env = environment.read({})
+    listener = ranks.kept.pop("listener", None)
+    held = Store(store, listener, WAIT_S, secret=env.secret)
+    held.open()
+    group = Connecting(
+        held,
+        purpose="named",
+        rank=rank,
+        size=size,
+        device_type="cpu",
+        bind_host="127.0.0.1",
+        timeout_s=WAIT_S,
+        apart=apart,
+    ).connect()
+    tensor = torch.full((3,), float(rank))
+    group.allreduce(tensor, Op.SUM).wait()
+    ranks.kept["held"] = (held, group)
+    return type(group).__name__, float(tensor[0])
+
+
+def serve(rank: int, size: int) -> Address:
+    listener = construct.listen("127.0.0.1")
+    if rank == 0:
+        ranks.kept["listener"] = listener
+    return listener.address
+
+
+@pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
+def test_two_names_of_one_machine_share_memory_all_the_same(three):
+    """The driver takes them for hosts of one rank each, so that these expect Gloo."""
+    where = three.run(serve)[0]
+    assert three.run(share, where, True) == [("SharedCollectives", 3.0)] * 3

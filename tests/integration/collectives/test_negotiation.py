@@ -1,0 +1,343 @@
+"""Named collectives when something goes wrong: a rank is killed, a rank never comes, threads submit at once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.api.ops import (
+    Sum,
+    allreduce,
+    allreduce_async,
+    barrier,
+    poll,
+    synchronize,
+)
+from elastic.errors import CollectiveFailed
+from elastic.negotiation import local_transport, transport
+from elastic.negotiation.fusion import Limits
+from elastic.negotiation.local_transport import OwnLine
+from elastic.negotiation.messages import (
+    ALL,
+    Decision,
+    Offer,
+    Request,
+)
+from elastic.negotiation.transport import Hub, Peer, rules_of
+from elastic.rendezvous import environment
+from elastic.rendezvous.store import listen
+from elastic.runtime import lifecycle
+from harness.ranks import Died, Ranks
+
+SOON_S = 5.0  # far below every timeout of a collective
+
+
+@pytest.fixture
+def ranks(request: Any) -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    listener = listen("127.0.0.1")
+    listener.close()
+    ranks.run(start, listener.address, getattr(request, "param", {}))
+    yield ranks
+    ranks.close()
+
+
+def start(rank: int, size: int, address: Any, environ: dict[str, str]) -> None:
+    lifecycle.init_static(rank, size, address, environ)
+
+
+def warm(rank: int, size: int) -> None:
+    for _ in range(2):
+        assert allreduce(torch.ones(2), name="warm", op=Sum).tolist() == [3.0, 3.0]
+
+
+def from_many_threads(rank: int, size: int) -> int:
+    wrong: list[object] = []
+
+    def work(thread: int) -> None:
+        for turn in range(20):
+            name = f"thread {thread}"
+            value = float(thread + turn)
+            if turn % 2:
+                got = allreduce(torch.full((3,), value), name=name, op=Sum)
+            else:
+                handle = allreduce_async(torch.full((3,), value), name=name, op=Sum)
+                deadline = time.monotonic() + 30
+                while not poll(handle):
+                    assert time.monotonic() < deadline
+                got = synchronize(handle)
+            if got.tolist() != [3 * value] * 3:
+                wrong.append((thread, turn, got))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads if rank else reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    return len(threads)
+
+
+def wait_for_all(rank: int, size: int) -> str:
+    """What waiting for rank 2, which is being killed, ends with; and then everything else."""
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pending = allreduce_async(torch.ones(2), name="pending", op=Sum)
+    began = time.monotonic()
+    found = []
+    for call in (
+        lambda: allreduce(torch.ones(2), name="warm"),
+        lambda: synchronize(pending),
+        barrier,
+    ):
+        try:
+            call()
+        except CollectiveFailed as error:
+            found.append(str(error))
+    assert time.monotonic() - began < SOON_S
+    assert len(found) == 3
+    return found[0]
+
+
+def test_threads_submit_at_once_and_a_killed_rank_ends_the_wait_of_all_others(ranks):
+    ranks.run(warm)
+    assert ranks.run(from_many_threads) == [4, 4, 4]
+    assert ranks.run(interrupted) == [[6.0, 6.0]] * 3
+    ranks.start(wait_for_all)
+    assert isinstance(ranks.result(2), Died)
+    for rank in (0, 1):
+        found = ranks.result(rank)
+        assert isinstance(found, str), found
+
+
+def wait_for_rank_0(rank: int, size: int) -> float:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(CollectiveFailed):
+        allreduce(torch.ones(2), name="after")
+    return time.monotonic() - began
+
+
+def test_the_coordinators_death_ends_the_wait_of_all(ranks):
+    ranks.run(warm)
+    ranks.start(wait_for_rank_0)
+    assert isinstance(ranks.result(0), Died)
+    assert max(ranks.result(1), ranks.result(2)) < SOON_S
+
+
+def interrupted(rank: int, size: int) -> list[float]:
+    """A wait that a signal handler cuts short is only put off: handle and name stay taken."""
+    if rank < 2:
+        handle = allreduce_async(torch.full((2,), rank + 1.0), name="cut short", op=Sum)
+    if rank == 1:
+
+        def alarm(*_: Any) -> None:
+            raise KeyError("alarm")
+
+        before = signal.signal(signal.SIGALRM, alarm)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyError):
+            synchronize(handle)
+        signal.signal(signal.SIGALRM, before)
+        with pytest.raises(ValueError, match="in flight already"):
+            allreduce_async(torch.ones(2), name="cut short", op=Sum)
+    if rank == 2:
+        time.sleep(0.3)
+        handle = allreduce_async(torch.full((2,), 3.0), name="cut short", op=Sum)
+    value: list[float] = synchronize(handle).tolist()
+    return value
+
+
+def left_without_a_word(rank: int, size: int) -> str:
+    """Before any collective: the others hear of it nevertheless."""
+    if rank == 1:
+        lifecycle.shutdown()
+        return "left"
+    with pytest.raises(CollectiveFailed) as caught:
+        allreduce(torch.ones(2), name="without rank 1")
+    return str(caught.value)
+
+
+def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ranks):
+    found = ranks.run(left_without_a_word)
+    assert found[0] == "allreduce.without rank 1 can't run: rank 1 has shut down"
+    assert found[1] == "left"
+    assert found[2]  # or that rank 0 is gone, which has given the world up by then
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
+    monkeypatch.setattr(transport, "BEAT_S", 0.1)
+    listener = listen("127.0.0.1")
+    rules = rules_of(listener, Limits())
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    made = Hub(
+        listener,
+        rules,
+        size=3,
+        generation=7,
+        secret=b"secret",
+        offered=lambda rank, offer: heard.put((rank, offer)),
+        left=lambda rank: heard.put((rank, "left")),
+        look=lambda: None,
+        died=lambda why: heard.put((0, why)),
+    )
+    made.start()
+    peers = {rank: Peer(rules, rank, 7, b"secret", silence_s=2.0) for rank in (1, 2)}
+    for rank, peer in peers.items():
+        peer.send(Offer(ALL, 0, b"\x01"))
+        assert heard.get(timeout=5)[0] == rank
+    yield SimpleNamespace(hub=made, peers=peers, heard=heard, rules=rules)
+    for peer in peers.values():
+        peer.close()
+    made.close()
+
+
+def test_a_rank_that_does_not_read_holds_up_nobody(hub):
+    large = Decision((1,), 0, bytes(8 << 20))
+    hub.hub.publish(large)
+    hub.hub.publish(Decision((2,), 0, b"small"))
+    assert [decision.known for decision in hub.peers[2].receive()] == [b"small"]
+    assert [decision.known for decision in hub.peers[1].receive()] == [large.known]  # it had time
+
+
+def test_strangers_are_heard_of_by_nobody_and_do_no_harm(hub):
+    for secret in (b"wrong", b""):
+        stranger = Peer(hub.rules, 1, 7, secret)
+        stranger.send(Offer(ALL, 0, b"\xff"))
+        with pytest.raises(CollectiveFailed):
+            stranger.receive()
+        stranger.close()
+    address = (hub.rules.host, hub.rules.port)
+    crowd = [socket.create_connection(address, 5) for _ in range(150)]
+    crowd[0].sendall(b"\xff" * 64)  # no frame of any length that is allowed
+    hub.peers[1].send(Offer(ALL, 0, b"\x02"))
+    assert hub.heard.get(timeout=5) == (1, Offer(ALL, 0, b"\x02"))
+    assert len(hub.hub._strangers) <= 64 + 3
+    for each in crowd:
+        each.close()
+
+
+def test_a_rank_that_is_gone_is_named(hub):
+    hub.peers[2].close()
+    assert hub.heard.get(timeout=5) == (2, "left")
+    hub.hub.publish(Decision(ALL, 0, b"on"))
+    assert hub.peers[1].receive()[0].known == b"on"
+
+
+def test_a_rank_waits_for_as_long_as_rank_0_says_that_it_lives(hub):
+    began = time.monotonic()
+    later = threading.Timer(3.0, hub.hub.publish, [Decision(ALL, 0, b"late")])
+    later.start()
+    assert hub.peers[1].receive()[0].known == b"late"
+    assert time.monotonic() - began > 2.5
+    later.join()
+
+
+def test_who_is_connected_to_and_never_says_anything_is_given_up():
+    listener = listen("127.0.0.1")
+    rules = rules_of(listener, Limits())
+    peer = Peer(rules, 1, 7, b"secret", silence_s=0.3)
+    with pytest.raises(CollectiveFailed, match=r"negotiated: no word for 0\.3 s"):
+        peer.receive()
+    peer.close()
+    listener.close()
+
+
+def alone() -> OwnLine:
+    """Rank 0's line to itself, in a world of one."""
+    listener = listen("127.0.0.1")
+    env = environment.read({"HOROVOD_STALL_CHECK_DISABLE": "1"})
+    return OwnLine(rules_of(listener, Limits()), listener, 1, 7, env, died=pytest.fail)
+
+
+def test_rank_0_hears_what_was_decided_before_the_end():
+    """The others were told, and may have ended the world because of it: a mismatch is an error of all."""
+    line = alone()
+    line.send(Offer(ALL, 0, requests=(Request("barrier", "barrier.b"),)))
+    line.abort()
+    (decision,) = line.receive()
+    assert [settled.request.name for settled in decision.settled] == ["barrier.b"]
+    for _ in range(2):
+        with pytest.raises(CollectiveFailed, match="aborted"):
+            line.receive()
+    line.close()
+
+
+def test_rank_0_hears_what_the_others_are_being_told_while_the_world_ends():
+    line = alone()
+    with line._deciding:  # as when the others have been told, and rank 0 has not yet
+        line.abort()
+        heard: queue.SimpleQueue[list[Decision]] = queue.SimpleQueue()
+        rank_0 = threading.Thread(target=lambda: heard.put(line.receive()))
+        rank_0.start()
+        line._hub.own.put(Decision(ALL, 0, b"told"))
+    assert [decision.known for decision in heard.get(timeout=5)] == [b"told"]
+    rank_0.join()
+    line.close()
+
+
+STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+
+
+def stall(rank: int, size: int) -> tuple[str, str]:
+    if rank == 1:
+        return "", ""  # it submits nothing, and doesn't even know of the others
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        handles = [allreduce_async(torch.ones(1), name=name, op=Sum) for name in ("w", "bias")]
+        with pytest.raises(CollectiveFailed) as caught:
+            for handle in handles:
+                synchronize(handle)
+    return str(caught.value), said.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [STALLS], indirect=True)
+def test_a_stall_names_the_tensors_and_the_missing_ranks_and_is_given_up(ranks):
+    found = ranks.run(stall)
+    assert found[0][0] == "allreduce.w was given up after 3 s: rank 1 never submitted it"
+    assert found[2][0] == found[0][0]
+    assert (
+        found[0][1]
+        == "elastic: stalled: allreduce.w, allreduce.bias wait since 1 s for rank 1, the others have submitted them\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "ranks", [{"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}], indirect=True, ids=["2 s"]
+)
+def test_a_stopped_rank_0_is_given_up(ranks):
+    ranks.run(beat_fast)
+    ranks.run(warm)
+    ranks.start(wait_in_vain)
+    assert ranks.result(0) == ""
+    os.kill(ranks.pid(0), signal.SIGSTOP)
+    for rank in (1, 2):
+        assert "rank 0, where collectives are negotiated: no word for 2 s" in ranks.result(rank)
+    os.kill(ranks.pid(0), signal.SIGKILL)
+
+
+def beat_fast(rank: int, size: int) -> None:
+    transport.BEAT_S, local_transport.SILENT_BEATS = 0.2, 0
+
+
+def wait_in_vain(rank: int, size: int) -> str:
+    if rank == 0:
+        return ""
+    with pytest.raises(CollectiveFailed) as caught:
+        allreduce(torch.ones(1), name="without rank 0", op=Sum)
+    return str(caught.value)

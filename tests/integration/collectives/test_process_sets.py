@@ -1,0 +1,358 @@
+"""Process sets on real ranks: collectives among some of them, sets that overlap, and sets whose members are killed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+from elastic.errors import Invalid, TensorMismatch
+from elastic.rendezvous.store import listen
+from elastic.runtime import lifecycle
+from harness import ranks as processes
+from harness.history import RETURN, SCRIPTS
+from harness.job import Job
+from harness.ranks import Ranks
+from horovod.common.process_sets import get_process_set_ids_and_ranks
+
+SIZE = 3
+FIRST, LAST = [0, 1], [1, 2]  # they share rank 1
+
+
+def begin(rank: int, size: int, address: Any) -> None:
+    """Static sets, registered as scripts do; more may follow."""
+    from harness.scripts import light  # noqa: F401
+
+    lifecycle.init_static(rank, size, address)
+    processes.kept["first"], processes.kept["last"] = hvd.ProcessSet(FIRST), hvd.ProcessSet(LAST)
+    hvd.init(process_sets=[processes.kept["first"], processes.kept["last"]])
+    hvd.init(process_sets="dynamic")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(SIZE)
+    listener = listen("127.0.0.1")
+    listener.close()
+    ranks.run(begin, listener.address)
+    yield ranks
+    ranks.close()
+
+
+def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
+    """The body runs on every rank at once, with ``(rank, size)``; afterwards the world must be in order."""
+
+    def run(ranks: Ranks) -> None:
+        ranks.run(test)
+        ranks.run(in_order)
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+def in_order(rank: int, size: int) -> None:
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == size
+    assert sorted(get_process_set_ids_and_ranks()) == [0, 1, 2]
+
+
+def mine(rank: int) -> list[hvd.ProcessSet]:
+    return [each for each in (processes.kept["first"], processes.kept["last"]) if each.included()]
+
+
+# ---- what collectives compute --------------------------------------------------------------------
+
+
+@on_all
+def test_sets_have_one_number_on_all_ranks(rank, size):
+    first, last = processes.kept["first"], processes.kept["last"]
+    assert (first.process_set_id, last.process_set_id) == (1, 2)
+    assert (first.ranks, first.size(), first.included()) == (FIRST, 2, rank in FIRST)
+    if rank in LAST:
+        assert last.rank() == LAST.index(rank)
+    everywhere = hvd.allgather_object([first.process_set_id, last.process_set_id])
+    assert everywhere == [[1, 2]] * size
+
+
+@on_all
+def test_every_collective_on_a_set(rank, size):
+    for ps in mine(rank):
+        low, high = ps.ranks
+        own = torch.full((4,), float(rank))
+        assert hvd.allreduce(own, process_set=ps).tolist() == [(low + high) / 2] * 4
+        assert hvd.allreduce(own, op=hvd.Max, process_set=ps).tolist() == [high] * 4
+        assert hvd.allreduce_(own.clone(), op=hvd.Sum, process_set=ps).tolist() == [low + high] * 4
+        one, two = hvd.grouped_allreduce([own, own[:1]], op=hvd.Sum, process_set=ps)
+        assert (one.tolist(), two.tolist()) == ([low + high] * 4, [low + high])
+        assert hvd.allgather(own[: rank + 1], process_set=ps).tolist() == (
+            [low] * (low + 1) + [high] * (high + 1)
+        )
+        for root in ps.ranks:  # ranks of the world, not of the set
+            assert hvd.broadcast(own, root, process_set=ps).tolist() == [root] * 4
+        rows: Any = hvd.alltoall(own * 10 + torch.arange(4), process_set=ps)
+        start = 0 if rank == low else 2
+        assert rows.tolist() == [10.0 * r + start + i for r in ps.ranks for i in range(2)]
+        rows, counts = hvd.alltoall(own, torch.tensor([1, 3], dtype=torch.int32), process_set=ps)
+        assert counts.tolist() == [1, 1] if ps.rank() == 0 else [3, 3]
+        assert rows.tolist() == [r for r in ps.ranks for _ in range(counts[0])]
+        odd = hvd.reducescatter(torch.arange(3.0), op=hvd.Sum, process_set=ps)
+        assert odd.tolist() == ([0.0, 2.0] if ps.rank() == 0 else [4.0])
+        hvd.barrier(process_set=ps)
+        sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.tensor([2.0]), (3,))
+        total = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Average, process_set=ps)()
+        assert total.to_dense().tolist() == [1.0 if r in ps.ranks else 0.0 for r in range(3)]
+
+
+@on_all
+def test_two_sets_that_overlap_at_once(rank, size):
+    """One name in both; the rank that is in both submits them in another order than they were registered in."""
+    sets = mine(rank)[::-1]
+    handles = [
+        hvd.allreduce_async(torch.full((2,), float(rank)), name="same", op=hvd.Sum, process_set=ps)
+        for ps in sets
+    ]
+    world = hvd.allreduce_async(torch.ones(1), name="same", op=hvd.Sum)
+    assert hvd.synchronize(world) == size
+    for ps, handle in zip(sets, handles, strict=True):
+        assert hvd.synchronize(handle).tolist() == [sum(ps.ranks)] * 2
+
+
+@on_all
+def test_many_of_each_in_any_order(rank, size):
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(rank)).tolist()
+    handles = {
+        (ps.process_set_id, i): hvd.allreduce_async(
+            torch.full((3,), float(i)), name=f"many {i}", op=hvd.Sum, process_set=ps
+        )
+        for i in order
+        for ps in [*mine(rank), hvd.global_process_set]
+    }
+    for (number, i), handle in handles.items():
+        members = size if number == 0 else 2
+        assert hvd.synchronize(handle).tolist() == [float(i * members)] * 3
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def grad_of(tensor: torch.Tensor) -> Any:
+    assert tensor.grad is not None
+    return tensor.grad.tolist()
+
+
+def gradient_of(collective: Any, shape: int, *args: Any, process_set: Any, **options: Any) -> Any:
+    """Of this rank's tensor, where the loss of rank r is the sum of the results times r + 1."""
+    tensor = torch.ones(shape, requires_grad=True)
+    result = collective(tensor, *args, process_set=process_set, **options)
+    result = result[0] if isinstance(result, tuple) else result
+    (result * (hvd.rank() + 1.0)).sum().backward()
+    return grad_of(tensor)
+
+
+@on_all
+def test_gradients_stay_in_the_set(rank, size):
+    for ps in mine(rank):
+        low, high = (r + 1.0 for r in ps.ranks)
+        mean, total, first = (low + high) / 2, low + high, ps.rank() == 0
+        of = functools.partial(gradient_of, process_set=ps)
+        scaled = {"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 3.0}
+        assert of(hvd.allreduce, 2) == [mean] * 2
+        assert of(hvd.allreduce, 2, **scaled) == [1.5 * total] * 2
+        assert of(hvd.allgather, rank + 1) == [mean] * (rank + 1)
+        assert of(hvd.broadcast, 2, ps.ranks[0]) == [mean if first else 0.0] * 2
+        assert of(hvd.alltoall, 2) == [low, high]
+        assert of(hvd.alltoall, 4, [1, 2]) == [low, high, high, 0.0]  # a row is not sent
+        assert of(hvd.reducescatter, 3) == [low, low, high]
+        # As in Horovod, times the size for a sum: 0.5 * 3 * 2.
+        assert of(hvd.reducescatter, 3, **scaled) == [3 * low, 3 * low, 3 * high]
+
+
+@on_all
+def test_backward_passes_match_by_the_names_of_the_forward(rank, size):
+    """Ranks go through two graphs in different orders: without names the gradients would meet the wrong ones."""
+    one = torch.ones(2, requires_grad=True)
+    two = torch.ones(2, requires_grad=True)
+    sums = [
+        hvd.allreduce(one, name="one", op=hvd.Sum).sum(),
+        (10 * hvd.allreduce(two, name="two", op=hvd.Sum)).sum(),
+    ]
+    with ThreadPoolExecutor(2) as pool:  # each waits for the other ranks' backward of the same name
+        list(pool.map(lambda loss: loss.backward(), sums if rank else sums[::-1]))
+    assert (grad_of(one), grad_of(two)) == ([3.0] * 2, [30.0] * 2)
+
+
+@on_all
+def test_gradients_of_groups_leave_out_what_has_none(rank, size):
+    floats = torch.ones(2, requires_grad=True)
+    numbers = torch.full((2,), rank)
+    flags = torch.tensor([True])
+    total, count = hvd.grouped_allreduce([floats, numbers], name="mixed", op=hvd.Sum)
+    assert count.tolist() == [3, 3] and not count.requires_grad
+    gathered = hvd.grouped_allgather([flags, floats, torch.ones(1)], name="mixed")
+    (total.sum() + gathered[1].sum()).backward()
+    assert grad_of(floats) == [4.0] * 2  # three of the sum, one of the average
+    part = hvd.grouped_reducescatter([floats.detach().expand(3, 2), numbers.expand(3, 2)])
+    assert [each.tolist() for each in part] == [[[1.0, 1.0]], [[1, 1]]]
+
+
+@on_all
+def test_without_a_gradient_to_come_nothing_is_kept(rank, size):
+    tensor = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        assert not hvd.allreduce(tensor).requires_grad
+    assert not hvd.allgather(torch.ones(2)).requires_grad
+    twice = hvd.allreduce(tensor, name="twice", op=hvd.Sum)
+    (twice * twice).sum().backward()  # used twice: one backward with the sum of both
+    assert grad_of(tensor) == [2.0 * size * size] * 2
+    complex_ones = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+    hvd.allgather(complex_ones).abs().sum().backward()
+    assert grad_of(complex_ones) == [1.0 + 0j] * 2
+
+
+@on_all
+def test_gradients_have_gradients(rank, size):
+    cases: list[tuple[Callable[[Any], Any], float]] = [
+        (lambda t: hvd.allreduce(t, name="a", op=hvd.Sum), 6.0 * size**3),
+        (lambda t: hvd.broadcast(t, 1, name="b"), 6.0 / size if rank == 1 else 0.0),
+        (lambda t: hvd.alltoall(t, name="c"), 6.0),
+    ]
+    for function, expected in cases:
+        tensor = torch.ones(size, requires_grad=True)
+        (gradient,) = torch.autograd.grad(function(tensor).pow(3).sum(), tensor, create_graph=True)
+        gradient.sum().backward()
+        assert grad_of(tensor) == [expected] * size
+
+
+# ---- objects and parameters ----------------------------------------------------------------------
+
+
+@on_all
+def test_objects_and_parameters_travel_within_a_set(rank, size):
+    for ps in mine(rank):
+        low, high = ps.ranks
+        assert hvd.broadcast_object({"from": rank}, high, "settings", ps) == {"from": high}
+        assert hvd.broadcast_object(None, low, process_set=ps) is None
+        assert hvd.allgather_object([rank] * rank, process_set=ps) == [[low] * low, [high] * high]
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.weight, rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0 + rank, momentum=0.9)
+        hvd.broadcast_parameters(model.state_dict(), high, process_set=ps)
+        assert (model.weight == high).all()
+        hvd.broadcast_optimizer_state(optimizer, high, process_set=ps)
+        assert optimizer.param_groups[0]["lr"] == 1.0 + high
+    big = bytes(3 << 20) + bytes([rank])
+    assert hvd.broadcast_object(big if rank == 2 else None, 2)[-1] == 2
+    assert [each[-1] for each in hvd.allgather_object(big[-(1 << 20) * (rank + 1) :])] == [0, 1, 2]
+
+
+# ---- changes and refusals ------------------------------------------------------------------------
+
+
+@on_all
+def test_sets_are_added_used_and_removed(rank, size):
+    ends = hvd.add_process_set([2, 0])
+    alone = hvd.add_process_set(hvd.ProcessSet([1]))
+    assert ends.ranks == [0, 2] and len(set(map(str, hvd.allgather_object(ends)))) == 1
+    if ends.included():
+        assert hvd.allgather_object(rank, process_set=ends) == [0, 2]
+    if alone.included():
+        assert hvd.allreduce(torch.ones(1), process_set=alone) == 1
+    assert copy.deepcopy(ends) is ends
+    with pytest.raises(ValueError, match="registered already"):
+        hvd.add_process_set([0, 2])
+    assert hvd.remove_process_set(ends) and hvd.remove_process_set(alone)
+    for gone in ends, alone:
+        with pytest.raises(ValueError, match="was removed"):
+            hvd.allreduce(torch.ones(1), process_set=gone)
+    assert hvd.remove_process_set(hvd.global_process_set) is False
+
+
+@on_all
+def test_ranks_that_disagree_are_all_told(rank, size):
+    with pytest.raises(ValueError, match=r"ranks 0, 2 asked to add \[0\]; rank 1 asked to add \[1"):
+        hvd.add_process_set([1] if rank == 1 else [0])
+    with pytest.raises(ValueError, match=r"rank 0 asked to remove \[0, 1\]; ranks 1, 2 asked to a"):
+        hvd.remove_process_set(processes.kept["first"]) if rank == 0 else hvd.add_process_set([0])
+    with pytest.raises(ValueError, match="the ranks of this job are 0 to 2"):
+        hvd.add_process_set([0, 3])
+    with pytest.raises(ValueError, match="use global_process_set"):
+        hvd.add_process_set(range(size))
+
+
+@on_all
+def test_what_a_set_refuses(rank, size):
+    one = torch.ones(1)
+    for ps in processes.kept["first"], processes.kept["last"]:
+        if not ps.included():
+            with pytest.raises(Invalid, match=f"rank {rank} is not in process set"):
+                hvd.allreduce(one, process_set=ps)
+            continue
+        (outside,) = {0, 1, 2} - set(ps.ranks)
+        with pytest.raises(ValueError, match="not in the process set"):
+            hvd.broadcast(one, outside, process_set=ps)
+        with pytest.raises(TensorMismatch, match="shape"):
+            shape = 2 if rank == ps.ranks[0] else 3
+            hvd.allreduce(torch.ones(shape), name="unequal", process_set=ps)
+        with pytest.raises(ValueError, match="evenly to 2 ranks"):
+            hvd.alltoall(torch.ones(3), process_set=ps)
+
+
+# ---- in an elastic job ---------------------------------------------------------------------------
+
+STEPS = 14
+
+
+def records(job: Job) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted((job.folder / "history").glob("*.jsonl")):
+        whole, _, _ = path.read_text().rpartition("\n")
+        found += [json.loads(line) for line in whole.splitlines()]
+    return found
+
+
+def test_sets_survive_their_members(job):
+    """Three workers die in the middle of a set's collective; those who take their ranks take their places.
+
+    Slots 2 and 3 at once, so that sets lose ranks until the world has grown again; then slot 1. Newcomers are promised
+    another size than the script started with, and make other lists of it.
+    """
+    training = job(
+        f"-np 4 --min-np 2 {RETURN}",
+        ["python", SCRIPTS / "sets_in_use.py"],
+        env={
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+            "STEPS": str(STEPS),
+            "DIE": "2,3 3,3 1,8",
+            "HOLD": "6 4;11 4",
+        },
+    )
+    training.succeed(120)
+    training.wait_for(
+        r"process set 3 was registered with ranks \[1\] here; in the world .* its ranks are \[1, 3\]"
+    )
+    found = records(training)
+    last = [each for each in found if each["step"] == STEPS - 1]
+    assert {(each["rank"], each["size"]) for each in last} == {(rank, 4) for rank in range(4)}
+    assert {each["worker"].partition("#")[2] for each in last} == {"1", "2"}
+    # Everybody's sets are the same at every step of every world, and so is what they add up to.
+    for each in found:
+        fellows = [o for o in found if o["generation"] == each["generation"]]
+        assert all(o["sets"] == each["sets"] for o in fellows), (each, fellows)
+        size = each["size"]
+        expected = {
+            "first": [0, 1],
+            "even": [r for r in (0, 2) if r < size],
+            "odd": [r for r in (1, 3) if r < size],
+            "late": [r for r in (1, 2, 3) if r < size],
+        }
+        for name, members in expected.items():
+            assert each["seen"].get(name, members) == members, each
+            assert (name in each["seen"]) == (each["rank"] in members), each
+    assert min(each["size"] for each in found) < 4

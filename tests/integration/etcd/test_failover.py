@@ -1,0 +1,121 @@
+"""A driver that is killed: training goes on without it, and the next driver takes over what it finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.history import RETURN, TRAINING, History, pid_of, sizes
+from harness.job import Job, elasticrun, split
+
+HOSTS = "-H localhost:1,127.0.0.2:1 -np 2 --min-np 1 --resume"
+
+
+@pytest.fixture
+def drivers(tmp_path):
+    """Starts one driver of a job after the other, in one folder."""
+    started: list[Job] = []
+
+    def start(**env: str) -> Job:
+        told = {"ELASTIC_DIGESTS": "1", "STEPS": "30"} | env
+        started.append(Job(f"{HOSTS} {RETURN}", [*map(str, TRAINING)], folder=tmp_path, env=told))
+        return started[-1]
+
+    yield start
+    # The last one has ended the job: nobody of it may be left.
+    left = [process for each in reversed(started) for process in each.end()]
+    assert not left, f"these processes outlived their job: {left}"
+    started[-1].check_invariants()
+
+
+def refused(folder: Path, flags: str) -> str:
+    """What a driver says that must not begin."""
+    journal = ["--journal", str(folder / "journal.jsonl")]
+    command = [elasticrun(), *split(flags), *journal, *map(str, TRAINING)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2, done
+    assert done.stderr.count("\n") == 1, "one sentence"
+    return done.stderr
+
+
+def killed(driver: Job) -> None:
+    os.kill(driver.driver.pid, signal.SIGKILL)
+    driver.driver.wait(10)
+
+
+def steps(driver: Job) -> int:
+    """All workers' together."""
+    return len(History(driver).all("step"))
+
+
+def test_training_goes_on_without_its_driver_and_the_next_one_takes_over(drivers, tmp_path):
+    held = {"HOLD": "500:file=go", "STEPS": "520"}
+    first = drivers(**held)
+    first.wait_for("starting 2 workers")
+    said = refused(tmp_path, f"{HOSTS} {RETURN}")
+    assert f"the driver with process number {first.driver.pid} writes the journal" in said
+
+    first.until(lambda: steps(first) > 4, "the first steps")
+    killed(first)
+    before = steps(first)
+    said = refused(tmp_path, f"{HOSTS} {RETURN} --max-np 5 --reset-limit 3")
+    assert "--max-np is 5, the job began with 2" in said
+    assert "--reset-limit is 3, the job began with not set" in said
+
+    second = drivers(**held)
+    second.wait_for(r"goes on with the job at generation 2, term 2: 2 workers to find again")
+    second.until(lambda: len(second.events("WorkerReconnected")) == 2, "both workers")
+    assert steps(second) > before, "they trained on meanwhile"
+    (tmp_path / "go").touch()
+    second.succeed()
+    assert second.actions("BreakWorld") == [], "not one step failed"
+    assert sizes(second) == [2, 2]
+    History(second).check(steps=520)
+
+    third = drivers()
+    third.succeed()
+    third.wait_for(r"this job has ended with exit code 0: all 2 members of generation 2 returned")
+
+    secret = (tmp_path / "journal.jsonl.secret").read_text().strip()
+    assert len(secret) == 64
+    told = "".join([(tmp_path / "journal.jsonl").read_text(), first.output, second.output])
+    assert secret not in told
+
+
+def test_what_happened_while_there_was_no_driver_is_handled_by_the_next(drivers, tmp_path):
+    first = drivers(HOLD="10:file=go;20:size=2")
+    first.until(lambda: steps(first) > 4, "the first steps")
+    secret = (tmp_path / "journal.jsonl.secret").read_text().strip()
+    for process in first.processes():
+        assert secret not in process.command
+    victim = pid_of(first, 0, "127.0.0.2")
+    killed(first)
+    os.kill(victim, signal.SIGKILL)
+    second = drivers()
+    second.wait_for_action("BreakWorld")
+    second.until(lambda: bool(second.events("WorkerExited")), "the word of its exit")
+    [exited] = second.events("WorkerExited")
+    assert (exited["worker"], exited["code"]) == (["127.0.0.2", 0, 1], -9)
+    assert not exited.get("reason"), "as it was, and not as a guess"
+    (tmp_path / "go").touch()
+    second.succeed()
+    assert sizes(second) == [2, 2, 1, 2], "and its slot was used again"
+    History(second).check(steps=30)
+
+
+def test_an_agent_that_is_killed_takes_its_workers_along_and_is_replaced(drivers, tmp_path):
+    driver = drivers(HOLD="10:file=go;20:size=2")
+    driver.until(lambda: steps(driver) > 4, "the first steps")
+    parent = Path(f"/proc/{pid_of(driver, 0, '127.0.0.2')}/stat").read_text()
+    agent = int(parent.rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGKILL)
+    driver.wait_for("lost host 127.0.0.2: its agent has not come back within 0.5 s")
+    (tmp_path / "go").touch()
+    driver.wait_for("127.0.0.2 has a new agent: whatever ran under the old one is gone")
+    driver.succeed()
+    assert sizes(driver) == [2, 2, 1, 2]
+    History(driver).check(steps=30)

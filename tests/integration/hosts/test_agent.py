@@ -1,0 +1,587 @@
+"""The local agent with real processes: exits are seen at once, and nobody outlives whoever started them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from unittest.mock import create_autospec
+
+import pytest
+
+from elastic.driver.events import (
+    Event,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerProbed,
+    WorkerThawed,
+)
+from elastic.driver.launch.local import LocalLauncher
+from elastic.driver.processes import orphan_reaper
+from elastic.driver.processes.out_of_memory import OutOfMemory
+from elastic.driver.processes.output import Output
+from elastic.protocol.messages import Place, Worker
+from harness.stalls import debugged, freezer
+
+A, B = Worker("localhost", 0), Worker("localhost", 1)
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 20.0
+LEASE_S = 0.4
+
+
+class Host:
+    """A launcher under test, and what it reported."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.exits: asyncio.Queue[tuple[float, WorkerExited]] = asyncio.Queue()
+        self.seen: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
+        self.log: list[str] = []
+        self.ranks: dict[Worker, int] = {}
+        self.out, self.err = bytearray(), bytearray()
+        self.output = Output(
+            place_of=lambda w: Place(self.ranks[w], 2, 0, 2, 0, 1) if w in self.ranks else None,
+            stdout=self.out.extend,
+            stderr=self.err.extend,
+        )
+        self.launcher = LocalLauncher(
+            sink=self.output,
+            log=lambda level, text: self.log.append(f"{level}: {text}"),
+            lease_s=LEASE_S,
+        )
+
+    def start(self, worker: Worker, command: str | list[str], **env: str) -> int | None:
+        """A shell line or a command; returns its pid."""
+        words = ["/bin/sh", "-c", command] if isinstance(command, str) else command
+        path = os.environ["PATH"]
+        self.launcher.start(worker, words, {"PATH": path, "OUT": str(self.folder), **env})
+        return self.launcher.agent.pid(worker)
+
+    async def exit(self) -> WorkerExited:
+        return (await self.timed_exit())[1]
+
+    async def timed_exit(self) -> tuple[float, WorkerExited]:
+        return await asyncio.wait_for(self.exits.get(), DEADLINE_S)
+
+    async def sees(self) -> Event:
+        """What is noticed next."""
+        return (await self.timed_sight())[1]
+
+    async def timed_sight(self) -> tuple[float, Event]:
+        return await asyncio.wait_for(self.seen.get(), DEADLINE_S)
+
+    async def looks(self, times: int = 8) -> None:
+        """Until it has looked at the processes so often: more than a lease."""
+        looked = 0
+        look = self.launcher.agent._leases.expired
+
+        def counted(now: float) -> list[Worker]:
+            nonlocal looked
+            looked += 1
+            return look(now)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.launcher.agent._leases, "expired", counted)
+            await until(lambda: looked >= times, f"{times} looks")
+
+    async def written(self, name: str) -> str:
+        """A line that a worker writes to a file."""
+        path = self.folder / name
+        await until(lambda: path.exists() and path.read_text().endswith("\n"), f"{path}")
+        return path.read_text().strip()
+
+
+async def until(true: Callable[[], bool], awaited: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {awaited}"
+        await asyncio.sleep(0.002)
+
+
+def lives(pid: int) -> bool:
+    return orphan_reaper.state_of(pid)[0] not in "ZX"
+
+
+def gone(pid: int) -> None:
+    """Wait for the end of a process that may be no child of ours."""
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            assert select.select([fd], [], [], DEADLINE_S)[0], f"{pid} still lives"
+        finally:
+            os.close(fd)
+
+
+@contextlib.asynccontextmanager
+async def hosting(folder: Path) -> AsyncIterator[Host]:
+    host = Host(folder)
+    await host.launcher.open(
+        lambda e: host.exits.put_nowait((time.monotonic(), e)),
+        lambda e: host.seen.put_nowait((time.monotonic(), e)),
+    )
+    try:
+        yield host
+    finally:
+        await host.launcher.close()
+        host.output.close()
+
+
+def conversation(test):
+    """Runs an async test with a Host; afterwards no child and no descriptor of ours is left."""
+
+    def run(tmp_path: Path) -> None:
+        async def talk() -> None:
+            async with hosting(tmp_path) as host:
+                await test(host)
+
+        before = children(os.getpid())
+        fds = len(os.listdir("/proc/self/fd"))
+        asyncio.run(asyncio.wait_for(talk(), 60.0))
+        assert children(os.getpid()) == before
+        assert len(os.listdir("/proc/self/fd")) == fds
+
+    run.__name__ = test.__name__
+    return run
+
+
+# ---- exits -----------------------------------------------------------------------------------------------------------
+
+
+@conversation
+async def test_exit_codes_and_signals(host):
+    for command, code in (
+        ("exit 0", 0),
+        ("exit 3", 3),
+        ("kill -KILL $$", -9),
+        ("kill -SEGV $$", -11),
+    ):
+        host.start(A, command)
+        assert await host.exit() == WorkerExited(A, code)
+    assert host.launcher.alive() == frozenset()
+
+
+@conversation
+async def test_a_kill_by_the_kernel_for_want_of_memory_is_the_reason(host):
+    memory = create_autospec(OutOfMemory, instance=True)
+    memory.look.return_value = "out of memory, the limit is 2.0 GB"
+    host.launcher.agent._memory = memory
+    host.start(A, "kill -KILL $$")
+    told = "signal 9 SIGKILL: out of memory, the limit is 2.0 GB"
+    assert await host.exit() == WorkerExited(A, -9, told)
+    host.start(A, ["sleep", "60"])
+    host.launcher.kill(A)
+    assert await host.exit() == WorkerExited(A, -9)  # by us
+
+
+@conversation
+async def test_an_exit_is_seen_at_once(host):
+    delays = []
+    for _ in range(10):
+        pid = host.start(A, ["sleep", "60"])
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        at, event = await host.timed_exit()
+        assert event.code == -9
+        delays.append(at - began)
+    assert sorted(delays)[5] < 0.02, delays
+
+
+@conversation
+async def test_without_pidfd_a_thread_waits(host):
+    def forbidden(pid: int) -> int:
+        raise PermissionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pidfd_open", forbidden)
+        host.start(A, "exit 5")
+        host.start(B, ["sleep", "60"])
+        assert await host.exit() == WorkerExited(A, 5)
+        host.launcher.kill(B)
+        assert await host.exit() == WorkerExited(B, -9)
+
+
+@conversation
+async def test_kill_takes_the_children_along(host):
+    host.start(A, "sleep 60 & echo $! >$OUT/child; wait")
+    child = int(await host.written("child"))
+    host.launcher.kill(A)
+    host.launcher.kill(A)
+    assert (await host.exit()).code == -9
+    gone(child)
+    host.launcher.kill(A)
+
+
+@conversation
+async def test_a_stopped_worker_can_be_killed(host):
+    pid = host.start(A, ["sleep", "60"])
+    os.kill(pid, signal.SIGSTOP)
+    host.launcher.kill(A)
+    assert (await host.exit()).code == -9
+
+
+@conversation
+async def test_an_exit_takes_the_children_along(host):
+    host.start(A, "sleep 60 & echo $! >$OUT/child")
+    child = int(await host.written("child"))
+    assert (await host.exit()).code == 0
+    gone(child)
+
+
+@conversation
+async def test_children_with_a_process_group_of_their_own_are_found(host):
+    # A shell with job control puts each job into its own group, within the worker's session.
+    host.start(A, "set -m; sleep 60 & echo $! >$OUT/child; exit 4")
+    child = int(await host.written("child"))
+    assert (await host.exit()).code == 4
+    gone(child)
+
+
+@conversation
+async def test_the_end_of_output_is_no_exit_and_an_open_pipe_holds_none_up(host):
+    pid = host.start(A, "exec >/dev/null 2>&1; echo >$OUT/closed; exec sleep 60")
+    await until((host.folder / "closed").exists, "closed pipes")
+    # A daemon in a session of its own keeps the worker's pipes open for longer than the worker lives.
+    host.start(B, "setsid sleep 60 & echo $! >$OUT/daemon; echo last; exit 2")
+    assert await host.exit() == WorkerExited(B, 2)
+    assert host.launcher.alive() == {A} and lives(pid)
+    await until(lambda: bytes(host.out) == b"[localhost:1] last\n", "the last line")
+    for process in orphan_reaper.members_of([int(await host.written("daemon"))]):
+        os.kill(process, signal.SIGKILL)
+
+
+@conversation
+async def test_many_at_once(host):
+    workers = [Worker("localhost", n) for n in range(24)]
+    for worker in workers:
+        host.start(worker, f"exit {worker.slot}")
+    exits = [await host.exit() for _ in workers]
+    assert {e.worker.slot: e.code for e in exits} == {n: n for n in range(24)}
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+@conversation
+async def test_a_stopped_worker_is_frozen_when_its_lease_is_over_and_thawed_when_it_runs(host):
+    pid = host.start(A, ["sleep", "60"])
+    host.start(B, ["sleep", "60"])
+    await host.looks(2)
+    stopped_at = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    at, event = await host.timed_sight()
+    assert event == WorkerFrozen(A, "stopped by a signal, as SIGSTOP")
+    assert LEASE_S / 2 < at - stopped_at < LEASE_S + 1.0
+    os.kill(pid, signal.SIGCONT)
+    assert await host.sees() == WorkerThawed(A)
+    await host.looks()
+    assert host.seen.empty()  # it is said once, and B sleeps in good health
+
+
+@pytest.mark.parametrize("kind", ["unified", "freezer"])
+def test_a_frozen_cgroup_is_seen_though_its_processes_seem_to_sleep(kind, tmp_path):
+    with freezer(kind) as cgroup:
+
+        @conversation
+        async def talk(host):
+            pid = host.start(A, ["sleep", "60"])
+            cgroup.freeze(pid)
+            assert await host.sees() == WorkerFrozen(A, "its cgroup is frozen")
+            host.launcher.dump(A)
+            assert host.log[-1].endswith("a process that can't run can't write them")
+            cgroup.thaw()
+            assert await host.sees() == WorkerThawed(A)
+
+        talk(tmp_path)
+
+
+@conversation
+async def test_a_worker_under_a_debugger_is_not_frozen(host):
+    pid = host.start(A, ["sleep", "60"])
+    with debugged(pid):
+        await host.looks()
+        host.launcher.probe([A])
+        seen = await host.sees()
+        assert isinstance(seen, WorkerProbed) and seen.traced and seen.state == "t"
+        os.kill(pid, signal.SIGSTOP)
+        await host.looks()
+        assert host.seen.empty()
+    assert await host.sees() == WorkerFrozen(A, "stopped by a signal, as SIGSTOP")
+
+
+@conversation
+async def test_an_agent_that_was_paused_itself_blames_nobody(host):
+    pid = host.start(A, ["sleep", "60"])
+    await host.looks(2)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.2)  # the whole loop stands still, as in a suspended machine
+    os.kill(pid, signal.SIGCONT)
+    await host.looks()
+    assert host.seen.empty()
+
+
+@conversation
+async def test_who_is_killed_is_not_frozen(host):
+    with freezer("freezer") as cgroup:
+        pid = host.start(A, ["sleep", "60"])
+        cgroup.freeze(pid)
+        host.launcher.kill(A)
+        await host.looks()
+        assert host.seen.empty() and lives(pid)  # not even SIGKILL ends it now
+        cgroup.thaw()
+        assert await host.exit() == WorkerExited(A, -9)
+
+
+@conversation
+async def test_a_probe_counts_what_a_worker_and_its_children_do(host):
+    host.start(A, ["sleep", "60"])
+    host.start(
+        B, "while :; do :; done & head -c 3000000 /dev/zero >$OUT/bytes; echo >$OUT/on; wait"
+    )
+    await host.written("on")
+
+    async def probe() -> list[WorkerProbed]:
+        host.launcher.probe([A, B, Worker("elsewhere", 0)])
+        first, second = await host.sees(), await host.sees()
+        assert isinstance(first, WorkerProbed) and isinstance(second, WorkerProbed)
+        assert [first.worker, second.worker] == [A, B] and host.seen.empty()
+        return [first, second]
+
+    idle, busy = await probe()
+    while True:
+        later_idle, later = await probe()
+        if later.cpu_s >= busy.cpu_s + 0.05:
+            break
+        await asyncio.sleep(0.01)
+    assert later_idle.cpu_s - idle.cpu_s <= 0.01
+    assert later_idle.io_bytes == idle.io_bytes and idle.state == "S"
+    assert busy.io_bytes >= 2 * 3_000_000
+
+
+WRITES_STACKS = """
+import faulthandler, pathlib, signal, sys, threading, time
+faulthandler.register(signal.SIGRTMIN + 4, all_threads=True)
+def hangs_here():
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(60)
+hangs_here()
+"""
+
+
+@conversation
+async def test_stacks_are_written_by_who_can_and_nobody_dies_of_it(host):
+    host.start(A, [sys.executable, "-c", WRITES_STACKS, str(host.folder / "on")])
+    pid = host.start(B, ["sleep", "60"])
+    await until((host.folder / "on").exists, "a worker that hangs")
+    host.launcher.dump(B)
+    assert (
+        host.log[-1]
+        == "info: no stacks of localhost:1#1: it has not called init(), or has given up signal 38"
+    )
+    host.launcher.dump(A)
+    await until(lambda: b"in hangs_here" in host.err, "its stacks")
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: orphan_reaper.state_of(pid)[0] == "T", "a stopped process")
+    host.launcher.dump(B)
+    assert host.log[-1].endswith("a process that can't run can't write them")
+    host.launcher.dump(Worker("elsewhere", 0))
+    assert host.launcher.alive() == {A, B}
+
+
+@conversation
+async def test_looking_costs_next_to_nothing(host):
+    for slot in range(8):
+        host.start(Worker("localhost", slot), ["sleep", "60"])
+    looks = 100
+    began = time.process_time()
+    for _ in range(looks):
+        host.launcher.agent._look()
+    per_look_s = (time.process_time() - began) / looks
+    assert per_look_s / 0.25 < 0.005, f"{per_look_s * 1e3:.2f} ms every 0.25 s"
+
+
+# ---- starts ----------------------------------------------------------------------------------------------------------
+
+
+@conversation
+async def test_what_cannot_be_started_exits_with_a_reason(host):
+    plain = host.folder / "plain.py"
+    plain.write_text("print(1)\n")
+    bad = host.folder / "bad"
+    bad.write_text("#!/no/such/interpreter\n")
+    bad.chmod(0o755)
+    for program, code, reason in (
+        ("no-such-program", 127, "there is no such program"),
+        (str(plain), 126, f"try `chmod +x` or `python {plain}`"),
+        (str(bad), 127, "the interpreter named in its first line is missing"),
+        (str(host.folder), 126, "it is not executable"),
+    ):
+        host.start(A, [program])
+        event = await host.exit()
+        assert (event.worker, event.code) == (A, code)
+        assert repr(program) in event.reason and reason in event.reason
+    assert host.launcher.alive() == frozenset()
+
+
+@conversation
+async def test_the_warden_forgets_what_could_not_be_started(host):
+    host.start(A, ["no-such-program"])
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host.launcher.agent._warden, "tell", told.append)
+        host.start(B, ["no-such-program"])
+    assert len(told) == 1 and told[0].startswith("-")
+    assert [(await host.exit()).code, (await host.exit()).code] == [127, 127]
+
+
+@conversation
+async def test_a_worker_has_its_session_and_exactly_its_environment(host):
+    pid = host.start(A, "env >$OUT/env; echo >$OUT/done; exec sleep 60", COLOUR="blue")
+    await host.written("done")
+    assert os.getsid(pid) == os.getpgid(pid) == pid
+    env = dict(line.split("=", 1) for line in (host.folder / "env").read_text().splitlines())
+    assert env["COLOUR"] == "blue" and "HOME" not in env
+    assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
+    assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+
+@conversation
+async def test_output_has_its_rank_and_is_complete(host):
+    host.ranks[B] = 1
+    host.start(B, 'printf "no end"; printf "to stderr\\n" >&2; exit 1')
+    assert await host.exit() == WorkerExited(B, 1, "", "to stderr\n")
+    await host.launcher.close()
+    host.output.close()
+    assert bytes(host.out) == b"[1] no end\n"
+    assert bytes(host.err) == b"[1] to stderr\n"
+
+
+@conversation
+async def test_an_exit_carries_the_end_of_stderr(host):
+    host.start(A, 'i=0; while [ $i -lt 4000 ]; do echo "line $i"; i=$((i+1)); done >&2; exit 1')
+    event = await host.exit()
+    assert event.output.endswith("line 3998\nline 3999\n")
+    assert len(event.output) == 20 * 1024
+
+
+# ---- the warden and the death of the driver --------------------------------------------------------------------------
+
+
+@conversation
+async def test_a_warden_that_dies_is_replaced_and_told_everything(host):
+    host.start(A, ["sleep", "60"])
+    first = host.launcher.agent._warden.pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: host.launcher.agent._warden.pid not in (None, first), "another warden")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(host.launcher.agent._warden.pid, number)
+    host.launcher.kill(A)
+    assert (await host.exit()).code == -9
+    assert not host.log
+
+
+@conversation
+async def test_a_warden_that_keeps_dying_is_given_up(host):
+    host.start(A, ["sleep", "60"])
+    killed = set()
+    while not host.log:
+        pid = host.launcher.agent._warden.pid
+        if pid is not None and pid not in killed:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.002)
+    assert len(killed) == 3
+    assert host.log[0].startswith("warning: the warden process does not run: it has died 3 times")
+    host.launcher.kill(A)
+    assert (await host.exit()).code == -9
+
+
+@conversation
+async def test_the_warden_holds_nothing_of_ours(host):
+    host.start(A, ["sleep", "60"])
+    pid = host.launcher.agent._warden.pid
+
+    def held() -> set[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+        return set()
+
+    await until(lambda: "anon_inode:[pidfd]" in held(), "the warden watching")
+    assert {name.partition(":[")[0] for name in held()} == {"pipe", "/dev/null", "anon_inode"}
+    assert len([name for name in held() if name.startswith("pipe:")]) == 1
+    assert os.getsid(pid) == pid
+    assert not Path(f"/proc/{pid}/environ").read_bytes()
+
+
+DRIVER = """
+import asyncio, os, sys, time
+from elastic.driver.launch.local import LocalLauncher
+from elastic.protocol.messages import Worker
+
+class Sink:
+    def feed(self, worker, stream, data): pass
+    def finish(self, worker, stream): pass
+    def tail(self, worker): return ""
+    def forget(self, worker): pass
+
+async def main():
+    launcher = LocalLauncher(sink=Sink(), log=print)
+    await launcher.open(lambda event: None, lambda event: None)
+    script = "sleep 600 & a=$!; set -m; sleep 600 & echo $$ $a $! >$OUT/pids; exec sleep 600"
+    launcher.start(Worker("localhost", 0), ["/bin/sh", "-c", script], dict(os.environ))
+    if "fork" in sys.argv and os.fork() == 0:  # somebody who inherits the pipe to the warden
+        time.sleep(600)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("mode", ["plain", "fork", "no warden"])
+def test_nobody_outlives_a_killed_driver(tmp_path, mode):
+    out = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    code = textwrap.dedent(DRIVER)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code, mode], env=out, start_new_session=True, close_fds=True
+    )
+    try:
+        pids = tmp_path / "pids"
+        asyncio.run(until(lambda: pids.exists() and pids.read_text().endswith("\n"), "pids"))
+        worker, child, grouped = map(int, pids.read_text().split())
+        assert all(map(lives, (worker, child, grouped)))
+        wardens = [p for p in children(driver.pid) if b"orphan_reaper.py" in command(p)]
+        assert len(wardens) == 1
+        if mode == "no warden":  # PDEATHSIG alone takes the worker
+            os.kill(driver.pid, signal.SIGSTOP)  # or it would start another one
+            os.kill(wardens[0], signal.SIGKILL)
+        os.kill(driver.pid, signal.SIGKILL)
+        gone(worker)
+        if mode != "no warden":
+            gone(child)
+            gone(grouped)
+            gone(wardens[0])
+        else:
+            orphan_reaper.kill_sessions([worker])
+    finally:
+        driver.kill()
+        driver.wait(DEADLINE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -1,0 +1,442 @@
+"""Agents started over a real ssh by a real sshd: the contract, each way it fails, and who lives on when who dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic.driver.launch.ssh import SshOptions, SshStarter
+from elastic.driver.launch.starter import Bootstrap
+from harness.history import SCRIPTS
+from harness.sshd import SshHosts, missing, ssh_hosts
+from harness.starter_contract import (
+    DEADLINE_S,
+    SECRET,
+    Bench,
+    Log,
+    StarterContract,
+    agents,
+    bootstrap,
+    closing,
+    end_agents,
+    failure,
+    gone,
+    lives,
+    noted,
+    stand_in,
+    until,
+)
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+DRIVER = SCRIPTS / "starting.py"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[SshHosts]:
+    with ssh_hosts(tmp_path_factory.mktemp("ssh"), ["alpha", "beta", "gamma"]) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def hosts(servers) -> Iterator[SshHosts]:
+    """Three of them, to which the way is free; a test may obstruct it."""
+    yield servers
+    servers.authorize()
+    servers.trust()
+    servers.configure()
+    for server in servers.servers.values():
+        if not server.runs:
+            server.start()
+
+
+def ssh_starter(hosts: SshHosts, log: Log, **options: Any) -> SshStarter:
+    return SshStarter(
+        SshOptions(**{"config": str(hosts.config), **options}),
+        environ={**os.environ, "ELASTIC_JOB_SECRET": SECRET},
+        log=lambda level, text: log.append((level, text)),
+    )
+
+
+def refusal(hosts: SshHosts, folder: Path, *, host: str = "alpha", job: str = "trains", **options):
+    """The one sentence that says why this start has failed."""
+
+    async def talk() -> str:
+        starter = ssh_starter(hosts, [], **{"python": stand_in(folder), **options})
+        try:
+            return await failure(starter, bootstrap(host, job))
+        finally:
+            await starter.close()
+
+    return asyncio.run(asyncio.wait_for(talk(), 60.0))
+
+
+def succeeds(hosts: SshHosts, folder: Path, *, host: str = "alpha", **options) -> None:
+    async def talk() -> None:
+        log: Log = []
+        starter = ssh_starter(hosts, log, **{"python": stand_in(folder), **options})
+        async with closing(Bench(starter, folder, log)) as bench:
+            await starter.start(bootstrap(host))
+            assert bench.runs(host)
+
+    asyncio.run(asyncio.wait_for(talk(), 60.0))
+
+
+def clients_of(pid: int) -> list[psutil.Process]:
+    """The ssh programs that a process has started. They and its other children may end meanwhile."""
+    processes = psutil.process_iter(["name", "ppid"])
+    return [each for each in processes if (each.info["name"], each.info["ppid"]) == ("ssh", pid)]
+
+
+class TestContract(StarterContract):
+    @pytest.fixture(autouse=True)
+    def reach(self, hosts):
+        self.hosts = hosts
+
+    @contextlib.asynccontextmanager
+    async def open(self, folder: Path) -> AsyncIterator[Bench]:
+        log: Log = []
+        starter = ssh_starter(self.hosts, log, python=stand_in(folder))
+        async with closing(Bench(starter, folder, log)) as bench:
+            yield bench
+
+    def test_no_secret_stands_on_a_command_line_or_in_an_environment(self, conversation):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            ours = psutil.Process().children(recursive=True)  # both sides: sshd is a child too
+            assert noted(bench.folder, "alpha")["pid"] in {process.pid for process in ours}
+            client = clients_of(os.getpid())[0]
+            assert "alpha" in client.cmdline()
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    assert SECRET not in " ".join(process.cmdline())
+            for process in ours:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    assert SECRET not in str(process.environ())
+
+        conversation(talk)
+
+    def test_a_connection_that_is_lost_without_a_word_is_noticed(self, conversation):
+        async def talk(bench: Bench) -> None:
+            python = str(bench.folder / ".python")
+            starter = ssh_starter(self.hosts, bench.log, python=python, alive_s=1, alive_count=2)
+            await starter.start(bootstrap("alpha"))
+            stopped = self.hosts.servers["alpha"].processes()
+            try:
+                for process in stopped:
+                    process.suspend()
+                await until(lambda: bool(bench.log), "the end of ssh")
+                assert [level for level, _ in bench.log] == ["warning"]
+                assert re.fullmatch(
+                    "the ssh connection to the agent on alpha has broken:"
+                    " Timeout, server .* not responding",
+                    bench.log[0][1],
+                )
+            finally:
+                for process in stopped:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.resume()
+            await starter.close()
+            await bench.ended("alpha")  # its sshd has seen the end of the connection
+
+        conversation(talk)
+
+    def test_a_jump_host_of_the_configuration_is_taken(self, conversation):
+        self.hosts.configure(beta="ProxyJump alpha")
+        server = self.hosts.servers["alpha"]
+
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("beta"))
+            assert server.processes()
+            self.hosts.trust(["beta"])
+            told = bootstrap("beta")
+            assert "beta, or of a host on the way there" in await failure(bench.starter, told)
+
+        conversation(talk)
+
+    def test_the_agent_itself(self, conversation):
+        """Not a stand-in: the real one, which finds no driver, says so, and ends with its starter."""
+
+        def real() -> list[psutil.Process]:
+            found = []
+            for process in self.hosts.servers["alpha"].processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "elastic.driver.agents.agent_process" in process.cmdline():
+                        found.append(process)
+            return found
+
+        async def talk(bench: Bench) -> None:
+            starter = ssh_starter(self.hosts, bench.log)
+            told = Bootstrap("trains", "alpha", SECRET, drivers=["127.0.0.1:1"], slots=1)
+            await starter.start(told)
+            assert [p.cmdline()[0] for p in real()] == [sys.executable]
+            awaited = "the agent on alpha: no driver"
+            await until(lambda: any(awaited in text for _, text in bench.log), awaited)
+            await starter.close()
+            assert not real()
+
+        conversation(talk)
+
+
+# ---- each way it fails
+
+
+def test_a_name_that_is_not_known(hosts, tmp_path):
+    name = "x" * 70  # too long to be asked for: no question leaves this machine
+    hosts.configure(delta=f"HostName {name}")
+    text = refusal(hosts, tmp_path, host="delta")
+    assert text.startswith(f"delta can't be reached: the name {name} is not known here (")
+
+
+def test_a_host_without_sshd(hosts, tmp_path):
+    server = hosts.servers["gamma"]
+    server.stop()
+    assert refusal(hosts, tmp_path, host="gamma") == (
+        f"gamma can't be reached at 127.0.0.1 port {server.port}: Connection refused; start sshd"
+        " there, or correct the port"
+    )
+
+
+@contextlib.contextmanager
+def listener(hosts: SshHosts, backlog: int) -> Iterator[socket.socket]:
+    """A port that is no sshd, as host ``delta``."""
+    with socket.create_server(("127.0.0.1", 0), backlog=backlog) as server:
+        hosts.configure(delta=f"HostName 127.0.0.1\n  Port {server.getsockname()[1]}")
+        yield server
+
+
+def test_a_host_that_drops_packets(hosts, tmp_path):
+    with listener(hosts, 0) as server, contextlib.ExitStack() as stack:
+        for _ in range(4):  # its queue is full, so it drops what asks for a connection
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        text = refusal(hosts, tmp_path, host="delta", connect_s=1)
+    assert ": Connection timed out; look whether it is up, and whether a firewall" in text
+
+
+def test_a_host_that_does_not_answer(hosts, tmp_path):
+    with listener(hosts, 8):
+        text = refusal(hosts, tmp_path, host="delta", connect_s=1)
+    assert text.startswith("delta accepts connections but does not answer ssh (")
+
+
+def test_a_host_that_hangs_up(hosts, tmp_path):
+    async def talk() -> str:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        hosts.configure(delta=f"HostName 127.0.0.1\n  Port {port}")
+        starter = ssh_starter(hosts, [])
+        async with server:
+            return await failure(starter, bootstrap("delta"))
+
+    assert "delta, or a host on the way, closed the connection before the login" in asyncio.run(
+        talk()
+    )
+
+
+def test_an_unknown_host_key_and_its_cure(hosts, tmp_path):
+    hosts.trust(["beta"])
+    text = refusal(hosts, tmp_path)
+    public = Path(f"{hosts.servers['alpha'].host_key}.pub")
+    fingerprint = re.search(
+        r"SHA256:\S+", subprocess.check_output(["ssh-keygen", "-l", "-f", public], text=True)
+    )
+    assert fingerprint is not None
+    assert text.startswith(
+        f"the host key of alpha is not known here (ssh-ed25519 {fingerprint[0]}); log in once by hand"
+        f" and compare it: ssh -F {hosts.config} alpha, or trust it: ssh-keyscan -p"
+    )
+    cure = text.partition("or trust it: ")[2]
+    subprocess.run(cure, shell=True, check=True, stderr=subprocess.DEVNULL, timeout=20)
+    succeeds(hosts, tmp_path)
+
+
+def test_a_changed_host_key_and_its_cure(hosts, tmp_path):
+    lines = hosts.known.read_text().splitlines()
+    keys = [line.split()[1:] for line in lines]
+    hosts.known.write_text(
+        "".join(
+            f"{line.split()[0]} {' '.join(key)}\n"
+            for line, key in zip(lines, keys[::-1], strict=True)
+        )
+    )
+    text = refusal(hosts, tmp_path)
+    assert text.startswith(
+        f"the host key of alpha is not the one known for it (line 1 of {hosts.known}): somebody may"
+        " stand in between;"
+    )
+    forget = re.search(r"ssh-keygen -f .*?(?=, then)", text)
+    assert forget is not None
+    subprocess.run(shlex.split(forget[0]), check=True, capture_output=True, timeout=20)
+    assert "alpha is not known here" in refusal(hosts, tmp_path)
+
+
+def test_a_key_that_is_not_let_in_is_named(hosts, tmp_path):
+    hosts.authorize(False)
+    text = refusal(hosts, tmp_path)
+    assert (
+        f"permission (publickey): it tried the key {hosts.key}; bring it there: ssh-copy-id" in text
+    )
+    other = tmp_path / "another"
+    subprocess.run(["cp", hosts.key, other], check=True)
+    assert f"it tried the keys {other}, {hosts.key}; bring it there" in refusal(
+        hosts, tmp_path, identity=str(other)
+    )
+
+
+def test_a_host_without_a_python(hosts, tmp_path):
+    assert refusal(hosts, tmp_path, python="/no/python") == (
+        "alpha has no python to run the agent with (tried /no/python /no/python); name one by"
+        " --remote-python"
+    )
+
+
+def test_a_python_without_the_package(hosts, tmp_path):
+    bare = tmp_path / "bare.py"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    assert refusal(hosts, tmp_path, python=str(bare)).startswith(
+        "hvd-elastic is not installed for the python that was taken on alpha; install it there (pip"
+    )
+
+
+def test_a_host_with_another_release(hosts, tmp_path):
+    assert "alpha has release 0.0.1 of hvd-elastic" in refusal(hosts, tmp_path, job="old")
+    gone(noted(tmp_path, "alpha")["pid"])
+
+
+def test_an_agent_that_takes_too_long(hosts, tmp_path):
+    text = refusal(hosts, tmp_path, job="silent", ready_s=0.3)
+    assert text.startswith("no agent was ready on alpha within 0.3 s")
+
+
+def test_a_connection_that_breaks_too_early(hosts, tmp_path):
+    async def talk() -> str:
+        starter = ssh_starter(hosts, [], python=stand_in(tmp_path))
+        try:
+            failing = asyncio.create_task(failure(starter, bootstrap("alpha", "silent")))
+            await until(lambda: bool(agents(tmp_path)), "the agent")
+            hosts.servers["alpha"].stop()
+            return await failing
+        finally:
+            await starter.close()
+
+    text = asyncio.run(asyncio.wait_for(talk(), 60.0))
+    assert text.startswith("the ssh connection to alpha broke before its agent was ready: ")
+
+
+def test_a_wrong_configuration(hosts, tmp_path):
+    hosts.config.write_text("Hots alpha\n")
+    text = refusal(hosts, tmp_path)
+    assert text.startswith(
+        f"ssh to alpha does not take its configuration: {hosts.config}: line 1: "
+    )
+
+
+def test_port_and_key_may_be_given_without_a_configuration(hosts, tmp_path):
+    port = hosts.servers["alpha"].port
+    hosts.config.write_text(f"UserKnownHostsFile {hosts.known}\nIdentitiesOnly yes\n")
+    succeeds(hosts, tmp_path, host="127.0.0.1", port=port, identity=str(hosts.key))
+
+
+# ---- a job that grows
+
+GROWS = """
+import elastic, torch
+elastic.init()
+state = elastic.ObjectState()
+@elastic.run
+def train(state):
+    while elastic.size() < 2:
+        elastic.allreduce(torch.ones(1))
+        state.commit()
+    print("together", elastic.size(), flush=True)
+train(state)
+"""
+
+
+def test_a_job_that_began_on_this_machine_alone_takes_another_host(hosts, job, tmp_path):
+    listed, script = tmp_path / "hosts", tmp_path / "discover.sh"
+    listed.write_text("localhost:1\n")
+    script.write_text(f"#!/bin/sh\ncat {listed}\n")
+    script.chmod(0o755)
+    flags = f"--min-np 1 --host-discovery-script {script} --ssh-config {hosts.config}"
+    training = job(flags, ["python", "-c", GROWS])
+    training.wait_for_world(1)
+    (new := tmp_path / "new").write_text("localhost:1\nalpha:1\n")
+    new.rename(listed)
+    training.succeed(60)
+    assert "left out" not in training.output
+    assert sorted(member["worker"][0] for member in training.worlds()[-1]["members"]) == [
+        "alpha",
+        "localhost",
+    ]
+
+
+# ---- who lives on
+
+
+def test_ctrl_c_kill_and_hangup_reach_only_those_that_end_with_the_driver(hosts, tmp_path):
+    names = {"alpha": True, "beta": False, "here1": True, "here2": False}
+    told = {"python": stand_in(tmp_path), "config": str(hosts.config), "hosts": names}
+    master, slave = pty.openpty()
+    driver = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, str(DRIVER), json.dumps(told)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "ELASTIC_JOB_SECRET": SECRET},
+    )
+    os.close(slave)
+    try:
+        _wait_for(master, "started")
+        pids = agents(tmp_path)
+        assert set(pids) == set(names)
+        ssh = clients_of(driver.pid)
+        assert len(ssh) >= 1  # that of beta; that of alpha may not have ended yet
+        os.write(master, b"\x03")
+        _wait_for(master, "interrupted")
+        assert all(lives(pid) for pid in pids.values())
+        driver.send_signal(signal.SIGKILL)
+        driver.wait(DEADLINE_S)
+        os.close(master)
+        master = -1
+        for host, outlives in names.items():
+            if not outlives:
+                gone(pids[host])
+        for process in ssh:
+            gone(process.pid)
+        assert lives(pids["alpha"]) and lives(pids["here1"])
+    finally:
+        driver.kill()
+        driver.wait(DEADLINE_S)
+        if master >= 0:
+            os.close(master)
+        end_agents(tmp_path)
+
+
+def _wait_for(terminal: int, word: str) -> None:
+    seen = ""
+    deadline = time.monotonic() + DEADLINE_S
+    while word not in seen:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"waited {DEADLINE_S} s for {word!r}; there was {seen!r}"
+        seen += os.read(terminal, 4096).decode(errors="replace")

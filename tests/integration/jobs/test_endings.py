@@ -1,0 +1,286 @@
+"""However a job ends, nothing of it is left: no process, no port, no orphan; and its output has found its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from harness.history import SCRIPTS, TRAINING, History, kill_slot, pid_of, sizes, started
+from harness.job import Job, elasticrun
+from harness.program import clean_environment
+
+LOADING = ["python", SCRIPTS / "loading.py"]
+
+
+def interrupt(running: Job) -> None:
+    """As a terminal does it: the whole foreground process group gets the signal."""
+    os.killpg(running.driver.pid, signal.SIGINT)
+
+
+def within(seconds: float, true: Callable[[], bool], awaited: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {awaited}"
+        time.sleep(0.02)
+
+
+def ports(running: Job) -> set[tuple[str, int]]:
+    """Addresses on which a process of the job listens."""
+    found = set()
+    for process in running.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in psutil.Process(process.pid).net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add((connection.laddr.ip, connection.laddr.port))
+    return found
+
+
+def answers(address: tuple[str, int]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(address) == 0
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_in_training_ends_the_job_with_130(job):
+    training = started(job, 2, HOLD="3:file=never")
+    training.until(lambda: bool(History(training).all("step")), "training")
+    began = time.monotonic()
+    interrupt(training)
+    assert training.wait(15) == 130
+    assert time.monotonic() - began < 10
+    training.wait_for("stopping: Ctrl-C at the driver")
+    assert "a bug in the driver" not in training.output
+
+
+def test_ctrl_c_while_workers_start_ends_the_job_with_130(job):
+    training = started(job, 2)
+    training.wait_for("starting 2 workers")
+    interrupt(training)
+    assert training.wait(15) == 130
+
+
+def test_ctrl_c_outside_elastic_run_prints_no_traceback(job):
+    """The driver has said why, once for all."""
+    loop = (
+        "import elastic, torch\nelastic.init()\nwhile True: print(elastic.allreduce(torch.ones(1)))"
+    )
+    plain = job("-np 1", ["python", "-u", "-c", loop])
+    plain.wait_for("tensor")
+    interrupt(plain)
+    assert plain.wait(15) == 130
+    assert "Traceback" not in plain.output and "Error" not in plain.output
+
+
+def test_ctrl_c_twice_does_not_wait_for_anybody(job):
+    """The workers take no notice of anything but SIGKILL."""
+    stubborn = job(
+        "-np 2 --min-np 1", ["sh", "-c", "trap '' TERM INT HUP; echo up; while :; do sleep 1; done"]
+    )
+    stubborn.wait_for("up", count=2)
+    interrupt(stubborn)
+    interrupt(stubborn)
+    assert stubborn.wait(5) == 130
+
+
+def test_sigterm_at_the_driver_ends_the_job_with_143(job):
+    training = started(job, 2, HOLD="3:file=never")
+    training.until(lambda: bool(History(training).all("step")), "training")
+    training.driver.terminate()
+    assert training.wait(15) == 143
+
+
+# ---- kill -9 -------------------------------------------------------------------------------------
+
+
+def test_kill_9_of_the_driver_leaves_no_process_and_no_port(job):
+    """Neither workers nor DataLoader workers nor what those started."""
+    loading = job("-np 2 --min-np 1", LOADING, env={"STAY": "1", "GRANDCHILD": "1", "STEPS": "5"})
+    for slot in range(2):
+        loading.until((loading.folder / f"stays.{slot}").exists, "a busy worker")
+    assert len(loading.processes()) >= 1 + 2 * (1 + 2 + 2)
+    listening = ports(loading)
+    assert listening
+    loading.driver.kill()
+    within(10, lambda: not loading.processes(), f"the end of {loading.processes()}")
+    # A dying process lets its environment go, by which it is found, before its sockets.
+    within(5, lambda: not any(map(answers, listening)), "the ports to be free")
+
+
+def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
+    loading = job(
+        "-np 2 --min-np 1 --blacklist-cooldown-range 60 60",
+        LOADING,
+        env={"STAY": "1", "STEPS": "5", "GRANDCHILD": "1"},
+    )
+    for slot in range(2):
+        loading.until((loading.folder / f"stays.{slot}").exists, "a busy worker")
+    worker = psutil.Process(pid_of(loading, 1))
+    family = worker.children(recursive=True)
+    assert len(family) >= 4
+    kill_slot(loading, 1)
+    within(
+        10, lambda: not any(p.is_running() and p.status() != "zombie" for p in family), "their end"
+    )
+    (loading.folder / "go").touch()
+    loading.succeed()
+    assert sizes(loading)[-1] == 1
+
+
+def test_a_job_that_succeeds_leaves_no_grandchild(job):
+    loading = job("-np 2", LOADING, env={"STEPS": "3", "GRANDCHILD": "1"})
+    loading.succeed()
+    within(5, lambda: not loading.processes(), "the end of the grandchildren")
+
+
+@pytest.mark.parametrize("late_s", [0.2, 1.0])
+def test_a_script_that_ends_while_a_group_is_being_formed_has_ended_well(job, late_s):
+    script = ["python", SCRIPTS / "leaving_early.py", str(late_s)]
+    running = job("-np 2", script, env={"ELASTIC_NATIVE": "0"})  # torch forms the group
+    running.succeed()
+    for rank in range(2):
+        running.wait_for(rf"^\[{rank}\] leaves")
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+def test_output_has_the_rank_before_each_line_and_goes_to_files_too(job):
+    words = ["sh", "-c", "sleep 0.2; echo out of $HOROVOD_RANK; echo err of $HOROVOD_RANK >&2"]
+    running = job("-np 2 --output-filename out -prefix-timestamp", words)
+    running.succeed()
+    for slot in range(2):
+        running.wait_for(rf"^\d{{4}}-.*\[localhost:{slot}\] out of {slot}")
+
+
+CHATTY = "for i in range(9_000): print(f'line {i:50}')\nraise SystemExit('THE REASON')"
+
+
+def unread(*command: str) -> subprocess.Popen[bytes]:
+    """A static job of one worker, whose whole output goes to a pipe that nobody reads yet."""
+    return subprocess.Popen(
+        [elasticrun(), "-np", "1", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=clean_environment(),
+    )
+
+
+def worker_ended(driver: subprocess.Popen[bytes]) -> bool:
+    return not psutil.Process(driver.pid).children()
+
+
+def test_a_reader_that_comes_late_gets_everything_and_the_reason_last():
+    with unread("python", "-c", CHATTY) as driver:
+        within(20, lambda: bool(psutil.Process(driver.pid).children()), "a worker")
+        within(20, lambda: worker_ended(driver), "its end")
+        with pytest.raises(subprocess.TimeoutExpired):
+            driver.wait(2.5)  # longer than where a job is stopped
+        assert driver.stdout is not None
+        lines = driver.stdout.read().decode().splitlines()
+    assert driver.returncode == 1
+    assert sum(line.startswith("[localhost:0] line") for line in lines) == 9_000
+    assert lines[-2] == "[localhost:0] THE REASON"
+    assert "error: the job ends with exit code 1" in lines[-1]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_one_signal_ends_the_wait_for_a_reader(number, code):
+    with unread("python", "-c", CHATTY) as driver:
+        within(20, lambda: bool(psutil.Process(driver.pid).children()), "a worker")
+        within(20, lambda: worker_ended(driver), "its end")
+        # The loop has handed its signals back once the thread that waits is all there is to do.
+        within(20, lambda: not listens(driver.pid), "the end of the driver's server")
+        driver.send_signal(number)
+        assert driver.wait(10) == code
+
+
+def listens(pid: int) -> bool:
+    connections = psutil.Process(pid).net_connections("tcp")
+    return any(c.status == psutil.CONN_LISTEN for c in connections)
+
+
+def test_an_agent_under_nohup_outlives_the_terminal(tmp_path):
+    (tmp_path / "secret").write_text("ab" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    line = 'trap "" HUP; exec "$0" agent --job j --driver 127.0.0.1:9 --secret-file secret'
+    with subprocess.Popen(
+        ["sh", "-c", line, elasticrun()],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=clean_environment(),
+    ) as agent:
+        assert agent.stderr is not None
+        said = agent.stderr.readline() + agent.stderr.readline()
+        assert "no driver to serve" in said  # its handlers stand
+        agent.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            agent.wait(0.5)
+        agent.terminate()
+        assert "the agent ends: SIGTERM" in agent.communicate(timeout=20)[1]
+    assert agent.returncode == 0
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(closed, tmp_path):
+    script = (
+        "import sys, pathlib; print('x'); print('y', file=sys.stderr); pathlib.Path('done').touch()"
+    )
+    line = f'exec "$0" -np 1 python -c "{script}" {closed}'
+    ended = subprocess.run(
+        ["sh", "-c", line, elasticrun()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=clean_environment(),
+        timeout=60,
+    )
+    assert ended.returncode == 0
+    assert (tmp_path / "done").exists()
+    assert ended.stdout == ("[localhost:0] x\n" if closed == "2>&-" else "")
+    assert "Traceback" not in ended.stderr
+
+
+def test_output_of_ranks_goes_to_a_file_for_each(job):
+    running = job("-np 2 --output-filename out", ["python", SCRIPTS / "plain.py", "-1", "0"])
+    running.succeed()
+    running.wait_for(r"^\[0\] step 4")
+    running.wait_for(r"^\[1\] step 4")
+    for rank in range(2):
+        lines = (running.folder / "out" / f"rank.{rank}" / "stdout").read_text().splitlines()
+        assert lines == [f"step {step} 2.0" for step in range(5)]
+
+
+def test_output_follows_the_rank_when_the_world_shrinks(job):
+    training = started(
+        job,
+        3,
+        "--blacklist-cooldown-range 60 60 --output-filename out",
+        DIE="slot=0,step=3,place=forward",
+    )
+    training.succeed()
+    training.wait_for(r"^\[2\] slot 2 enters")
+    training.wait_for(r"^\[1\] slot 2 enters")
+    assert "slot 2 enters" in (training.folder / "out" / "rank.1" / "stdout").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT])
+def test_a_stop_while_below_min_np(job, number):
+    training = job(
+        "-np 2 --min-np 2 --blacklist-cooldown-range 60 60",
+        TRAINING,
+        env={"DIE": "slot=1,step=3,place=forward"},
+    )
+    training.wait_for("waiting for 1 more worker")
+    training.driver.send_signal(number)
+    assert training.wait(15) == 128 + number

@@ -1,0 +1,161 @@
+"""A worker dies in each phase of its life, rank 0 or another: the others go on from the newest commit that one of them
+holds, and train as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.history import RETURN, History, kill_slot, sizes, started
+
+IN_A_STEP = ["forward", "backward", "optimizer", "commit", "saved"]
+
+# ---- before training -----------------------------------------------------------------------------
+
+
+def test_two_die_before_init(job):
+    """Defect L: the first world is that of the others."""
+    training = started(job, 4, DIE="slot=0,place=before init;slot=2,place=before init")
+    training.succeed()
+    assert sizes(training)[0] == 2
+    History(training).check()
+
+
+def test_two_die_while_they_wait_for_the_first_world(job):
+    """Defect L: they had said ready."""
+    training = started(job, 4, WAIT="slot=3,place=before init,file=go")
+    training.until(lambda: len(training.events("WorkerReady")) == 3, "three ready workers")
+    kill_slot(training, 0)
+    kill_slot(training, 1)
+    training.until(lambda: len(training.events("WorkerExited")) == 2, "two lost workers")
+    (training.folder / "go").touch()
+    training.succeed()
+    assert sizes(training)[0] == 2
+    History(training).check()
+
+
+def test_two_die_between_init_and_run(job):
+    training = started(job, 4, DIE="slot=0,place=before run;slot=2,place=before run")
+    training.succeed()
+    assert sizes(training)[-1] == 2
+    History(training).check()
+
+
+# ---- in a step -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", IN_A_STEP)
+def test_one_dies_at_a_step_and_later_rank_0(job, place):
+    """Defects B and X: only the dead one's slot is affected, and nobody waits for a timeout of Gloo."""
+    training = started(job, 4, DIE=f"slot=2,step=3,place={place};slot=0,step=6,place={place}")
+    training.succeed()
+    assert sizes(training)[-3:] == [4, 3, 2]
+    recoveries = [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
+    assert len(recoveries) == 2
+    assert all(r["total_ms"] < 5000 for r in recoveries), recoveries
+    History(training).check()
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_one_dies_when_only_some_have_committed(job, behind):
+    """The world goes on from the newest commit, though rank 0 may not hold it: a commit is not lost."""
+    ahead, victim = 1 - behind, 2
+    wait = f"slot={behind},step=5,place=stepped,file=go,then=collective"
+    training = started(job, 3, WAIT=wait)
+    training.until((training.folder / f"waits.stepped.{behind}").exists, "a waiting worker")
+    training.until(
+        lambda: History(training).has(f"localhost:{ahead}#1", "save", step=5), "a commit elsewhere"
+    )
+    kill_slot(training, victim)
+    training.wait_for_action("BreakWorld")
+    (training.folder / "go").touch()
+    training.succeed()
+    history = History(training)
+    history.check()
+    assert history.has(f"localhost:{behind}#1", "enter", step=5)
+    last = training.worlds()[-1]
+    assert last["holders"] == 1, last
+
+
+def test_two_die_at_once(job):
+    training = started(job, 4, DIE="slot=0,step=3,place=forward;slot=2,step=3,place=forward")
+    training.succeed()
+    assert sizes(training)[-1] == 2
+    History(training).check()
+
+
+def test_all_but_one_die_at_once(job):
+    dying = ";".join(f"slot={slot},step=6,place=backward" for slot in (0, 1, 3))
+    training = started(job, 4, DIE=dying)
+    training.succeed()
+    assert sizes(training)[-1] == 1
+    History(training).check()
+
+
+# ---- in a recovery -------------------------------------------------------------------------------
+
+
+def test_a_second_one_dies_in_the_middle_of_a_recovery(job):
+    """Defect Y: a second loss during a recovery is one more loss, not the end of the job."""
+    training = started(
+        job, 4, DIE="slot=3,step=4,place=forward", WAIT="slot=1,place=restore,file=go"
+    )
+    training.until((training.folder / "waits.restore.1").exists, "a recovery under way")
+    kill_slot(training, 0)
+    training.until(lambda: len(training.events("WorkerExited")) == 2, "a second lost worker")
+    (training.folder / "go").touch()
+    training.succeed()
+    assert sizes(training)[-2:] == [4, 2]
+    History(training).check()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_dies_in_a_reset_callback(job, victim):
+    training = started(job, 3, DIE=f"slot=2,step=4,place=forward;slot={victim},place=reset")
+    training.succeed()
+    assert sizes(training)[-1] == 1
+    History(training).check()
+
+
+@pytest.mark.parametrize("victim", ["slot=0", "slot=2,start=2"], ids=["source", "joiner"])
+def test_one_dies_while_state_is_copied(job, victim):
+    """Half of the state had arrived. The joiner holds nothing then, and is sent all of it again."""
+    training = started(
+        job,
+        3,
+        RETURN,
+        DIE=f"slot=2,step=2,place=forward;{victim},place=copying",
+        HOLD="5:size=3",
+    )
+    training.succeed()
+    assert sizes(training)[-1] == 3
+    History(training).check()
+
+
+# ---- at the end ----------------------------------------------------------------------------------
+
+
+def test_two_die_between_their_last_commit_and_the_end(job):
+    training = started(job, 3, DIE="slot=0,place=end;slot=2,place=end")
+    training.succeed()
+    History(training).check()
+
+
+def test_one_dies_that_has_returned_before_all_have(job):
+    """Defect O: the job is not over before all have returned; those that had go back to work if need be."""
+    training = started(job, 3, WAIT="slot=1,place=end,file=go")
+    training.until(lambda: len(training.events("WorkerReturned")) == 2, "two that have returned")
+    kill_slot(training, 0)
+    training.wait_for_action("BreakWorld")
+    (training.folder / "go").touch()
+    training.succeed()
+    assert sizes(training)[-1] == 2
+    History(training).check()
+
+
+def test_the_last_one_dies_when_all_others_have_returned(job):
+    training = started(job, 3, WAIT="slot=1,place=end,file=go")
+    training.until(lambda: len(training.events("WorkerReturned")) == 2, "two that have returned")
+    kill_slot(training, 1)
+    training.succeed()
+    History(training).check()

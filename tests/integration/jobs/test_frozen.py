@@ -1,0 +1,218 @@
+"""Workers that live but can't run, or can't be reached: they are fenced, the others go on from the last commit, and
+who wakes later changes nothing. With the default settings, on real processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from elastic.chaos.inject.network import PacketFilter, check_partition, sockets_of
+from elastic.errors import Invalid
+from harness.history import RETURN, History, pid_of, sizes, started
+from harness.job import Job
+from harness.stalls import freezer
+
+AT_WORK = "5:file=go"  # at step 5 the workers go on with collectives and commits until they may end
+
+
+def at_work(job, np: int, flags: str | None = None, **env: str) -> Job:
+    training = started(job, np, *([flags] if flags else []), HOLD=AT_WORK, **env)
+    training.until(
+        lambda: all(History(training).has(f"localhost:{s}#1", "save", step=5) for s in range(np)),
+        "all workers at step 5",
+    )
+    return training
+
+
+def let_end(training: Job) -> None:
+    (training.folder / "go").touch()
+    training.succeed()
+    History(training).check()
+
+
+def fences(training: Job) -> dict[int, str]:
+    """Why the worker of a slot was killed."""
+    return {kill["worker"][1]: kill["reason"] for kill in training.actions("KillWorker")}
+
+
+def recoveries(training: Job) -> int:
+    return len([r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"])
+
+
+# ---- stopped ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victims", [[2], [0], [0, 3]], ids=["one", "rank 0", "two at once"])
+def test_stopped_workers_are_fenced_and_the_others_go_on(job, victims):
+    training = at_work(job, 4)
+    for slot in victims:
+        os.kill(pid_of(training, slot), signal.SIGSTOP)
+    training.wait_for_world(4 - len(victims))
+    training.until(lambda: recoveries(training) > 0, "a recovery")
+    let_end(training)
+    reason = "it is frozen (stopped by a signal, as SIGSTOP)"
+    assert fences(training) == dict.fromkeys(victims, reason)
+
+
+def test_a_frozen_container_is_as_bad_as_a_stopped_process(job):
+    with freezer("unified") as cgroup:
+        training = at_work(job, 3)
+        cgroup.freeze(pid_of(training, 1))
+        training.wait_for_world(2)
+        let_end(training)
+        assert fences(training) == {1: "it is frozen (its cgroup is frozen)"}
+
+
+def test_a_stopped_worker_is_replaced_and_the_metrics_tell_it(job):
+    port = free_port()
+    training = at_work(job, 3, f"{RETURN} --metrics-port {port}")
+    assert 'elastic_workers{stage="training"} 3.0' in metrics(port)
+    os.kill(pid_of(training, 2), signal.SIGSTOP)
+    training.until(lambda: sizes(training)[-2:] == [2, 3], "a world with a new third worker")
+    told = metrics(port)
+    assert 'elastic_fenced_workers_total{reason="frozen"} 1.0' in told
+    assert "elastic_lost_workers_total 1.0" in told and "elastic_world_size 3.0" in told
+    assert 'elastic_recovery_seconds_count{kind="recovery"} 1.0' in told
+    let_end(training)
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def metrics(port: int) -> list[str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text.splitlines()
+
+
+def test_a_stop_shorter_than_the_lease_changes_nothing(job):
+    training = at_work(job, 3)
+    pid = pid_of(training, 1)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.0)  # this is what it is about: half of the lease
+    os.kill(pid, signal.SIGCONT)
+    let_end(training)
+    assert fences(training) == {} and not training.events("WorkerFrozen")
+    assert recoveries(training) == 0
+
+
+def test_who_trains_alone_may_be_stopped_for_as_long_as_one_likes(job):
+    training = at_work(job, 1)
+    pid = pid_of(training, 0)
+    os.kill(pid, signal.SIGSTOP)
+    training.wait_for("is frozen .*nobody else trains, so it is left alone")
+    os.kill(pid, signal.SIGCONT)
+    training.wait_for("runs again")
+    let_end(training)
+    assert fences(training) == {}
+
+
+def test_a_driver_that_was_stopped_itself_blames_nobody(job):
+    """As when a laptop sleeps: all processes stand still, and all go on."""
+    training = at_work(job, 2)
+    everybody = [training.driver.pid, *(pid_of(training, slot) for slot in range(2))]
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.0)  # longer than the lease
+    for pid in everybody:
+        os.kill(pid, signal.SIGCONT)
+    let_end(training)
+    assert fences(training) == {}
+
+
+# ---- can't be killed ------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_a_frozen_worker_that_not_even_sigkill_ends(job):
+    """A cgroup of the old kind holds a killed process until it is thawed."""
+    with freezer("freezer") as cgroup:
+        training = at_work(job, 3)
+        pid = pid_of(training, 1)
+        cgroup.freeze(pid)
+        training.wait_for("localhost:1#1 can't be killed")
+        training.wait_for_world(2)
+        training.until(lambda: recoveries(training) > 0, "a recovery while the process still lives")
+        assert training.events("WorkerExited") == []
+        cgroup.thaw()
+        training.until(lambda: len(training.events("WorkerExited")) == 1, "its exit")
+        assert sizes(training)[-1] == 2
+        let_end(training)
+    assert sizes(training)[-1] == 2
+
+
+WITHHOLDING = """\
+#!{python}
+# elasticrun, but kills do not reach their process as long as a file exists: a host that nobody reaches.
+import os, sys
+from elastic.driver.commandline import cli
+from elastic.driver.processes import orphan_reaper as warden
+
+kill_group = warden.kill_group
+warden.kill_group = lambda pgid: None if os.path.exists("withheld") else kill_group(pgid)
+sys.exit(cli.main())
+"""
+
+
+def test_who_wakes_after_it_was_given_up_changes_nothing_and_ends(job, tmp_path, monkeypatch):
+    program = tmp_path / "withholding"
+    program.write_text(WITHHOLDING.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr("harness.job.elasticrun", lambda: str(program))
+    training = at_work(job, 3)
+    pid = pid_of(training, 0)  # rank 0, the source of all state
+    (training.folder / "withheld").touch()
+    os.kill(pid, signal.SIGSTOP)
+    training.wait_for("localhost:0#1 can't be killed")
+    training.wait_for_world(2)
+    training.until(lambda: recoveries(training) > 0, "a recovery without it")
+    written = len(History(training).by_worker["localhost:0#1"])
+    os.kill(pid, signal.SIGCONT)
+    training.until(lambda: len(training.events("WorkerExited")) == 1, "its end by itself")
+    assert [r["what"] for r in History(training).by_worker["localhost:0#1"][written:]] in (
+        [],
+        ["save"],  # it was stopped in the middle of that
+    )
+    assert sizes(training)[-1] == 2 and recoveries(training) == 1
+    (training.folder / "withheld").unlink()
+    let_end(training)
+
+
+# ---- cut off ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packets():
+    """Drops the packets of chosen sockets."""
+    try:
+        check_partition()
+    except Invalid as error:
+        pytest.skip(str(error))
+    dropping = PacketFilter(os.getpid())
+    yield dropping
+    dropping.close()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_that_the_network_does_not_reach_is_fenced(job, packets, victim):
+    training = at_work(job, 3)
+    began = time.monotonic()
+    packets.drop(sockets_of(pid_of(training, victim)))
+    training.wait_for_action("KillWorker")
+    assert time.monotonic() - began < 6.0  # the lease is 2 s
+    training.wait_for_world(2)
+    training.until(lambda: recoveries(training) > 0, "a recovery")
+    let_end(training)
+    reason = "it is cut off: its host acknowledges nothing any more"
+    assert fences(training) == {victim: reason}
+    [lost] = [e for e in training.events("WorkerDisconnected") if e.get("silent")]
+    assert lost["worker"][1] == victim

@@ -1,0 +1,86 @@
+"""What takes long in good health, for longer than the patience with an idle worker: nobody is fenced for it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from harness.history import History, pid_of
+from harness.job import Job
+from harness.stalls import debugged
+from integration.jobs.test_stuck import STALLING, fences, stalling
+
+IDLE_S = 3.0
+FLAGS = f"--idle-timeout {IDLE_S:g} --busy-warning 60 --busy-timeout 600"
+
+
+def until_watched(training: Job, slot: int, seconds: float = 2.5 * IDLE_S) -> None:
+    """Until the driver has been looking at this worker, as one that others wait for, for so long."""
+
+    def long_enough() -> bool:
+        looks = [
+            record["at"]
+            for record in training.records()
+            for action in record.get("actions") or []
+            if action["type"] == "ProbeWorkers" and slot in [w[1] for w in action["workers"]]
+        ]
+        return len(looks) > 1 and looks[-1] - looks[0] >= seconds
+
+    training.until(long_enough, f"{seconds:g} s of looks at slot {slot}")
+
+
+def let_end(training: Job) -> None:
+    (training.folder / "go").touch()
+    training.succeed()
+    History(training).check()
+    assert fences(training) == {}
+    assert not [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
+
+
+@pytest.mark.parametrize("how", ["work", "write"])
+def test_who_computes_or_writes_is_not_idle(job, how):
+    """An evaluation that is not marked as long, and a checkpoint to a slow disk, on one rank."""
+    training = stalling(job, 3, f"slot=0,step=4,place=stepped,how={how},file=go", FLAGS)
+    until_watched(training, 0)
+    let_end(training)
+
+
+def test_what_is_marked_as_long_may_even_be_idle(job):
+    training = stalling(job, 3, "slot=0,step=4,place=stepped,how=evaluation,file=go", FLAGS)
+    training.wait_for("keeps the others waiting .*in 'evaluation', which its code marks as long")
+    began = time.monotonic()
+    training.until(lambda: time.monotonic() - began > 2 * IDLE_S, "twice the patience")
+    let_end(training)
+
+
+def test_who_comes_late_to_its_first_collective_is_waited_for(job):
+    """Longer than it takes ranks to connect: rank 0 may validate a restored model before it trains."""
+    connecting = ["env", "HOROVOD_GLOO_TIMEOUT_SECONDS=2", *STALLING]  # of the workers only
+    rule = {"STALL": "slot=0,place=enter,how=evaluation,file=go"}
+    training = job(f"-np 3 --min-np 1 {FLAGS}", connecting, env={"ELASTIC_DIGESTS": "1", **rule})
+    training.wait_for("keeps the others waiting .*in 'evaluation', which its code marks as long")
+    began = time.monotonic()
+    training.until(lambda: time.monotonic() - began > IDLE_S, "more than twice the time to connect")
+    worlds = len(training.worlds())
+    let_end(training)
+    assert len(training.worlds()) == worlds
+
+
+def test_whom_a_debugger_holds_is_not_fenced(job):
+    training = stalling(job, 3, "slot=1,step=4,place=stepped,how=pause,file=go", "--idle-timeout 9")
+    training.until((training.folder / "stalls.1").exists, "a worker that pauses")
+    with debugged(pid_of(training, 1)):
+        training.wait_for("keeps the others waiting .*under a debugger: not taken for stuck")
+        until_watched(training, 1, 10.0)
+    let_end(training)
+
+
+def test_a_slow_start_is_none_of_it(job):
+    """Imports and models take their time, while the others are ready. Its own limit is --start-timeout."""
+    flags = "--lease 1 --idle-timeout 1 --busy-warning 1 --busy-timeout 2"
+    training = stalling(job, 3, "slot=2,place=before init,how=pause,file=go", flags)
+    training.until(lambda: len(training.events("WorkerReady")) == 2, "two that wait")
+    began = time.monotonic()
+    training.until(lambda: time.monotonic() - began > 20.0, "twenty seconds")
+    let_end(training)

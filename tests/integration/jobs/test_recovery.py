@@ -1,0 +1,265 @@
+"""What a job makes of failures: training that nobody could tell from an undisturbed one, and a plain end where there is
+no way on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+
+import pytest
+
+from harness.history import (
+    RETURN,
+    SCRIPTS,
+    STAY_AWAY,
+    TRAINING,
+    History,
+    kill_slot,
+    pid_of,
+    sizes,
+    started,
+)
+from harness.job import Job
+
+
+def until_steps(training: Job, number: int) -> None:
+    """All workers' records together."""
+    training.until(lambda: len(History(training).all("step")) > number, f"{number} steps")
+
+
+def until_saved(training: Job, worker: str, step: int) -> None:
+    training.until(
+        lambda: History(training).has(worker, "save", step=step), f"step {step} at {worker}"
+    )
+
+
+# ---- training goes on as it would have -----------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_kills_and_joins_leave_no_trace_in_the_losses(job, optimizer):
+    """Defects B and E: slots return, all of them, and Python values go back with the weights."""
+    dying = "slot=0,step=5,place=backward;slot=2,step=9,place=commit;slot=1,step=12,place=forward"
+    training = started(
+        job,
+        3,
+        RETURN,
+        STEPS="30",
+        OPTIMIZER=optimizer,
+        DIE=f"{dying};slot=1,start=2,step=22,place=optimizer",
+        HOLD="11:size=3;20:size=3;26:size=3",
+    )
+    training.succeed()
+    assert sizes(training)[-1] == 3
+    History(training).check(steps=30, optimizer=optimizer)
+
+
+def test_a_kill_from_outside_at_any_moment(job):
+    """As `kill -9` does it: nobody has prepared anything, and nobody has chosen the moment."""
+    training = started(job, 3, STEPS="400")
+    for size, rank in ((3, 2), (2, 0)):
+        training.wait_for_world(size)
+        reached = len(History(training).all("step"))
+        until_steps(training, reached + 30)
+        training.kill(rank)
+    training.succeed()
+    History(training).check(steps=400)
+
+
+@pytest.mark.parametrize(("flags", "full"), [(STAY_AWAY, 0), (RETURN, 3)], ids=["kills", "joins"])
+def test_a_script_of_horovod_counts_every_sample_once(job, flags, full):
+    """Defects F and G: in the committed history, but for what fills the last round of an epoch."""
+    training = job(
+        f"-np 3 --min-np 1 {flags}",
+        ["python", SCRIPTS / "horovod_elastic.py"],
+        env={"ELASTIC_DIGESTS": "1", "DIE": "2,8 0,27", "FULL": str(full)},
+    )
+    training.succeed()
+    counts: dict[int, Counter[int]] = {epoch: Counter() for epoch in (0, 1)}
+    for path in (training.folder / "samples").iterdir():
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            counts[entry["epoch"]].update(entry["samples"])
+    size = full or 1
+    for epoch, seen in counts.items():
+        assert set(seen) == set(range(203)), f"epoch {epoch} has left out samples"
+        assert seen.total() - 203 <= 2, f"epoch {epoch} has repeated {seen.most_common(5)}"
+    training.wait_for(rf"done 2 {size} {0.01 * size:g}", count=size)
+    History(training).check_equal()
+
+
+# ---- errors of user code -------------------------------------------------------------------------
+
+
+def test_an_exception_of_one_worker_is_its_own_trouble(job):
+    """Its traceback is shown, its slot cools down and returns, the others go on at once."""
+    training = started(
+        job, 3, RETURN, RAISE="slot=1,step=4,place=stepped,error=value", HOLD="7:size=3"
+    )
+    training.succeed()
+    training.wait_for(r"^\[(1|localhost:1)\] ValueError: this sample is damaged")
+    training.wait_for(r"rank 1 \(localhost:1#1 on localhost\) raised ValueError: this sample is")
+    training.wait_for(r"localhost:1#1 ended with exit code 1; its slot may return in 0.1 s")
+    assert sizes(training)[-3:] == [3, 2, 3]
+    History(training).check()
+
+
+def test_nobody_waits_for_the_interpreter_of_a_worker_that_called_sys_exit(job):
+    training = started(job, 3, RAISE="slot=1,step=5,place=stepped,error=exit")
+    training.wait_for_world(3)
+    training.wait_for_world(2)  # its sockets are still open, and its process runs on
+    os.kill(pid_of(training, 1), 0)
+    assert not training.events("WorkerExited")
+    training.wait_for(r"generation 2 is over: (lost localhost:1#1 \(exit code 3\)|a collective)")
+    (training.folder / "exit").touch()
+    training.succeed()
+    History(training).check()
+
+
+def test_the_same_exception_in_all_ends_the_job(job):
+    """Defect M: no endless loop of restoring what will fail again."""
+    training = started(job, 3, RAISE="step=4,place=stepped,error=value")
+    assert training.wait() == 1
+    training.wait_for("the job ends with exit code 1: .* raised the same exception")
+    training.wait_for(r"^elastic \|\s+ValueError: this sample is damaged")
+    assert sizes(training)[2:] in ([], [2])  # the first may have left before the second came there
+
+
+def test_the_same_exception_after_a_regroup_at_the_same_commit_ends_the_job(job):
+    raising = "slot=1,step=4,place=forward,error=value;step=4,place=forward,size=2,error=value"
+    training = started(job, 3, RAISE=raising)
+    assert training.wait() == 1
+    training.wait_for("raised the same exception")
+    training.wait_for(r"^elastic \|\s+ValueError: this sample is damaged")
+    assert sizes(training)[-1] == 2
+
+
+@pytest.mark.parametrize("when", ["shape", "late"], ids=["at once", "after the world broke of it"])
+def test_a_mismatch_of_shapes_is_an_error_of_the_script(job, when):
+    """Defect M: it looks like a failed collective, but trying again would only repeat it."""
+    training = started(job, 2, RAISE=f"step=4,place=stepped,error={when}")
+    assert training.wait() == 1
+    training.wait_for("mismatched tensors, the ranks differ in the shape")
+    training.wait_for("raised the same exception")
+    assert not training.events("WorkerFailed")
+
+
+def test_worlds_that_break_again_and_again_end_the_job(job):
+    """Defect M: with nobody lost and nothing gained, a third attempt is the last."""
+    training = started(job, 2, RAISE="step=4,place=stepped,error=horovod")
+    assert training.wait() == 1
+    training.wait_for("3 worlds in a row broke with nobody lost and no new commit")
+
+
+def test_horovod_internal_error_of_a_script_is_recovered(job):
+    training = started(job, 3, RAISE="slot=1,step=4,place=stepped,error=horovod,generation=2")
+    training.succeed()
+    assert sizes(training)[-2:] == [3, 3]
+    assert not training.events("WorkerRaised")
+    History(training).check()
+
+
+def test_user_code_that_catches_every_exception_does_not_swallow_a_loss(job):
+    training = started(job, 3, CARELESS="1", DIE="slot=1,step=4,place=backward")
+    training.succeed()
+    history = History(training)
+    assert not history.all("swallowed")
+    history.check()
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def test_reset_limit_ends_the_job_at_one_failure_more(job):
+    training = started(
+        job,
+        3,
+        f"{STAY_AWAY} --reset-limit 1",
+        DIE="slot=2,step=3,place=forward;slot=1,step=6,place=forward",
+    )
+    assert training.wait() == 1
+    training.wait_for("the job ends with exit code 1: .*; --reset-limit 1 is reached")
+    assert len(training.actions("BreakWorld")) == 1
+
+
+def test_below_min_np_the_job_waits_says_so_and_gives_up(job):
+    """Defect A: no wait without an end."""
+    training = job(
+        f"-np 2 --min-np 2 {STAY_AWAY} --elastic-timeout 2",
+        TRAINING,
+        env={"DIE": "slot=1,step=3,place=forward"},
+    )
+    training.wait_for("waiting for 1 more worker: 1 ready, 2 needed; giving up in 2 s")
+    assert training.wait(20) == 1
+    training.wait_for(r"only 1 of 2 workers ready after 2 s: .*--min-np.*--elastic-timeout")
+
+
+def test_below_min_np_the_job_goes_on_when_a_slot_returns(job):
+    training = job(
+        f"-np 2 --min-np 2 {RETURN}",
+        TRAINING,
+        env={"ELASTIC_DIGESTS": "1", "DIE": "slot=0,step=3,place=forward"},
+    )
+    training.succeed()
+    assert sizes(training)[-2:] == [2, 2]
+    History(training).check()
+
+
+def test_a_slot_whose_workers_crash_again_and_again_is_given_up(job):
+    """Defect B: the slot is, not its host. It backs off first, and its last words are shown."""
+    training = started(
+        job,
+        2,
+        "--blacklist-cooldown-range 0.1 0.2 --slot-attempts 3",
+        RAISE="slot=1,place=before run,error=value,start=any",
+        HOLD="5:file=go",
+    )
+    training.wait_for("localhost:1#1 ended with exit code 1; its slot may return in 0.1 s")
+    training.wait_for("localhost:1#2 ended with exit code 1; its slot may return in 0.2 s")
+    training.wait_for("slot localhost:1 is given up: 3 workers in a row ended without progress")
+    training.wait_for(r"^elastic \|\s+ValueError: this sample is damaged")
+    (training.folder / "go").touch()
+    training.succeed()
+    History(training).check()
+
+
+# ---- leaving -------------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_a_worker_leave_at_its_next_commit(job):
+    """Defect N: nobody loses anything, and no reset is counted. Rank 0 may leave as well as any other."""
+    training = started(job, 3, "--reset-limit 0", HOLD="4:size=2;6:size=1")
+    for slot in (1, 0):
+        held = 4 if slot == 1 else 6
+        until_saved(training, "localhost:2#1", held)
+        os.kill(pid_of(training, slot), signal.SIGTERM)
+        training.wait_for_world(2 if slot == 1 else 1)
+        if slot == 1:  # the job may be over before the other one's end is noticed
+            training.wait_for("localhost:1#1 has left with exit code 0: SIGTERM")
+    training.succeed()
+    assert not training.actions("BreakWorld")
+    codes = {e["worker"][1]: e["code"] for e in training.events("WorkerExited")}
+    assert codes == {0: 0, 1: 0, 2: 0}
+    assert sizes(training)[-3:] == [3, 2, 1]
+    history = History(training)
+    history.check()
+    repeated = [r["step"] for r in history.by_worker["localhost:2#1"] if r["what"] == "step"]
+    assert repeated == list(range(10)), "no step was done twice"
+
+
+def test_a_second_worker_is_killed_while_too_few_are_left(job):
+    """Defect Y, below --min-np: both slots return, and the one that survived has kept the commit."""
+    training = job(
+        f"-np 3 --min-np 3 {RETURN}",
+        TRAINING,
+        env={"ELASTIC_DIGESTS": "1", "DIE": "slot=0,step=3,place=forward"},
+    )
+    training.wait_for("waiting for 1 more worker")
+    kill_slot(training, 1)
+    training.succeed()
+    assert sizes(training)[-2:] == [3, 3]
+    History(training).check()

@@ -1,0 +1,163 @@
+"""Reports of real workers: alone, from a driver that is stopped meanwhile, and through agents to one after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.history import SCRIPTS
+from harness.job import MARK
+from harness.program import marked
+
+PROGRAM = [sys.executable, str(SCRIPTS / "reporting.py")]
+DEADLINE_S = 60.0
+
+
+class Driver:
+    """A process in a folder of its own, and what it has printed."""
+
+    def __init__(self, folder: Path, mark: str, *words: str) -> None:
+        self._path = folder / f"printed{time.monotonic_ns()}"
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "HOROVOD_"))}
+        with open(self._path, "w") as printed:
+            self.process = subprocess.Popen(
+                [*PROGRAM, *words],
+                cwd=folder,
+                env=clean | {MARK: mark, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def printed(self) -> str:
+        return self._path.read_text()
+
+    def until(self, true: Callable[[], Any], awaited: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not true():
+            assert self.process.poll() is None, f"it ended without {awaited}:\n{self.printed}"
+            assert time.monotonic() < deadline, f"waited for {awaited}:\n{self.printed}"
+            time.sleep(0.005)
+
+    def result(self, word: str = "result") -> Any:
+        """What it prints at its end."""
+        assert self.process.wait(DEADLINE_S) == 0, self.printed
+        [line] = [each for each in self.printed.splitlines() if each.startswith(f"{word} ")]
+        return json.loads(line.removeprefix(f"{word} "))
+
+    def dropped(self) -> int:
+        """As its log says."""
+        return sum(map(int, re.findall(r"(\d+) reports of .* were dropped", self.printed)))
+
+
+@pytest.fixture
+def driver(tmp_path) -> Iterator[Callable[..., Driver]]:
+    started: list[Driver] = []
+    mark = f"reports{os.getpid()}.{time.monotonic_ns()}"
+
+    def start(*words: str) -> Driver:
+        started.append(Driver(tmp_path, mark, *words))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.process.send_signal(signal.SIGCONT)
+            each.process.terminate()
+            each.process.wait(DEADLINE_S)
+    deadline = time.monotonic() + 10.0
+    while (left := list(marked(f"{MARK}={mark}"))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in left:
+        os.kill(process.pid, signal.SIGKILL)
+    assert not left, f"these processes outlived their job: {left}"
+
+
+def test_all_come_before_launch_returns_whatever_the_callback_does(driver):
+    launched = driver("few")
+    result = launched.result()
+    assert result["values"] == [0, 1]
+    assert result["numbers"] == {str(rank): [*range(301)] for rank in range(2)}
+    first, last = result["lines"]
+    assert first["loss"] == 2.0 and first["nan"] != first["nan"]
+    assert len(last["text"]) == 60_000 and last["nested"] == {"a": [1, None, True]}
+    assert result["raised"] == 2
+    assert launched.printed.count("the callback for reports raised KeyError: 'no such column'") == 1
+
+
+def test_a_driver_that_is_stopped_holds_no_worker_up_and_hears_the_newest_when_it_wakes(
+    driver, tmp_path
+):
+    launched = driver("many")
+    launched.until(lambda: "has 1 worker" in launched.printed, "its world")
+    launched.process.send_signal(signal.SIGSTOP)
+    (tmp_path / "stopped").touch()
+    launched.until((tmp_path / "made").exists, "20 MB of reports")
+    launched.process.send_signal(signal.SIGCONT)
+    (tmp_path / "go").touch()
+    [numbers] = launched.result()["numbers"].values()
+    assert numbers == sorted(set(numbers)) and numbers[0] == 0 and numbers[-1] == 3999
+    assert 1000 < len(numbers) < 1100, "the window, and the last 1000"
+    assert launched.dropped() == 4000 - len(numbers)
+
+
+def test_through_agents_a_driver_that_is_killed_is_followed_by_one_that_hears_the_rest(
+    driver, tmp_path
+):
+    hosts = ["-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1"]
+    flags = [*hosts, "--journal", "journal", "--resume"]
+    first = driver("drive", *flags)
+
+    def made(rank: int) -> int:
+        path = tmp_path / f"made.{rank}"
+        return int(path.read_text()) if path.exists() else 0
+
+    def heard(by: Driver) -> dict[int, list[int]]:
+        """The numbers of each rank."""
+        found: dict[int, list[int]] = {0: [], 1: []}
+        path = tmp_path / "reports"
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+        for line in whole.splitlines():
+            report = json.loads(line)
+            if report["driver"] == by.process.pid:
+                assert report["worker"].startswith(["localhost:0#", "127.0.0.2:0#"][report["rank"]])
+                assert report["generation"] == 2 and report["size"] == 2
+                found[report["rank"]].append(report["metrics"]["samples seen"])
+        return found
+
+    first.until(lambda: all(len(each) > 20 for each in heard(first).values()), "some reports")
+    first.process.kill()
+    first.process.wait(DEADLINE_S)
+    absent = [made(0), made(1)]
+    deadline = time.monotonic() + DEADLINE_S
+    while made(0) < absent[0] + 100 or made(1) < absent[1] + 100:
+        assert time.monotonic() < deadline, "they report on without a driver"
+        time.sleep(0.005)
+    second = driver("drive", *flags)
+    second.until(lambda: all(len(each) > 120 for each in heard(second).values()), "the rest")
+    (tmp_path / "go").touch()
+    last = second.result("last")
+    before, after = heard(first), heard(second)
+    missing = 0
+    for rank in range(2):
+        numbers, end = after[rank], last[str(rank)]
+        assert before[rank] == [*range(len(before[rank]))]
+        assert numbers == sorted(set(numbers)), "each once, in order"
+        assert numbers[0] <= len(before[rank]), "none between the two"
+        assert end["last"] and end["samples seen"] == numbers[-1] == made(rank)
+        missing += numbers[-1] - numbers[0] + 1 - len(numbers)
+    assert missing == second.dropped(), "none, unless the machine is very busy"
+    journal = (tmp_path / "journal").read_text()
+    assert "WorkerReconnected" in journal and "samples seen" not in journal

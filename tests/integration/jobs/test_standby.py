@@ -1,0 +1,105 @@
+"""Hosts that come by etcd, everything over TLS, and a driver that is stopped: another takes over, and only one acts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elastic.driver.network.credentials import TlsFiles
+from elastic.driver.network.secret import make_secret_file
+from harness.certificates import make_certificates
+from harness.etcd import one_etcd
+from harness.history import RETURN, TRAINING, History, sizes
+from harness.job import Job, elasticrun
+
+pytestmark = pytest.mark.etcd
+
+
+class Cluster:
+    """Two hosts of this machine, an etcd, and the drivers of one job."""
+
+    def __init__(self, folder: Path, endpoint: str, tls: TlsFiles) -> None:
+        self.folder = folder
+        make_secret_file(str(folder / "secret"))
+        self.common = [
+            *("--etcd", endpoint, "--job", "test", "--secret-file", str(folder / "secret")),
+            *("--etcd-ca", tls.ca, "--etcd-cert", tls.cert, "--etcd-key", tls.key),
+            *("--tls-ca", tls.ca, "--tls-cert", tls.cert, "--tls-key", tls.key),
+        ]
+        self.agents: dict[str, subprocess.Popen[str]] = {}
+        self.drivers: list[Job] = []
+
+    def agent(self, host: str) -> None:
+        words = [elasticrun(), "agent", *self.common, "--host", host, "--slots", "1"]
+        env = os.environ | {"ELASTIC_DIGESTS": "1", "STEPS": "40", "HOLD": "30:file=go"}
+        path = f"{Path(elasticrun()).parent}{os.pathsep}{os.environ['PATH']}"
+        with open(self.folder / f"agent-{host}.log", "a") as log:
+            self.agents[host] = subprocess.Popen(
+                words, env=env | {"PATH": path}, cwd=self.folder, stderr=log, text=True
+            )
+
+    def driver(self) -> Job:
+        flags = ["-np", "2", "--min-np", "1", "--standby", *RETURN.split(), *self.common]
+        self.drivers.append(_Driver(flags, self.folder, len(self.drivers)))
+        return self.drivers[-1]
+
+    def end(self) -> None:
+        for agent in self.agents.values():
+            agent.terminate()
+        for agent in self.agents.values():
+            assert agent.wait(20) == 0
+        left = [process for driver in self.drivers for process in driver.end()]
+        assert not left, f"these processes outlived their job: {left}"
+
+
+class _Driver(Job):
+    """Each has its own copy of the journal."""
+
+    def __init__(self, flags: list[str], folder: Path, number: int) -> None:
+        copy = folder / f"driver{number}"
+        copy.mkdir()
+        (copy / "history").symlink_to(folder / "history")
+        env = {"OMP_NUM_THREADS": "1"}
+        super().__init__(flags, [*map(str, TRAINING)], folder=copy, env=env)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    (tmp_path / "history").mkdir()
+    tls = make_certificates(tmp_path)
+    with one_etcd(tmp_path, tls=tls) as etcd:
+        made = Cluster(tmp_path, etcd.access.endpoints[0], tls)
+        try:
+            yield made
+        finally:
+            made.end()
+
+
+def test_a_driver_that_is_stopped_is_followed_and_does_nothing_when_it_wakes(cluster):
+    cluster.agent("a")
+    first = cluster.driver()
+    first.wait_for(r"leads job test with term 1")
+    cluster.agent("b")
+    first.wait_for(r"generation \d+ has 2 workers: entering elastic.run|b:0#1 joined", 60)
+    second = cluster.driver()
+    second.wait_for("standing by: another driver leads job test")
+
+    first.driver.send_signal(signal.SIGSTOP)
+    second.wait_for("leads job test with term 2")
+    second.wait_for("goes on with the job at generation .*, term 2: 2 workers to find again")
+    second.until(lambda: len(second.events("WorkerReconnected")) == 2, "both workers")
+    first.driver.send_signal(signal.SIGCONT)
+    first.wait_for("this driver does not lead job test any more: it ends, and leaves its workers")
+    assert first.wait() == 75
+
+    (first.folder / "go").touch()  # workers are where the first driver was started
+    second.succeed()
+    assert second.actions("BreakWorld") == [], "not one step failed"
+    assert not [size for size in sizes(second) if size != 2]
+    History(second).check_commits_kept()
+    secret = (cluster.folder / "secret").read_text().strip()
+    assert secret not in first.output + second.output

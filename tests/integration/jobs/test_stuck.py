@@ -1,0 +1,97 @@
+"""Workers that live and run, but do not come on while the others wait for them: they are named, write their stacks,
+and are fenced; the others go on as if nothing had happened. The patience is shortened by flags.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.history import SCRIPTS, STAY_AWAY, History, sizes
+from harness.job import Job
+
+SOON = "--idle-timeout 3"
+STALLING = ["python", SCRIPTS / "stalling.py"]
+
+
+def stalling(job, np: int, stall: str, flags: str = SOON, **env: str) -> Job:
+    env = {"ELASTIC_DIGESTS": "1", "STALL": stall} | env
+    training: Job = job(f"-np {np} --min-np 1 {STAY_AWAY} {flags}", STALLING, env=env)
+    return training
+
+
+def fences(training: Job) -> dict[int, str]:
+    return {kill["worker"][1]: kill["reason"] for kill in training.actions("KillWorker")}
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("sleep", "in sleeps"),
+        ("lock", "in waits_for_a_lock_that_it_holds"),
+        ("gil", "in holds_the_interpreter_in_c"),
+    ],
+)
+def test_a_worker_that_never_enters_the_collective_is_fenced(job, how, where):
+    training = stalling(job, 3, f"slot=1,step=4,place=forward,how={how}")
+    training.wait_for(r"rank \d \(localhost:1#1 on localhost\) keeps the others waiting in '.*idle")
+    training.wait_for(rf"^\[\d\].*{where}$")
+    training.succeed()
+    assert sizes(training)[-1] == 2
+    [(slot, reason)] = fences(training).items()
+    assert slot == 1 and reason.startswith("it is stuck: idle for ") and "waited in '" in reason
+    History(training).check()
+
+
+def test_rank_0_is_no_exception(job):
+    training = stalling(job, 3, "slot=0,step=4,place=backward,how=sleep")
+    training.succeed()
+    assert list(fences(training)) == [0] and sizes(training)[-1] == 2
+    History(training).check()
+
+
+def test_a_busy_worker_is_named_and_later_fenced(job):
+    flags = "--idle-timeout 3 --busy-warning 3 --busy-timeout 8"
+    training = stalling(job, 3, "slot=1,step=4,place=forward,how=loop", flags)
+    training.wait_for(r"warning: rank \d \(localhost:1#1 .* keeps the others waiting .* busy \(CPU")
+    assert fences(training) == {}
+    training.wait_for(r"^\[\d\].*in loops$")
+    training.succeed()
+    assert list(fences(training)) == [1]
+    assert "it is stuck: busy for " in fences(training)[1]
+    History(training).check()
+
+
+def test_who_does_not_come_to_a_recovery_is_fenced(job):
+    """One died, all others gather: the one that hangs before it has said ready holds them up."""
+    training = stalling(
+        job,
+        4,
+        "slot=1,generation=2,place=restore,how=sleep",
+        DIE="slot=3,step=4,place=forward",
+    )
+    training.succeed()
+    assert list(fences(training)) == [1] and sizes(training)[-1] == 2
+    History(training).check()
+
+
+def test_who_never_returns_when_all_others_have_is_fenced(job):
+    training = stalling(job, 3, "slot=2,place=end,how=sleep")
+    training.until(lambda: list(fences(training)) == [2], "a fence")
+    training.wait()
+    assert "it is stuck: idle" in fences(training)[2]
+
+
+def test_without_a_check_everybody_is_awaited(job):
+    """Nothing but the collective's own timeout ends it, if one is given."""
+    flags = "--no-stall-check --gloo-timeout-seconds 6"
+    training = stalling(job, 2, "slot=1,step=4,place=forward,how=sleep", flags)
+    training.wait_for("a collective broke at localhost:0#1")
+    assert fences(training) == {} and training.actions("DumpStacks") == []
+    assert training.end() == []
+
+
+def test_the_straggler_is_named(job):
+    training = stalling(job, 3, "slot=2,place=forward,how=slow", STEPS="2000")
+    training.wait_for(r"warning: rank \d \(localhost:2#1 .*holds the others up", timeout=60)
+    assert fences(training) == {}
+    assert training.end() == []

@@ -1,0 +1,71 @@
+"""The examples do what their first lines promise, small."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def run(*words: str | Path, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_run_plainly_the_minimal_one_is_a_world_of_one(tmp_path):
+    printed = run(EXAMPLES / "minimal.py", cwd=tmp_path)
+    assert "workers 1" in printed
+    assert "y = 3.00 x + 1.00" in printed
+
+
+def test_the_minimal_one_survives_the_loss_of_rank_0(job):
+    fitting = job("-np 3 --min-np 2", ["python", EXAMPLES / "minimal.py"])
+    fitting.wait_for("step 40 .*workers 3")
+    fitting.kill(rank=0)
+    fitting.wait_for("workers 2")
+    fitting.wait_for("y = 3.00 x [+] 1.00")
+    fitting.succeed()
+
+
+@pytest.mark.slow
+def test_the_digits_are_learnt_though_a_worker_is_killed(job):
+    learning = job(
+        "-np 3 --min-np 1 --blacklist-cooldown-range 0.5 2",
+        ["python", EXAMPLES / "digits.py", "--epochs", "20"],
+    )
+    learning.wait_for("epoch  3/20", timeout=60)
+    learning.kill(rank=1)
+    learning.succeed(timeout=100)
+    learning.wait_for(r"test accuracy (9[7-9]|100)\.\d% \(wanted: 97%\)")
+
+
+@pytest.mark.slow
+def test_the_gpt_writes_metrics_from_which_a_report_is_made(job):
+    small = "--steps 30 --layers 1 --width 32 --context 32 --corpus-bytes 200000 --log-every 5"
+    training = job(
+        "-np 2 --min-np 1", ["python", EXAMPLES / "gpt.py", "--out", "out", *small.split()]
+    )
+    training.wait_for("step   10/30", timeout=60)
+    training.kill(rank=0)
+    training.succeed(timeout=100)
+    out = training.folder / "out"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "step" in line]
+    assert sorted(set(steps)) == list(range(1, 31))
+    assert all(after >= before for before, after in itertools.pairwise(steps)), steps
+    assert lines[-1]["validation_loss"] < 5.5
+    training.journal.rename(out / "journal.jsonl")
+    run(EXAMPLES / "report.py", out, cwd=training.folder)
+    page = (out / "report.html").read_text()
+    assert "killed by signal 9" in page
+    assert "<script" not in page
+    assert "http" not in page

@@ -1,0 +1,236 @@
+"""Without elasticrun: under torchrun, mpirun or srun, or with variables set by hand, ranks find each other and train.
+
+torchrun is the real one. Of the others only what they set is here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.errors import CollectiveFailed, Invalid
+from elastic.rendezvous import environment, find_rank0
+from elastic.rendezvous.find_rank0 import Left, meet
+from elastic.rendezvous.launcher_env import Directly, Started, ThroughFile
+from elastic.rendezvous.store import listen
+from harness.history import SCRIPTS
+
+SCRIPT = SCRIPTS / "other_launcher.py"
+FOREIGN = ("ELASTIC_", "HOROVOD_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "MASTER_")
+LIMIT_S = 55.0
+
+
+def clean(extra: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        kept.pop(name, None)
+    return {**kept, "OMP_NUM_THREADS": "1", **extra}
+
+
+def launch(what: str, variables: Sequence[Mapping[str, str]]) -> list[subprocess.Popen[str]]:
+    """One process for each rank."""
+    return [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), what],
+            env=clean(each),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for each in variables
+    ]
+
+
+def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
+    def end() -> None:
+        for process in processes:
+            process.kill()
+
+    deadline = threading.Timer(LIMIT_S, end)
+    deadline.start()
+    try:
+        return [process.communicate()[0] for process in processes]
+    finally:
+        deadline.cancel()
+
+
+def said(output: str) -> list[dict[str, Any]]:
+    # Not by lines: what several processes write into one pipe may stand on one.
+    parts = output.split("said {")[1:]
+    return [json.JSONDecoder().raw_decode("{" + part)[0] for part in parts]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def by_hand(size: int, **more: str) -> list[dict[str, str]]:
+    port = str(free_port())
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | more
+    return [{"RANK": str(rank)} | shared for rank in range(size)]
+
+
+# ---- real processes
+
+
+def test_under_torchrun_which_starts_them_twice():
+    """What the first start has left at the agent misleads nobody. Then a hundred times shutdown() and init()."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    done = subprocess.run(
+        [*run, "--max-restarts", "1", str(SCRIPT), "torchrun"],
+        env=clean({}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout
+    found = sorted(said(done.stdout), key=lambda each: each["place"])
+    assert [each["place"] for each in found] == [[rank, 3, rank, 3, 0, 1] for rank in range(3)]
+    for each in found:
+        assert (each["sum"], each["torch's own"]) == (6.0, 3.0)
+        assert each["after"][0] <= each["before"][0], "descriptors"
+        assert each["after"][1] <= each["before"][1], "threads"
+        assert each["cycle_ms"] < 100
+
+
+def test_a_lost_peer_of_a_world_started_by_hand():
+    """Raises Horovod's error at once; the world can't be formed again, and that is told at once too."""
+    first, second = outputs(launch("loss", by_hand(2)))
+    [told] = said(first)
+    assert told["place"] == [0, 2, 0, 2, 0, 1], second
+    assert told["raised"] and told["after"] < 10
+    assert "the 2 ranks did not all call init() again" in told["again"]
+    assert said(second) == []
+
+
+def test_what_mpirun_and_srun_set_for_two_jobs_at_once():
+    mpirun = [
+        {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "PMIX_NAMESPACE": f"test-{os.getpid()}@1",
+        }
+        for rank in range(2)
+    ]
+    srun = [
+        {
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(rank),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_LOCALID": str(rank),
+            "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.2",
+        }
+        for rank in range(2)
+    ]
+    found = outputs(launch("place", [*mpirun, *srun]))
+    for rank, output in enumerate([*found[:2]]):
+        assert said(output) == [{"place": [rank, 2, rank, 2, 0, 1], "sum": 3.0}], output
+    for rank, output in enumerate([*found[2:]]):
+        assert said(output) == [{"place": [rank, 2, rank, 2, 0, 1], "sum": 3.0}], output
+
+
+# ---- meeting, in threads of this process
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where ranks of one host meet."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"hvd-elastic-{os.getuid()}"
+
+
+def env(seconds: float = 20.0) -> environment.Environment:
+    return environment.read({"HOROVOD_START_TIMEOUT": str(seconds), "ELASTIC_BIND": "127.0.0.1"})
+
+
+def rank(number: int, size: int = 2, name: str = "job") -> Started:
+    return Started("mpirun", number, size, None, ThroughFile(name))
+
+
+def test_the_file_is_private_carries_a_secret_and_goes(folder):
+    seen: list[int] = []
+
+    def watch(started: Started) -> bytes:
+        met = meet(started, env())
+        if started.rank == 1:
+            met.store.close()
+        return met.env.secret
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(watch, rank(0))
+        file = folder / "job"
+        appeared = threading.Event()
+        while not file.exists():
+            appeared.wait(0.005)
+        seen += [stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(file.stat().st_mode)]
+        second = pool.submit(watch, rank(1))
+        assert first.result(20) == second.result(20)
+        assert len(first.result()) == 32
+    assert seen == [0o700, 0o600]
+    assert list(folder.iterdir()) == []
+
+
+def test_what_a_dead_job_left_misleads_nobody(folder):
+    dead = listen("127.0.0.1")
+    dead.close()
+    find_rank0.private_folder()
+    find_rank0._File(ThroughFile("job")).leave(Left("127.0.0.1", dead.address.port, b"old"))
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(meet, rank(1), env())
+        meet(rank(0), env())
+        assert late.result(20).store.address.port != dead.address.port
+
+
+def test_a_rank_that_never_comes_is_told(folder):
+    with pytest.raises(CollectiveFailed, match=r"the 2 ranks that mpirun tells of did not all"):
+        meet(rank(1), env(0.1))
+    with pytest.raises(CollectiveFailed, match=r"rank 0 has\. Set HOROVOD_START_TIMEOUT to wait"):
+        meet(rank(0), env(0.1))
+
+
+def test_rank_0_may_come_last(monkeypatch):
+    monkeypatch.setattr(find_rank0, "REACH_S", 0.05)
+    way = Directly("127.0.0.1", free_port(), b"secret")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, Started("srun", 1, 2, None, way), env())
+        threading.Event().wait(0.3)
+        meet(Started("srun", 0, 2, None, way), env())
+        assert first.result(20).env.bind_host == "127.0.0.1"
+
+
+def test_a_folder_that_others_can_enter_is_refused(folder):
+    folder.mkdir()
+    folder.chmod(0o755)
+    with pytest.raises(Invalid, match="is not a folder of this user's with mode 0700: remove it"):
+        meet(rank(0), env())
+
+
+def test_a_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        way = Directly("127.0.0.1", taken.getsockname()[1], b"")
+        with pytest.raises(Invalid, match="set ELASTIC_MASTER_PORT to another port for all ranks"):
+            meet(Started("srun", 0, 2, None, way), env())
+
+
+def test_a_host_that_is_unknown_is_told():
+    way = Directly("nowhere.invalid", 1, b"")
+    with pytest.raises(Invalid, match=r"'nowhere\.invalid' can't be resolved"):
+        meet(Started("srun", 1, 2, None, way), env())

@@ -1,0 +1,34 @@
+"""What is installed: two import names, with the driver inside one of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_wheel_holds_the_driver_inside_elastic(tmp_path):
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    built = subprocess.run(
+        [*pip, "--wheel-dir", tmp_path, ROOT], capture_output=True, text=True, timeout=100
+    )
+    assert built.returncode == 0, built.stderr
+    [wheel] = tmp_path.glob("hvd_elastic-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
+        commands = archive.read(entry_points).decode()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"elastic", "horovod"}
+    assert {
+        "elastic/protocol/messages.py",
+        "elastic/driver/commandline/cli.py",
+        "horovod/torch/__init__.py",
+    } <= names
+    for command in ("elasticrun", "horovodrun"):
+        assert f"{command} = elastic.driver.commandline.cli:main" in commands or (
+            f"{command}=elastic.driver.commandline.cli:main" in commands
+        )

@@ -1,0 +1,124 @@
+"""Agents on a real Ray cluster: where they run, what their workers find, how they end, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.history import SCRIPTS
+from harness.ray_cluster import RayCluster, RayJob, ray_nodes
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+SCRIPT = SCRIPTS / "ray_agents.py"
+WAIT_S = 60.0
+
+Told = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with ray_nodes(folder, [{"num_cpus": 1}, {"num_cpus": 1}]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def job(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayJob]:
+    program = tmp_path_factory.mktemp("program")
+    (program / "helper.py").write_text("")
+    (program / "driver.py").write_text("raise SystemExit('the wrong driver')")
+    running = RayJob(cluster, SCRIPT, str(program))
+    try:
+        yield running
+    finally:
+        left = running.end()
+    assert not left, f"these processes outlived the program: {left}"
+
+
+@pytest.fixture
+def told(job: RayJob) -> Told:
+    """The facts of a line that the script prints under this name."""
+
+    def of(name: str) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads(job.wait_for(rf"^{name} (\{{.*)", WAIT_S)[1])
+        return facts
+
+    return of
+
+
+def test_workers_run_as_the_users_runtime_env_says(told):
+    found = told("looked")
+    environ = found["environ"]
+    assert environ["MINE"] == "7"
+    assert environ["PYTHONBREAKPOINT"] == "0"
+    assert Path(found["helper"]).parent == Path(found["cwd"]) == Path(environ["PWD"])
+    first, second = environ["PATH"].split(":")[:2]
+    assert (first, second) == (str(Path(sys.executable).parent), "/users/own")
+    assert found["python"] == sys.executable
+    assert found["call"] == "the call"
+
+
+def test_what_ray_has_set_for_the_actors_process_is_not_there(told):
+    found = told("looked")
+    environ = found["environ"]
+    strange = {"RAY_JOB_ID", "RAY_RAYLET_PID", "SPT_NOENV", "RAY_LD_PRELOAD_ON_WORKERS"}
+    assert not strange & set(environ)
+    assert not any("/ray/_private" in each or "thirdparty" in each for each in found["path"])
+    assert environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_worker_joins_the_cluster_and_the_namespace(told):
+    found = told("joined")
+    assert (found["nodes"], found["namespace"]) == (3, "mine")
+
+
+def test_the_secret_is_in_no_argument_and_the_actors_have_their_names(told):
+    found = told("placed")
+    assert sorted(found["names"]) == [
+        f"hvd-elastic-agent:agents:{name}" for name in ("left", "right")
+    ]
+    assert "73" * 32 not in " ".join(found["command"])
+
+
+def test_with_its_actor_an_agent_and_its_workers_end(told):
+    assert told("actor-killed")["took_s"] < 10.0
+    assert told("again")["swept"]
+
+
+def test_with_its_agent_an_actor_ends(told):
+    found = told("agent-killed")
+    assert found["took_s"] < 15.0 and not found["folder"]
+    assert "warning: the agent on left was killed by signal 9" in found["log"]
+
+
+def test_a_detached_agent_finds_the_next_driver(told):
+    found = told("redirected")
+    assert found["took_s"] < 15.0
+    assert "hvd-elastic-agent:lasting:left" in found["names"]
+
+
+def test_closing_leaves_nothing(told):
+    found = told("closed")
+    assert not any(found["alive"])
+    assert found["folders"] and not found["kept"]
+    assert found["names"] == []
+
+
+def test_a_dead_node_that_ray_holds_for_alive_fails_a_start_in_time_and_blocks_nobody(told):
+    found = told("node-died")
+    assert found["agents"] == 1 and found["took_s"] < 10.0
+    assert "right" in found["why"] and found["failed_s"] < 5.0
+    assert found["lag_s"] < 1.0
+    gone = "warning: Ray's raylet on right is gone, and the agent has ended with it"
+    assert gone in found["log"]
+
+
+def test_in_the_end_no_actor_is_left(told, job, cluster):
+    assert told("names")["names"] == []
+    job.succeed(WAIT_S)
+    assert cluster.actors() == []

@@ -1,0 +1,310 @@
+"""`elastic.ray.run` from wherever users of Ray call it, what is left when the caller goes, and Ray in workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.history import SCRIPTS
+from harness.ray_cluster import RayCluster, RayJob, ray_environment, ray_nodes
+from harness.scripts.ray_nodes import free_port
+
+pytestmark = pytest.mark.ray
+
+SCRIPT = SCRIPTS / "ray_callers.py"
+EXAMPLES = Path(__file__).parents[3] / "examples"
+LONG_S = 90.0  # for a whole job, on a busy machine
+GONE_S = 30.0
+CPUS = 8
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def client_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, client_port: int) -> Iterator[RayCluster]:
+    """A head and nothing else."""
+    head = {"num_cpus": CPUS, "ray_client_server_port": client_port}
+    with ray_nodes(tmp_path_factory.mktemp("ray"), head=head, dashboard=True) as running:
+        yield running
+
+
+@pytest.fixture
+def call(cluster: RayCluster) -> Iterator[Callable[..., RayJob]]:
+    """Runs a part of the script. In the end nothing is left of it in the cluster."""
+    jobs = []
+
+    def begin(*arguments: str, script: Path = SCRIPT, **settings: Any) -> RayJob:
+        jobs.append(RayJob(cluster, script, *arguments, **settings))
+        return jobs[-1]
+
+    yield begin
+    left = [process for job in jobs for process in job.end()]
+    assert not left, f"these outlived their caller: {left}"
+    nothing_is_left(cluster)
+
+
+def nothing_is_left(cluster: RayCluster) -> None:
+    cluster.until(lambda: not ours(cluster), f"{ours(cluster)} to be gone", GONE_S)
+    cluster.until(lambda: cluster.available().get("CPU") == CPUS, "all CPUs to be free", GONE_S)
+
+
+def ours(cluster: RayCluster) -> list[str]:
+    """What this library has left in the cluster: actors, placement groups, and processes of jobs."""
+    actors = [
+        f"{actor['class']} {actor['name']}"
+        for actor in cluster.actors()
+        if actor["class"] in ("DriverActor", "AgentActor")
+    ]
+    groups = [f"placement group {group['name']}" for group in cluster.placement_groups()]
+    return actors + groups + [f"{pid}: {line}" for pid, line in programs(cluster)]
+
+
+def programs(cluster: RayCluster, node: str | None = None) -> Iterator[tuple[int, str]]:
+    """Agents and workers of jobs, on the head or another node."""
+    for pid in cluster.processes(node or cluster.head):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if "elastic.launcher.run_function" in line or "elastic.driver.agents.agent_process" in line:
+            yield pid, line
+
+
+def said(job: RayJob, kind: str) -> list[Any]:
+    """What the script has told in lines of that kind."""
+    return [
+        json.loads(line.removeprefix(kind)) for line in job.lines if line.startswith(f"{kind} ")
+    ]
+
+
+def met(values: list[Json], number: int, workers: int = 2) -> None:
+    """They trained together, and with nobody else."""
+    assert [value["rank"] for value in values] == [*range(workers)]
+    assert all(value["numbers"] == [number] * workers for value in values)
+    assert len({value["pid"] for value in values}) == workers
+
+
+def alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def test_from_a_script_called_driver_and_from_a_client_at_once(
+    cluster: RayCluster, client_port: int, call: Callable[..., RayJob], tmp_path: Path
+):
+    (tmp_path / "beside.py").write_text("import os\npid = os.getpid\n")
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent("""
+            import json
+            import elastic.ray
+
+            def train():
+                import elastic, torch
+                elastic.init()
+                numbers = elastic.allgather(torch.tensor([7]), name="numbers").tolist()
+                import beside
+                return {"rank": elastic.rank(), "numbers": numbers, "pid": beside.pid()}
+
+            if __name__ == "__main__":
+                result = elastic.ray.run(train, num_workers=2)
+                print("values", json.dumps(result.values))
+        """)
+    )
+    plain = call(script=script)
+    client = call("client", f"ray://127.0.0.1:{client_port}", env={"RAY_ADDRESS": ""})
+    plain.succeed(LONG_S)
+    client.succeed(LONG_S)
+    met(said(plain, "values")[0], 7)
+    met(said(client, "values")[0], 3)
+    (refused,) = said(client, "refused")
+    assert refused.startswith("100 workers of CPU 1 each were asked for, and 8 could be placed")
+
+
+def test_a_submitted_job_imports_the_module_beside_its_script(cluster: RayCluster, tmp_path: Path):
+    (tmp_path / "numbers_of_ours.py").write_text("NUMBER = 11\n")
+    (tmp_path / "ray_train.py").write_text(
+        textwrap.dedent("""
+            import elastic, elastic.ray, numbers_of_ours
+
+            def train():
+                import torch
+                elastic.init()
+                given = torch.tensor([float(numbers_of_ours.NUMBER)])
+                return elastic.allreduce(given, name="x", op=elastic.Sum).item()
+
+            if __name__ == "__main__":
+                print("values", elastic.ray.run(train, num_workers=1).values)
+        """)
+    )
+    ray = Path(sys.executable).parent / "ray"
+    done = subprocess.run(
+        [ray, "job", "submit", "--working-dir", ".", "--", "python", "ray_train.py"],
+        cwd=tmp_path,
+        env=ray_environment() | {"RAY_ADDRESS": cluster.dashboard},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "values [11.0]" in done.stdout
+    nothing_is_left(cluster)
+
+
+def test_from_a_task_and_from_an_actor(call: Callable[..., RayJob]):
+    job = call("tasks")
+    job.succeed(LONG_S)
+    ((by_task, by_actor),) = said(job, "values")
+    met(by_task, 1, workers=1)
+    met(by_actor, 2, workers=1)
+
+
+def test_trials_of_tune_keep_to_their_bundles(
+    cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
+):
+    """No job reserves anything beside them. The one that Tune stops leaves nothing, as the other."""
+    job = call("trials", str(tmp_path / "results"))
+    seen: set[str] = set()
+
+    def trials_are_over() -> bool:
+        seen.update(group["name"] for group in cluster.placement_groups())
+        return job.process.poll() is not None
+
+    cluster.until(trials_are_over, "both trials to end", LONG_S)
+    job.succeed()
+    trials = said(job, "trial")
+    assert sorted(trial["numbers"] for trial in trials) == [[4, 4], [5, 5]]
+    assert len({pid for trial in trials for pid in trial["pids"]}) == 4
+    assert len({trial["group"] for trial in trials}) == 2
+    assert not [name for name in seen if name.startswith("hvd-elastic:")]
+
+
+def test_what_cannot_work_is_said(cluster: RayCluster, call: Callable[..., RayJob]):
+    job = call("refused")
+    job.succeed(LONG_S)
+    not_pickled, too_many = said(job, "Invalid")
+    assert "the function can't be pickled" in not_pickled and "lock" in not_pickled
+    assert "100 workers of CPU 1 each were asked for, and 8 could be placed" in too_many
+    assert "is free on 1 node" in too_many
+    (failed,) = said(job, "JobFailed")
+    assert failed.startswith("the job ended with exit code 1")
+    assert "LookupError: this is what the user did" in job.output
+    assert "in fails" in job.output  # its traceback
+
+
+def test_a_caller_that_ends_leaves_nothing_and_other_jobs_alone(
+    cluster: RayCluster, call: Callable[..., RayJob]
+):
+    interrupted, killed = call("until_ended"), call("until_ended")
+    pids = []
+    for job in (interrupted, killed):
+        job.wait_for("^report", LONG_S)
+        pids += [report["pid"] for report in said(job, "report")]
+    assert {pid for pid, _ in programs(cluster)} > {*pids}
+    interrupted.process.send_signal(signal.SIGINT)
+    assert interrupted.wait(GONE_S) == 1
+    assert "KeyboardInterrupt" in interrupted.output
+    assert [alive(pid) for pid in pids] == [False, True]
+    killed.process.kill()
+    killed.wait()
+    nothing_is_left(cluster)
+
+
+def test_a_detached_job_outlives_its_caller_and_its_driver(
+    cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
+):
+    first = call("detached", "bert", folder=tmp_path)
+    first.wait_for("^report", LONG_S)
+    first.process.kill()
+    first.wait()
+    second = call("attached", "bert", folder=tmp_path)
+    second.wait_for("^report", LONG_S)
+    (driver,) = [actor for actor in cluster.actors() if actor["class"] == "DriverActor"]
+    assert driver["name"] == "hvd-elastic-driver:bert"
+    workers = {pid for pid, _ in programs(cluster)}
+    os.kill(driver["pid"], signal.SIGKILL)
+    told = len(said(second, "report"))
+    second.wait_for("^report", LONG_S, count=told + 3)  # the next driver has them
+    assert {pid for pid, _ in programs(cluster)} == workers
+    (tmp_path / "go").touch()
+    second.succeed(LONG_S)
+    (values,) = said(second, "values")
+    assert [value["rank"] for value in values] == [0, 1]
+    assert all(value["entered"] == [0] for value in values), "no step has failed"
+    assert "no detached job 'a name that nobody has'" in said(second, "refused")[0]
+
+
+def test_rays_own_calls_in_a_worker_outlive_another_node(
+    cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
+):
+    """All nodes have one address, so that nothing but Ray's choice says to which of them a worker is connected."""
+    nodes = [cluster.add(num_cpus=0, resources={"there": 1}) for _ in range(2)]
+    job = call("inside", folder=tmp_path)
+    job.wait_for("^report", LONG_S, count=6)
+    [old, lost] = [
+        {pid for pid, line in programs(cluster, node) if "run_function" in line} for node in nodes
+    ]
+    assert len(old) == len(lost) == 1
+    cluster.kill(nodes[1])
+    job.succeed(LONG_S)
+    ((value,),) = said(job, "values")
+    assert value == {"worlds": [2, 1], "pid": old.pop()}
+    assert "recovered" in job.output
+    cluster.kill(nodes[0])
+
+
+def test_the_example_of_ray_data_trains_on_each_row_once_an_epoch(
+    cluster: RayCluster, call: Callable[..., RayJob]
+):
+    """A worker is lost and comes back, so does what runs the stream; every epoch has every row, and none twice."""
+    rows = 6000
+    flags = ["--rows", str(rows), "--batch-size", "50", "--epochs", "10000"]
+    job = call(*flags, script=EXAMPLES / "ray_data.py")
+
+    def kill(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    job.wait_for("^block .* 2 workers", LONG_S)
+    kill(next(pid for pid, line in programs(cluster) if "run_function" in line))
+    job.wait_for("^block .* 1 workers", LONG_S)
+    kill(next(actor["pid"] for actor in cluster.actors() if actor["class"] == "Feed"))
+    two = len([line for line in job.lines if re.match("block .* 2 workers", line)])
+    job.wait_for("^block .* 2 workers", LONG_S, count=two + 1)
+    over = len([line for line in job.lines if line.startswith("epoch ")])
+    job.wait_for("^epoch", LONG_S, count=over + 2)
+    ends = [line for line in job.lines if line.startswith("epoch ")]
+    assert ends == [f"epoch {n}: {rows} rows, sum {sum(range(rows))}" for n in range(len(ends))]
+
+
+def test_a_process_on_a_node_ends_with_its_raylet():
+    raylet = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    waits = "from elastic.ray.driver_actor import end_with_raylet as ends; ends(); print(); input()"
+    actor = subprocess.Popen(
+        [sys.executable, "-c", waits],
+        env=ray_environment() | {"RAY_RAYLET_PID": str(raylet.pid)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert actor.stdout is not None and actor.stdout.readline()
+        assert actor.poll() is None
+        raylet.kill()
+        assert actor.wait(10.0) == 1
+    finally:
+        for process in (raylet, actor):
+            process.kill()
+            process.communicate()

@@ -1,0 +1,76 @@
+"""A job's journal in the key-value store of a real Ray cluster: drivers that are killed, replaced, and cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from harness.history import SCRIPTS
+from harness.ray_cluster import RayCluster, RayJob, ray_nodes
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+WRITER = SCRIPTS / "ray_journal_writer.py"
+SETTLED = r"^settled (\d+) (\d+)$"
+FOUND = r"^found (\d+) term (\d+) digest (\d+)$"
+REDIS = shutil.which("redis-server") is not None
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[RayCluster]:
+    with ray_nodes(tmp_path_factory.mktemp("ray"), redis=REDIS) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def driver(cluster: RayCluster, *task: str) -> Iterator[RayJob]:
+    job = RayJob(cluster, WRITER, "night", *task)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def settled(job: RayJob) -> dict[int, str]:
+    """What it was allowed to act upon, and its state after that."""
+    found = (re.match(SETTLED, line) for line in job.lines)
+    return {int(match[1]): match[2] for match in found if match}
+
+
+def check_goes_on(job: RayJob, before: RayJob, term: int) -> None:
+    """It knows all that the driver before was allowed to act upon, and at most what that one was writing."""
+    number, last_term, digest = job.wait_for(FOUND).groups()
+    states = settled(before)
+    assert int(last_term) == term and int(number) - max(states) in (0, 1)
+    assert states.get(int(number), digest) == digest
+
+
+def test_who_comes_after_a_driver_knows_what_it_did(cluster):
+    """One is killed; the next is only cut off and writes on; then the head's service starts anew."""
+    with driver(cluster) as first:
+        first.wait_for(SETTLED, count=100)  # with two snapshots
+        first.process.send_signal(signal.SIGKILL)
+        first.wait()
+    with driver(cluster) as second:
+        check_goes_on(second, first, term=1)
+        second.wait_for(SETTLED, count=10)
+        with driver(cluster) as third:
+            third.wait_for(SETTLED)
+            second.wait_for(r"^log warning another driver leads job night now")
+            second.wait_for(r"^deposed \d+$")
+            assert second.wait() == 0
+            check_goes_on(third, second, term=2)
+            if REDIS:
+                cluster.restart_gcs()
+                third.wait_for(SETTLED, count=len(settled(third)) + 50)
+            third.process.send_signal(signal.SIGKILL)
+            third.wait()
+    with driver(cluster, "forget") as last:
+        check_goes_on(last, third, term=3)
+        last.wait_for(r"^left None$")
+        assert last.wait() == 0

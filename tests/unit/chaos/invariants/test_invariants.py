@@ -1,0 +1,471 @@
+"""Each invariant: a short conversation that keeps it, and one that breaks it. Nobody decides here."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.chaos.invariants.invariants import BrokenInvariant, Summary, check_journal
+from elastic.driver.events import (
+    Action,
+    DriverRestarted,
+    EndJob,
+    FinishWorld,
+    HostLost,
+    HostReported,
+    KillWorker,
+    LetGo,
+    PrepareChange,
+    Report,
+    StopMembersAt,
+    TimePassed,
+    WelcomeWorker,
+    WorkerDigested,
+    WorkerReconnected,
+)
+from elastic.driver.journal.file import FileJournal
+from elastic.protocol.messages import Commit
+from harness.conversation import (
+    checked,
+    connected,
+    disconnected,
+    exited,
+    hosts,
+    leaving,
+    ready,
+    resumed,
+    returned,
+    worker,
+)
+from harness.told import PLACE, Told, broken, digested, gathering, started, training, world
+
+# ---- one generation ------------------------------------------------------------------------------------------------
+
+
+def test_a_recovery_keeps_every_invariant():
+    told = gathering()
+    told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
+    told.lines_of(resumed("h:0", 3), resumed("h:1", 3))
+    assert told.end() == Summary(worlds=3, recoveries=1, commits_compared=0, samples_counted=0)
+
+
+def test_generations_have_no_gap():
+    told = gathering()
+    told.breaks("ONE GENERATION", ready("h:0", 2, (2, 5)), world(4, "h:0", "h:1"))
+
+
+def test_nobody_is_left_behind_in_the_old_world():
+    told = training()
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(ready("h:1", 2, (2, 5)))
+    said = told.breaks("SIZE", TimePassed(), world(3, "h:1", holders=1, commit=(2, 5)))
+    assert "a world of 1, expected 2 to 3 workers" in said
+
+    told = training(workers_min=1)
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(ready("h:1", 2, (2, 5)))
+    said = told.breaks("ONE GENERATION", TimePassed(), world(3, "h:1", holders=1, commit=(2, 5)))
+    assert "h:0#1 of generation 2 was not let go, fenced or lost" in said
+
+    told = training(workers_min=1)
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(TimePassed(), KillWorker(worker("h:0"), "it is late"))
+    told.line(ready("h:1", 2, (2, 5)), world(3, "h:1", holders=1, commit=(2, 5)))
+
+
+def test_who_is_not_ready_is_in_no_world():
+    told = gathering()
+    said = told.breaks(
+        "ONE GENERATION", TimePassed(), world(3, "h:1", "h:0", holders=1, commit=(2, 5))
+    )
+    assert "h:0#1 is a member, but was not ready since generation 2" in said
+
+
+def test_orders_are_about_the_present_world_and_its_live_members():
+    training().line(exited("h:2"), broken(2, "h:0", "h:1"))
+    training().breaks("ONE GENERATION", exited("h:2"), broken(1, "h:0", "h:1"))
+    said = training().breaks("ONE GENERATION", exited("h:2"), broken(2, "h:0", "h:1", "h:2"))
+    assert "BreakWorld goes to h:2#1, no live member of generation 2" in said
+
+
+# ---- commits -------------------------------------------------------------------------------------------------------
+
+
+def test_no_commit_comes_from_an_older_world():
+    """h:0 is outside the world that went on without it, and still commits."""
+    told = training(workers_min=1)
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(TimePassed(), KillWorker(worker("h:0"), "it is late"))
+    told.line(ready("h:1", 2, (2, 5)), world(3, "h:1", holders=1, commit=(2, 5)))
+    told.line(digested("h:0", (2, 7)))  # it is being killed: nobody listens
+
+    told = started_late()
+    told.line(digested("h:2", (1, 0)))
+    told.breaks("NO OLDER COMMIT", ready("h:2", 1, (1, 3)))
+
+
+def started_late() -> Told:
+    """h:2 was in the world of init() and has not entered elastic.run in time."""
+    told = Told()
+    names = ["h:0", "h:1", "h:2"]
+    told.line(hosts(h=3), *map(started, names))
+    told.lines_of(*map(connected, names))
+    told.lines_of(ready("h:1", 0, running=False), ready("h:2", 0, running=False))
+    told.line(ready("h:0", 0, running=False), world(1, *names))
+    told.line(ready("h:0", 1, (1, 0)))
+    return told.line(ready("h:1", 1, (1, 0)), world(2, "h:0", "h:1", holders=2, commit=(1, 0)))
+
+
+def test_a_world_begins_from_the_newest_commit_that_is_held():
+    told = gathering()
+    told.line(ready("h:0", 2, (2, 4)), world(3, "h:1", "h:0", holders=1, commit=(2, 5)))
+
+    told = gathering()
+    said = told.breaks(
+        "NEVER BACK",
+        ready("h:0", 2, (2, 4)),
+        world(3, "h:0", "h:1", holders=1, commit=(2, 4)),
+    )
+    assert "begins from commit 2.4, expected 2.5, the newest that is held" in said
+
+
+def test_ranks_that_are_said_to_hold_the_commit_hold_it():
+    told = gathering()
+    told.breaks(
+        "NEVER BACK",
+        ready("h:0", 2, (2, 4)),
+        world(3, "h:0", "h:1", holders=1, commit=(2, 5)),
+    )
+    told = gathering()
+    told.breaks(
+        "NEVER BACK",
+        ready("h:0", 2, (2, 4)),
+        world(3, "h:1", "h:0", holders=2, commit=(2, 5)),
+    )
+
+
+def test_who_stays_does_not_go_back():
+    training().lines_of(digested("h:0", (2, 8)), ready("h:0", 2, (2, 8)))
+    told = training().line(digested("h:0", (2, 8)))
+    said = told.breaks("NEVER BACK", ready("h:0", 2, (2, 4)))
+    assert "h:0#1 is ready with commit 2.4, expected at least 2.8" in said
+    said = training().breaks("NEVER BACK", ready("h:0", 2, (1, 9)))
+    assert "expected at least 2.0" in said, "it has resumed: it holds what the world began from"
+
+
+def test_the_commits_of_one_worker_do_not_go_back():
+    told = training().lines_of(digested("h:0", (2, 7)), digested("h:0", (2, 8)))
+    told.line(digested("h:0", (2, 8)))  # the samples of another epoch under the same commit
+    told.line(digested("h:1", (2, 7)))
+    said = told.breaks("NEVER BACK", digested("h:0", (2, 7)))
+    assert "h:0#1 reports commit 2.7 after 2.8" in said
+
+
+def test_words_of_a_lost_connection_may_be_overtaken_but_only_those():
+    told = gathering().lines_of(digested("h:1", (2, 5)), disconnected("h:1"))
+    told.line(digested("h:1", (2, 3)))  # it was under way
+    told.line(WorkerReconnected(worker("h:1"), 2, True)).line(digested("h:1", (2, 4)))
+    told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
+    told.lines_of(digested("h:1", (3, 2)), digested("h:1", (3, 3)))
+    told.breaks("NEVER BACK", digested("h:1", (3, 2)))
+
+
+def test_the_last_words_of_a_dead_worker_count_on_too():
+    told = training().line(digested("h:2", (2, 8)))
+    told.line(exited("h:2"), broken(2, "h:0", "h:1")).line(digested("h:2", (2, 9)))
+    told.breaks("NEVER BACK", digested("h:2", (2, 8)))
+    told = training().line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.breaks("NO MIXING", digested("h:2", (3, 1)))
+
+
+def test_a_torn_state_is_no_commit():
+    told = training().line(digested("h:0", (2, 8)))
+    told.line(ready("h:0", 2, None))
+
+
+def test_training_does_not_begin_anew_unsaid():
+    told = training(workers_min=1)
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(exited("h:1"))
+    told.breaks("NEVER BACK", ready("h:0", 2, None), world(3, "h:0"))
+
+
+def told_to_stop(check: int) -> Told:
+    """They have passed 4, 5 and 4 checks."""
+    everybody = [worker("h:0"), worker("h:1"), worker("h:2")]
+    told = training()
+    told.line(leaving("h:2"), PrepareChange(2, 1, everybody, "h:2 leaves"))
+    told.lines_of(checked("h:0", 2, 4), checked("h:1", 2, 5))
+    return told.line(checked("h:2", 2, 4), StopMembersAt(2, 1, check, everybody))
+
+
+def test_all_stop_in_one_place():
+    told = told_to_stop(6).lines_of(ready("h:0", 2, (2, 6)), ready("h:1", 2, (2, 6)))
+    after = world(3, "h:0", "h:1", holders=2, commit=(2, 6))
+    told.line(ready("h:2", 2, (2, 6)), LetGo(worker("h:2"), "SIGTERM"), after)
+
+    with pytest.raises(BrokenInvariant, match="stop at check 5, which one that has passed 5 can't"):
+        told_to_stop(5)
+
+    said = told_to_stop(6).breaks("NEVER BACK", ready("h:1", 2, (2, 5)))
+    assert "h:1#1 has stopped with commit 2.5, expected 2.6, like all others" in said
+
+    told = told_to_stop(6).lines_of(ready("h:0", 2, (2, 6)), ready("h:2", 2, (2, 6)))
+    torn = (LetGo(worker("h:2"), "SIGTERM"), world(3, "h:0", "h:1", holders=1, commit=(2, 6)))
+    said = told.breaks("NEVER BACK", ready("h:1", 2, None), *torn)
+    assert "2 members had stopped in one place, 1 hold its commit" in said
+
+
+def test_who_had_no_connection_may_not_have_heard_where_to_stop():
+    told = told_to_stop(6).line(disconnected("h:1"))
+    told.line(WorkerReconnected(worker("h:1"), 2, True)).line(ready("h:1", 2, (2, 5)))
+
+
+def test_equal_commits_are_equal_parameters():
+    told = training()
+    told.lines_of(digested("h:0", (2, 3)), digested("h:1", (2, 3)), digested("h:1", (2, 4), 0xB))
+    said = told.breaks("EQUAL DIGESTS", digested("h:2", (2, 3), 0xC))
+    assert "h:2#1 has c under commit 2.3, h:0#1 has a" in said
+
+
+def test_a_world_begins_with_the_bits_that_were_committed():
+    told = gathering().line(digested("h:1", (2, 5)))
+    told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
+    told.line(digested("h:0", (3, 0)))
+    said = told.breaks("EQUAL DIGESTS", digested("h:1", (3, 0), 0xB))
+    assert "h:1#1 has b under commit 3.0, h:1#1 has a" in said
+
+
+# ---- sizes, words, ranks -------------------------------------------------------------------------------------------
+
+
+def test_a_world_may_be_too_large_only_while_somebody_leaves():
+    def two_are_ready_for_one_place() -> Told:
+        told = Told(np=1, workers_min=1)
+        told.line(hosts(h=1, g=1), started("h:0"), started("g:0"))
+        told.lines_of(connected("h:0"), connected("g:0"))
+        return told.line(ready("g:0", 0, running=False))
+
+    told = two_are_ready_for_one_place()
+    told.breaks("SIZE", ready("h:0", 0, running=False), world(1, "h:0", "g:0"))
+    told = two_are_ready_for_one_place().line(leaving("h:0"))
+    told.line(ready("h:0", 0, running=False), world(1, "h:0", "g:0"))
+
+
+def test_a_long_gathering_says_why():
+    told = gathering()
+    told.line(TimePassed(), Report("warning", "waiting for h:0#1"), after=5.0)
+    told.line(TimePassed(), after=20.0)
+    told = gathering()
+    assert "not a word why" in told.breaks("SIZE", TimePassed(), after=25.0)
+
+
+def test_a_worker_speaks_only_of_worlds_that_it_was_in():
+    said = training().breaks("NO MIXING", resumed("h:0", 3))
+    assert "h:0#1 speaks of generation 3, expected one of [1, 2], its own" in said
+    assert "after 2" in training().breaks("NO MIXING", returned("h:0", 1))
+
+
+def test_a_world_resumes_once():
+    assert "twice" in training().breaks("NO MIXING", resumed("h:1", 2))
+    told = training().lines_of(disconnected("h:1"))
+    told.line(WorkerReconnected(worker("h:1"), 2, True)).line(resumed("h:1", 2))
+
+
+def test_a_commit_is_not_of_a_world_to_come():
+    ahead = WorkerDigested(worker("h:0"), 2, Commit(3, 0), 0xA)
+    training().breaks("NO MIXING", ahead)
+
+
+def test_a_commit_is_of_a_world_that_its_worker_was_in():
+    told = training(workers_min=1).line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(TimePassed(), started("h:2#2"))
+    told.lines_of(connected("h:2#2"), ready("h:2#2", 0), ready("h:1", 2, (2, 5)))
+    after = world(3, "h:0", "h:1", "h:2#2", holders=2, commit=(2, 5))
+    told.line(ready("h:0", 2, (2, 5)), after).line(digested("h:2#2", (3, 1)))
+    older = WorkerDigested(worker("h:2#2"), 3, Commit(2, 9), 0xA)
+    said = told.breaks("NO MIXING", older)
+    assert "h:2#2 reports commit 2.9, and was in no world of generation 2" in said
+    training().breaks("NO MIXING", digested("h:1", (0, 3)))
+
+
+def test_who_was_never_started_is_not_heard_of():
+    for name in ("h:7", "h:2#2", "elsewhere:0"):
+        said = training().breaks("ONE PER SLOT", digested(name, (2, 3)))
+        assert f"{worker(name)} is heard of, and was never started" in said
+    training().breaks("ONE PER SLOT", exited("h:7"))
+
+
+def test_old_members_keep_their_order_and_newcomers_come_last():
+    def ready_for_a_world() -> Told:
+        told = training().line(exited("h:1"), broken(2, "h:0", "h:2"))
+        told.line(TimePassed(), started("h:1#2"))
+        told.lines_of(connected("h:1#2"), ready("h:1#2", 0))
+        return told.line(ready("h:0", 2, (2, 5)))
+
+    told = ready_for_a_world()
+    told.line(ready("h:2", 2, (2, 5)), world(3, "h:0", "h:2", "h:1#2", holders=2, commit=(2, 5)))
+    told = ready_for_a_world()
+    said = told.breaks(
+        "RANK 0 IS NO OTHER",
+        ready("h:2", 2, (2, 5)),
+        world(3, "h:2", "h:0", "h:1#2", holders=2, commit=(2, 5)),
+    )
+    assert "in the order [2, 0], expected [0, 2]" in said
+
+
+def test_the_job_does_not_end_for_want_of_rank_0():
+    lost = "all 3 members of generation 2 are lost, and nobody is left to go on from"
+    told = training().line(exited("h:0"), broken(2, "h:1", "h:2"))
+    assert "h:1#1 holds 2.0" in told.breaks("RANK 0 IS NO OTHER", TimePassed(), EndJob(1, lost))
+    told = training().lines_of(exited("h:0"), exited("h:1"))
+    told.line(exited("h:2"), EndJob(1, lost))
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_has_one_worker_at_a_time():
+    training().line(exited("h:2"), started("h:2#2"))
+    said = training().breaks("ONE PER SLOT", TimePassed(), started("h:2#2"))
+    assert "h:2#2 is started while h:2#1 was not seen to exit" in said
+    training().breaks("ONE PER SLOT", exited("h:2"), started("h:2#1"))
+    training().line(HostReported("h", [worker("h:0"), worker("h:1")]), started("h:2#2"))
+    training().breaks("ONE PER SLOT", HostLost("h", "no word from it"), started("h:2#2"))
+
+
+def test_who_was_fenced_or_let_go_is_in_no_later_world():
+    def gone(action: Action) -> Told:
+        told = training().line(TimePassed(), action)
+        told.line(exited("h:2"), broken(2, "h:0", "h:1"))
+        return told.lines_of(ready("h:0", 2, (2, 5)), ready("h:1", 2, (2, 5)))
+
+    both = world(3, "h:0", "h:1", holders=2, commit=(2, 5))
+    gone(Report("info", "nothing")).line(TimePassed(), both)
+    for action in (KillWorker(worker("h:1"), "stuck"), LetGo(worker("h:1"), "SIGTERM")):
+        gone(action).breaks("FENCED STAYS OUT", TimePassed(), both)
+    dead = world(3, "h:0", "h:2", holders=1, commit=(2, 5))
+    gone(Report("info", "nothing")).breaks("FENCED STAYS OUT", TimePassed(), dead)
+
+
+def test_nothing_follows_the_end():
+    told = training().line(TimePassed(), EndJob(1, "enough"))
+    told.line(exited("h:0"), LetGo(worker("h:1"), "the job has ended"))
+    said = told.breaks("THE END", exited("h:1"), started("h:1#2"))
+    assert "StartWorker worker=h:1#2" in said and "after EndJob" in said
+    welcome = WelcomeWorker(worker("h:0"), PLACE, True, True)
+    training().breaks("THE END", TimePassed(), EndJob(1, "enough"), welcome)
+
+
+def test_success_is_what_returned():
+    training().all_return()
+
+    told = training().lines_of(returned("h:0", 2), returned("h:1", 2))
+    said = told.breaks("THE END", TimePassed(), EndJob(0, returned_from(2, members=3)))
+    assert "the job ends with success, and h:0#1 has not returned" in said, "nobody released it"
+
+    told = training().lines_of(returned("h:0", 2), returned("h:1", 2))
+    said = told.breaks("THE END", TimePassed(), released("h:0", "h:1", "h:2"))
+    assert "h:2#1 is released from generation 2, and has not returned" in said
+
+    told = training().lines_of(returned("h:0", 2))
+    told.line(TimePassed(), released("h:0"), after=55.0)  # it has waited for the others long enough
+    said = told.breaks("THE END", TimePassed(), EndJob(0, returned_from(2, members=1)))
+    assert "and h:1#1 has not returned" in said
+
+    told = training().line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.breaks("THE END", returned("h:0", 2), released("h:0"))
+
+
+def returned_from(generation: int, *, members: int) -> str:
+    return f"all {members} members of generation {generation} returned"
+
+
+def released(*names: str) -> FinishWorld:
+    return FinishWorld(2, [worker(name) for name in names])
+
+
+def all_but_the_last_have_returned() -> Told:
+    return training().lines_of(returned("h:0", 2), returned("h:1", 2))
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (EndJob(0, returned_from(2, members=2)), "2 members are said to have returned, expected 3"),
+        (EndJob(0, returned_from(1, members=3)), "of generation 1 returned, and 2 is active"),
+        (EndJob(0, "enough"), "success, for a reason that is none: enough"),
+        (EndJob(3, returned_from(2, members=3)), "exit code 3 for a success"),
+        (EndJob(1, "lost h:2#1"), "all 3 members have returned, and the job fails: lost h:2#1"),
+    ],
+)
+def test_code_and_reason_agree_with_the_returns(end, said):
+    told = all_but_the_last_have_returned()
+    last = (released("h:0", "h:1", "h:2"), end)
+    assert said in told.breaks("THE END", returned("h:2", 2), *last)
+
+
+def test_the_code_of_a_failure_is_that_of_the_exit():
+    training().line(exited("h:0", 3), EndJob(3, "it ended with exit code 3"))
+    training().line(exited("h:0", -9), EndJob(137, "it ended with signal 9"))
+    training().line(exited("h:0", 3), EndJob(1, "--reset-limit 0 is reached"))
+    said = training().breaks("THE END", exited("h:0", 3), EndJob(4, "it ended"))
+    assert "exit code 4, expected 1 or 3" in said
+    training().breaks("THE END", TimePassed(), EndJob(3, "it has ended"))
+
+
+def outside_elastic_run() -> Told:
+    """Two programs that have called init(), and train by themselves."""
+    told = Told(np=2).line(hosts(h=2), started("h:0"), started("h:1"))
+    told.lines_of(connected("h:0"), connected("h:1"), ready("h:0", 0, running=False))
+    return told.line(ready("h:1", 0, running=False), world(1, "h:0", "h:1"))
+
+
+def test_programs_end_one_by_one():
+    told = outside_elastic_run().line(exited("h:0", 0))
+    told.line(exited("h:1", 0), EndJob(0, "2 workers ended with exit code 0"))
+
+    told = outside_elastic_run()
+    said = told.breaks("THE END", exited("h:0", 0), EndJob(0, "1 worker ended with exit code 0"))
+    assert "all have come to their end, and h:1#1 has not" in said
+
+    for number, code in ((1, 0), (2, 3)):
+        told = outside_elastic_run().line(exited("h:0", 0))
+        end = EndJob(0, f"{number} worker{'s' * (number > 1)} ended with exit code 0")
+        told.breaks("THE END", exited("h:1", code), end)
+
+
+def test_time_goes_on_even_where_another_driver_does():
+    training().breaks("TIME", TimePassed(), after=-0.02)
+    training().breaks("TIME", DriverRestarted(), after=-0.02)
+
+
+# ---- a journal -----------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_is_checked_line_by_line(tmp_path):
+    told = gathering()
+    told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
+    told.end(1, "enough")
+    assert check_journal(written(told, tmp_path / "good")).worlds == 3
+    told.lines[-2] = (*told.lines[-2][:2], [world(5, "h:0", "h:1")])
+    with pytest.raises(
+        BrokenInvariant, match=f"generation 5 follows 2 \\(line {len(told.lines)}, "
+    ):
+        check_journal(written(told, tmp_path / "bad"))
+
+
+def test_a_driver_that_raised_broke_something(tmp_path):
+    told = training()
+    path = written(told, tmp_path / "raised", error="AssertionError: too late")
+    with pytest.raises(BrokenInvariant, match="THE END: the driver raised AssertionError"):
+        check_journal(path)
+
+
+def written(told: Told, path, *, error: str = ""):
+    journal = FileJournal.begin(path, told.settings)
+    for at, event, actions in told.lines:
+        journal.record(at, event, actions)
+    if error:
+        journal.record(told.now + 1, TimePassed(), error=error)
+    journal.close()
+    return path

@@ -1,0 +1,113 @@
+"""Each sample of the committed history counts once: reports as workers make them, and what is said about them."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.chaos.invariants.invariants import BrokenInvariant
+from harness.conversation import (
+    exited,
+    ready,
+)
+from harness.told import Told, broken, digested, training, world
+
+
+def test_each_sample_of_the_committed_history_counts_once():
+    """Ten samples: three workers train six, the third dies, two train the rest."""
+    told = training(samples=10)
+    told.lines_of(
+        digested("h:0", (2, 1), samples=[0, 3]),
+        digested("h:1", (2, 1), samples=[1, 4]),
+        digested("h:2", (2, 1), samples=[2, 5]),
+        digested("h:2", (2, 2), samples=[8]),  # undone: nobody goes on from it
+    )
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(ready("h:1", 2, (2, 1)))
+    told.line(ready("h:0", 2, (2, 1)), world(3, "h:0", "h:1", holders=2, commit=(2, 1)))
+    told.lines_of(digested("h:0", (3, 1), samples=[6, 8]), digested("h:1", (3, 1), samples=[7, 9]))
+    assert told.end().samples_counted == 10
+
+
+def one_epoch(*reports: tuple[str, tuple[int, int], list[int]], size: int = 2) -> Told:
+    told = training(size, samples=5)
+    return told.lines_of(*(digested(name, c, samples=each) for name, c, each in reports))
+
+
+def test_the_last_round_may_be_filled_with_repeats():
+    told = one_epoch(("h:0", (2, 1), [0, 2]), ("h:1", (2, 1), [1, 3]))
+    told.lines_of(digested("h:0", (2, 2), samples=[4]), digested("h:1", (2, 2), samples=[0]))
+    told.end()
+
+
+@pytest.mark.parametrize(
+    ("reports", "what"),
+    [
+        (
+            [("h:0", (2, 1), [0, 2]), ("h:1", (2, 1), [1])],
+            "2 samples of epoch 0 are in no commit, the first is 3",
+        ),
+        (
+            [("h:0", (2, 1), [0, 2, 4]), ("h:1", (2, 2), [1, 3, 0, 2])],
+            "sample 2 of epoch 0 counts in 2.1 and again in 2.2: repeat 2 in a world of 2",
+        ),
+    ],
+)
+def test_a_sample_that_is_missing_or_counts_too_often_is_found(reports, what):
+    told = one_epoch(*reports)
+    with pytest.raises(BrokenInvariant, match=f"EACH SAMPLE ONCE: {what}"):
+        told.end()
+
+
+def a_world_of_two_after_three_samples(samples: int) -> Told:
+    told = training(samples=samples)
+    told.lines_of(*(digested(f"h:{n}", (2, 1), samples=[n]) for n in range(3)))
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(ready("h:1", 2, (2, 1)))
+    return told.line(ready("h:0", 2, (2, 1)), world(3, "h:0", "h:1", holders=2, commit=(2, 1)))
+
+
+def test_a_cursor_that_is_one_off_is_found():
+    """Three were done, and the next world begins at the third again."""
+    told = a_world_of_two_after_three_samples(6)
+    told.lines_of(digested("h:0", (3, 1), samples=[2]), digested("h:1", (3, 1), samples=[3]))
+    told.lines_of(digested("h:0", (3, 2), samples=[4]), digested("h:1", (3, 2), samples=[5]))
+    with pytest.raises(
+        BrokenInvariant, match=r"samples \[2\] of epoch 0 count again in 3\.1, which"
+    ):
+        told.end()
+
+
+def test_a_last_round_has_no_more_repeats_than_it_needs():
+    told = a_world_of_two_after_three_samples(5)
+    told.lines_of(digested("h:0", (3, 1), samples=[3]), digested("h:1", (3, 1), samples=[4, 0]))
+    with pytest.raises(BrokenInvariant, match="2 were left for 2 workers, which needs 0 repeats"):
+        told.end()
+
+
+def test_who_dies_takes_its_last_report_with_it():
+    told = training(samples=6)
+    told.lines_of(digested("h:0", (2, 1), samples=[0, 3]), digested("h:1", (2, 1), samples=[1, 4]))
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"))
+    told.line(ready("h:1", 2, (2, 1)))
+    told.line(ready("h:0", 2, (2, 1)), world(3, "h:0", "h:1", holders=2, commit=(2, 1)))
+    told.end()
+
+
+def test_the_same_samples_count_again_in_the_next_epoch():
+    told = training(2, samples=2)
+    for epoch in range(3):
+        told.lines_of(
+            digested("h:0", (2, epoch), samples=[0], epoch=epoch),
+            digested("h:1", (2, epoch), samples=[1], epoch=epoch),
+        )
+    assert told.end().samples_counted == 6
+
+
+def test_one_commit_may_end_an_epoch_and_begin_another():
+    told = training(2, samples=2)
+    for name, sample in (("h:0", 0), ("h:1", 1)):
+        told.line(digested(name, (2, 1), samples=[sample]))
+        told.line(digested(name, (2, 1), samples=[1 - sample], epoch=1))
+    assert told.end().samples_counted == 4
+    told = training(2).line(digested("h:0", (2, 1), samples=[0]))
+    told.breaks("EACH SAMPLE ONCE", digested("h:0", (2, 1), samples=[0]))

@@ -1,0 +1,784 @@
+"""From a command line to a Job: every flag, every default, and a sentence for every mistake, before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.driver.commandline import check_build, cli
+from elastic.driver.commandline.flags import Options, parse
+from elastic.driver.job.job import Job
+from elastic.driver.network.hosts import ThisHost
+from elastic.driver.settings import UNBOUNDED
+from elastic.errors import Invalid
+
+PYTHON = sys.executable
+ENVIRON = {"PATH": "/usr/bin:/bin"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test has a current folder of its own, with a script in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_other_horovod(monkeypatch):
+    monkeypatch.setattr(check_build, "other_horovod", lambda: None)
+
+
+def job(line: str, command: str = "sleep 1", *, cores: int = 8, **environ: str) -> Job:
+    environment = ENVIRON | environ
+    words = [*line.split(), *command.split()]
+    here = ThisHost(hostname="trainer", resolve=lambda name: ["192.0.2.7"])
+    options = cli.read_options(words, environment)
+    return cli.make_job(options, environment, this_host=here, cores=cores)
+
+
+def refusal(line: str, command: str = "sleep 1", *, cores: int = 8, **environ: str) -> str:
+    with pytest.raises(Invalid) as caught:
+        job(line, command, cores=cores, **environ)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def workers(line: str) -> tuple[int, int, int, bool]:
+    settings = job(line).settings
+    return settings.np, settings.workers_min, settings.workers_max, settings.elastic
+
+
+def warnings(of: Job) -> list[str]:
+    return [text for level, text in of.notes if level == "warning"]
+
+
+# ---- where the program starts
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("-np 4 python train.py --lr 0.1", "python train.py --lr 0.1"),
+        ("-np 4 -- python train.py -- x", "python train.py -- x"),
+        ("-np 4 python train.py -np 8 -H x --help", "python train.py -np 8 -H x --help"),
+        ("--verbose -np 4 python -u -p 3 -n -l", "python -u -p 3 -n -l"),
+        ("--blacklist-cooldown-range 5 9 -np 4 python", "python"),
+        ("--num-proc=4 -Hlocalhost:4 --tcp python", "python"),
+        ("-np 4", ""),
+    ],
+)
+def test_the_program_starts_at_the_first_word_that_is_no_flag(line, command):
+    options = parse(line.split())
+    assert options.command == command.split()
+    assert options.num_proc == 4
+
+
+def test_horovods_spellings():
+    line = (
+        "-np 2 --min-num-proc 1 --max-num-proc 3 -hostfile h -prefix-timestamp -p 22 -i key"
+        " --network-interface eth0,eth1 --network-interfaces lo --gloo --disable-cache"
+        " --blacklist-cooldown-range 60 300 --log-level warning --slots-per-host 2"
+    )
+    assert parse(line.split()) == Options(
+        num_proc=2,
+        min_num_proc=1,
+        max_num_proc=3,
+        hostfile="h",
+        prefix_output_with_timestamp=True,
+        ssh_port=22,
+        ssh_identity_file="key",
+        network_interfaces=["eth0", "eth1", "lo"],
+        disable_cache=True,
+        cooldown_range=[60.0, 300.0],
+        log_level="WARNING",
+        slots_per_host=2,
+    )
+
+
+# ---- how many workers
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("-np 4", (4, 4, 4, False)),
+        ("-np 4 -H localhost:8", (4, 4, 4, False)),
+        ("-np 4 --min-np 2", (4, 2, 4, True)),
+        ("--min-np 2", (2, 2, 2, True)),
+        ("-np 4 --max-np 8", (4, 4, 8, True)),
+        ("--min-np 2 --max-np 8", (2, 2, 8, True)),
+        ("-np 4 --min-np 2 -H localhost:8", (4, 2, 4, True)),
+        ("-np 4 --host-discovery-script /bin/true", (4, 4, UNBOUNDED, True)),
+        ("--min-np 2 --host-discovery-script /bin/true", (2, 2, UNBOUNDED, True)),
+        ("--min-np 2 --max-np 4 --host-discovery-script /bin/true", (2, 2, 4, True)),
+    ],
+)
+def test_how_many_workers(line, expected):
+    assert workers(line) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "-np is missing; say how many workers to start, as in -np 4"),
+        ("--max-np 4", "-np and --min-np are missing"),
+        ("--host-discovery-script /bin/true", "-np and --min-np are missing"),
+        ("-np 0", "-np/--num-proc: '0' must be a whole number, 1 or more"),
+        ("-np -2", "-np/--num-proc: '-2' must be a whole number, 1 or more"),
+        ("-np four", "-np/--num-proc: 'four' must be a whole number, 1 or more"),
+        ("-np 2.5", "'2.5' must be a whole number"),
+        ("-np 4 --min-np 5", "--min-np 5 is greater than --max-np 4"),
+        ("-np 4 --min-np 5 --max-np 8", "-np 4 is smaller than --min-np 5"),
+        ("-np 9 --max-np 8", "--min-np 9 is greater than --max-np 8"),
+        ("-np 9 --min-np 2 --max-np 8", "-np 9 is greater than --max-np 8"),
+        ("-np 5 -H localhost:2,127.0.0.2:2", "5 workers need 5 slots, but localhost:2,127.0.0.2:2"),
+        ("-np 5000", "5000 workers are too many for one machine"),
+        ("--reset-limit -1 -np 2", "'-1' must be a whole number, 0 or more"),
+        ("--elastic-timeout 0 -np 2", "'0' must be a number of seconds, more than 0"),
+        ("--elastic-timeout nan -np 2", "'nan' must be a number of seconds, more than 0"),
+        ("--start-timeout soon -np 2", "'soon' must be a number of seconds"),
+        ("--blacklist-cooldown-range 60 5 -np 2", "the cooldown range 60.0 .. 5.0 s is empty"),
+        ("--blacklist-cooldown-range 60", "'sleep' must be a number of seconds"),
+        ("--slot-attempts 0 -np 2", "'0' must be a whole number, 1 or more"),
+        ("--log-level LOUD -np 2", "'LOUD' must be one of TRACE, DEBUG"),
+    ],
+)
+def test_numbers_that_make_no_job_are_told(line, said):
+    assert said in refusal(line)
+
+
+def test_a_flag_after_the_program_is_noticed():
+    assert "as in -np 4 before the program" in refusal("", "sleep -np 4")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--min-nump", "3"], "unknown flag --min-nump; did you mean --min-np?"),
+        (["-np4"], "unknown flag -np4; did you mean -np?"),
+        (["--zzz=3"], "unknown flag --zzz=3; see elasticrun --help"),
+        (["-np"], "-np/--num-proc: needs a value"),
+        (["--network-interface", ","], "names nothing; give one name"),
+    ],
+)
+def test_flags_that_do_not_exist_or_lack_a_value_are_told(words, said):
+    with pytest.raises(Invalid) as caught:
+        parse(words)
+    assert said in str(caught.value)
+
+
+# ---- where
+
+
+def test_without_hosts_this_machine_has_the_slots():
+    assert job("-np 3").hosts == {"localhost": 3}
+    assert job("-np 3 --min-np 1 --max-np 6").hosts == {"localhost": 6}
+
+
+def test_several_names_of_this_machine_are_several_hosts(folder):
+    assert job("-np 4 -H localhost:2,127.0.0.2:2").hosts == {"localhost": 2, "127.0.0.2": 2}
+    assert job("-np 3 -H trainer:2,[::1]").hosts == {"trainer": 2, "::1": 1}
+    (folder / "hosts").write_text("localhost slots=2\n127.1\n")
+    assert job("-np 5 --hostfile hosts --slots-per-host 3").hosts == {"localhost": 2, "127.1": 3}
+
+
+def test_a_script_is_found_and_not_yet_run(folder):
+    (folder / "hosts.sh").write_text(f"#!/bin/sh\ntouch {folder}/was-run\n")
+    (folder / "hosts.sh").chmod(0o755)
+    made = job("-np 2 --host-discovery-script ./hosts.sh --slots-per-host 4")
+    assert (made.hosts, made.script, made.slots_per_host) == (None, [f"{folder}/hosts.sh"], 4)
+    assert not (folder / "was-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("-np 2 -H gpu7:2 -i key", "--ssh-identity-file key can't be read"),
+        ("-np 2 -H a:1 --hostfile b", "-H and --hostfile are given together; keep one of them"),
+        ("-np 2 --hostfile nowhere", "hostfile nowhere can't be read: No such file"),
+        ("-np 2 --host-discovery-script ./train.py", "is not executable; run: chmod +x ./train.py"),
+        ("-np 2 --host-discovery-script no.sh", "discovery script 'no.sh' does not exist"),
+        (
+            "-np 2 --network-interface eth77",
+            "--network-interface eth77 gives no address of this machine",
+        ),
+        ("-np 2 --mpi", "--mpi is not available; leave it out"),
+        ("-np 2 --jsrun", "--jsrun is not available; leave it out"),
+    ],
+)
+def test_places_that_cannot_be_had_are_told(line, said):
+    assert said in refusal(line)
+
+
+def test_the_network_interface_gives_the_address():
+    assert job("-np 2").bind == "127.0.0.1"
+    made = job("-np 2 --network-interfaces eth77,lo")
+    assert (made.bind, made.environ["NCCL_SOCKET_IFNAME"]) == ("127.0.0.1", "=lo")
+    assert job("-np 2 --network-interface ::1").bind == "::1"
+
+
+# ---- what is run
+
+
+def test_the_program_must_be_one_that_can_run(folder):
+    (folder / "run.sh").write_text("echo\n")
+    (folder / "self.py").write_text("#!/usr/bin/env python3\n")
+    (folder / "self.py").chmod(0o755)
+    (folder / "bare.py").write_text("print()\n")
+    (folder / "bare.py").chmod(0o755)
+    for command, said in {
+        "": "there is no program to run; put it after the flags",
+        "train.py --lr 1": "put python before train.py: python train.py --lr 1",
+        "./train.py": "put python before ./train.py",
+        "./bare.py": "put python before ./bare.py",
+        "./run.sh": "./run.sh can't be run; make it executable with chmod +x ./run.sh",
+        "nonesuch": "there is no program nonesuch on the PATH",
+        "./nonesuch": "there is no program ./nonesuch; give a path that exists",
+        ".": ". is a directory; give a program",
+        f"{PYTHON} trian.py": f"there is no file trian.py in {folder}",
+    }.items():
+        assert said in refusal("-np 2", command), command
+    assert job("-np 2", "./self.py --lr 1").command == ["./self.py", "--lr", "1"]
+    assert job("-np 2", f"{PYTHON} train.py").command == [PYTHON, "train.py"]
+    assert job("-np 2", f"{PYTHON} -m nonesuch.py").command[1:] == ["-m", "nonesuch.py"]
+
+
+# ---- output
+
+
+def test_places_for_output_are_made_and_tried(folder):
+    made = job("-np 2 --output-filename out/logs --journal j.jsonl --prefix-output-with-timestamp")
+    assert made.output_dir == f"{folder}/out/logs"
+    assert (folder / "out/logs").is_dir()
+    assert list((folder / "out/logs").iterdir()) == []
+    assert made.journal == f"{folder}/j.jsonl"
+    assert made.prefix_timestamps
+
+
+def test_an_old_journal_is_not_touched_before_the_job_starts(folder):
+    (folder / "j.jsonl").write_text("old\n")
+    job("-np 2 --journal j.jsonl")
+    assert (folder / "j.jsonl").read_text() == "old\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--output-filename train.py", "--output-filename train.py is a file; give a directory"),
+        ("--output-filename train.py/x", "can't be written to: Not a directory"),
+        ("--output-filename /proc/x", "--output-filename /proc/x can't be written to"),
+        ("--journal no/where.jsonl", "--journal no/where.jsonl can't be written to: No such file"),
+        ("--journal .", "can't be written to: Is a directory"),
+    ],
+)
+def test_output_that_cannot_be_written_is_told(line, said):
+    assert said in refusal(f"-np 2 {line}")
+
+
+def test_log_levels():
+    assert job("-np 2").log_level == "INFO"
+    assert job("-np 2 --verbose").log_level == "DEBUG"
+    made = job("-np 2 --log-level error --verbose")
+    assert (made.log_level, made.settings.env["HOROVOD_LOG_LEVEL"]) == ("ERROR", "ERROR")
+
+
+# ---- settings, and where they come from
+
+
+def test_every_setting_has_its_flag():
+    settings = job(
+        "-np 2 --min-np 1 --start-timeout 7 --elastic-timeout 8.5 --reset-limit 3"
+        " --blacklist-cooldown-range 2 20 --slot-attempts 4 --host-attempts 2"
+        " --gloo-timeout-seconds 12.5 --tcp"
+    ).settings
+    assert (settings.start_timeout_s, settings.elastic_timeout_s) == (7.0, 8.5)
+    assert (settings.reset_limit, settings.slot_attempts, settings.host_attempts) == (3, 4, 2)
+    assert (settings.cooldown_min_s, settings.cooldown_max_s) == (2.0, 20.0)
+    assert settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "12.5"
+    assert settings.env["NCCL_IB_DISABLE"] == "1"
+
+
+def test_command_line_beats_file_beats_environment(folder):
+    (folder / "job.yaml").write_text("library_options:\n  gloo_timeout_seconds: 50\n")
+
+    def timeout(line: str) -> str:
+        made = job(f"-np 2 {line}", HOROVOD_GLOO_TIMEOUT_SECONDS="40")
+        return made.settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"]
+
+    assert job("-np 2").settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"
+    assert timeout("") == "40"
+    assert timeout("--config-file job.yaml") == "50"
+    assert timeout("--gloo-timeout-seconds 60 --config-file job.yaml") == "60"
+
+
+def test_the_environment_is_checked_too():
+    assert job("-np 2", HOROVOD_START_TIMEOUT="5").settings.start_timeout_s == 5.0
+    assert job("-np 2 --min-np 1", HOROVOD_ELASTIC_TIMEOUT="6").settings.elastic_timeout_s == 6.0
+    assert job("-np 2", HOROVOD_LOG_LEVEL="").log_level == "INFO"
+    assert refusal("-np 2", HOROVOD_START_TIMEOUT="x").startswith(
+        "environment variable HOROVOD_START_TIMEOUT: --start-timeout: 'x' must be a number"
+    )
+
+
+def test_the_drivers_environment_is_handed_on_but_not_shown():
+    made = job("-np 2", TOKEN="hush")
+    assert made.environ["TOKEN"] == "hush"
+    assert "hush" not in repr(made)
+
+
+def test_schedulers_give_the_port_of_ssh_for_this_machine_too():
+    made = job("-p 12350 -H localhost:2 -np 2")
+    assert made.hosts == {"localhost": 2}
+    assert made.fleet is not None and not made.fleet.needed
+
+
+def test_threads_are_shared_unless_the_user_has_chosen():
+    made = job("-np 3", cores=8)
+    assert made.settings.env["OMP_NUM_THREADS"] == "2"
+    assert made.notes == [
+        (
+            "info",
+            "each worker gets OMP_NUM_THREADS=2 (8 cores, up to 3 workers); set it yourself to"
+            " change that",
+        )
+    ]
+    assert job("-np 16", cores=2).settings.env["OMP_NUM_THREADS"] == "1"
+    # Grown to its largest, the job still has no more threads than cores.
+    assert job("-np 2 --max-np 8 -H localhost:4").settings.env["OMP_NUM_THREADS"] == "2"
+    # A script may list any number of slots: what is shared is known when a worker is started.
+    listed = job("--min-np 1 --host-discovery-script /bin/true")
+    assert "OMP_NUM_THREADS" not in listed.settings.env
+    assert listed.notes == []
+    assert "(8 cores, up to 1 worker)" in job("-np 1", cores=8).notes[0][1]
+    chosen = job("-np 3", OMP_NUM_THREADS="5")
+    assert "OMP_NUM_THREADS" not in chosen.settings.env
+    assert chosen.notes == []
+
+
+# ---- what workers are told under Horovod's names
+
+
+def workers_environment(made: Job) -> dict[str, str]:
+    """What the job adds, without HOROVOD_ in front."""
+    return {
+        name.removeprefix("HOROVOD_"): value
+        for name, value in made.settings.env.items()
+        if name.startswith("HOROVOD_")
+    }
+
+
+def test_flags_reach_the_workers(folder):
+    made = job(
+        "-np 2 --fusion-threshold-mb 0.5 --cycle-time-ms 2.5 --cache-capacity 0 --thread-affinity 1,3"
+        " --timeline-filename t.json --timeline-mark-cycles --log-without-timestamp --no-stall-check"
+        " --stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 40"
+        " --log-level error --network-interface lo"
+    )
+    assert workers_environment(made) == {
+        "FUSION_THRESHOLD": "524288",
+        "CYCLE_TIME": "2.5",
+        "CACHE_CAPACITY": "0",
+        "THREAD_AFFINITY": "1,3",
+        "TIMELINE": f"{folder}/t.json",
+        "TIMELINE_MARK_CYCLES": "1",
+        "LOG_HIDE_TIME": "1",
+        "STALL_CHECK_DISABLE": "1",
+        "STALL_CHECK_TIME_SECONDS": "20",
+        "STALL_SHUTDOWN_TIME_SECONDS": "40",
+        "LOG_LEVEL": "ERROR",
+        "GLOO_TIMEOUT_SECONDS": "30",
+    }
+    assert made.settings.timeline == f"{folder}/t.json"
+    assert not (folder / "t.json").exists()
+    assert not made.log_timestamps
+
+
+def test_switches_can_be_turned_off_again():
+    line = "--timeline-mark-cycles --no-timeline-mark-cycles --log-hide-timestamp"
+    made = job(f"-np 2 {line} --no-log-hide-timestamp --no-stall-check --stall-check")
+    assert workers_environment(made) == {
+        "GLOO_TIMEOUT_SECONDS": "30",
+        "TIMELINE_MARK_CYCLES": "0",
+        "LOG_HIDE_TIME": "0",
+        "STALL_CHECK_DISABLE": "0",
+    }
+
+
+def test_a_flag_wins_over_the_inherited_variable(folder):
+    inherited: dict[str, Any] = {
+        "HOROVOD_FUSION_THRESHOLD": "1000001",
+        "HOROVOD_CYCLE_TIME": "7",
+        "HOROVOD_TIMELINE": "there.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+    }
+    made = workers_environment(job("-np 2", **inherited))
+    assert made["FUSION_THRESHOLD"] == "1000001"
+    assert made["TIMELINE"] == f"{folder}/there.json"
+    line = "--fusion-threshold-mb 2 --cycle-time-ms 3 --no-timeline-mark-cycles"
+    made = workers_environment(job(f"-np 2 {line} --timeline-filename here.json", **inherited))
+    assert (made["FUSION_THRESHOLD"], made["CYCLE_TIME"]) == ("2097152", "3")
+    assert (made["TIMELINE"], made["TIMELINE_MARK_CYCLES"]) == (f"{folder}/here.json", "0")
+
+
+def test_a_timeline_that_the_script_starts_is_left_to_it():
+    made = job("-np 2", HOROVOD_TIMELINE="DYNAMIC")
+    assert made.settings.timeline is None
+    assert "HOROVOD_TIMELINE" not in made.settings.env
+    assert made.environ["HOROVOD_TIMELINE"] == "DYNAMIC"
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "said"),
+    [
+        ("--thread-affinity 0,x", {}, "'0,x' must be the numbers of cores, one for each worker"),
+        ("--cycle-time-ms -1", {}, "'-1' must be a number, 0 or more"),
+        ("--timeline-filename .", {}, "--timeline-filename . can't be written to: it is a dir"),
+        ("--timeline-filename no/t", {}, "can't be written to: there is no directory"),
+        ("", {"HOROVOD_CACHE_CAPACITY": "x"}, "variable HOROVOD_CACHE_CAPACITY: --cache-capacity"),
+        ("", {"HOROVOD_FUSION_THRESHOLD": "1e6"}, "'1e6'; give a whole number of bytes"),
+        ("", {"HOROVOD_DYNAMIC_PROCESS_SETS": "y"}, "SETS is 'y'; set it to 1 or 0"),
+    ],
+)
+def test_what_workers_could_not_read_is_told_before_any_starts(line, environ, said):
+    assert said in refusal(f"-np 2 {line}", **environ)
+
+
+# ---- detection
+
+
+def detection(made: Job) -> tuple[float, float, float, float]:
+    s = made.settings
+    return s.lease_s, s.idle_s, s.busy_warning_s, s.busy_s
+
+
+def test_how_long_to_wait_for_others():
+    assert detection(job("-np 2 --min-np 1")) == (2, 30, 60, 600)
+    assert detection(job("-np 2")) == (2, 600, 60, 600)  # nobody would replace an idle worker
+    line = "-np 2 --lease 5 --idle-timeout 7 --busy-warning 8 --busy-timeout 9"
+    assert detection(job(line)) == (5, 7, 8, 9)
+    assert detection(job("-np 2 --idle-timeout 0 --busy-timeout 0")) == (2, 0, 60, 0)
+    assert "more than 0" in refusal("-np 2 --lease 0")
+
+
+def test_horovods_words_for_the_same():
+    named = "--stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 40"
+    assert detection(job(f"-np 2 {named}")) == (2, 40, 20, 40)
+    made = job(
+        "-np 2",
+        HOROVOD_STALL_CHECK_TIME_SECONDS="20",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="40",
+    )
+    assert detection(made) == (2, 40, 20, 40)
+    assert detection(job("-np 2", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="0")) == (2, 600, 60, 600)
+    stall_check = "stall_check: {warning_time_seconds: 20, shutdown_time_seconds: 40}"
+    assert detection(config(stall_check)) == (2, 40, 20, 40)
+
+
+def test_the_stall_check_can_be_turned_off():
+    assert detection(job("-np 2 --no-stall-check --busy-timeout 9")) == (2, 0, 0, 0)
+    assert detection(job("-np 2", HOROVOD_STALL_CHECK_DISABLE="1")) == (2, 0, 0, 0)
+    assert detection(job("-np 2", HOROVOD_STALL_CHECK_DISABLE="0")) == (2, 600, 60, 600)
+    assert detection(job("-np 2 --stall-check", HOROVOD_STALL_CHECK_DISABLE="1"))[1] == 600
+    said = refusal("-np 2", HOROVOD_STALL_CHECK_DISABLE="no")
+    assert said == "HOROVOD_STALL_CHECK_DISABLE is 'no'; set it to 1 or 0"
+
+
+def test_a_collective_is_ended_by_gloo_only_when_the_driver_has_long_judged():
+    assert job("-np 2 --min-np 1").collective_timeout_s == 660
+    assert job("-np 2 --min-np 1 --busy-timeout 90").collective_timeout_s == 150
+    assert job("-np 2 --min-np 1 --no-stall-check").collective_timeout_s == 86400
+    assert job("-np 2 --min-np 1 --gloo-timeout-seconds 5").collective_timeout_s == 5
+    assert job("-np 2 --min-np 1", HOROVOD_GLOO_TIMEOUT_SECONDS="6").collective_timeout_s == 6
+
+
+def test_how_long_gpus_may_hang():
+    def limits(made: Job) -> tuple[float, float]:
+        return made.settings.gpu_hang_s, made.settings.gpu_limit_s
+
+    assert limits(job("-np 2 --min-np 1")) == (10, 180)
+    assert limits(job("-np 2 --gpu-hang-timeout 3")) == (3, 180)
+    assert limits(job("-np 2 --gpu-hang-timeout 0")) == (0, 180)
+    assert limits(job("-np 2 --no-stall-check"))[0] == 0
+    assert limits(job("-np 2 --gloo-timeout-seconds 300")) == (10, 300)
+
+
+def test_ones_own_time_for_a_collective_wins():
+    made = job("-np 2 --min-np 1", ELASTIC_COLLECTIVE_TIMEOUT="900")
+    assert (made.collective_timeout_s, made.settings.gpu_limit_s) == (900, 900)
+    for wrong in ("soon", "0", "nan"):
+        said = refusal("-np 2", ELASTIC_COLLECTIVE_TIMEOUT=wrong)
+        wanted = f"ELASTIC_COLLECTIVE_TIMEOUT: {wrong!r} must be a number of seconds, more than 0"
+        assert said.startswith(wanted)
+
+
+def test_a_static_job_is_as_patient_as_an_elastic_one():
+    """Rank 0 may validate or save for longer than it takes to connect: in Horovod nothing times out there."""
+    assert job("-np 2").collective_timeout_s == 660
+    assert job("-np 2").settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"  # to connect
+    assert job("-np 2 --gloo-timeout-seconds 5").collective_timeout_s == 5
+
+
+def test_where_metrics_are_served():
+    assert job("-np 2").metrics is None
+    assert job("-np 2 --metrics-port 9100").metrics == ("127.0.0.1", 9100)
+    assert job("-np 2 --metrics-port 9100 --metrics-host ::").metrics == ("::", 9100)
+    assert "give the port too" in refusal("-np 2 --metrics-host ::")
+    assert "give 1 to 65535" in refusal("-np 2 --metrics-port 70000")
+
+
+# ---- what has no effect is said
+
+
+def test_flags_without_meaning_are_named_with_the_reason():
+    made = job("-np 2 --autotune --torus-allreduce --mpi-args=-x --binding-args y --no-autotune")
+    assert warnings(made) == [
+        "--torus-allreduce has no meaning here: NCCL chooses the algorithm by the network it finds;"
+        " its variable NCCL_ALGO forces one",
+        "--mpi-args, --binding-args have no meaning here: workers are not started by MPI and do not"
+        " talk over it",
+    ]
+    assert warnings(job("-np 2 --no-stall-check --no-hierarchical-allreduce --gloo")) == []
+    [told] = warnings(job("-np 2", HOROVOD_AUTOTUNE="1", HOROVOD_NUM_NCCL_STREAMS="1"))
+    assert told.startswith("--autotune has no meaning here: nothing is tuned while training")
+    [told] = warnings(job("-np 2 --num-nccl-streams 2"))
+    assert "each group of ranks has a communicator and a stream of its own" in told
+
+
+def test_flags_of_elastic_mode_are_named_in_a_static_job():
+    assert warnings(job("-np 2 --reset-limit 3 --elastic-timeout 9 --slot-attempts 2")) == [
+        "without effect unless --min-np is given: --reset-limit, --slot-attempts"
+    ]
+    assert warnings(job("-np 2 --min-np 1 --reset-limit 3")) == []
+
+
+def test_another_horovod_is_told(monkeypatch):
+    monkeypatch.setattr(check_build, "other_horovod", lambda: "Horovod is here too")
+    assert warnings(job("-np 2")) == ["Horovod is here too"]
+
+
+# ---- the config file
+
+
+def config(text: str, line: str = "-np 2") -> Job:
+    Path("job.yaml").write_text(text)
+    return job(f"{line} --config-file job.yaml")
+
+
+def test_a_config_file_of_horovods_form():
+    made = config(
+        """\
+        controller: gloo
+        params: {fusion_threshold_mb: 32, cycle_time_ms: 10, hierarchical_allreduce: false}
+        autotune: {enabled: true, log_file: 'log.txt', gaussian_process_noise: 0.9}
+        timeline:
+        stall_check: {enabled: false, warning_time_seconds: 120}
+        library_options: {gloo_timeout_seconds: 60, num_nccl_streams: null}
+        logging: {level: debug, hide_timestamp: true}
+        """
+    )
+    assert made.log_level == "DEBUG"
+    assert made.settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "60"
+    [told] = warnings(made)
+    assert told.startswith(
+        "--autotune, --autotune-log-file, --autotune-gaussian-process-noise have no meaning here: "
+    )
+    assert workers_environment(made) == {
+        "FUSION_THRESHOLD": str(32 * 2**20),
+        "CYCLE_TIME": "10",
+        "GLOO_TIMEOUT_SECONDS": "60",
+        "LOG_LEVEL": "DEBUG",
+        "LOG_HIDE_TIME": "1",
+        "STALL_CHECK_DISABLE": "1",
+        "STALL_CHECK_TIME_SECONDS": "120",
+    }
+    assert made.settings.idle_s == made.settings.busy_s == made.settings.busy_warning_s == 0
+
+
+def test_flags_win_over_the_config_file():
+    assert config("controller: mpi", "-np 2 --gloo").command == ["sleep", "1"]
+    assert warnings(config("autotune: {enabled: true}", "-np 2 --no-autotune")) == []
+    assert config("logging: {level: DEBUG}", "-np 2 --log-level ERROR").log_level == "ERROR"
+    assert config("").log_level == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("controller: mpi", "--mpi is not available"),
+        ("controller: nccl", "controller: there is no controller 'nccl'; write gloo"),
+        ("loging: {}", "loging: there is no such section; did you mean logging?"),
+        ("zzz: {}", "there is no such section; there are controller, params"),
+        ("logging: {levle: INFO}", "logging.levle: there is no such key; did you mean level?"),
+        ("logging: {level: LOUD}", "logging.level: --log-level: 'LOUD' must be one of"),
+        ("logging: {level: [INFO]}", "logging.level is ['INFO']; write one number or text"),
+        ("logging: INFO", "logging must hold entries such as key: value"),
+        ("autotune: {enabled: maybe}", "autotune.enabled is 'maybe'; write true or false"),
+        ("params: {cycle_time_ms: true}", "params.cycle_time_ms is True; write one number"),
+        ("params: {cache_capacity: -1}", "'-1' must be a whole number, 0 or more"),
+        ("params: {cache_capacity: 1, cache_capacity: 2}", "'cache_capacity' is given twice"),
+        ("logging: {}\nlogging: {}", "line 2: 'logging' is given twice"),
+        ("- a\n- b", "config file job.yaml must hold entries such as key: value"),
+        ("a: [", "config file job.yaml is not valid YAML: line 1"),
+        ("a: !!python/object:os.system {}", "is not valid YAML"),
+        ("a: \x00", "is not valid YAML"),
+        ("[" * 1000, "config file job.yaml is"),
+    ],
+)
+def test_a_wrong_config_file_is_told(text, said):
+    with pytest.raises(Invalid) as caught:
+        config(text)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_file_that_cannot_be_read_is_told(folder):
+    assert refusal("-np 2 --config-file none") == (
+        "config file none can't be read: No such file or directory"
+    )
+    (folder / "bytes").write_bytes(b"\xff\xff")
+    assert "it is not UTF-8 text" in refusal("-np 2 --config-file bytes")
+
+
+# ---- the program itself
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("/opt/bin/elasticrun", "elasticrun"),
+        ("/opt/bin/horovodrun", "horovodrun"),
+        ("/opt/elastic/driver/commandline/cli.py", "elasticrun"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, called, name):
+    monkeypatch.setattr("sys.argv", [called])
+    assert cli.main(["-np", "four", "python", "train.py"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"{name}: -np/--num-proc: 'four' must be a whole number, 1 or more\n"
+
+
+def test_a_script_that_fails_at_first_ends_it_before_anything_is_started(folder, capfd):
+    (folder / "hosts.sh").write_text("#!/bin/sh\necho no cluster >&2\nexit 1\n")
+    (folder / "hosts.sh").chmod(0o755)
+    flags = ["--min-np", "1", "--host-discovery-script", "./hosts.sh"]
+    assert cli.main([*flags, "touch", f"{folder}/was-started"]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == (
+        f"elasticrun: discovery script {folder}/hosts.sh ended with exit code 1;"
+        " it said: no cluster"
+    )
+    assert not (folder / "was-started").exists()
+
+
+def test_version_and_help(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == check_build.version()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: elasticrun [flags] program")
+    assert "-np, --num-proc N" in text
+    assert "elasticrun -np 4 python train.py --lr 0.1" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+# ---- --check-build
+
+
+def test_the_report_has_horovodruns_form(monkeypatch):
+    monkeypatch.setattr(check_build, "version", lambda: "1.2")
+    build = check_build.Build(torch="2.13.0", gloo=True, nccl=True, gpus=1)
+    assert check_build.describe(build).splitlines() == [
+        "elasticrun 1.2:",
+        "",
+        "Available Frameworks:",
+        "    [ ] TensorFlow",
+        "    [X] PyTorch 2.13.0",
+        "    [ ] MXNet",
+        "",
+        "Available Controllers:",
+        "    [ ] MPI",
+        "    [X] Gloo",
+        "",
+        "Available Tensor Operations:",
+        "    [X] NCCL, 1 GPU here",
+        "    [ ] DDL",
+        "    [ ] CCL",
+        "    [ ] MPI",
+        "    [X] Gloo",
+        "    [X] shared memory, among the workers of a host",
+    ]
+
+
+def test_what_is_missing_is_told(monkeypatch):
+    monkeypatch.setattr(check_build, "other_horovod", lambda: "Horovod is here too")
+    lines = check_build.describe(check_build.Build(trouble="torch can't be imported")).splitlines()
+    assert "    [ ] PyTorch" in lines
+    assert "    [ ] shared memory, among the workers of a host" in lines
+    assert lines[-4:] == [
+        "",
+        "warning: torch can't be imported",
+        "",
+        "warning: Horovod is here too",
+    ]
+
+
+def test_why_memory_cannot_be_shared_is_told():
+    build = check_build.Build(torch="2.13.0", gloo=True, shared="the C++ library was not built")
+    last = check_build.describe(build).splitlines()[-1]
+    assert last == (
+        "    [ ] shared memory, among the workers of a host: the C++ library was not built"
+    )
+
+
+def python(folder: Path, body: str) -> str:
+    """A stand-in for the interpreter."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_torch_is_asked_in_a_process_of_its_own(folder):
+    answer = '{"torch": "2.13.0", "gloo": true, "nccl": false, "gpus": 0}'
+    found = check_build.probe(python(folder, f"echo noise; echo '{answer}'"))
+    assert found == check_build.Build(torch="2.13.0", gloo=True)
+
+
+def test_a_torch_that_cannot_be_asked_is_told(folder):
+    failing = python(folder, "echo 'ModuleNotFoundError: no torch' >&2; exit 1")
+    assert check_build.probe(failing).trouble == (
+        "torch can't be imported: ModuleNotFoundError: no torch"
+    )
+    assert "is no answer" in check_build.probe(python(folder, "echo hello")).trouble
+    assert "can't be started" in check_build.probe(str(folder / "none")).trouble
+    hanging = python(folder, "exec sleep 100")
+    assert "has not ended within 0.1 s" in check_build.probe(hanging, timeout_s=0.1).trouble
+
+
+def test_another_horovod_is_looked_for(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(check_build, "_version_of", lambda name: {"horovod": "0.28.1"}.get(name))
+    assert "Horovod 0.28.1 is installed here too" in str(check_build.other_horovod())
+    assert check_build.version() == "unknown, not installed"
+    monkeypatch.setattr(check_build, "_version_of", lambda name: None)
+    assert check_build.other_horovod() is None
+
+
+def test_reading_flags_needs_no_torch():
+    program = (
+        "import sys\nfrom elastic.driver.commandline import cli\n"
+        "assert cli.main(['--version']) == 0\nassert 'torch' not in sys.modules"
+    )
+    root = Path(__file__).parents[4]
+    done = subprocess.run(
+        [PYTHON, "-c", program], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,484 @@
+"""Discoveries: one contract for all, and what the script's adapter makes of scripts that fail, hang or say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from pathlib import Path
+
+import pytest
+
+from elastic.driver.discovery.etcd import EtcdDiscovery
+from elastic.driver.discovery.fake import FakeDiscovery
+from elastic.driver.discovery.interface import Discovery
+from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
+from elastic.driver.discovery.local import LocalDiscovery
+from elastic.driver.discovery.script import QUIET, ScriptDiscovery, find_script
+from elastic.driver.discovery.static import StaticDiscovery
+from elastic.driver.etcd.client import Item
+from elastic.driver.job.job import Job, first_hosts, script_discovery
+from elastic.driver.ray.discovery import RayDiscovery, Wanted
+from elastic.driver.settings import Settings
+from elastic.errors import Invalid
+from harness.fake_ray import FakeRay
+
+A = {"a": 2}
+AB = {"a": 2, "b": 1}
+NODES = {"10.0.0.1-aaaa": 2, "10.0.0.2-bbbb": 1}
+SERVICE = {"10.0.0.6": 2, "10.0.0.7": 2}  # its hosts are addresses, and all alike
+
+
+class Log(list[tuple[str, str]]):
+    def __call__(self, level: str, text: str) -> None:
+        self.append((level, text))
+
+
+class Source:
+    """A script that gives these answers, one a run, the last for ever. An Invalid is raised."""
+
+    def __init__(self, *answers: dict[str, int] | Invalid) -> None:
+        self.answers = list(answers)
+
+    async def __call__(self) -> dict[str, int]:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Invalid):
+            raise answer
+        return dict(answer)
+
+
+class OutOfTime(Exception):
+    """The conversation has lasted for as many pauses as the test wants."""
+
+
+def pauses(number: int):
+    """A sleep that takes no time, and ends the watching after ``number`` calls."""
+    left = [number]
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == 1.0
+        left[0] -= 1
+        if left[0] <= 0:
+            raise OutOfTime
+        await asyncio.sleep(0)
+
+    return sleep
+
+
+def watched(
+    *answers: dict[str, int] | Invalid, known: dict[str, int] | None = None
+) -> tuple[list[dict[str, int]], Log]:
+    """What is yielded and logged while a script gives these answers."""
+    log = Log()
+    discovery = ScriptDiscovery(
+        ["/hosts.sh"],
+        log,
+        known=known,
+        ask=Source(*answers),
+        sleep=pauses(len(answers) + (known is not None)),
+    )
+    return asyncio.run(everything(discovery)), log
+
+
+async def everything(discovery: Discovery) -> list[dict[str, int]]:
+    seen = []
+    try:
+        async for hosts in discovery.watch():
+            seen.append(hosts)
+    except OutOfTime:
+        pass
+    return seen
+
+
+def script(folder: Path, body: str) -> list[str]:
+    file = folder / "hosts.sh"
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(0o755)
+    return [str(file)]
+
+
+def ask(command: list[str], **rest) -> dict[str, int]:
+    return asyncio.run(ScriptDiscovery(command, Log(), **rest).ask())
+
+
+def refusal(command: list[str], **rest) -> str:
+    with pytest.raises(Invalid) as caught:
+        ask(command, **rest)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- hosts that are registered in etcd
+
+HOSTS = "/hvd-elastic/job/hosts/"
+
+
+def registered(*hosts: str) -> dict[str, Item]:
+    """What is under ``hosts/``, the first that was there first."""
+    items = {}
+    for revision, host in enumerate(hosts, 1):
+        name, _, slots = host.rpartition(":")
+        value = b'{"slots": %s, "incarnation": 1}' % slots.encode()
+        items[HOSTS + name] = Item(value, revision, revision, 7)
+    return dict(sorted(items.items()))
+
+
+class Registered:
+    """An etcd that shows these tables, then waits; ``settling`` are its answers to how long it is not settled."""
+
+    def __init__(self, *tables: dict[str, Item], settling: Iterable[float] = ()) -> None:
+        self.tables = tables
+        self.settling = iter(settling)
+
+    async def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]:
+        assert prefix == HOSTS
+        for table in self.tables:
+            yield table
+        await asyncio.Event().wait()
+
+    def unsettled_s(self, settle_s: float) -> float:
+        return next(self.settling, 0.0)
+
+
+def listed(etcd: Registered) -> tuple[list[dict[str, int]], Log]:
+    """What is yielded until nothing comes any more."""
+    log = Log()
+
+    async def conversation() -> list[dict[str, int]]:
+        seen = []
+        lists = EtcdDiscovery(etcd, "job", log).watch()
+        with contextlib.suppress(asyncio.TimeoutError):
+            while True:
+                seen.append(await asyncio.wait_for(anext(lists), 0.02))
+        return seen
+
+    return asyncio.run(conversation()), log
+
+
+def test_who_was_registered_first_is_preferred():
+    [hosts], _ = listed(Registered(registered("z:1", "b:2", "a:4")))
+    assert list(hosts.items()) == [("z", 1), ("b", 2), ("a", 4)]
+
+
+def test_hosts_that_are_as_they_were_are_not_told_again():
+    lists, _ = listed(Registered(registered("a:2"), registered("a:2"), registered("a:2", "b:1")))
+    assert lists == [A, AB]
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff", b"{}", b'{"slots": 0, "incarnation": 1}', b"7"])
+def test_what_is_no_host_is_told_once_and_left_out(value):
+    table = registered("a:2") | {HOSTS + "c": Item(value, 9, 9, 0)}
+    lists, log = listed(Registered(table, table | registered("a:2", "b:1")))
+    assert lists == [A, AB]
+    assert log == [("warning", f"etcd key {HOSTS}c does not describe a host and is left out")]
+
+
+def test_a_name_that_is_no_name_is_left_out():
+    strange = {HOSTS + name: registered("a:1")[HOSTS + "a"] for name in ("", "a/b", "a b", "a:2")}
+    lists, log = listed(Registered(strange | registered("a:2")))
+    assert lists == [A]
+    assert len(log) == 4
+
+
+def test_once_etcd_is_back_hosts_have_a_moment_to_come_again():
+    # b's lease ran out while nobody could renew it; it is registered anew before the time is over.
+    away = [0.0, 0.0, 5.0, 5.0, 5.0, 5.0]
+    tables = registered("a:2", "b:1"), registered("a:2"), registered("a:2", "b:1")
+    assert listed(Registered(*tables, settling=away))[0] == [AB]
+
+
+def test_a_host_that_does_not_come_again_is_gone_then():
+    away = [0.0, 0.0, 0.0, 0.01, 0.005]
+    lists, _ = listed(Registered(registered("a:2", "b:1"), registered("a:2"), settling=away))
+    assert lists == [AB, A]
+
+
+# ---- the contract
+
+
+def on_ray(log: Log) -> RayDiscovery:
+    """The claims of an earlier driver are placed, and one waits."""
+    ray = FakeRay(aaaa=2, bbbb=1)
+    for number in range(4):
+        ray.make(f"hvd-elastic:job:{number}", {"CPU": 1}, detached=True)
+    ray.tick()
+    return RayDiscovery(Wanted(4, {"CPU": 1}), log, job="job", cluster=ray)
+
+
+async def service(name: str, port: int, timeout_s: float) -> list[tuple[int, str]]:
+    return [(int(socket.AF_INET), address) for address in reversed(SERVICE)]
+
+
+@pytest.fixture(params=["static", "script", "fake", "local", "kubernetes", "etcd", "ray"])
+def discovery(request, tmp_path) -> Discovery:
+    log = Log()
+    match request.param:
+        case "static":
+            return StaticDiscovery(AB)
+        case "fake":
+            return FakeDiscovery(AB)
+        case "local":
+            return LocalDiscovery(FakeDiscovery(AB), lambda host: None, log)
+        case "etcd":
+            return EtcdDiscovery(Registered(registered("a:2", "b:1")), "job", log)
+        case "kubernetes":
+            return HeadlessServiceDiscovery("workers", 2, log, resolve=service)
+        case "ray":
+            return on_ray(log)
+    return ScriptDiscovery(script(tmp_path, "echo a:2; echo b"), log)
+
+
+def test_the_present_list_comes_first_and_is_the_callers_own(discovery):
+    async def conversation() -> None:
+        lists: AsyncIterator[dict[str, int]] = discovery.watch()
+        first = await asyncio.wait_for(anext(lists), 10)
+        expected = {HeadlessServiceDiscovery: SERVICE, RayDiscovery: NODES}.get(type(discovery), AB)
+        assert list(first.items()) == list(expected.items())
+        first.clear()
+        # Nothing has changed: either it is over, or it waits.
+        with pytest.raises((StopAsyncIteration, asyncio.TimeoutError)):
+            await asyncio.wait_for(anext(lists), 0.01)
+
+    asyncio.run(conversation())
+
+
+def test_a_static_list_ends_at_once():
+    assert asyncio.run(everything(StaticDiscovery(AB))) == [AB]
+
+
+def test_a_fake_yields_what_is_pushed_until_it_is_closed():
+    async def conversation() -> list[dict[str, int]]:
+        fake = FakeDiscovery(A)
+        for hosts in (A, AB, {}, A):
+            fake.push(hosts)
+        fake.close()
+        return await everything(fake)
+
+    assert asyncio.run(conversation()) == [A, AB, {}, A]
+
+
+# ---- a script over time
+
+
+def test_only_changes_are_yielded():
+    assert watched(A, A, AB, AB, A) == ([A, AB, A], [])
+
+
+def test_another_order_is_another_preference():
+    lists, _ = watched(AB, {"b": 1, "a": 2})
+    assert [list(hosts) for hosts in lists] == [["a", "b"], ["b", "a"]]
+
+
+def test_a_list_that_is_known_comes_first_and_without_a_run():
+    assert watched(A, AB, known=A) == ([A, AB], [])
+
+
+def test_trouble_is_told_once_and_so_is_its_end():
+    down = Invalid("it is down")
+    assert watched(A, down, down, A, A, AB) == (
+        [A, AB],
+        [
+            ("warning", "it is down; keeping a:2"),
+            ("info", "discovery script /hosts.sh works again"),
+        ],
+    )
+
+
+def test_another_trouble_is_told_again_but_garbage_is_not_told_each_time():
+    _, log = watched(A, *(Invalid(f"garbage {n}") for n in range(2 * QUIET + 3)), A)
+    assert [text for _, text in log] == [
+        "garbage 0; keeping a:2",
+        f"garbage {QUIET + 1}; keeping a:2",
+        f"garbage {2 * QUIET + 2}; keeping a:2",
+        "discovery script /hosts.sh works again",
+    ]
+
+
+def test_no_hosts_at_all_keeps_the_last_list():
+    assert watched(A, {}, {}, A) == (
+        [A],
+        [
+            ("warning", "discovery script /hosts.sh printed no host; keeping a:2"),
+            ("info", "discovery script /hosts.sh works again"),
+        ],
+    )
+
+
+def test_no_hosts_yet_is_no_trouble():
+    assert watched({}, {}, A) == ([{}, A], [])
+
+
+def test_trouble_before_any_list():
+    lists, log = watched(Invalid("it is down"), A)
+    assert lists == [A]
+    assert log[0] == ("warning", "it is down; waiting for hosts")
+
+
+# ---- one run of a real script
+
+
+def test_what_a_script_may_print(tmp_path):
+    command = script(tmp_path, "echo '# now'; echo; echo a:4; echo '[::1]:2'; echo b; echo gone:0")
+    assert ask(command, default_slots=3) == {"a": 4, "::1": 2, "b": 3}
+
+
+def test_a_script_with_arguments(tmp_path):
+    [file] = script(tmp_path, 'echo "$1:$2"')
+    assert ask(find_script(f"{file} a 2")) == A
+
+
+def test_a_script_without_a_first_line_is_run_by_the_shell(tmp_path):
+    (tmp_path / "hosts").write_text("echo a:2\n")
+    (tmp_path / "hosts").chmod(0o755)
+    assert ask([str(tmp_path / "hosts")]) == A
+
+
+def test_a_script_that_fails_is_told_with_what_it_said(tmp_path):
+    command = script(tmp_path, "echo one >&2; echo no such cluster >&2; exit 3")
+    assert refusal(command) == (
+        f"discovery script {command[0]} ended with exit code 3; it said: one | no such cluster"
+    )
+    assert "was killed by signal 9" in refusal(script(tmp_path, "kill -9 $$"))
+
+
+def test_nonsense_is_told_with_its_line(tmp_path):
+    command = script(tmp_path, "echo a:2; echo 'Error: not logged in'; echo hint >&2")
+    assert refusal(command) == (
+        f"the output of discovery script {command[0]}, line 2 reads 'Error: not logged in':"
+        " it is neither host:slots nor host slots=N; it said: hint"
+    )
+
+
+def test_a_script_that_prints_for_ever_is_ended(tmp_path):
+    said = refusal(script(tmp_path, "yes"), timeout_s=0.3)
+    assert "has not ended within 0.3 s" in said
+
+
+def test_a_script_that_prints_too_much_is_told(tmp_path):
+    assert "printed more than 1048576 bytes" in refusal(script(tmp_path, "yes | head -c 3000000"))
+
+
+def test_a_script_that_hangs_is_killed_with_its_children(tmp_path):
+    command = script(tmp_path, f"sleep 100 & echo $! > {tmp_path}/pid; wait")
+    assert refusal(command, timeout_s=0.3).endswith("has not ended within 0.3 s")
+    assert has_died(int((tmp_path / "pid").read_text()))
+
+
+def test_a_program_left_in_the_background_is_not_awaited(tmp_path):
+    command = script(tmp_path, f"sleep 100 & echo $! > {tmp_path}/pid; echo a:2")
+    started = time.monotonic()
+    assert ask(command) == A
+    assert time.monotonic() - started < 5
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_the_event_loop_goes_on_beside_a_script_and_stopping_kills_it(tmp_path):
+    command = script(
+        tmp_path, f"echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; sleep 100"
+    )
+
+    async def conversation() -> None:
+        watching = asyncio.create_task(everything(ScriptDiscovery(command, Log())))
+        while not (tmp_path / "pid").exists():
+            await asyncio.sleep(0.005)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+
+    asyncio.run(asyncio.wait_for(conversation(), 10))
+    assert has_died(int((tmp_path / "pid").read_text()))
+
+
+def has_died(pid: int) -> bool:
+    """Waits for a process that was killed a moment ago."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ready, _, _ = select.select([pidfd], [], [], 5)
+    os.close(pidfd)
+    return bool(ready)
+
+
+def test_finding_the_script(tmp_path, monkeypatch):
+    [file] = script(tmp_path, "echo a")
+    monkeypatch.chdir(tmp_path)
+    assert find_script("hosts.sh") == [file]
+    assert find_script("./hosts.sh --all 'two words'") == [file, "--all", "two words"]
+    assert find_script("hosts.sh", path="/nonexistent") == [file]
+    spaced = tmp_path / "my hosts"
+    spaced.write_text("#!/bin/sh\n")
+    spaced.chmod(0o755)
+    assert find_script("my hosts") == [str(spaced)]
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(Invalid, match="plain is not executable; run: chmod \\+x plain"):
+        find_script("plain")
+    for missing in ("nowhere.sh", "", "'unclosed"):
+        with pytest.raises(Invalid, match="does not exist"):
+            find_script(missing)
+
+
+# ---- only this machine
+
+
+def test_hosts_elsewhere_are_left_out_and_told_once():
+    async def conversation() -> tuple[list[dict[str, int]], Log]:
+        log = Log()
+        fake = FakeDiscovery(A, AB | {"c": 1}, {"a": 2, "b": 2}, {"b": 1, "d": 1})
+        fake.close()
+        local = LocalDiscovery(fake, lambda host: None if host == "a" else "it is far", log)
+        return await everything(local), log
+
+    lists, log = asyncio.run(conversation())
+    assert lists == [A, {}]
+    [(level, said)] = log
+    assert level == "warning"
+    assert said.startswith("host b and 1 more are left out (b: it is far): the workers of this job")
+
+
+# ---- the first list of a job
+
+
+def job(command: list[str] | None, hosts: dict[str, int] | None = None) -> Job:
+    settings = Settings(np=2, workers_min=1, workers_max=4, elastic=True)
+    return Job(command=["true"], settings=settings, hosts=hosts, script=command)
+
+
+def first_list(opened: Job) -> tuple[dict[str, int], Log]:
+    log = Log()
+
+    async def conversation() -> dict[str, int]:
+        known = await first_hosts(opened, log)
+        return await anext(script_discovery(opened, known, log).watch())
+
+    return asyncio.run(conversation()), log
+
+
+def test_a_job_starts_with_the_scripts_first_list(tmp_path):
+    command = script(tmp_path, f"echo run >> {tmp_path}/runs; echo localhost:2")
+    assert first_list(job(command)) == ({"localhost": 2}, [])
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
+def test_a_job_may_start_without_hosts(tmp_path):
+    lists, log = first_list(job(script(tmp_path, "true")))
+    assert lists == {}
+    assert log[0][1].endswith("lists no host yet; waiting for one")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("exit 1", "ended with exit code 1"),
+        ("echo '???'", "line 1 reads '???'"),
+    ],
+)
+def test_a_first_run_must_be_good(tmp_path, body, said):
+    with pytest.raises(Invalid) as caught:
+        first_list(job(script(tmp_path, body)))
+    assert said in str(caught.value)

@@ -1,0 +1,344 @@
+"""A journal can be gone on from, wherever it is kept: see `journal_contract`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from elastic.chaos.simulator.simulator import Simulation
+from elastic.driver.events import Action, DriverRestarted, EndJob, Event, StopRequested, TimePassed
+from elastic.driver.journal.entries import Entry, Writer, header_of
+from elastic.driver.journal.journal import Journal, Upkeep
+from elastic.driver.journal.resume import Past
+from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.snapshot import taken
+from elastic.driver.settings import Settings
+from harness.journal_contract import PLACES, InEtcd
+
+FIRST = Writer(1, "10.0.0.1:4000", "2026-01-01T00:00:00+0000", 100, 0.0, 0.0, 1000.0, "a")
+SECOND = Writer(2, "10.0.0.2:4000", "2026-01-01T01:00:00+0000", 200, 50.0, 0.0, 4600.0, "b")
+COMMAND = ["python", "train.py", "--epochs", "3"]
+
+
+@pytest.fixture(scope="module")
+def job() -> tuple[Settings, list[Entry]]:
+    """A few hundred entries of a job in which a lot happens; its own driver has crashed too."""
+    sim = Simulation(2, workers=6, steps=60, faults=10, mild=True)
+    sim.run()
+    end = next(n for n, e in enumerate(sim.driver.entries) if any(map(is_end, e.actions)))
+    return sim.settings, sim.driver.entries[:end]
+
+
+def is_end(action: object) -> bool:
+    return isinstance(action, EndJob)
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: place.__name__)
+def place(request, tmp_path):
+    return request.param(tmp_path)
+
+
+class Drive:
+    """A driver at work, in a place."""
+
+    journal: Journal
+
+    def __init__(self, place, settings: Settings, *, every: int = 10**6) -> None:
+        self.place = place
+        self.settings = settings
+        self.every = every
+        self.membership = Membership(settings)
+
+    async def begin(self, job: str = "0a1b") -> Past | None:
+        """A new job. Returns what was there."""
+        archive = self.place.archive()
+        past: Past | None = await archive.past()
+        header = header_of(
+            self.settings, job=job, command=COMMAND, folder="/home/me", outlives=True, writer=FIRST
+        )
+        self.journal = await archive.begin(header, self._upkeep())
+        return past
+
+    async def go_on(self, writer: Writer = SECOND) -> Past:
+        """The job that is there."""
+        archive = self.place.archive()
+        past: Past | None = await archive.past()
+        assert past is not None
+        self.membership = past.membership
+        self.journal = await archive.go_on(past, writer, self._upkeep())
+        return past
+
+    def _upkeep(self) -> Upkeep:
+        return Upkeep(take=lambda: taken(self.membership), snapshot_every=self.every)
+
+    async def tell(self, entries: Sequence[Entry]) -> None:
+        """In batches, as the loop does."""
+        for number, entry in enumerate(entries):
+            actions = self.membership.handle(entry.event, entry.at)
+            self.journal.record(entry.at, entry.event, actions)
+            if number % 3 == 2:
+                await self.journal.settle()
+            if number % 12 == 11:
+                await self.journal.rest()
+        await self.journal.settle()
+
+    def kill(self) -> bytes:
+        """What it knew."""
+        self.place.kill(self.journal)
+        return taken(self.membership)
+
+
+def conversation(test):
+    """An async test, run to its end."""
+
+    def run(place, job):
+        asyncio.run(test(place, *job))
+
+    return run
+
+
+@conversation
+async def test_there_is_nothing_to_go_on_from(place, settings, entries):
+    assert await Drive(place, settings).begin() is None
+
+
+@conversation
+async def test_who_goes_on_knows_all_that_was_settled(place, settings, entries):
+    first = Drive(place, settings)
+    await first.begin()
+    await first.tell(entries[:100])
+    known = first.kill()
+    second = Drive(place, settings)
+    past = await second.go_on()
+    assert taken(second.membership) == known
+    assert (past.job, past.command, past.folder) == ("0a1b", COMMAND, "/home/me")
+    assert (past.settings, past.term, past.address) == (settings, 1, "10.0.0.1:4000")
+    assert (past.last_at, past.replayed, past.ended) == (entries[99].at, 100, None)
+    assert past.header.outlives
+
+
+@conversation
+async def test_a_job_that_has_only_begun(place, settings, entries):
+    first = Drive(place, settings)
+    await first.begin()
+    known = first.kill()
+    past = await Drive(place, settings).go_on()
+    assert (taken(past.membership), past.replayed, past.last_at) == (known, 0, 0.0)
+
+
+@conversation
+async def test_one_driver_after_the_other(place, settings, entries):
+    drive = Drive(place, settings)
+    await drive.begin()
+    for term in range(2, 6):
+        start = (term - 2) * 40
+        await drive.tell(entries[start : start + 40])
+        known = drive.kill()
+        drive = Drive(place, settings)
+        past = await drive.go_on(Writer(term, f"host{term}:1", at=entries[start + 39].at))
+        assert past.term == term - 1 and taken(past.membership) == known
+        await drive.tell([Entry(past.last_at, DriverRestarted())])
+    drive.kill()
+    past = await Drive(place, settings).go_on(Writer(6))
+    assert (past.term, past.address) == (5, "host5:1")
+
+
+@conversation
+async def test_only_what_follows_the_last_snapshot_is_read(place, settings, entries):
+    first = Drive(place, settings, every=20)
+    await first.begin()
+    await first.tell(entries)
+    known = first.kill()
+    second = Drive(place, settings, every=20)
+    past = await second.go_on()
+    assert past.replayed < 100 < len(entries) and taken(past.membership) == known
+    assert (past.job, past.command, past.last_at) == ("0a1b", COMMAND, entries[-1].at)
+    await second.tell([Entry(past.last_at + n, TimePassed()) for n in range(1000)])
+    known = second.kill()
+    past = await Drive(place, settings).go_on(Writer(3))
+    assert past.replayed < 1000 and past.term == 2, "who took over is known behind a snapshot"
+    assert taken(past.membership) == known
+
+
+@conversation
+async def test_half_of_an_entry_is_none(place, settings, entries):
+    first = Drive(place, settings)
+    await first.begin()
+    await first.tell(entries[:50])
+    known = taken(first.membership)
+    await place.tear(first.journal)
+    second = Drive(place, settings)
+    past = await second.go_on()
+    assert (past.replayed, taken(past.membership)) == (50, known)
+    await second.tell(entries[50:60])
+    known = second.kill()
+    past = await Drive(place, settings).go_on(Writer(3))
+    assert (past.replayed, taken(past.membership)) == (60, known)
+
+
+@conversation
+async def test_two_cannot_write_at_once(place, settings, entries):
+    first = Drive(place, settings)
+    await first.begin()
+    await first.tell(entries[:10])
+    await place.refuses_a_second(first.journal)
+    second = Drive(place, settings)
+    first.kill()
+    await second.go_on()
+    await place.refuses_a_second(second.journal)
+
+
+@conversation
+async def test_a_job_that_has_ended_is_told_from_one_that_has_not(place, settings, entries):
+    first = Drive(place, settings, every=1)
+    await first.begin()
+    await first.tell([*entries[:30], Entry(entries[29].at, StopRequested("Ctrl-C"))])
+    await first.tell([Entry(entries[29].at + n, TimePassed()) for n in range(30)])
+    first.kill()
+    second = Drive(place, settings)
+    past = await second.begin("next")
+    assert past is not None and past.ended == EndJob(1, "Ctrl-C")
+    second.kill()
+    past = await Drive(place, settings).go_on()
+    assert (past.job, past.ended, past.replayed) == ("next", None, 0), (
+        "nothing of the first is left"
+    )
+
+
+@conversation
+async def test_a_job_that_a_bug_has_ended(place, settings, entries):
+    first = Drive(place, settings, every=3)
+    await first.begin()
+    await first.tell(entries[:30])
+
+    at, right = entries[29].at + 1.0, Membership.handle
+
+    def buggy(self: Membership, event: Event, now: float) -> list[Action]:
+        assert now != at, "never"
+        return right(self, event, now)
+
+    first.journal.record(at, TimePassed(), error="AssertionError: never")
+    await first.journal.settle()
+    await first.journal.rest()
+    first.kill()
+    Membership.handle = buggy  # type: ignore[method-assign]
+    try:
+        past = await place.archive().past()
+    finally:
+        Membership.handle = right  # type: ignore[method-assign]
+    assert past is not None and past.ended == EndJob(
+        1, "a bug in the driver: AssertionError: never"
+    )
+
+
+@conversation
+async def test_the_story_and_no_value_of_the_environment(place, settings, entries):
+    first = Drive(place, Settings(**{**vars(settings), "env": {"TOKEN": "hunter2"}}), every=10)
+    await first.begin()
+    await first.tell(entries[:50])
+    assert "HostsChanged" in first.journal.story() and "StartWorker" in first.journal.story()
+    assert len(first.journal.story(last=1).splitlines()) < 10
+    assert b"hunter2" not in place.contents() and b"TOKEN" in place.contents()
+
+
+# ---- of etcd alone --------------------------------------------------------------------------------------------------
+
+
+def test_snapshots_keep_what_is_in_etcd_small(tmp_path, job):
+    """One key a record, and no more of them than fit between two snapshots; large ones in pieces."""
+
+    async def story() -> None:
+        place = InEtcd(tmp_path)
+        drive = Drive(place, job[0], every=30)
+        await drive.begin()
+        await drive.tell(job[1])
+        assert place.etcd.transactions > 100 and len(place.etcd.kept) < 60
+        drive.kill()
+        drive = Drive(place, job[0])
+        assert await drive.begin("next") is not None
+        assert len(place.etcd.kept) == 1
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("lives_for", range(5))
+def test_a_snapshot_is_there_as_a_whole_or_not_at_all(tmp_path, job, lives_for, monkeypatch):
+    """The driver is killed after each of the transactions that it takes."""
+    monkeypatch.setattr("elastic.driver.journal.records.PIECE", 2000)
+
+    async def story() -> None:
+        place = InEtcd(tmp_path)
+        drive = Drive(place, job[0], every=100)
+        await drive.begin()
+        for entry in job[1][:150]:
+            drive.journal.record(
+                entry.at, entry.event, drive.membership.handle(entry.event, entry.at)
+            )
+            await drive.journal.settle()
+        assert place.etcd.leader is not None
+        place.etcd.leader.lives_for = lives_for
+        with pytest.raises(asyncio.CancelledError):
+            await drive.journal.rest()
+        past = await Drive(place, job[0]).go_on()
+        assert past.replayed == 150 and taken(past.membership) == taken(drive.membership)
+
+    asyncio.run(story())
+
+
+def test_what_did_not_arrive_is_written_again(tmp_path, job):
+    """Whether it was carried out or not: nobody has heard."""
+
+    async def story() -> None:
+        place = InEtcd(tmp_path)
+        drive = Drive(place, job[0])
+        await drive.begin()
+        await drive.tell(job[1][:10])
+        leader = place.etcd.leader
+        assert leader is not None
+        for entry in job[1][10:20]:
+            drive.journal.record(
+                entry.at, entry.event, drive.membership.handle(entry.event, entry.at)
+            )
+            leader.lives_for = 0
+            with pytest.raises(asyncio.CancelledError):
+                await drive.journal.settle()
+        leader.lives_for = None
+        await drive.journal.settle()
+        past = await Drive(place, job[0]).go_on()
+        assert past.replayed == 20 and taken(past.membership) == taken(drive.membership)
+
+    asyncio.run(story())
+
+
+def test_a_record_that_is_missing_is_noticed(tmp_path, job):
+    async def story() -> None:
+        place = InEtcd(tmp_path)
+        drive = Drive(place, job[0])
+        await drive.begin()
+        await drive.tell(job[1][:30])
+        del place.etcd.kept["/hvd-elastic/night/journal/000000000004"]
+        with pytest.raises(ValueError, match="can't be resumed: record 4 is missing"):
+            await place.archive().past()
+
+    asyncio.run(story())
+
+
+def test_another_version_that_decides_otherwise_is_noticed(tmp_path, job, monkeypatch):
+    """Although actions are not kept there."""
+
+    async def story() -> None:
+        place = InEtcd(tmp_path)
+        drive = Drive(place, job[0])
+        await drive.begin()
+        await drive.tell(job[1][:30])
+        assert b"StartWorker" not in place.contents()
+        monkeypatch.setattr(
+            "elastic.driver.membership.scheduling.placement.places",
+            lambda order: [None] * len(order),
+        )
+        with pytest.raises(ValueError, match=r"has decided otherwise \(line .*HostsChanged"):
+            await place.archive().past()
+
+    asyncio.run(story())

@@ -1,0 +1,594 @@
+"""Starters: one contract for all, what becomes of a child, and each sentence that says why no agent was started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from shutil import which
+from typing import Any
+from unittest.mock import create_autospec
+
+import psutil
+import pytest
+
+from elastic.driver.launch.by_host import StarterFor
+from elastic.driver.launch.child_processes import Attendance, as_logged
+from elastic.driver.launch.fake_starter import FakeStarter
+from elastic.driver.launch.ssh import REMOTE, SshOptions, SshStarter
+from elastic.driver.launch.ssh_failures import (
+    Route,
+    why_ended,
+    why_no_agent,
+    why_ssh_failed,
+)
+from elastic.driver.launch.starter import READY, StartFailed
+from elastic.driver.launch.subprocess_starter import ChildStarter
+from elastic.errors import Invalid
+from elastic.version import __version__
+from harness.starter_contract import (
+    SECRET,
+    Bench,
+    Log,
+    StarterContract,
+    agents,
+    bootstrap,
+    closing,
+    failure,
+    gone,
+    lives,
+    noted,
+    stand_in,
+    until,
+)
+
+# ---- the contract
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Children that this process had before the test."""
+    _others.update(child.pid for child in psutil.Process().children())
+    yield
+    _others.clear()
+
+
+_others: set[int] = set()
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.pid not in _others]
+
+
+class FakeBench(Bench):
+    starter: FakeStarter
+
+    def told(self, host: str) -> dict[str, Any]:
+        told = self.starter.running[host]
+        return {"secret": told.secret, "drivers": told.drivers}
+
+    def runs(self, host: str) -> bool:
+        return host in self.starter.running
+
+    def end(self, host: str) -> None:
+        self.starter.end(host)
+
+    async def ended(self, host: str) -> None:
+        assert not self.runs(host)
+
+
+class TestFake(StarterContract):
+    @contextlib.asynccontextmanager
+    async def open(self, folder: Path) -> AsyncIterator[Bench]:
+        starter = FakeStarter()
+        why = "the bootstrap says nothing of where the driver is"
+        starter.why_not = lambda told: why if told.job == "wrong" else ""
+        async with closing(FakeBench(starter, folder, [])) as bench:
+            yield bench
+
+
+def child_starter(folder: Path, log: Log, **rest: Any) -> ChildStarter:
+    return ChildStarter(
+        environ={"PATH": os.defpath, "ELASTIC_JOB_SECRET": SECRET, "COLOUR": "green"},
+        log=lambda level, text: log.append((level, text)),
+        python=stand_in(folder),
+        **rest,
+    )
+
+
+class TestChild(StarterContract):
+    rest: dict[str, Any] = {}  # noqa: RUF012
+
+    @contextlib.asynccontextmanager
+    async def open(self, folder: Path) -> AsyncIterator[Bench]:
+        log: Log = []
+        async with closing(Bench(child_starter(folder, log, **self.rest), folder, log)) as bench:
+            yield bench
+
+    def test_it_is_in_a_session_of_its_own_and_is_told_the_secret_by_stdin_alone(
+        self, conversation
+    ):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            pid = noted(bench.folder, "alpha")["pid"]
+            assert os.getsid(pid) == pid != os.getsid(0)
+            environ = noted(bench.folder, "alpha")["environ"]
+            assert environ["COLOUR"] == "green"
+            assert SECRET not in str(environ) + str(psutil.Process(pid).cmdline())
+
+        conversation(talk)
+
+    def test_one_that_outlives_us_is_no_child_of_ours_any_more(self, conversation):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha", outlives=True))
+            await until(lambda: not children(), "the end of the child")
+            pid = noted(bench.folder, "alpha")["pid"]
+            assert os.getsid(pid) == pid
+
+        conversation(talk)
+
+    def test_who_does_not_get_ready_in_time_is_killed(self, conversation):
+        async def talk(bench: Bench) -> None:
+            starter = child_starter(bench.folder, bench.log, ready_s=0.3)
+            text = await failure(starter, bootstrap("alpha", "silent"))
+            assert "within 0.3 s" in text
+            await until(lambda: not children(), "its end")
+            await starter.close()
+
+        conversation(talk)
+
+    def test_who_is_called_off_is_killed(self, conversation):
+        async def talk(bench: Bench) -> None:
+            starting = asyncio.create_task(bench.starter.start(bootstrap("alpha", "silent")))
+            await until(lambda: bool(children()), "its start")
+            starting.cancel()
+            await until(lambda: not children(), "its end")
+
+        conversation(talk)
+
+    def test_who_has_another_release_is_ended(self, conversation):
+        async def talk(bench: Bench) -> None:
+            text = await failure(bench.starter, bootstrap("alpha", "old"))
+            assert "alpha has release 0.0.1 of hvd-elastic" in text
+            await asyncio.to_thread(gone, noted(bench.folder, "alpha")["pid"])
+
+        conversation(talk)
+
+    def test_who_dies_at_the_start_is_reported(self, conversation):
+        async def talk(bench: Bench) -> None:
+            assert "killed by signal 9" in await failure(
+                bench.starter, bootstrap("alpha", "killed")
+            )
+
+        conversation(talk)
+
+    def test_a_host_that_talks_much_before_is_waited_for(self, conversation):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha", "noisy"))
+
+        conversation(talk)
+
+    def test_what_an_agent_says_later_is_passed_on_within_bounds(self, conversation):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha", "chatty"))
+            await until(lambda: ("debug", "the agent on alpha: a step") in bench.log, "the words")
+            warnings = [text for level, text in bench.log if level == "warning"]
+            assert warnings[0] == "the agent on alpha: line 0"
+            assert warnings[19:] == ["the agent on alpha: line 19; further lines are left out"]
+
+        conversation(talk)
+
+    def test_the_end_of_an_agent_is_said_once_unless_we_have_ended_it(self, conversation):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha", "broken"))
+            await until(lambda: bool(bench.log), "the end")
+            await bench.starter.start(bootstrap("beta"))
+            await bench.starter.close()
+            assert bench.log == [("warning", "the agent on alpha has ended with exit code 3")]
+
+        conversation(talk)
+
+    def test_an_agent_that_does_not_heed_the_end_is_killed(self, conversation):
+        async def talk(bench: Bench) -> None:
+            starter = child_starter(bench.folder, bench.log, close_s=0.1)
+            await starter.start(bootstrap("alpha", "stubborn"))
+            await starter.close()
+            assert not lives(noted(bench.folder, "alpha")["pid"])
+
+        conversation(talk)
+
+    def test_closing_ends_starts_that_are_under_way_and_those_that_wait(self, conversation):
+        async def talk(bench: Bench) -> None:
+            starter = child_starter(bench.folder, bench.log, at_once=1)
+            told = [bootstrap(host, "silent") for host in ("alpha", "beta")]
+            failures = [asyncio.create_task(failure(starter, each)) for each in told]
+            await until(lambda: bool(agents(bench.folder)), "the first")
+            await starter.close()
+            for each in failures:
+                assert "the job is ending" in await each
+            assert list(agents(bench.folder)) == ["alpha"]
+
+        conversation(talk)
+
+    def test_no_more_than_the_limit_are_started_at_a_time(self, conversation):
+        async def talk(bench: Bench) -> None:
+            starter = child_starter(bench.folder, bench.log, at_once=3)
+            hosts = [f"host{letter}" for letter in "abcdefg"]
+            starts = {h: asyncio.create_task(starter.start(bootstrap(h, "silent"))) for h in hosts}
+            for ended in range(len(hosts) - 3):
+                await until(lambda n=ended: len(agents(bench.folder)) == n + 3, "the next")  # type: ignore[misc]
+                assert len(children()) == 3
+                host = next(h for h in agents(bench.folder) if not starts[h].done())
+                os.kill(agents(bench.folder)[host], signal.SIGKILL)
+                with pytest.raises(StartFailed):
+                    await starts[host]
+            await starter.close()
+            await asyncio.gather(*starts.values(), return_exceptions=True)
+
+        conversation(talk)
+
+    def test_a_host_that_is_started_again_has_one_agent(self, conversation):
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            first = noted(bench.folder, "alpha")["pid"]
+            await bench.starter.start(bootstrap("alpha"))
+            assert not lives(first)
+            assert bench.runs("alpha") and bench.log == []
+
+        conversation(talk)
+
+    def test_a_python_that_is_missing_is_named(self, conversation):
+        async def talk(bench: Bench) -> None:
+            starter = ChildStarter(environ={}, log=print, python="/no/python")
+            text = await failure(starter, bootstrap("alpha"))
+            assert text.endswith("/no/python: No such file or directory")
+
+        conversation(talk)
+
+    def test_without_pidfd_a_thread_waits(self, conversation, monkeypatch):
+        def refuse(pid: int) -> int:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+
+        async def talk(bench: Bench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            assert "exit code 1" in await failure(bench.starter, bootstrap("beta", "wrong"))
+            await bench.starter.close()
+            assert not bench.runs("alpha")
+
+        conversation(talk)
+
+
+@pytest.mark.parametrize("by", ["child", "ssh"])
+def test_an_agent_imports_nothing_from_the_folder_that_it_starts_in(by, tmp_path, monkeypatch):
+    (tmp_path / "socket.py").write_text("raise SystemExit('not what was meant')")
+    command, told = ["/bin/sh", "-c", REMOTE], f"{sys.executable}\n\n\n"
+    if by == "child":
+        begin = create_autospec(Attendance.begin)
+        monkeypatch.setattr(Attendance, "begin", begin)
+        asyncio.run(ChildStarter(environ={}, log=print).start(bootstrap("alpha")))
+        command, told = begin.call_args.args[2], "\n"
+    ended = subprocess.run(
+        command, input=told, capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert ended.stderr.startswith("hvd-elastic agent: standard input holds no bootstrap")
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "text"),
+    [
+        ("elastic | 12:01:33 | serves a driver", "debug", "serves a driver"),
+        ("elastic | warning: no driver to serve", "warning", "no driver to serve"),
+        ("elastic | 12:01:33 | error: the driver refuses it", "error", "the driver refuses it"),
+        ("elastic |   and a second line", "debug", "and a second line"),
+        ("ValueError: 3", "warning", "ValueError: 3"),
+        ("", "debug", ""),
+    ],
+)
+def test_an_agents_own_log_keeps_its_levels(line, level, text):
+    assert as_logged(line) == (level, text)
+
+
+# ---- which of them
+
+
+def test_this_machine_gets_a_child_and_others_what_reaches_them():
+    async def talk() -> None:
+        here, there = FakeStarter(), FakeStarter()
+        elsewhere = {"a": None, "b": "it is another machine (10.0.0.2)"}
+        starter = StarterFor(elsewhere.__getitem__, here=here, there=there)
+        there.why_not = lambda told: "it is tired"
+        await starter.start(bootstrap("a"))
+        assert (list(here.running), there.started) == (["a"], [])
+        await failure(starter, bootstrap("b"))
+        await starter.close()
+        assert not here.running
+        assert "ending" in await failure(here, bootstrap("a"))
+        assert "ending" in await failure(there, bootstrap("b"))
+
+    asyncio.run(talk())
+
+
+# ---- ssh, without one
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch", "a b", "a;b", "$(a)", "u@h", "", "a:b:c"])
+def test_a_name_that_is_none_never_reaches_ssh(host):
+    async def talk() -> None:
+        starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
+        assert "by ssh: " in await failure(starter, bootstrap(host))
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("host", ["gpu7", "10.0.0.7", "fe80::1", "a_b.c-d"])
+def test_without_an_ssh_program_it_is_said_what_to_install(host):
+    async def talk() -> None:
+        starter = SshStarter(SshOptions(program="/no/ssh"), environ={}, log=print)
+        with pytest.raises(StartFailed, match="apt-get install openssh-client"):
+            await starter.start(bootstrap(host))
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"identity": "/no/key"}, "--ssh-identity-file /no/key"),
+        ({"config": "/no/config"}, "--ssh-config /no/config"),
+        *(({"python": each}, "--remote-python") for each in ("", "-c", "~/python", "a\nb")),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, named):
+    with pytest.raises(Invalid, match=named):
+        SshOptions(**options)
+
+
+def test_the_command_asks_nobody_leaves_nothing_behind_and_keeps_to_the_users_configuration():
+    async def talk() -> list[str]:
+        return SshStarter(SshOptions(port=2222), environ={}, log=print).command("gpu7")
+
+    command = asyncio.run(talk())
+    assert command[:4] == ["ssh", "-T", "-p", "2222"]
+    assert command[-3:] == ["--", "gpu7", REMOTE]
+    settings = {word.partition("=")[0] for word in command if "=" in word and word != REMOTE}
+    assert {"BatchMode", "ConnectTimeout", "ServerAliveInterval", "ControlMaster"} <= settings
+    assert not {s for s in settings if "Key" in s or s in ("User", "Port", "ProxyJump")}
+
+
+SHELLS = [shell for shell in ("sh", "bash", "dash", "csh", "tcsh", "fish", "zsh") if which(shell)]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
+    folder = tmp_path / 'it\'s a "folder" of $HOME; \\ !x'
+    folder.mkdir()
+    (folder / "nothing").mkdir()
+    python = stand_in(folder)
+    plain = folder / "python9"
+    plain.symlink_to(python)
+
+    def run(*pythons: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [shell, "-c", REMOTE],
+            input="".join(f"{each}\n" for each in pythons)
+            + json.dumps({"job": "trains", "host": "alpha", "outlives": False})
+            + "\n",
+            env={"PATH": f"{folder}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    ready = (0, f"{READY} {__version__}\n")
+    assert run(python, python) == ready
+    assert run(str(folder / "nothing"), python) == ready  # a folder is no program
+    assert run(str(folder / "missing"), "python9") == ready
+    assert run("", "python9") == ready
+    assert run("/no/python", "no-python") == (
+        127,
+        "hvd-elastic: no python: /no/python no-python\n",
+    )
+
+
+# ---- the sentences
+
+ROUTE = Route.told(
+    ["ssh", "-p", "22", "alpha"],
+    "user ana\nhostname alpha.example\nport 22\nuserknownhostsfile /home/ana/.ssh/known_hosts /k2\n",
+)
+JUMPING = Route.told(
+    ["ssh", "alpha"],
+    "user ana\nhostname alpha\nport 2222\nuserknownhostsfile /k\nproxyjump gate\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            "ssh: Could not resolve hostname alpha: Name or service not known\r\n",
+            "alpha can't be reached: the name alpha is not known here (Name or service not known);"
+            " correct the list of hosts, or give it a HostName in ~/.ssh/config",
+        ),
+        (
+            "debug1: connect to address 10.0.0.7 port 22: Connection refused\r\n"
+            "ssh: connect to host 10.0.0.7 port 22: Connection refused\r\n",
+            "alpha can't be reached at 10.0.0.7 port 22: Connection refused; start sshd there, or"
+            " correct the port",
+        ),
+        (
+            "ssh: connect to host 10.0.0.7 port 22: Connection timed out\r\n",
+            "alpha can't be reached at 10.0.0.7 port 22: Connection timed out; look whether it is up,"
+            " and whether a firewall drops the packets",
+        ),
+        (
+            "ssh: connect to host 10.0.0.7 port 22: No route to host\r\n",
+            "alpha can't be reached at 10.0.0.7 port 22: No route to host; look at the network and"
+            " the list of hosts",
+        ),
+        (
+            "Connection timed out during banner exchange\r\n"
+            "Connection to 10.0.0.7 port 22 timed out\r\n",
+            "alpha accepts connections but does not answer ssh (Connection timed out during banner"
+            " exchange); look at its sshd and its load",
+        ),
+        (
+            "debug1: Server host key: ssh-ed25519 SHA256:abc\r\nHost key verification failed.\r\n",
+            "the host key of alpha is not known here (ssh-ed25519 SHA256:abc); log in once by hand"
+            " and compare it: ssh -p 22 alpha, or trust it: ssh-keyscan alpha.example >>"
+            " /home/ana/.ssh/known_hosts",
+        ),
+        (
+            "Offending ED25519 key in /k:3\r\nHost key for [a]:22 has changed and\r\n"
+            "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\r\n"
+            "Host key verification failed.\r\n",
+            "the host key of alpha is not the one known for it (line 3 of /k): somebody may stand in"
+            " between; if it was installed anew, forget the old key: ssh-keygen -f /k -R '[a]:22',"
+            " then log in by hand: ssh -p 22 alpha",
+        ),
+        (
+            "debug1: Offering public key: /home/ana/.ssh/id RSA SHA256:x agent\r\n"
+            "ana@alpha.example: Permission denied (publickey,password).\r\n",
+            "alpha denies user ana permission (publickey,password): it tried the key"
+            " /home/ana/.ssh/id; bring it there: ssh-copy-id -i /home/ana/.ssh/id.pub -p 22 alpha"
+            " (a key with a passphrase needs ssh-agent)",
+        ),
+        (
+            "ana@alpha.example: Permission denied (publickey).\r\n",
+            "alpha denies user ana permission (publickey): it had no key to try; bring it one:"
+            " ssh-copy-id -p 22 alpha (a key with a passphrase needs ssh-agent)",
+        ),
+        (
+            "kex_exchange_identification: Connection closed by remote host\r\n"
+            "Connection closed by 10.0.0.7 port 22\r\n",
+            "alpha, or a host on the way, closed the connection before the login"
+            " (kex_exchange_identification: Connection closed by remote host); look at the log of"
+            " its sshd: MaxStartups may be too low for so many at once",
+        ),
+        (
+            "Received disconnect from 10.0.0.7 port 22:2: Too many authentication failures\r\n",
+            "alpha was offered too many keys by ssh-agent; name the right one by IdentityFile and"
+            " IdentitiesOnly yes in ~/.ssh/config",
+        ),
+        (
+            "/c: line 1: Bad configuration option: hots\r\n/c: terminating, 1 bad\r\n",
+            "ssh to alpha does not take its configuration: /c: line 1: Bad configuration option: hots;"
+            " correct that file",
+        ),
+        (
+            "Unable to negotiate with 10.0.0.7 port 22: no matching host key type found.\r\n",
+            "ssh to alpha failed: Unable to negotiate with 10.0.0.7 port 22: no matching host key"
+            " type found.; try it by hand: ssh -p 22 alpha",
+        ),
+        (
+            "Connection reset by 10.0.0.7 port 22\r\n",
+            "alpha, or a host on the way, closed the connection before the login (Connection reset by"
+            " 10.0.0.7 port 22); look at the log of its sshd: MaxStartups may be too low for so many"
+            " at once",
+        ),
+        (
+            "Authenticated to a ([10.0.0.7]:22).\r\nConnection to 10.0.0.7 closed by remote host.\r\n",
+            "the ssh connection to alpha broke before its agent was ready: Connection to 10.0.0.7"
+            " closed by remote host.",
+        ),
+        ("", "ssh to alpha failed: it did not say why; try it by hand: ssh -p 22 alpha"),
+    ],
+)
+def test_why_ssh_failed(said, expected):
+    assert why_ssh_failed("alpha", said, ROUTE) == expected
+
+
+def test_behind_a_jump_host_nobody_is_told_to_scan_what_cannot_be_reached():
+    said = "Host key verification failed.\r\nConnection closed by UNKNOWN port 65535\r\n"
+    assert why_ssh_failed("alpha", said, JUMPING) == (
+        "the host key of alpha, or of a host on the way there, is not known here; log in once by hand"
+        " and compare it: ssh alpha"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "expected"),
+    [
+        (
+            1,
+            "/p/python3: Error while finding module specification for 'elastic.driver.agents.agent_process'"
+            " (ModuleNotFoundError: No module named 'elastic')\n",
+            "hvd-elastic is not installed for the python that was taken on alpha; install it there"
+            " (pip install hvd-elastic==1.2), or name another python by --remote-python",
+        ),
+        (
+            1,
+            "/p/python3: No module named elastic.driver.agents.agent_process\n",
+            "alpha has another release of hvd-elastic, without elastic.driver.agents.agent_process; install"
+            " the same as here: pip install hvd-elastic==1.2",
+        ),
+        (
+            1,
+            "Traceback (most recent call last):\nModuleNotFoundError: No module named 'msgspec'\n",
+            "hvd-elastic on alpha lacks its dependency msgspec; install it there with all: pip"
+            " install hvd-elastic==1.2",
+        ),
+        (
+            127,
+            "debug1: Sending command\r\nhvd-elastic: no python: /a/python python3\n"
+            "debug1: Exit status 127\r\n",
+            "alpha has no python to run the agent with (tried /a/python python3); name one by"
+            " --remote-python",
+        ),
+        (
+            1,
+            "SyntaxError: future feature annotations is not defined\n",
+            "the python of alpha is too old for hvd-elastic; name another by --remote-python",
+        ),
+        (
+            1,
+            "This account is currently not available.\n",
+            "the agent on alpha ended with exit code 1 before it was ready: This account is"
+            " currently not available.",
+        ),
+        (0, "", "the agent on alpha ended with exit code 0 before it was ready"),
+        (-9, "", "the agent on alpha was killed by signal 9 before it was ready"),
+        (
+            None,
+            "Authenticated to alpha\r\nWelcome!\n",
+            "no agent was ready on alpha within 60 s; the last that was heard is: Welcome!; look at"
+            " the load there",
+        ),
+    ],
+)
+def test_why_no_agent(code, said, expected):
+    assert why_no_agent("alpha", code, said, ours="1.2", release=None, limit_s=60.0) == expected
+
+
+def test_another_release_is_named():
+    assert why_no_agent("alpha", None, "", ours="1.2", release="1.1", limit_s=60.0) == (
+        "alpha has release 1.1 of hvd-elastic, and here it is 1.2; install the same on both: pip"
+        " install hvd-elastic==1.2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "expected"),
+    [
+        (
+            255,
+            "Timeout, server 10.0.0.7 not responding.\r\nTransferred: sent 3\r\n",
+            "the ssh connection to the agent on alpha has broken: Timeout, server 10.0.0.7 not"
+            " responding",
+        ),
+        (1, "ValueError: 3\n", "the agent on alpha has ended with exit code 1: ValueError: 3"),
+        (0, "elastic | the job is over\n", "the agent on alpha has ended with exit code 0"),
+        (-9, "", "the ssh to the agent on alpha was killed by signal 9"),
+    ],
+)
+def test_why_an_agent_has_ended(code, said, expected):
+    assert why_ended("alpha", code, said, by_ssh=True) == expected

@@ -1,0 +1,77 @@
+"""Who holds the others up although everybody gets on: the one that never waits."""
+
+from __future__ import annotations
+
+import statistics
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.driver.membership.failure_detection.stragglers import LITTLE, MUCH, Stragglers
+from elastic.protocol.messages import Worker
+from harness.conversation import exited, paced, running, said, worker
+
+
+def test_the_one_that_never_waits_while_the_others_do_is_named():
+    talk = running(4)
+    assert talk.tell(paced("h:0", 2, 0.7), paced("h:1", 2, 0.6), paced("h:3", 2, 0.65)) == []
+    assert said(talk.tell(paced("h:2", 2, 0.02))) == (
+        "rank 2 (h:2#1 on h), which waits 2%, holds the others up, which wait 65% of their time"
+        " in collectives: slow hardware, or more work than the others?"
+    )
+    assert talk.m.stragglers == {worker("h:2")}
+
+
+def test_it_is_named_once_until_it_changes():
+    talk = running(3)
+    round_of = [paced("h:0", 2, 0.6), paced("h:1", 2, 0.6), paced("h:2", 2, 0.01)]
+    assert "h:2#1" in said(talk.tell(*round_of))
+    assert talk.tell(*round_of * 20) == []
+    assert said(talk.tell(paced("h:2", 2, 0.5))) == "nobody holds the others up any more"
+    assert talk.m.stragglers == frozenset()
+    assert "rank 1" in said(talk.tell(paced("h:1", 2, 0.0), paced("h:2", 2, 0.6)))
+
+
+def test_in_a_balanced_world_nobody_is_named_however_much_or_little_all_wait():
+    talk = running(4)
+    for share in (0.0, 0.05, 0.3, 0.95):
+        assert talk.tell(*(paced(f"h:{n}", 2, share) for n in range(4))) == []
+
+
+def test_one_report_is_no_comparison():
+    talk = running(4)
+    assert talk.tell(paced("h:0", 2, 0.0), paced("h:1", 2, 0.9)) == []
+    assert "h:0#1" in said(talk.tell(paced("h:2", 2, 0.9)))  # two of the three others
+
+
+def test_each_world_is_looked_at_anew_and_reports_of_older_ones_are_dropped():
+    talk = running(3)
+    talk.tell(paced("h:0", 2, 0.6), paced("h:1", 2, 0.6), paced("h:2", 2, 0.01))
+    talk.tell(exited("h:1"))
+    talk.ready("h:0", "h:2", commit=(2, 5))
+    assert talk.m.generation == 3 and talk.m.stragglers == frozenset()
+    assert talk.tell(paced("h:0", 2, 0.9), paced("h:2", 2, 0.0), paced("h:2", 3, 0.0)) == []
+    assert "rank 1 (h:2#1 on h)" in said(talk.tell(paced("h:0", 3, 0.9)))
+
+
+def test_alone_nobody_holds_anybody_up():
+    talk = running(1, workers_min=1)
+    assert talk.tell(paced("h:0", 2, 0.0)) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), max_size=40))
+def test_counting_finds_whom_the_median_of_the_others_would_find(reports):
+    size = 6
+    found = Stragglers(size)
+    last: dict[int, float] = {}
+    for slot, share in reports:
+        last[slot] = share
+        found.paced(Worker("h", slot), share, 1.0)
+        slow = {
+            slot
+            for slot, share in last.items()
+            if share < LITTLE
+            and 2 * (len(last) - 1) >= size - 1
+            and statistics.median_low(s for other, s in last.items() if other != slot) > MUCH
+        }
+        assert found.named == {Worker("h", slot) for slot in slow}

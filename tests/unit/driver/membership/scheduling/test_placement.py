@@ -1,0 +1,124 @@
+"""Who gets which rank, and who is in the next world at all."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.driver.membership.composition import Composition, compose
+from elastic.driver.membership.roster import Standing
+from elastic.driver.membership.scheduling.placement import (
+    arrange,
+    next_place,
+    places,
+    slots,
+)
+from elastic.protocol.messages import Commit, Place, Worker
+from harness.conversation import worker
+
+A, B, C, D = (worker(name) for name in ("h1:0", "h1:1", "h2:0", "h2:1"))
+
+
+def test_holders_of_the_newest_commit_come_first_and_keep_their_order():
+    commits = {A: Commit(2, 6), B: None, C: Commit(2, 7), D: Commit(2, 7)}
+    arrangement = arrange([A, B, C, D], [], commits)
+    assert arrangement.order == [C, D, A, B]
+    assert (arrangement.holders, arrangement.commit) == (2, Commit(2, 7))
+
+
+def test_a_later_generation_is_newer_whatever_the_number():
+    assert arrange([A, B], [], {A: Commit(2, 99), B: Commit(3, 0)}).order == [B, A]
+
+
+def test_a_newcomer_is_no_source_even_if_it_says_so():
+    arrangement = arrange([A], [B], {A: None, B: Commit(9, 9)})
+    assert (arrangement.order, arrangement.holders) == ([A, B], 0)
+
+
+def test_where_nobody_has_committed_the_old_order_stays():
+    assert arrange([C, A], [B], {}).order == [C, A, B]
+
+
+def test_places_count_over_the_world_the_host_and_the_hosts():
+    assert places([C, A, B]) == [
+        Place(0, 3, 0, 1, 0, 2),
+        Place(1, 3, 0, 2, 1, 2),
+        Place(2, 3, 1, 2, 0, 1),
+    ]
+
+
+def test_the_next_place_is_the_last_of_all():
+    assert next_place([C, A, B], D) == places([C, A, B, D])[-1]
+    assert next_place([], A) == places([A])[0]
+
+
+def test_slots_are_dealt_host_by_host_in_the_order_of_the_list():
+    assert list(slots({"b": 2, "a": 1})) == [("b", 0), ("b", 1), ("a", 0)]
+
+
+# ---- composition --------------------------------------------------------------------------------
+
+
+def standing(who: Worker, *, leaving: str = "", unlisted: bool = False) -> Standing:
+    made = Standing(who, 0.0, Place(0, 1, 0, 1, 0, 1), layout="x", running=True)
+    made.leaving, made.unlisted = leaving, unlisted
+    return made
+
+
+def composed(old, new=(), commits=None, low=1, high=4) -> Composition:
+    held = commits or {s.worker: Commit(2, 5) for s in old}
+    return compose(old, list(new), held, workers_min=low, workers_max=high)
+
+
+def going(composition: Composition) -> list[Worker]:
+    return [s.worker for s in composition.leaving]
+
+
+def test_who_leaves_goes_if_somebody_who_stays_holds_the_same():
+    made = composed([standing(A, leaving="SIGTERM"), standing(B)])
+    assert going(made) == [A] and made.arrangement.order == [B]
+
+
+def test_who_leaves_stays_if_nobody_else_holds_the_newest():
+    commits = {A: Commit(2, 6), B: Commit(2, 5)}
+    made = composed([standing(A, leaving="SIGTERM"), standing(B)], commits=commits)
+    assert going(made) == [] and made.arrangement.order == [A, B]
+
+
+def test_an_unlisted_host_waits_for_a_replacement_and_sigterm_does_not():
+    assert going(composed([standing(A), standing(B, leaving="gone", unlisted=True)], low=2)) == []
+    assert going(composed([standing(A), standing(B, leaving="SIGTERM")], low=2)) == [B]
+
+
+def test_the_first_world_takes_the_layout_of_its_source_and_rejects_others():
+    odd = standing(B)
+    odd.layout = "y"
+    made = composed([standing(A), odd, standing(C)], commits={A: None})
+    assert made.arrangement.order == [A, C] and made.rejected == [odd] and made.layout == "x"
+
+
+people = st.lists(
+    st.tuples(st.sampled_from(["", "SIGTERM", "gone"]), st.integers(0, 3)), max_size=6
+)
+
+
+@given(people, people, st.integers(1, 6), st.integers(1, 6))
+def test_nothing_committed_is_lost_and_no_world_is_too_large(old, new, low, high):
+    low, high = min(low, high), max(low, high)
+    members = [
+        standing(Worker("h", n), leaving=why, unlisted=why == "gone")
+        for n, (why, _) in enumerate(old)
+    ]
+    commits = {
+        s.worker: Commit(1, n) if n else None for s, (_, n) in zip(members, old, strict=True)
+    }
+    joining = [standing(Worker("g", n)) for n in range(len(new))]
+    made = compose(members, joining, commits, workers_min=low, workers_max=high)
+    order, newest = made.arrangement.order, made.arrangement.commit
+    held = [c for c in commits.values() if c is not None]
+    assert newest == max(held, default=None)
+    assert all(commits[w] == newest for w in order[: made.arrangement.holders])
+    assert not {s.worker for s in made.leaving} & set(order)
+    hurried = [s for s in members if s.hurried]
+    assert sum(s.worker in order for s in hurried) <= 1
+    assert len(order) <= max(high, len(members), 2)

@@ -1,0 +1,636 @@
+"""Who trains together: starting, losing members, and forming the next world."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.events import (
+    BreakWorld,
+    EndJob,
+    FinishWorld,
+    KillWorker,
+    LetGo,
+    PrepareChange,
+    PublishWorld,
+    RejectWorker,
+    Report,
+    ReportRecovery,
+    StartWorker,
+    WelcomeWorker,
+)
+from elastic.driver.membership.membership import IllegalEvent, Phase
+from elastic.protocol.messages import Commit, Place
+from harness.conversation import (
+    Talk,
+    connected,
+    disconnected,
+    exited,
+    failed,
+    has,
+    hosts,
+    names,
+    order,
+    ready,
+    resumed,
+    returned,
+    running,
+    said,
+    started,
+    store,
+    stranded,
+    the,
+    worker,
+)
+
+# ---- the start ----------------------------------------------------------------------------------
+
+
+def test_the_first_world_is_formed_when_all_that_were_started_are_ready():
+    talk = Talk(np=3)
+    assert talk.tell(hosts(h1=2, h2=2)) == [
+        StartWorker(worker("h1:0"), Place(0, 3, 0, 2, 0, 2), "first start"),
+        StartWorker(worker("h1:1"), Place(1, 3, 1, 2, 0, 1), "first start"),
+        StartWorker(worker("h2:0"), Place(2, 3, 0, 1, 1, 2), "first start"),
+    ]
+    welcome = the(WelcomeWorker, talk.connect("h1:0"))
+    assert (welcome.place.rank, welcome.newcomer) == (0, False)
+    talk.connect("h1:1", "h2:0")
+    assert talk.ready("h2:0", "h1:1", running=False) == []
+    world = the(PublishWorld, talk.ready("h1:0", running=False))
+    assert order(world) == ["h1:0#1", "h1:1#1", "h2:0#1"]
+    assert (world.generation, world.holders, world.commit) == (1, 0, None)
+    assert world.store == store("h1:0")
+    assert world.reason == "first world: 3 workers ready"
+
+
+def test_entering_elastic_run_forms_a_world_and_interrupts_nobody():
+    talk = started(3)
+    assert talk.ready("h:1") == []
+    assert talk.m.phase is Phase.GATHERING
+    actions = talk.ready("h:0", "h:2")
+    assert order(the(PublishWorld, actions)) == ["h:0#1", "h:1#1", "h:2#1"]
+    assert not has(BreakWorld, actions)
+    report = the(ReportRecovery, talk.resume())
+    assert (report.kind, report.size) == ("start", 3)
+
+
+def test_a_worker_that_dies_before_init_is_not_waited_for():
+    talk = Talk(np=3)
+    talk.tell(hosts(h=3))
+    talk.connect("h:0", "h:1")
+    talk.ready("h:0", "h:1", running=False)
+    world = the(PublishWorld, talk.tell(exited("h:2", 1)))
+    assert order(world) == ["h:0#1", "h:1#1"]
+
+
+def test_too_few_for_the_first_world_wait_and_say_what_is_awaited():
+    talk = Talk(np=3, workers_min=3, elastic_timeout_s=60)
+    talk.tell(hosts(h=3))
+    talk.connect("h:0", "h:1")
+    talk.ready("h:0", "h:1", running=False)
+    actions = talk.tell(exited("h:2", 1))
+    assert "waiting for 1 more worker: 2 ready, 3 needed; giving up in 60 s" in said(actions)
+    assert names(talk.wait(1.0)) == ["h:2#2"]
+    talk.connect("h:2#2")
+    world = the(PublishWorld, talk.ready("h:2#2", running=False))
+    assert len(world.members) == 3
+
+
+def test_no_wait_for_workers_is_without_an_end():
+    talk = Talk(np=2, workers_min=2, elastic_timeout_s=60)
+    talk.tell(hosts(h=1))
+    talk.connect("h:0")
+    talk.ready("h:0", running=False)
+    end = the(EndJob, talk.wait(61))
+    assert end.code == 1
+    assert end.reason.startswith("only 1 of 2 workers ready after 60 s: start more hosts, or")
+
+
+def test_a_worker_that_hangs_before_init_is_killed_once_somebody_waits_for_it():
+    talk = Talk(np=3, start_timeout_s=120)
+    talk.tell(hosts(h=3))
+    talk.wait(500)
+    talk.connect("h:0", "h:1")
+    talk.ready("h:0", "h:1", running=False)
+    assert talk.wait(119) == []
+    actions = talk.wait(2)
+    assert names(actions, KillWorker) == ["h:2#1"]
+    assert len(the(PublishWorld, actions).members) == 2
+    assert "fencing h:2#1: it did not call init() within 120 s" in said(actions)
+    assert "h:2#1 ended with signal 9 SIGKILL, as ordered" in said(talk.tell(exited("h:2")))
+
+
+def test_who_connects_before_the_first_world_but_says_ready_after_it_is_a_newcomer():
+    talk = Talk(np=3, start_timeout_s=120)
+    talk.tell(hosts(h=3))
+    talk.connect("h:0", "h:1", "h:2")
+    talk.ready("h:0", "h:1", running=False)
+    assert has(PublishWorld, talk.wait(121))
+    welcome = the(WelcomeWorker, talk.ready("h:2", generation=0, running=False))
+    assert welcome.newcomer and welcome.place.rank != 0
+
+
+def test_programs_that_never_call_init_end_with_0_when_all_have():
+    talk = Talk(np=2)
+    talk.tell(hosts(h=2))
+    assert talk.wait(100_000) == []  # nobody waits for anybody
+    assert talk.tell(exited("h:0", 0)) == []
+    actions = talk.tell(exited("h:1", 0))
+    assert the(EndJob, actions).code == 0
+    assert "no worker has called init()" in the(Report, actions).text
+
+
+def test_a_program_that_fails_where_another_has_succeeded_fails_the_job():
+    talk = Talk(np=2)
+    talk.tell(hosts(h=2))
+    talk.tell(exited("h:0", 0))
+    end = the(EndJob, talk.tell(exited("h:1", 3)))
+    assert end.code == 3 and "(h:1#1 on h) ended with exit code 3" in end.reason
+
+
+def test_a_program_that_failed_first_is_tried_again_before_the_job_is_done():
+    talk = Talk(np=2)
+    talk.tell(hosts(h=2))
+    talk.tell(exited("h:1", 3))
+    assert not has(EndJob, talk.tell(exited("h:0", 0)))
+    assert names(talk.wait(1)) == ["h:1#2"]
+    assert the(EndJob, talk.tell(exited("h:1#2", 0))).code == 0
+
+
+def test_a_script_that_fails_everywhere_ends_at_once_with_its_output():
+    talk = Talk(np=2)
+    talk.tell(hosts(h=2))
+    talk.tell(exited("h:0", 1))
+    end = the(EndJob, talk.tell(exited("h:1", 1, "Traceback\nImportError: no module x\n")))
+    assert end.reason == (
+        "every worker ended before training began, the last with exit code 1;"
+        " it wrote:\nTraceback\nImportError: no module x"
+    )
+
+
+def test_a_script_that_fails_after_init_on_every_slot_is_not_tried_five_times():
+    talk = started(2)
+    talk.tell(exited("h:0", 1))  # a file that it opens between init() and elastic.run is missing
+    assert names(talk.wait(1)) == ["h:0#2"]
+    end = the(EndJob, talk.tell(exited("h:1", 1, "FileNotFoundError: data")))
+    assert "ended before training began" in end.reason and "FileNotFoundError: data" in end.reason
+
+
+def test_a_slot_that_comes_further_at_its_second_try_gives_hope():
+    talk = started(2)
+    talk.tell(exited("h:0", 1))
+    talk.wait(1)
+    talk.tell(connected("h:0#2"))
+    assert not has(EndJob, talk.tell(exited("h:1", 1)))
+    assert names(talk.wait(1)) == ["h:1#2"]
+    end = the(EndJob, talk.tell(exited("h:0#2", 1)))  # so it was not better than the first
+    assert "ended before training began" in end.reason
+
+
+def test_a_single_worker_gets_a_second_try_at_a_script_that_fails():
+    talk = Talk(np=1, workers_min=1)
+    talk.tell(hosts(h=1))
+    assert not has(EndJob, talk.tell(exited("h:0", 1)))
+    assert names(talk.wait(1)) == ["h:0#2"]
+    assert "ended before training began" in the(EndJob, talk.tell(exited("h:0#2", 1))).reason
+
+
+def test_signals_and_failures_of_a_job_that_has_trained_say_nothing_about_the_script():
+    talk = Talk(np=2)
+    talk.tell(hosts(h=2))
+    talk.tell(exited("h:0", 1))
+    assert not has(EndJob, talk.tell(exited("h:1", -9)))
+    talk = running(2)
+    end = the(EndJob, talk.tell(exited("h:0", 1), exited("h:1", 1)))
+    assert "nobody is left to go on from" in end.reason
+    assert "from a checkpoint that the script has saved" in end.reason
+
+
+def test_ready_before_connected_is_a_bug_and_tells_the_story():
+    talk = Talk()
+    talk.tell(hosts(h=4))
+    with pytest.raises(IllegalEvent, match=r"ready before it connected(.|\n)*HostsChanged"):
+        talk.tell(ready("h:0", 0))
+
+
+# ---- between init() and elastic.run -------------------------------------------------------------
+
+
+def test_a_loss_before_elastic_run_breaks_the_world_of_init():
+    talk = started(3)
+    broken = the(BreakWorld, talk.tell(exited("h:1")))
+    assert broken.members == [worker("h:0"), worker("h:2")]
+    assert has(PublishWorld, talk.ready("h:0", "h:2"))
+
+
+def test_a_loss_while_some_have_entered_tells_those_that_have_not():
+    talk = started(3)
+    talk.ready("h:0")
+    assert the(BreakWorld, talk.tell(exited("h:1"))).members == [worker("h:2")]
+    assert order(the(PublishWorld, talk.ready("h:2"))) == ["h:0#1", "h:2#1"]
+
+
+def test_a_collective_that_breaks_outside_elastic_run_ends_the_job_and_names_the_culprit():
+    talk = started(3)
+    assert talk.tell(stranded("h:0", 1)) == []  # a moment before the exit is known
+    end = the(EndJob, talk.tell(exited("h:1", -11)))
+    assert end.reason.startswith("rank 1 (h:1#1 on h) ended with signal 11 SIGSEGV while")
+    assert "@elastic.run" in end.reason
+    assert end.code == 139
+
+
+def test_the_same_when_the_exit_is_known_first():
+    talk = started(3)
+    talk.tell(exited("h:1"))
+    end = the(EndJob, talk.tell(stranded("h:0", 1)))
+    assert end.reason.startswith("lost h:1#1 (signal 9 SIGKILL); rank 0 (h:0#1 on h) lost a peer")
+
+
+def test_who_is_stranded_while_others_are_inside_starts_anew():
+    talk = started(3)
+    talk.ready("h:0")
+    talk.tell(exited("h:1"))
+    actions = talk.tell(stranded("h:2", 1), exited("h:2", 1))
+    assert not has(EndJob, actions)
+    assert names(talk.wait(1.5)) == ["h:1#2", "h:2#2"]
+    assert order(the(PublishWorld, talk.join("h:1#2", "h:2#2")))[0] == "h:0#1"
+
+
+def test_init_again_on_all_workers_is_a_new_world_and_no_failure():
+    talk = started(3, reset_limit=0)
+    for generation in (2, 3, 4):
+        talk.wait(1000)  # however long the process has lived
+        assert talk.ready("h:2", "h:0", running=False) == []
+        world = the(PublishWorld, talk.ready("h:1", running=False))
+        assert (world.generation, len(world.members)) == (generation, 3)
+    ended = talk.tell(*(exited(f"h:{slot}", 0) for slot in range(3)))
+    assert the(EndJob, ended).code == 0
+
+
+def test_nobody_joins_in_init():
+    talk = started(2, workers_max=3)
+    talk.tell(hosts(h=3))
+    talk.join("h:2")
+    talk.ready("h:0", running=False)
+    assert len(the(PublishWorld, talk.ready("h:1", running=False)).members) == 2
+    talk.ready("h:0")
+    assert len(the(PublishWorld, talk.ready("h:1")).members) == 3
+
+
+def test_who_never_comes_to_elastic_run_is_left_outside():
+    talk = started(3, elastic_timeout_s=60)
+    talk.ready("h:0", "h:1")
+    world = the(PublishWorld, talk.wait(61))
+    assert order(world) == ["h:0#1", "h:1#1"]
+    prepare = the(PrepareChange, talk.ready("h:2", generation=1))
+    assert prepare.reason == "h:2#1 joined"
+
+
+# ---- losing members -----------------------------------------------------------------------------
+
+
+def test_a_lost_worker():
+    talk = running(4)
+    assert the(BreakWorld, talk.tell(exited("h:1"))) == BreakWorld(
+        2, [worker("h:0"), worker("h:2"), worker("h:3")], "lost h:1#1 (signal 9 SIGKILL)"
+    )
+    assert talk.tell(failed("h:0", 2), failed("h:2", 2)) == []  # the same failure
+    assert talk.tell(ready("h:0", 2, (2, 8)), ready("h:3", 2, (2, 9))) == []
+    world = the(PublishWorld, talk.tell(ready("h:2", 2, (2, 9))))
+    assert order(world) == ["h:2#1", "h:3#1", "h:0#1"]  # the holders of the newest commit first
+    assert (world.holders, world.commit) == (2, Commit(2, 9))
+    assert world.reason == "lost h:1#1 (signal 9 SIGKILL); 3 of 4 old members ready"
+    report = the(ReportRecovery, talk.resume())
+    assert (report.kind, report.size) == ("recovery", 3)
+    assert talk.tell(failed("h:0", 2)) == []  # stale
+
+
+def test_a_survivor_may_notice_before_the_exit_is_known():
+    talk = running(4)
+    broken = the(BreakWorld, talk.tell(failed("h:0", 2)))
+    assert broken.reason == "a collective broke at h:0#1: connection closed by peer"
+    talk.tell(exited("h:1"))
+    world = the(PublishWorld, talk.ready("h:0", "h:2", "h:3", commit=(2, 1)))
+    assert world.reason.startswith("lost h:1#1 (signal 9 SIGKILL); 3 of 4")
+
+
+def test_two_at_once_and_another_while_the_survivors_gather():
+    talk = running(4, workers_min=1)
+    talk.tell(exited("h:0"), exited("h:2"))
+    talk.tell(ready("h:1", 2, (2, 5)))
+    world = the(PublishWorld, talk.tell(exited("h:3")))
+    assert order(world) == ["h:1#1"]
+    assert "lost h:0#1" in world.reason and "lost h:3#1" in world.reason
+
+
+def test_what_everybody_is_told_does_not_grow_with_the_number_of_those_that_are_lost():
+    talk = running(20)
+    talk.tell(*(exited(f"h:{slot}") for slot in range(15)))
+    left = [f"h:{slot}" for slot in range(15, 20)]
+    reason = the(PublishWorld, talk.ready(*left, commit=(2, 5))).reason
+    assert reason.startswith("lost h:0#1 (signal 9 SIGKILL); lost h:1#1 (signal 9 SIGKILL); ")
+    assert "lost h:7#1 (signal 9 SIGKILL); and 7 more; 5 of 20 old members ready" in reason
+
+
+def test_many_that_cannot_be_killed_are_gone_on_without_all_at_once():
+    talk = running(6)
+    for slot in (1, 3, 2):
+        assert names(talk.tell(disconnected(f"h:{slot}", silent=True)), KillWorker)
+        talk.wait(0.1)
+    assert not has(BreakWorld, talk.wait(0.65))
+    assert the(BreakWorld, talk.wait(0.1)).reason.startswith("lost h:1#1, which can't be killed")
+    talk.wait(0.3)
+    world = the(PublishWorld, talk.ready("h:0", "h:4", "h:5", commit=(2, 5)))
+    assert order(world) == ["h:0#1", "h:4#1", "h:5#1"]
+
+
+def test_a_second_failure_while_the_next_world_forms():
+    talk = running(4)
+    talk.tell(exited("h:0"))
+    talk.ready("h:1", "h:2", "h:3", commit=(2, 5))
+    broken = the(BreakWorld, talk.tell(exited("h:1")))
+    assert broken.generation == 3
+    talk.tell(ready("h:2", 3, (3, 0)))
+    world = the(PublishWorld, talk.tell(ready("h:3", 3, (2, 5))))  # the copy was under way
+    assert (order(world), world.holders) == (["h:2#1", "h:3#1"], 1)
+
+
+def test_when_all_that_have_learned_are_lost_the_job_ends():
+    talk = running(3)
+    talk.tell(exited("h:0"), exited("h:1"))
+    end = the(EndJob, talk.tell(exited("h:2", -11, "core\ndumped")))
+    assert end.code == 1
+    assert end.reason.startswith("all 3 members of generation 2 are lost, and nobody is left")
+    assert end.reason.endswith("it wrote:\ncore\ndumped")
+
+
+def test_survivors_that_hold_nothing_are_nobody_to_go_on_from():
+    talk = running(3)
+    talk.tell(exited("h:0"))
+    talk.ready("h:1", "h:2", commit=(2, 5))
+    talk.wait(1)
+    talk.join("h:0#2")
+    talk.stop_all()
+    talk.tell(exited("h:1"), exited("h:2"))
+    end = the(EndJob, talk.tell(ready("h:0#2", 4, None)))
+    assert end.reason.startswith("no survivor holds a commit: lost h:1#1")
+
+
+def test_below_the_minimum_survivors_wait_for_newcomers():
+    talk = running(3, workers_min=3)
+    talk.tell(exited("h:2"))
+    actions = talk.ready("h:0", "h:1", commit=(2, 5))
+    assert "waiting for 1 more worker: 2 ready, 3 needed" in said(actions)
+    assert names(talk.wait(1)) == ["h:2#2"]
+    world = the(PublishWorld, talk.join("h:2#2"))
+    assert order(world) == ["h:0#1", "h:1#1", "h:2#2"]
+    assert (world.holders, world.commit) == (2, Commit(2, 5))
+
+
+def test_below_the_minimum_for_too_long_ends_the_job():
+    talk = running(3, workers_min=3, elastic_timeout_s=30)
+    talk.tell(hosts(h=2), exited("h:2"))
+    talk.ready("h:0", "h:1", commit=(2, 5))
+    assert "only 2 of 3 workers ready after 30 s" in the(EndJob, talk.wait(31)).reason
+
+
+def test_who_holds_everybody_up_is_named_within_seconds():
+    talk = running(3)
+    talk.tell(exited("h:0"))
+    talk.tell(ready("h:1", 2, (2, 5)))
+    said = [a.text for a in talk.wait(6.0) if isinstance(a, Report)]
+    assert any("waiting for h:2#1" in text and "stuck, or frozen" in text for text in said)
+    assert not [a for a in talk.wait(3.0) if isinstance(a, Report)]  # once is enough for a while
+
+
+def test_a_survivor_that_does_not_come_is_killed_and_the_others_go_on():
+    talk = running(4, elastic_timeout_s=60)
+    talk.tell(exited("h:0"))
+    talk.ready("h:1", "h:2", commit=(2, 5))
+    actions = talk.wait(60)
+    assert names(actions, KillWorker) == ["h:3#1"]
+    assert not has(PublishWorld, actions)  # first the fence, then the shrink
+    assert order(the(PublishWorld, talk.tell(exited("h:3")))) == ["h:1#1", "h:2#1"]
+
+
+def test_what_cannot_be_killed_is_gone_on_without():
+    talk = running(4, elastic_timeout_s=60, leave_s=30)
+    talk.tell(exited("h:0"))
+    talk.ready("h:1", "h:2", commit=(2, 5))
+    actions = talk.wait(91)
+    assert "h:3#1 can't be killed" in said(actions)
+    assert len(the(PublishWorld, actions).members) == 2
+
+
+def test_a_lost_connection_without_an_exit_is_fenced():
+    talk = running(4)
+    assert talk.tell(disconnected("h:3")) == []
+    assert names(talk.wait(2), KillWorker) == ["h:3#1"]
+    broken = the(BreakWorld, talk.tell(exited("h:3")))
+    assert broken.reason == "lost h:3#1 (killed: its connection was lost)"
+
+
+def test_exit_code_0_inside_elastic_run_is_a_loss():
+    talk = running(3)
+    assert has(BreakWorld, talk.tell(exited("h:0", 0)))
+
+
+def test_a_worker_that_fell_out_brings_all_together_again():
+    talk = running(3)
+    assert the(BreakWorld, talk.tell(ready("h:1", 2, (2, 4)))).members == [
+        worker("h:0"),
+        worker("h:2"),
+    ]
+
+
+def test_the_reset_limit_counts_failures_only():
+    talk = running(3, reset_limit=1)
+    for _ in range(2):
+        talk.tell(hosts(h=2))
+        talk.stop_all()
+        talk.tell(exited("h:2", 0), exited("h:2#2", 0), hosts(h=3))
+        talk.join(f"h:2#{2 + _}")
+        talk.stop_all()
+        talk.resume()
+    assert len(talk.members) == 3
+    talk.tell(exited("h:0"))
+    names_left = [n for n in talk.members if n != "h:0#1"]
+    assert has(PublishWorld, talk.ready(*names_left, commit=(talk.m.generation, 9)))
+    end = the(EndJob, talk.tell(failed(names_left[0], talk.m.generation)))
+    assert end.reason.endswith("; --reset-limit 1 is reached")
+
+
+def test_worlds_that_break_again_and_again_for_nothing_end_the_job():
+    talk = running(2, stranded_failures=3)
+    for generation in (2, 3):
+        talk.tell(failed("h:0", generation))
+        assert has(PublishWorld, talk.ready("h:0", "h:1", commit=(generation, 0)))
+    talk.tell(failed("h:0", 4))
+    end = the(EndJob, talk.ready("h:0", "h:1", commit=(4, 0)))
+    assert end.reason.startswith("3 worlds in a row broke with nobody lost and no new commit")
+
+
+def test_worlds_that_never_come_as_far_as_copying_are_no_progress():
+    talk = running(2, stranded_failures=3)
+    talk.tell(failed("h:0", 2))
+    talk.ready("h:0", "h:1", commit=(2, 7))
+    for generation in (3, 4):
+        talk.tell(failed("h:0", generation))
+        assert has(PublishWorld, talk.ready("h:0", "h:1", commit=(2, 7)))
+    talk.tell(failed("h:0", 5))
+    assert has(EndJob, talk.ready("h:0", "h:1", commit=(2, 7)))
+
+
+def test_replicas_that_differ_under_one_commit():
+    from elastic.driver.events import WorkerDigested
+
+    talk = running(3)
+    commit = Commit(2, 4)
+    talk.tell(WorkerDigested(worker("h:2"), 2, commit, 77))
+    actions = talk.tell(WorkerDigested(worker("h:0"), 2, commit, 78))
+    kill = the(KillWorker, actions)
+    assert kill.worker == worker("h:2")  # the higher rank is wrong
+    assert kill.reason == "its parameters differ from h:0#1's under commit 2.4"
+    assert not has(KillWorker, talk.tell(WorkerDigested(worker("h:1"), 2, commit, 78)))
+
+
+def test_a_state_of_another_layout_is_rejected_and_the_world_goes_on():
+    talk = running(2, workers_max=3)
+    talk.tell(hosts(h=3))
+    talk.connect("h:2")
+    actions = talk.tell(ready("h:2", 0, layout="y"))
+    assert the(RejectWorker, actions).expected == "x"
+    assert not has(PrepareChange, actions)
+    assert not has(BreakWorld, talk.tell(exited("h:2", 1)))
+
+
+# ---- cooling down -------------------------------------------------------------------------------
+
+
+def test_a_failed_slot_waits_and_no_other_slot_of_its_host_does():
+    talk = running(4, cooldown_min_s=5)
+    actions = talk.tell(exited("h:1"), hosts(h=5))
+    assert names(actions) == ["h:4#1"]
+    assert names(talk.wait(4)) == []
+
+
+def test_a_slot_whose_workers_die_again_and_again_is_given_up_with_its_last_output():
+    talk = running(3, cooldown_min_s=1, slot_attempts=4)
+    talk.tell(exited("h:2"))
+    talk.ready("h:0", "h:1", commit=(2, 5))
+    waits = []
+    for incarnation in (2, 3, 4, 5):
+        before = talk.now
+        while not names(talk.wait(0.5)):
+            pass
+        waits.append(round(talk.now - before))
+        actions = talk.tell(exited(f"h:2#{incarnation}", 1, "no such\ndevice\n"))
+    assert waits == [1, 1, 2, 4]  # the first loss was followed by progress
+    assert "slot h:2 is given up: 4 workers in a row ended without progress" in said(actions)
+    assert "the last with exit code 1; it wrote:\nno such\ndevice" in said(actions)
+    assert names(talk.wait(1000)) == []
+    assert talk.m.phase is Phase.TRAINING  # the others go on
+
+
+def test_progress_clears_what_counts_against_a_slot():
+    talk = running(3, slot_attempts=2)
+    for incarnation in (1, 2, 3):
+        talk.tell(exited(f"h:2#{incarnation}"))
+        talk.ready("h:0", "h:1", commit=(talk.m.generation, 4))
+        talk.resume()
+        assert names(talk.wait(1)) == [f"h:2#{incarnation + 1}"]
+        talk.join(f"h:2#{incarnation + 1}")
+        talk.stop_all()
+        talk.resume()
+
+
+def test_when_every_slot_is_given_up_nothing_is_waited_for():
+    talk = running(2, slot_attempts=2, workers_min=2, elastic_timeout_s=600)
+    talk.tell(exited("h:1"))
+    talk.ready("h:0", commit=(2, 0))
+    talk.wait(1)
+    talk.tell(exited("h:1#2", 1))
+    assert "only 1 of 2 workers ready" in the(EndJob, talk.wait(601)).reason
+    talk = Talk(np=1, workers_min=1, slot_attempts=2)
+    talk.tell(hosts(h=1), exited("h:0", -11))
+    talk.wait(1)
+    end = the(EndJob, talk.tell(exited("h:0#2", 2, "bad\nflag")))
+    assert end.reason.startswith("every slot was given up after 2 attempts; 1 worker needed; it")
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+def test_who_returns_first_does_not_end_the_job_for_the_others():
+    talk = running(2)
+    assert talk.tell(returned("h:1", 2)) == []
+    assert talk.m.phase is Phase.ENDING
+    actions = talk.tell(returned("h:0", 2))
+    assert the(FinishWorld, actions).members == [worker("h:0"), worker("h:1")]
+    assert the(EndJob, actions) == EndJob(0, "all 2 members of generation 2 returned")
+    assert talk.m.over and talk.m.next_deadline() is None
+
+
+def test_at_the_end_newcomers_are_let_go_whenever_they_come():
+    talk = running(2, workers_max=5)
+    talk.tell(hosts(h=5))
+    talk.connect("h:2")
+    talk.connect("h:3")
+    talk.tell(returned("h:0", 2), ready("h:2", 0))
+    actions = talk.tell(returned("h:1", 2))
+    assert sorted(names(actions, LetGo)) == ["h:2#1", "h:3#1"]
+    assert names(actions, KillWorker) == ["h:4#1"]
+    assert names(talk.tell(ready("h:0", 2, running=False)), LetGo) == ["h:0#1"]
+    assert names(talk.tell(connected("h:4")), LetGo) == ["h:4#1"]
+
+
+def test_a_loss_while_others_have_returned_brings_all_back():
+    talk = running(3)
+    talk.tell(returned("h:1", 2))
+    assert the(BreakWorld, talk.tell(exited("h:0"))).members == [worker("h:1"), worker("h:2")]
+    world = the(PublishWorld, talk.ready("h:1", "h:2", commit=(2, 30)))
+    assert order(world) == ["h:1#1", "h:2#1"]
+
+
+def test_a_loss_after_all_others_have_returned_undoes_nothing_if_rank_0_is_there():
+    talk = running(3)
+    talk.tell(returned("h:0", 2), returned("h:1", 2))
+    assert the(EndJob, talk.tell(exited("h:2"))).code == 0
+
+
+def test_without_rank_0_the_end_is_done_again_because_nobody_else_saves_the_model():
+    talk = running(3)
+    talk.tell(returned("h:1", 2), returned("h:2", 2))
+    assert has(BreakWorld, talk.tell(exited("h:0")))
+
+
+def test_who_has_returned_does_not_wait_for_ever():
+    talk = running(3, elastic_timeout_s=60)
+    talk.tell(returned("h:1", 2))
+    actions = talk.wait(61)
+    assert the(FinishWorld, actions).members == [worker("h:1")]
+    assert the(BreakWorld, talk.tell(exited("h:2"))).members == [worker("h:0")]
+    assert order(the(PublishWorld, talk.ready("h:0", commit=(2, 3)))) == ["h:0#1"]
+    assert the(EndJob, talk.tell(returned("h:0", 3))).code == 0
+
+
+def test_nor_does_who_returns_after_the_first_have_been_let_go():
+    talk = running(3)
+    talk.tell(returned("h:0", 2))
+    assert has(FinishWorld, talk.wait(601))
+    talk.tell(returned("h:1", 2))
+    assert the(FinishWorld, talk.wait(601)).members == [worker("h:1")]
+
+
+def test_a_stop_ends_the_job_from_anywhere():
+    from elastic.driver.events import StopRequested
+
+    for talk in (Talk(), started(), running()):
+        assert talk.tell(StopRequested("Ctrl-C")) == [EndJob(1, "Ctrl-C")]
+
+
+def test_what_dead_workers_have_said_is_dropped():
+    talk = running(3)
+    talk.tell(exited("h:2"))
+    late = [resumed("h:2", 2), failed("h:2", 2), returned("h:2", 2), ready("h:2", 2), exited("h:2")]
+    assert talk.tell(*late, disconnected("h:2"), connected("h:2"), stranded("h:2", 2)) == []

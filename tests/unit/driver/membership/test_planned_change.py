@@ -1,0 +1,310 @@
+"""Joining and leaving a healthy world: everybody stops in the same place, and nothing that was learned is lost."""
+
+from __future__ import annotations
+
+from elastic.driver.events import (
+    BreakWorld,
+    CallOffChange,
+    KillWorker,
+    LetGo,
+    PrepareChange,
+    PublishWorld,
+    StartWorker,
+    StopMembersAt,
+)
+from elastic.driver.membership.membership import Phase
+from elastic.protocol.messages import Commit
+from harness.conversation import (
+    Talk,
+    checked,
+    exited,
+    failed,
+    has,
+    hosts,
+    leaving,
+    names,
+    order,
+    ready,
+    resumed,
+    returned,
+    running,
+    said,
+    the,
+    worker,
+)
+
+
+def joining(workers: int = 2, **settings) -> Talk:
+    """A newcomer waits, and all members have been asked to prepare."""
+    talk = running(workers, workers_max=workers + 1, **settings)
+    talk.tell(hosts(h=workers + 1))
+    assert has(PrepareChange, talk.join(f"h:{workers}"))
+    return talk
+
+
+# ---- joining ------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_joins_where_all_have_stopped():
+    talk = running(2, workers_max=3)
+    assert names(talk.tell(hosts(h=3))) == ["h:2#1"]
+    prepare = the(PrepareChange, talk.join("h:2"))
+    assert (prepare.generation, prepare.change) == (2, 1)
+    assert prepare.members == [worker("h:0"), worker("h:1")]
+    assert prepare.reason == "h:2#1 joined"
+    assert talk.tell(checked("h:0", 2, 17)) == []
+    stop = the(StopMembersAt, talk.tell(checked("h:1", 2, 18)))
+    assert stop.check == 19
+    assert talk.tell(ready("h:1", 2, (2, 19))) == []
+    world = the(PublishWorld, talk.tell(ready("h:0", 2, (2, 19))))
+    assert order(world) == ["h:0#1", "h:1#1", "h:2#1"]
+    assert (world.holders, world.commit) == (2, Commit(2, 19))
+    assert world.reason == "h:2#1 joined; 2 of 2 old members ready, 1 new"
+
+
+def test_one_interruption_serves_newcomers_that_come_within_a_moment():
+    talk = running(2, workers_max=4, settle_s=1)
+    talk.tell(hosts(h=4))
+    assert not has(PrepareChange, talk.join("h:2"))
+    assert not has(PrepareChange, talk.wait(0.9))
+    assert the(PrepareChange, talk.join("h:3")).reason == "h:2#1, h:3#1 joined"
+
+
+def test_the_moment_ends():
+    talk = running(2, workers_max=4, settle_s=1)
+    talk.tell(hosts(h=4))
+    talk.join("h:2")
+    assert the(PrepareChange, talk.wait(1.1)).reason == "h:2#1 joined"
+
+
+def test_hosts_added_one_after_another_are_all_used():
+    talk = running(1, workers_min=1, workers_max=3)
+    talk.tell(hosts(h=1, h1=1))
+    talk.join("h1:0")
+    assert names(talk.tell(hosts(h=1, h1=1, h2=1))) == ["h2:0#1"]  # in the middle of the change
+    assert len(the(PublishWorld, talk.stop_all()).members) == 2
+    assert has(PrepareChange, talk.join("h2:0"))
+    assert len(the(PublishWorld, talk.stop_all()).members) == 3
+
+
+def test_more_than_the_largest_world_wait_as_spares():
+    talk = running(2)
+    talk.tell(hosts(h=1, g=1))  # g gets a worker in place of h:1 ...
+    talk.tell(hosts(h=2, g=1))  # ... which may stay after all
+    assert not has(PrepareChange, talk.join("g:0"))
+    talk.tell(exited("h:1"))
+    assert order(the(PublishWorld, talk.ready("h:0", commit=(2, 2)))) == ["h:0#1", "g:0#1"]
+
+
+def test_a_newcomer_that_dies_again_is_not_waited_for():
+    talk = joining()
+    call_off = the(CallOffChange, talk.tell(exited("h:2")))
+    assert call_off.reason == "nobody wants to join or leave any more"
+    assert talk.m.phase is Phase.TRAINING
+    assert talk.tell(checked("h:0", 2, 3)) == []  # stale
+
+
+def test_a_newcomer_that_dies_when_all_are_stopping_costs_a_short_pause():
+    talk = joining()
+    talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
+    talk.tell(exited("h:2"))
+    world = the(PublishWorld, talk.ready("h:0", "h:1", commit=(2, 4)))
+    assert order(world) == ["h:0#1", "h:1#1"]
+
+
+def test_a_newcomer_that_dies_while_the_world_forms_is_a_loss():
+    talk = joining()
+    talk.stop_all()
+    assert the(BreakWorld, talk.tell(exited("h:2"))).generation == 3
+
+
+def test_no_answer_calls_the_change_off_for_a_while():
+    talk = joining(prepare_s=5)
+    talk.tell(checked("h:0", 2, 3))
+    actions = talk.wait(5.1)
+    assert the(CallOffChange, actions).reason == "no answer from h:1#1"
+    assert not has(PrepareChange, talk.wait(9))
+    assert the(PrepareChange, talk.wait(2)).change == 2
+
+
+def test_a_member_that_dies_while_preparing_or_stopping_is_a_loss_like_any():
+    talk = joining(3)
+    talk.tell(checked("h:0", 2, 3))
+    assert len(the(BreakWorld, talk.tell(exited("h:1"))).members) == 2
+    world = the(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 3)))
+    assert order(world) == ["h:0#1", "h:2#1", "h:3#1"]
+
+    talk = joining(3)
+    talk.tell(*(checked(f"h:{n}", 2, 3) for n in range(3)))
+    talk.tell(ready("h:0", 2, (2, 4)))
+    assert the(BreakWorld, talk.tell(exited("h:1"))).members == [worker("h:2")]
+    world = the(PublishWorld, talk.tell(ready("h:2", 2, (2, 3))))
+    assert (order(world), world.holders) == (["h:0#1", "h:2#1", "h:3#1"], 1)
+
+
+def test_a_collective_that_breaks_while_stopping():
+    talk = joining()
+    talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
+    assert has(BreakWorld, talk.tell(failed("h:1", 2)))
+
+
+def test_who_never_stops_breaks_the_world_and_is_then_killed():
+    talk = joining(elastic_timeout_s=60)
+    talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
+    talk.tell(ready("h:0", 2, (2, 4)))
+    actions = talk.wait(60.1)
+    assert the(BreakWorld, actions).reason == "h:1#1 did not reach check 4 within 60 s"
+    assert names(talk.wait(60.1), KillWorker) == ["h:1#1"]
+
+
+def test_returning_calls_a_change_off():
+    talk = joining()
+    assert the(CallOffChange, talk.tell(returned("h:0", 2))).reason == "h:0#1 returned"
+    assert talk.m.phase is Phase.ENDING
+    talk = joining(reset_limit=0)
+    talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3), ready("h:0", 2, (2, 4)))
+    broken = the(BreakWorld, talk.tell(returned("h:1", 2)))  # no failure: no limit is reached
+    assert broken.members == [worker("h:1")]
+
+
+# ---- leaving ------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_got_sigterm_leaves_at_its_next_commit_and_its_slot_stays_empty():
+    talk = running(3)
+    assert the(PrepareChange, talk.tell(leaving("h:1"))).reason == "h:1#1 leaves (SIGTERM)"
+    actions = talk.stop_all()
+    assert names(actions, LetGo) == ["h:1#1"]
+    assert order(the(PublishWorld, actions)) == ["h:0#1", "h:2#1"]
+    assert "h:1#1 has left with exit code 0: SIGTERM" in said(talk.tell(exited("h:1", 0)))
+    assert not has(StartWorker, talk.wait(1000))
+    assert names(talk.tell(hosts(h=0), hosts(h=3)))[-1:] == ["h:1#2"]  # announced again
+
+
+def test_a_worker_that_does_not_go_is_killed():
+    talk = running(3, leave_s=30)
+    talk.tell(leaving("h:1"))
+    talk.stop_all()
+    assert names(talk.wait(31), KillWorker) == ["h:1#1"]
+
+
+def test_leaving_while_the_survivors_gather():
+    talk = running(4)
+    talk.tell(exited("h:0"))
+    talk.tell(ready("h:1", 2, (2, 5)), leaving("h:1"), leaving("h:2"), ready("h:2", 2, (2, 6)))
+    actions = talk.tell(ready("h:3", 2, (2, 6)))
+    assert sorted(names(actions, LetGo)) == ["h:1#1", "h:2#1"]
+
+
+def test_the_only_holder_of_the_newest_commit_stays_until_it_is_copied():
+    talk = running(3)
+    talk.tell(exited("h:0"))
+    talk.tell(leaving("h:1"), ready("h:1", 2, (2, 6)))
+    actions = talk.tell(ready("h:2", 2, (2, 5)))
+    assert not has(LetGo, actions)
+    world = the(PublishWorld, actions)
+    assert (order(world), world.holders) == (["h:1#1", "h:2#1"], 1)
+    assert has(PrepareChange, actions)  # and then it leaves at once
+    actions = talk.stop_all(1)
+    assert names(actions, LetGo) == ["h:1#1"]
+
+
+def test_when_all_are_asked_to_leave_the_last_one_hands_the_state_over():
+    talk = running(3, workers_min=2)
+    talk.tell(*(leaving(f"h:{n}") for n in range(3)))
+    actions = talk.stop_all()
+    assert sorted(names(actions, LetGo)) == ["h:1#1", "h:2#1"]
+    assert not has(PublishWorld, actions)  # below the minimum: h:0 waits for others
+    actions = talk.tell(exited("h:1", 0), exited("h:2", 0))
+    assert names(actions) == ["h:1#2", "h:2#2"]  # too few, so that slots that were left are used
+    actions = talk.join("h:1#2", "h:2#2")
+    assert order(the(PublishWorld, actions))[0] == "h:0#1"
+    actions = [*talk.wait(1), *talk.stop_all(1)]
+    assert names(actions, LetGo) == ["h:0#1"]
+    assert len(the(PublishWorld, actions).members) == 2
+
+
+def test_a_single_worker_hands_over_even_where_there_is_room_for_one():
+    talk = running(1, workers_min=1, workers_max=1)
+    assert talk.tell(leaving("h:0")) == []  # nobody can take over
+    talk.tell(hosts(h=1, g=1))
+    assert has(PrepareChange, talk.join("g:0"))
+    actions = talk.stop_all()
+    assert order(the(PublishWorld, actions)) == ["h:0#1", "g:0#1"]
+    actions = talk.stop_all(1)
+    assert order(the(PublishWorld, actions)) == ["g:0#1"]
+
+
+def test_newcomers_that_leave_are_let_go_at_once():
+    talk = running(2, workers_max=5)
+    talk.tell(hosts(h=5))
+    talk.connect("h:2", "h:3")
+    talk.ready("h:3", generation=0)
+    actions = talk.tell(hosts(h=2))
+    assert sorted(names(actions, LetGo)) == ["h:2#1", "h:3#1"]
+    assert names(actions, KillWorker) == ["h:4#1"]
+
+
+# ---- hosts that come and go ---------------------------------------------------------------------
+
+
+def test_a_host_that_leaves_and_is_back_within_a_second_changes_nothing():
+    talk = running(4)
+    assert has(PrepareChange, talk.tell(hosts(h=3)))
+    assert has(CallOffChange, talk.tell(hosts(h=4)))
+    assert talk.wait(100) == []
+
+
+def test_back_when_its_worker_was_already_let_go_starts_a_new_one():
+    talk = running(4)
+    talk.tell(hosts(h=3))
+    assert names(talk.stop_all(), LetGo) == ["h:3#1"]
+    assert talk.tell(hosts(h=4)) == []
+    assert names(talk.tell(exited("h:3", 0))) == ["h:3#2"]
+
+
+def test_a_host_that_is_replaced():
+    talk = running(2)
+    assert names(talk.tell(hosts(g=2))) == ["g:0#1", "g:1#1"]
+    assert talk.m.phase is Phase.TRAINING  # on the old host, until the new one is ready
+    talk.join("g:0", "g:1")
+    actions = talk.stop_all()
+    assert names(actions, LetGo) == ["h:1#1"]
+    assert order(the(PublishWorld, actions)) == ["h:0#1", "g:0#1"]
+    actions = talk.stop_all(1)
+    assert names(actions, LetGo) == ["h:0#1"]
+    assert order(the(PublishWorld, actions)) == ["g:0#1", "g:1#1"]
+
+
+def test_an_empty_list_stops_nothing():
+    talk = running(4)
+    assert talk.tell(hosts()) == []
+    assert talk.wait(10_000) == []
+    assert talk.tell(hosts(h=4)) == []
+    assert has(PrepareChange, talk.tell(hosts(h=3)))
+
+
+def test_a_host_is_not_left_where_that_would_be_below_the_minimum():
+    talk = running(4, workers_min=4)
+    assert names(talk.tell(hosts(h=3, g=1))) == ["g:0#1"]
+    assert talk.wait(100) == []
+    assert has(PrepareChange, talk.join("g:0"))
+    actions = talk.stop_all()
+    assert names(actions, LetGo) == ["h:3#1"]
+    assert order(the(PublishWorld, actions)) == ["h:0#1", "h:1#1", "h:2#1", "g:0#1"]
+
+
+def test_the_death_of_a_host_that_has_left_the_list_is_nobodys_failure():
+    talk = running(3)
+    talk.tell(hosts(h=2))
+    actions = talk.tell(exited("h:2", 255))
+    assert "its slot is not listed" in said(actions)
+    assert has(BreakWorld, actions)
+
+
+def test_who_resumes_late_is_part_of_the_report():
+    talk = joining()
+    talk.stop_all()
+    assert talk.tell(resumed("h:0", 3), resumed("h:2", 3)) == []
+    [report] = talk.tell(resumed("h:1", 3))
+    assert report.kind == "change" and report.size == 3  # type: ignore[attr-defined]

@@ -1,0 +1,196 @@
+"""What is said again to a worker whose connection was replaced, and by a driver that was restarted."""
+
+from __future__ import annotations
+
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    CallOffChange,
+    DriverRestarted,
+    EndJob,
+    FinishWorld,
+    HostReported,
+    KillWorker,
+    LetGo,
+    Member,
+    PrepareChange,
+    StartWorker,
+    StopMembersAt,
+    TellWorld,
+    WelcomeWorker,
+    WorkerReady,
+    WorkerReconnected,
+)
+from elastic.driver.journal.journal import Entry, rebuilt
+from elastic.driver.membership.membership import Membership, Phase
+from harness.conversation import (
+    Kind,
+    Talk,
+    checked,
+    connected,
+    disconnected,
+    exited,
+    failed,
+    hosts,
+    leaving,
+    ready,
+    returned,
+    running,
+    started,
+    store,
+    worker,
+)
+
+
+def every(kind: type[Kind], actions: list[Action]) -> list[Kind]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def back(name: str, generation: int, *, welcomed: bool = True) -> WorkerReconnected:
+    return WorkerReconnected(worker(name), generation, welcomed)
+
+
+def test_who_comes_back_in_time_is_not_fenced():
+    talk = running(2)
+    talk.tell(disconnected("h:1"), back("h:1", 2))
+    assert not every(KillWorker, talk.wait(10.0)) and talk.m.phase is Phase.TRAINING
+
+
+def test_who_has_not_heard_of_its_world_is_told_again():
+    talk = running(3)
+    [told] = every(TellWorld, talk.tell(back("h:1", 1)))
+    place = talk.m.place_of(worker("h:1"))
+    assert place is not None
+    assert (told.generation, told.member) == (2, Member(worker("h:1"), place))
+    assert told.store == store("h:0")
+
+
+def test_who_has_not_heard_that_its_world_broke_is_told_again():
+    talk = running(3)
+    talk.tell(failed("h:0", 2))
+    assert [b.members for b in every(BreakWorld, talk.tell(back("h:1", 2)))] == [[worker("h:1")]]
+    talk.tell(ready("h:1", 2, (2, 0)))
+    assert not every(BreakWorld, talk.tell(back("h:1", 2)))  # it has
+
+
+def test_in_a_change_the_present_question_is_asked_again():
+    talk = running(2)
+    talk.tell(leaving("h:1"))
+    assert [p.members for p in every(PrepareChange, talk.tell(back("h:0", 2)))] == [[worker("h:0")]]
+    talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 4))
+    [stop] = every(StopMembersAt, talk.tell(back("h:0", 2)))
+    assert (stop.check, stop.members) == (5, [worker("h:0")])
+
+
+def test_who_may_be_held_at_a_change_that_was_called_off_is_told_to_go_on():
+    talk = running(2)
+    assert every(CallOffChange, talk.tell(back("h:0", 2)))
+
+
+def test_who_may_not_come_back_is_fenced():
+    talk = running(2)
+    talk.tell(exited("h:1"))
+    assert every(LetGo, talk.tell(back("h:1", 2)))[0].fenced
+
+
+def test_a_kill_and_a_farewell_are_said_again():
+    talk = running(3)
+    talk.tell(disconnected("h:1"))
+    assert every(KillWorker, talk.wait(talk.m.settings.disconnect_s))
+    answer = talk.tell(back("h:1", 2))
+    assert [k.worker for k in every(KillWorker, answer)] == [worker("h:1")]
+    assert every(LetGo, answer)[0].fenced
+
+
+def test_who_has_finished_hears_so_again():
+    talk = running(2)
+    assert every(EndJob, talk.tell(returned("h:0", 2), returned("h:1", 2)))
+    assert every(LetGo, talk.tell(back("h:0", 2)))
+
+
+def test_who_waits_in_init_for_an_answer_that_was_lost_is_welcomed():
+    talk = Talk(np=2)
+    talk.tell(hosts(h=2))
+    assert every(WelcomeWorker, talk.tell(back("h:0", 0, welcomed=False)))  # as good as a Hello
+    assert every(WelcomeWorker, talk.tell(back("h:0", 0, welcomed=False)))
+    assert not every(WelcomeWorker, talk.tell(back("h:0", 0)))
+
+
+def test_an_older_ready_that_comes_late_counts_no_more():
+    talk = running(1, workers_min=1)
+    talk.tell(hosts(h=1, k=1), connected("k:0"))
+
+    def said(number: int, inside: bool) -> WorkerReady:
+        return WorkerReady(worker("k:0"), 0, None, store("k:0"), "x" * inside, inside, number)
+
+    talk.tell(said(2, True))
+    assert not talk.tell(said(1, False))  # it would be taken back to init()
+
+
+# ---- hosts -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_does_not_run_on_its_host_any_more_has_exited():
+    talk = running(3)
+    actions = talk.tell(HostReported("h", [worker("h:0"), worker("h:2")]))
+    assert "its host's agent does not run it" in every(BreakWorld, actions)[0].reason
+    assert worker("h:1") not in talk.m.roster
+
+
+def test_a_worker_ahead_of_the_journal_ends_a_job_that_nobody_understands_any_more():
+    talk = running(2)
+    [end] = every(EndJob, talk.tell(back("h:1", talk.m.generation + 1)))
+    assert (
+        end.code == 1
+        and "of which the journal that this driver goes on from knows nothing" in end.reason
+    )
+
+
+def test_who_should_not_run_is_killed():
+    talk = running(1, workers_min=1)
+    [kill] = every(KillWorker, talk.tell(HostReported("h", [worker("h:0"), worker("h:7")])))
+    assert kill.worker == worker("h:7")
+
+
+def test_a_start_that_never_arrived_is_tried_again():
+    talk = started(2)
+    assert talk.tell(HostReported("h", [], ordered=[])) == [], "they may be on their way there"
+    talk.tell(HostReported("h", []))
+    again = every(StartWorker, talk.wait(talk.m.settings.cooldown_min_s))
+    assert [s.worker for s in again] == [worker("h:0#2"), worker("h:1#2")]
+
+
+# ---- the driver ------------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_driver_gives_everybody_time_to_come_back():
+    talk = running(3)
+    talk.tell(DriverRestarted())
+    talk.tell(back("h:0", 2), back("h:1", 2))
+    assert not every(KillWorker, talk.wait(talk.m.settings.reconnect_s - 1.0))
+    assert [k.worker for k in every(KillWorker, talk.wait(2.0))] == [worker("h:2")]
+
+
+def test_an_end_that_may_not_have_been_told_is_told_again():
+    talk = running(1, workers_min=1)
+    [end] = every(EndJob, talk.tell(returned("h:0", 2)))
+    assert every(EndJob, talk.tell(DriverRestarted())) == [end]
+
+
+def test_a_journal_rebuilds_the_membership_that_wrote_it():
+    first = Membership(running(1, workers_min=1).m.settings)
+    entries = []
+    for at, event in enumerate((hosts(h=1), connected("h:0"), ready("h:0", 0, running=False)), 1):
+        entries.append(Entry(float(at), event, first.handle(event, float(at))))
+    again = rebuilt(entries, Membership(first.settings))
+    assert (again.generation, again.members, again.phase) == (1, [worker("h:0")], Phase.TRAINING)
+    following = ready("h:0", 1)
+    assert again.handle(following, 9.0) == first.handle(following, 9.0)
+
+
+def test_a_finished_worker_is_told_of_its_own_generation():
+    talk = running(2)
+    talk.tell(returned("h:0", 2))
+    talk.wait(talk.m.settings.elastic_timeout_s + 1)
+    [finish] = every(FinishWorld, talk.tell(back("h:0", 2)))
+    assert (finish.generation, finish.members) == (2, [worker("h:0")])

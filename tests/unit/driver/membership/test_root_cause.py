@@ -1,0 +1,311 @@
+"""Whose fault it was: user exceptions, and jobs that can't recover."""
+
+from __future__ import annotations
+
+from elastic.driver.events import BreakWorld, EndJob, KillWorker, PublishWorld
+from elastic.driver.membership.root_cause import (
+    Exceptions,
+    Inquest,
+    brief,
+    describe_exit,
+    exit_code,
+)
+from elastic.protocol.messages import Commit, Worker
+from harness.conversation import (
+    Talk,
+    disconnected,
+    exited,
+    failed,
+    has,
+    has_quit,
+    hosts,
+    names,
+    order,
+    raised,
+    ready,
+    returned,
+    running,
+    said,
+    static,
+    stranded,
+    the,
+    worker,
+)
+
+# ---- user exceptions ----------------------------------------------------------------------------
+
+
+def test_an_exception_in_one_worker_costs_its_slot_a_pause_and_the_job_goes_on():
+    talk = running(3)
+    actions = talk.tell(raised("h:1", 2, (2, 4)))
+    assert "rank 1 (h:1#1 on h) raised ValueError: x" in said(actions)
+    assert the(BreakWorld, actions).members == [worker("h:0"), worker("h:2")]
+    assert has(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 4)))
+    assert "its slot may return in 1 s" in said(talk.tell(exited("h:1", 1)))
+    assert names(talk.wait(1)) == ["h:1#2"]
+
+
+def test_who_calls_sys_exit_is_lost_before_its_interpreter_has_ended():
+    talk = running(3)
+    broken = the(BreakWorld, talk.tell(has_quit("h:1", 2)))
+    assert broken.members == [worker("h:0"), worker("h:2")]
+    assert broken.reason == "lost h:1#1 (exit code 0)"
+    assert talk.tell(failed("h:0", 2)) == []
+    assert has(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 4)))
+    assert names(talk.wait(5)) == [], "its slot is taken for as long as it runs"
+    gone = talk.tell(exited("h:1", 0))
+    assert "h:1#1 ended with exit code 0; its slot may return in 1 s" in said(gone)
+    assert not has(BreakWorld, gone), "it was lost once"
+    assert names(talk.wait(1)) == ["h:1#2"]
+
+
+def test_an_interpreter_that_does_not_end_is_killed():
+    talk = running(3, leave_s=30)
+    talk.tell(has_quit("h:1", 2))
+    talk.ready("h:0", "h:2", commit=(2, 4))
+    assert names(talk.wait(31), KillWorker) == ["h:1#1"]
+
+
+def test_the_last_one_may_take_its_time_to_exit():
+    """Nobody waits for it, and what it does at its exit may matter: nobody kills it for that."""
+    talk = running(2, leave_s=30)
+    talk.tell(has_quit("h:0", 2), has_quit("h:1", 2))
+    assert not has(KillWorker, talk.wait(20))
+    assert not has(EndJob, talk.tell(exited("h:0", 0)))
+    assert not has(KillWorker, talk.wait(60))
+    end = the(EndJob, talk.tell(exited("h:1", 0)))
+    assert end.code == 1 and "lost h:1#1 (exit code 0)" in end.reason
+
+
+def test_an_exit_after_the_others_have_returned_is_no_failure_of_theirs():
+    talk = running(2)
+    talk.tell(returned("h:0", 2))
+    actions = talk.tell(has_quit("h:1", 2, 0))
+    assert the(EndJob, actions).code == 0
+    assert "lost h:1#1 (exit code 0), after all others had returned" in said(actions)
+
+
+def test_words_of_an_exit_that_change_nothing():
+    talk = running(3)
+    assert talk.tell(has_quit("h:1", 1)) == [], "of an older world"
+    assert talk.tell(has_quit("h:7", 2)) == [], "nobody knows it"
+    talk.tell(has_quit("h:1", 2))
+    assert talk.tell(has_quit("h:1", 2)) == [], "said again on a new connection"
+    assert static(2).tell(has_quit("h:1", 1)) == [], "in a static job the exit is the verdict"
+
+
+def test_a_process_that_does_not_end_after_its_exception_is_killed():
+    talk = running(3, leave_s=30)
+    talk.tell(raised("h:1", 2, (2, 4)))
+    assert names(talk.wait(31), KillWorker) == ["h:1#1"]
+
+
+def test_the_same_exception_from_a_second_worker_ends_the_job():
+    talk = running(3)
+    talk.tell(raised("h:1", 2, (2, 4), "IndexError: 17 of 10"))
+    end = the(EndJob, talk.tell(raised("h:2", 2, (2, 4), "IndexError: 23 of 10")))
+    assert end.reason == (
+        "h:1#1 and h:2#1 raised the same exception at commit 2.4:\n"
+        "Traceback ...\nIndexError: 23 of 10"
+    )
+
+
+def test_the_same_exception_after_a_regroup_at_the_same_commit_ends_the_job():
+    talk = running(3)
+    talk.tell(raised("h:1", 2, (2, 4)), exited("h:1", 1))
+    talk.ready("h:0", "h:2", commit=(2, 4))
+    assert has(EndJob, talk.tell(raised("h:2", 3, (3, 0))))  # 3.0 is 2.4 by another name
+
+
+def test_the_same_exception_elsewhere_in_the_training_is_another_one():
+    talk = running(4)
+    talk.tell(raised("h:1", 2, (2, 4)), exited("h:1", 1))
+    talk.ready("h:0", "h:2", "h:3", commit=(2, 4))
+    assert not has(EndJob, talk.tell(raised("h:2", 3, (3, 8))))
+
+
+def test_another_exception_is_another_one():
+    talk = running(4)
+    talk.tell(raised("h:1", 2, (2, 4), "ValueError: x"))
+    assert not has(EndJob, talk.tell(raised("h:2", 2, (2, 4), "ValueError: y")))
+
+
+def test_gpus_that_fail_alike_are_not_the_scripts_fault():
+    """One fault of the fabric reaches all GPUs of a host, with one text at one commit."""
+    talk = running(4)
+    illegal = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    actions = talk.tell(
+        raised("h:1", 2, (2, 4), illegal, hardware=True),
+        raised("h:2", 2, (2, 4), illegal, hardware=True),
+    )
+    assert not has(EndJob, actions)
+    assert "its GPU failed" in said(actions)
+    actions = talk.tell(exited("h:1", 1), exited("h:2", 1))
+    assert "h:2#1 ended with exit code 1; its slot may return in 1 s" in said(actions)
+    world = the(PublishWorld, talk.ready("h:0", "h:3", commit=(2, 4)))
+    assert order(world) == ["h:0#1", "h:3#1"]
+
+
+def test_a_gpus_failure_does_not_stand_for_the_scripts_own_later():
+    talk = running(4)
+    talk.tell(raised("h:1", 2, (2, 4), hardware=True), exited("h:1", 1))
+    assert not has(EndJob, talk.tell(raised("h:2", 2, (2, 4))))
+    assert has(EndJob, talk.tell(raised("h:3", 2, (2, 4))))
+
+
+def test_newcomers_that_fail_alike_do_not_end_a_job_that_trains():
+    talk = running(2, workers_max=4)
+    talk.tell(hosts(h=4))
+    talk.connect("h:2", "h:3")
+    actions = talk.tell(raised("h:2", 0, None), exited("h:2", 1), raised("h:3", 0, None))
+    assert not has(EndJob, actions) and not has(BreakWorld, actions)
+
+
+def test_when_every_worker_raised_something_else_the_job_ends_with_the_last():
+    talk = running(2)
+    talk.tell(raised("h:0", 2, (2, 4), "ValueError: x"))
+    end = the(EndJob, talk.tell(raised("h:1", 2, (2, 4), "KeyError: y")))
+    assert end.reason.startswith("all 2 members of generation 2 are lost")
+    assert end.reason.endswith("Traceback ...\nKeyError: y")
+
+
+def test_commits_keep_their_first_name_through_many_worlds():
+    exceptions = Exceptions()
+    exceptions.world_began(2, None)
+    exceptions.world_began(3, Commit(2, 0))
+    exceptions.world_began(4, Commit(3, 0))
+    from elastic.driver.events import WorkerRaised
+
+    first = WorkerRaised(worker("h:0"), 2, Commit(2, 0), "ValueError: 0x7f01", "")
+    again = WorkerRaised(worker("h:1"), 4, Commit(4, 0), "ValueError: 0x88aa", "")
+    assert exceptions.repeats(first) is None
+    assert exceptions.repeats(again) == worker("h:0")
+
+
+# ---- static jobs --------------------------------------------------------------------------------
+
+
+def test_a_static_job_fails_as_a_whole_and_names_rank_host_and_exit_code():
+    end = the(EndJob, static(3).tell(exited("h:1", 3, "Traceback\nKeyError: 'x'\n")))
+    assert end.code == 3
+    assert end.reason == (
+        "rank 1 (h:1#1 on h) ended with exit code 3; it wrote:\nTraceback\nKeyError: 'x'"
+    )
+    assert the(EndJob, static(3).tell(exited("h:1", -9))).code == 137
+
+
+def test_before_the_first_world_too():
+    talk = Talk(np=2, workers_min=2, elastic=False)
+    talk.tell(hosts(h1=1, h2=1))
+    end = the(EndJob, talk.tell(exited("h2:0", 2)))
+    assert end.reason == "rank 1 (h2:0#1 on h2) ended with exit code 2"
+
+
+def test_a_survivor_that_complains_first_is_not_blamed():
+    talk = static(3)
+    assert talk.tell(failed("h:0", 1), stranded("h:2", 1)) == []
+    assert talk.tell(exited("h:0", 1)) == []  # it died of the failure
+    end = the(EndJob, talk.tell(exited("h:1", -9)))
+    assert (end.code, end.reason) == (137, "rank 1 (h:1#1 on h) ended with signal 9 SIGKILL")
+
+
+def test_where_nobody_else_exits_the_complaint_is_the_reason():
+    talk = static(2, disconnect_s=2)
+    talk.tell(failed("h:0", 1), failed("h:1", 1))
+    end = the(EndJob, talk.wait(2.1))
+    assert end.reason == "rank 0 (h:0#1 on h) lost a peer: connection closed by peer"
+    talk = static(2)
+    talk.tell(failed("h:0", 1), failed("h:1", 1), exited("h:0", 1))
+    assert "lost a peer" in the(EndJob, talk.tell(exited("h:1", 1))).reason
+
+
+def test_a_suspect_may_be_slow_to_exit():
+    talk = static(3, disconnect_s=2)
+    talk.tell(failed("h:0", 1), failed("h:2", 1), exited("h:0", 1))
+    assert talk.wait(9) == []  # h:1 has not complained
+    assert the(EndJob, talk.tell(exited("h:1", 3))).code == 3
+    talk = static(2, disconnect_s=2)
+    talk.tell(failed("h:0", 1))
+    assert "rank 0 (h:0#1 on h) lost a peer" in the(EndJob, talk.wait(11)).reason
+
+
+def test_who_ended_well_but_too_early_is_blamed():
+    talk = static(2)
+    assert talk.tell(exited("h:1", 0)) == []  # it may have come to its end
+    talk.tell(stranded("h:0", 1))
+    end = the(EndJob, talk.tell(exited("h:0", 1)))
+    assert end.reason == (
+        "rank 1 (h:1#1 on h) ended with exit code 0 too early:"
+        " rank 0 (h:0#1 on h) lost a peer: connection closed by peer"
+    )
+
+
+def test_who_raised_is_blamed_even_if_another_exits_first():
+    talk = static(2)
+    talk.tell(failed("h:0", 1), raised("h:1", 1, None))
+    talk.tell(raised("h:0", 1, None, "CollectiveFailed: closed"), exited("h:0", 1))
+    end = the(EndJob, talk.tell(exited("h:1", 1)))
+    assert end.reason == "rank 1 (h:1#1 on h) raised ValueError: x:\nTraceback ...\nValueError: x"
+
+
+def test_static_workers_that_all_end_with_0_are_a_success():
+    talk = static(2)
+    assert talk.tell(exited("h:0", 0)) == []
+    assert the(EndJob, talk.tell(exited("h:1", 0))).code == 0
+
+
+def test_static_workers_under_elastic_run():
+    talk = static(2)
+    talk.ready("h:0", "h:1")
+    talk.resume()
+    talk.tell(returned("h:0", 2))
+    assert the(EndJob, talk.tell(returned("h:1", 2))).code == 0
+    talk = static(2)
+    talk.ready("h:0", "h:1")
+    end = the(EndJob, talk.tell(exited("h:1", 0)))
+    assert (end.code, end.reason) == (1, "rank 1 (h:1#1 on h) ended with exit code 0 too early")
+
+
+def test_who_waits_in_init_for_one_that_has_ended_is_not_left_waiting():
+    talk = static(2)
+    talk.tell(ready("h:0", 1, running=False))
+    end = the(EndJob, talk.tell(exited("h:1", 0)))
+    assert end.reason == "1 worker ended with exit code 0 while 1 other waited in init()"
+
+
+def test_who_does_not_come_to_init_again_is_named():
+    talk = static(2, elastic_timeout_s=60)
+    talk.tell(ready("h:0", 1, running=False))
+    end = the(EndJob, talk.wait(61))
+    assert end.reason.startswith("rank 1 (h:1#1 on h) has not called init() again for 60 s")
+
+
+def test_a_worker_whose_connection_is_lost_is_killed_and_named():
+    talk = static(2)
+    talk.tell(disconnected("h:1"))
+    assert names(talk.wait(2.1), KillWorker) == ["h:1#1"]
+    end = the(EndJob, talk.tell(exited("h:1")))
+    assert end.reason.endswith("killed because its connection was lost")
+
+
+def test_exits_are_worded():
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-9) == "signal 9 SIGKILL"
+    assert describe_exit(-99) == "signal 99"
+    assert [exit_code(code) for code in (3, -9, 0)] == [3, 137, 1]
+
+
+def test_a_reason_that_was_given_before_is_named_by_its_first_words():
+    assert brief("it is frozen (stopped by a signal)") == "it is frozen"
+    assert brief("it is stuck: idle for 30 s while the others waited in 'loss'") == "it is stuck"
+    assert brief("it did not call init() within 120 s") == "it did not call init() within 120 s"
+
+
+def test_a_complaint_is_settled_when_all_who_complained_are_in_a_new_world():
+    """By a retry loop of the script's own. One that is accused of an exception of its own is not forgiven."""
+    first, second = Worker("h", 0, 1), Worker("h", 1, 1)
+    inquest = Inquest(by=2.0, latest=10.0, verdict="h:0 lost a peer", witnesses={first})
+    assert inquest.settled([second, first])
+    assert not inquest.settled([second])
+    inquest.accuse(second, "h:1 raised ValueError")
+    assert not inquest.settled([second, first])

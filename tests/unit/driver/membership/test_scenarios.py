@@ -1,0 +1,81 @@
+"""Every scenario goes as it is written down. With `--rewrite-scenarios` this file writes them anew; read the diff then.
+
+They are documentation first: docs/scenarios.md lists them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.scenario import paragraph_of, played, title_of
+
+ROOT = Path(__file__).parents[4]
+FOLDER = Path(__file__).with_name("scenarios")
+FILES = sorted(FOLDER.glob("*.txt"))
+INDEX = ROOT / "docs" / "scenarios.md"
+INTRODUCTION = """\
+# Scenarios
+
+Who said what to whom when a worker died, joined, froze or got stuck: each a short story in plain text with the full
+answer of the code. Lines that begin with `>` happen; what is indented is what the driver, or the worker, does about it,
+with the seconds since the story began. `h:2` is the first worker on slot 2 of host h, `h:2#2` the second one there.
+
+They are tests too: `pytest tests/unit/driver/membership/test_scenarios.py` plays each one and compares, and
+`--rewrite-scenarios` writes them, and this page, as the code does it now. Read the diff.
+"""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_goes_as_it_is_written(path, rewrite):
+    text = path.read_text()
+    now = played(text)
+    if rewrite:
+        path.write_text(now)
+    else:
+        assert now == text
+
+
+def index() -> str:
+    lines = [INTRODUCTION]
+    for path in FILES:
+        text = path.read_text()
+        link = f"../{path.relative_to(ROOT)}"
+        lines.append(f"- [{title_of(text)}]({link}): {paragraph_of(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_lists_them_all(rewrite):
+    if rewrite:
+        INDEX.write_text(index())
+    else:
+        assert INDEX.read_text() == index()
+
+
+STORY = """\
+One of two dies
+
+The other goes on.
+
+settings: np=2 workers_min=1
+given: all train
+
+> h:1 exits with signal 9
+"""
+
+
+def test_what_is_indented_is_written_anew():
+    whole = played(STORY)
+    assert "    0.001  break generation 2, tell h:0: lost h:1#1 (signal 9 SIGKILL)\n" in whole
+    assert played(whole) == whole
+    assert played(whole.replace("break", "mend")) == whole
+
+
+def test_a_line_that_means_nothing_is_an_error():
+    with pytest.raises(ValueError, match="'h:1 dances' is nothing that can happen"):
+        played(STORY + "> h:1 dances\n")
+    with pytest.raises(ValueError, match="'it dances' is nothing that can happen"):
+        played("A\n\nB\n\nmachine: worker\n\n> it dances\n")
+    with pytest.raises(ValueError, match="given: all dance; expected"):
+        played(STORY.replace("all train", "all dance"))

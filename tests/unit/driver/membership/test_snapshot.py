@@ -1,0 +1,182 @@
+"""A membership that was made from a snapshot is as good as the one that it was taken of, in any state."""
+
+from __future__ import annotations
+
+import json
+import time
+from math import inf
+
+import pytest
+
+from elastic.chaos.simulator.simulator import Simulation
+from elastic.driver.events import (
+    Event,
+    HostsChanged,
+    WorkerConnected,
+    WorkerProgressed,
+    WorkerReady,
+    WorkerResumed,
+)
+from elastic.driver.journal.entries import Entry
+from elastic.driver.membership import snapshot
+from elastic.driver.membership.membership import Membership, Phase
+from elastic.driver.membership.roster import Roster
+from elastic.driver.membership.snapshot import NotTaken, restored, taken
+from elastic.driver.settings import Settings
+from elastic.errors import Invalid
+from elastic.protocol.messages import Address, Launches, Worker
+from harness.conversation import Talk, exited, hosts, leaving, raised, running, worker
+
+EVERY = 5  # entries between two snapshots of a simulated job
+
+
+def goes_on_alike(entries: list[Entry], settings: Settings, *, first: int = 0) -> int:
+    """Restores it again and again, and always asks both. Returns how often it was restored."""
+    original = Membership(settings)
+    twin, swaps = Membership(settings), 0
+    for number, entry in enumerate(entries):
+        if number % EVERY == first:
+            data = taken(original)
+            twin, swaps = restored(data, settings), swaps + 1
+            assert taken(twin) == data
+        assert original.handle(entry.event, entry.at) == twin.handle(entry.event, entry.at)
+        assert original.next_deadline() == twin.next_deadline(), f"after entry {number}"
+        twin.check()
+    assert taken(original) == taken(twin)
+    return swaps
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_at_any_point_of_a_simulated_job(seed):
+    sim = Simulation(seed, workers=6, steps=80, faults=14, mild=seed % 3 > 0)
+    sim.run()
+    assert goes_on_alike(sim.driver.entries, sim.settings, first=seed % EVERY) > 6
+
+
+def test_a_twin_goes_its_own_way():
+    """Nothing is shared with the one that it was taken of."""
+    talk = running(4)
+    data = taken(talk.m)
+    twin = restored(data, talk.m.settings)
+    talk.tell(exited("h:1"), leaving("h:2"))
+    assert talk.m.phase is Phase.GATHERING and twin.phase is Phase.TRAINING
+    assert taken(twin) == data and worker("h:1") in twin.roster
+
+
+def test_what_is_shared_stays_shared():
+    twin = restored(taken(running(3).m), running(3).m.settings)
+    standing = twin.roster[worker("h:1")]
+    assert twin.roster.hosts["h"][worker("h:1")] is standing
+    standing.leaving = "told to"  # the roster files it
+    assert twin.roster.leavers == {worker("h:1"): standing}
+    assert twin._staff.orders is twin._orders and twin._patience._staff is twin._staff
+
+
+@pytest.mark.parametrize("field", ["_cause_at", "_exceptions", "_look_at", "_alone_said"])
+def test_a_field_that_is_left_out_is_noticed(field):
+    """By whoever reads it. That all are there is thus no matter of luck."""
+    talk = running(2)
+    found = json.loads(taken(talk.m))
+    [kind] = [n for n, (name, *_) in enumerate(found["kinds"]) if name == "Membership"]
+    at = found["kinds"][kind].index(field)
+    del found["kinds"][kind][at]
+    for row in found["objects"]:
+        if row[0] == kind:
+            del row[at]
+    with pytest.raises(
+        Invalid, match=f"another version of this program: Membership differs in {field}"
+    ):
+        restored(json.dumps(found).encode(), talk.m.settings)
+
+
+def test_a_field_of_an_unknown_kind_is_an_error_when_it_is_taken():
+    for value in (object(), lambda: None, b"bytes", {"a": {1j}}, running(2).m.handle, Talk):
+        talk = running(2)
+        talk.m._news = value  # type: ignore[attr-defined]
+        with pytest.raises(NotTaken, match="can't hold"):
+            taken(talk.m)
+
+
+def test_a_new_field_of_a_known_kind_is_kept():
+    talk = running(2)
+    talk.m.roster[worker("h:1")].mood = {("h", 1): inf}
+    assert b'"mood"' in taken(talk.m)
+    talk.m._orders.mood = (-inf, frozenset({2, 1}))  # type: ignore[attr-defined]
+    data = taken(talk.m)
+    snapshot_fields = json.loads(data)["kinds"]
+    assert any(name == "Orders" and "mood" in names for name, *names in snapshot_fields)
+
+
+def test_no_value_of_the_environment_is_in_it():
+    talk = Talk(env={"TOKEN": "hunter2"})
+    talk.tell(hosts(h=4))
+    data = taken(talk.m)
+    assert b"hunter2" not in data and b"TOKEN" not in data
+    assert restored(data, talk.m.settings).settings is talk.m.settings
+
+
+def test_strange_words_of_a_worker_come_back_as_they_were():
+    talk = running(2, workers_min=1)
+    talk.tell(raised("h:1", 2, (2, 0), 'Err: "\\ \u2028 \x00 \n{"snapshot": [1]} [0] \U0001f600'))
+    twin = restored(taken(talk.m), talk.m.settings)
+    assert taken(twin) == taken(talk.m) and list(twin.story) == list(talk.m.story)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b'{"kinds": [], "objects": [], "root": [0]}',
+        b'{"kinds": [["Popen", "args"]], "objects": [[0, "ls"]], "root": [0]}',
+        b'{"kinds": [["list"]], "objects": [[0, 1]], "root": [0]}',
+        b'{"kinds": [["tuple"]], "objects": [[0, [0]]], "root": [0]}',
+        b'{"kinds": [["method"], ["Roster"]], "objects": [[0, "clear", [1]], [1]], "root": [0]}',
+    ],
+)
+def test_what_is_no_snapshot_is_refused_and_makes_nothing(data):
+    with pytest.raises(Invalid):
+        restored(data, running(2).m.settings)
+
+
+def test_only_methods_that_are_kept_are_found_again():
+    assert {(Roster, "_file")} == snapshot.METHODS
+    talk = running(2)
+    data = taken(talk.m).replace(b'"_file"', b'"clear"')
+    with pytest.raises(Invalid, match="clear is no method that is kept"):
+        restored(data, talk.m.settings)
+
+
+# ---- large jobs ----------------------------------------------------------------------------------------------------
+
+
+def trained(hosts_: int, slots: int) -> Membership:
+    """All train, and wait in a collective: much is known of each."""
+    size = hosts_ * slots
+    m = Membership(Settings(np=size, workers_min=1, workers_max=size, elastic=True))
+    workers = [Worker(f"host-{h:04d}", s) for h in range(hosts_) for s in range(slots)]
+    events: list[Event] = [HostsChanged({f"host-{h:04d}": slots for h in range(hosts_)})]
+    events += [WorkerConnected(w, 4711) for w in workers]
+    events += [WorkerReady(w, 0, None, Address(w.host, 7000), "x" * 64) for w in workers]
+    events += [WorkerResumed(w, 1, {"formed": 1.0, "copied": 2.0}) for w in workers]
+    gpu = [Launches("gradients", size, 7, 7, 6, 0.5)]
+    events += [WorkerProgressed(w, 1, 7, "loss", 1.0, "", gpu) for w in workers]
+    for number, event in enumerate(events):
+        m.handle(event, number * 1e-5)
+    assert m.phase is Phase.TRAINING
+    return m
+
+
+@pytest.mark.parametrize(("hosts_", "limit_s"), [(1, 0.003), (1000, 1.5)])
+def test_it_is_fast(hosts_, limit_s):
+    """In processor time: the machine may be busy."""
+    m = trained(hosts_, 8)
+    took = []
+    for _ in range(1 if hosts_ > 1 else 20):
+        began = time.thread_time()
+        data = taken(m)
+        between = time.thread_time()
+        twin = restored(data, m.settings)
+        took.append((between - began, time.thread_time() - between))
+    assert taken(twin) == data
+    assert min(t for t, _ in took) < limit_s and min(r for _, r in took) < limit_s, took

@@ -1,0 +1,452 @@
+"""Peers that mean harm: what they say is refused, what they cost is bounded, and nobody else notices them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import time
+import urllib.request
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from certificates import OPENSSL, new_authority
+from elastic.chaos.fuzz import command
+from elastic.chaos.fuzz.decoders import Decoders, Streams
+from elastic.chaos.fuzz.inputs import Inputs
+from elastic.chaos.fuzz.server import OnLoopback
+from elastic.driver.agents import messages as agent_protocol
+from elastic.driver.membership.wording import event_of
+from elastic.driver.monitoring import metrics
+from elastic.driver.monitoring.metrics import Metrics
+from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.network import connection
+from elastic.driver.network import server as server_module
+from elastic.driver.network.server import Server, strangers_limit
+from elastic.driver.processes.console import Console
+from elastic.errors import Invalid
+from elastic.protocol import framing, messages
+from elastic.protocol.framing import Wire
+from elastic.protocol.messages import ProtocolError, Worker
+from elastic.protocol.tls import Endpoint, TlsFailed, context
+from harness.conversation import failed, running, worker
+from unit.driver.network.test_server import SECRET, A, B, Peer, conversation
+
+needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
+
+
+# ---- the fuzzer, and that it finds something where there is something ---------------------------------------------
+
+
+def test_a_short_run_of_the_fuzzer_finds_nothing():
+    tallies, _ = command.fuzz(3.0, seed=11)
+    assert [finding for tally in tallies for finding in tally.findings] == []
+    assert all(tally.total > 20 for tally in tallies)
+
+
+def test_the_same_seed_draws_the_same():
+    once, again = Inputs(messages.FromWorker, 5), Inputs(messages.FromWorker, 5)
+    for _ in range(200):
+        assert once.spoilt(once.body()) == again.spoilt(again.body())
+
+
+def test_every_kind_of_message_is_drawn_and_fits():
+    inputs = Inputs(agent_protocol.FromAgent, 3)
+    drawn = set()
+    for _ in range(500):
+        drawn.add(type(agent_protocol.from_agent.decode(inputs.body())).__name__)
+    assert drawn == {struct.__name__ for struct in agent_protocol.FromAgent.__args__}
+
+
+def test_a_seal_without_a_number_is_found(monkeypatch):
+    sealed = framing._tag
+    monkeypatch.setattr(framing, "_tag", lambda key, number, body: sealed(key, 0, body))
+    _found(Streams, lambda streams: streams.tally, "a frame repeated")
+
+
+def test_one_key_for_all_connections_is_found(monkeypatch):
+    sealed = framing._tag
+    monkeypatch.setattr(framing, "_tag", lambda key, number, body: sealed(b"k", number, body))
+    _found(Streams, lambda streams: streams.tally, "a frame of another connection")
+
+
+def test_an_exception_that_is_no_refusal_is_found(monkeypatch):
+    def bare(self, data):
+        self.feed(data)
+        try:
+            yield self._decoder.decode(bytes(self._buffer[4:]))
+        except (msgspec.MsgspecError, RecursionError):  # all that msgspec's page speaks of
+            raise ProtocolError("no message") from None
+
+    monkeypatch.setattr(Wire, "receive", bare)
+    _found(Decoders, lambda decoders: decoders.tally, "UnicodeDecodeError")
+
+
+def test_a_server_that_lets_anybody_in_is_found(monkeypatch):
+    anybody = SimpleNamespace(compare_digest=lambda a, b: True)
+    monkeypatch.setattr(server_module, "hmac", anybody)
+    _found(OnLoopback, lambda loopback: loopback.strangers, "was answered with")
+
+
+def test_a_finding_is_an_exit_code(monkeypatch, capsys):
+    options = argparse.Namespace(seconds=1.0, seed=1)
+    tallies, words = command.fuzz(0.5, seed=1)
+    tallies[0].found("planted")
+    monkeypatch.setattr(command, "fuzz", lambda seconds, seed: (tallies, words))
+    assert command.main(options) == 1
+    assert "FOUND a decoder: planted" in capsys.readouterr().out
+    with pytest.raises(Invalid, match="positive"):
+        command.main(argparse.Namespace(seconds=0.0, seed=1))
+
+
+def _found(part, tally, what: str) -> None:
+    """In some rounds of a fraction of a second: on a busy machine not much is tried in one."""
+    for seed in range(40):
+        target = part(seed)
+        target.run(time.monotonic() + 0.25)
+        if any(what in finding for finding in tally(target).findings):
+            return
+    pytest.fail(f"nothing was found with {what!r} in it")
+
+
+# ---- strangers at the door ----------------------------------------------------------------------------------------
+
+
+def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
+    monkeypatch.setattr(server_module, "strangers_limit", lambda most: 8)
+
+    @conversation
+    async def talk(driver):
+        strangers = [await Peer.reach(driver.address) for _ in range(30)]
+        await driver.worker(A)
+        await driver.worker(B)
+        assert len(driver.server._unknown) <= 8
+        assert await strangers[0].hear() is not None  # its challenge
+        assert await strangers[0].hear() is None  # the oldest gave way
+        latest = strangers[-1]
+        assert await latest.answer(Worker("nobody", 0))  # the newest may still speak
+        assert isinstance(await latest.hear(), messages.TurnedAway)
+        assert await latest.hear() is None
+        assert len(driver.log) == 1 and "too many others came" in driver.log[0]
+
+    talk()
+
+
+def test_strangers_leave_descriptors_for_those_that_belong_here(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    assert strangers_limit(4096) == 256
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
+    assert strangers_limit(4096) == 4096
+
+
+def test_who_drips_is_closed_in_time(monkeypatch):
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
+
+    @conversation
+    async def talk(driver):
+        peer = await Peer.reach(driver.address)
+
+        async def drip() -> None:
+            for byte in b"\0\0\4\0" + bytes(1000):  # of a frame of 1024 bytes
+                peer.writer.write(bytes([byte]))
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        try:
+            assert await peer.hear() is not None
+            assert await peer.hear() is None
+        finally:
+            dripping.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                await dripping
+        assert "no proof within" in driver.log[0]
+        assert driver.events.empty()
+
+    talk()
+
+
+@conversation
+async def test_nobody_is_heard_before_the_proof_and_no_connection_is_harmed(driver):
+    honest = await driver.worker(A)
+    for body in (
+        messages.encoded(messages.Returned(1)),
+        b"\x81\xa4type\xa5H\xffllo",  # no UTF-8
+        b"\x91" * 900,
+    ):
+        peer = await Peer.reach(driver.address)
+        await peer.hear()
+        peer.writer.write(len(body).to_bytes(4, "big") + body)
+        assert await peer.hear() is None
+    honest.say(messages.Failed(1, "still here"))
+    assert await driver.next() == (A, messages.Failed(1, "still here"))
+    assert driver.events.empty()
+
+
+@conversation
+async def test_a_stranger_cannot_reflect_what_it_was_told(driver):
+    """Neither to the same connection nor to another one, nor with the driver's own proof."""
+    honest = await Peer.reach(driver.address)
+    challenge, nonce = await honest.answer(A)
+    accepted = await honest.hear()
+    for word in (
+        challenge,
+        accepted,
+        messages.Answer(A, challenge.nonce, accepted.proof),
+        messages.Answer(A, nonce, accepted.proof),
+        messages.Answer(B, nonce, accepted.proof),
+    ):
+        peer = await Peer.reach(driver.address)
+        await peer.hear()
+        peer.say(word)
+        assert await peer.hear() is None
+    assert driver.events.empty()
+
+
+@conversation
+async def test_the_server_knows_one_server_from_another(driver):
+    """A connection that is carried to another job's driver has another secret."""
+    other = Server(secret=b"o" * 32, log=lambda level, text: None, callers=driver.server.callers)
+    address = await other.open(
+        "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
+    )
+    try:
+        peer = await Peer.reach(address)
+        await peer.answer(A, secret=SECRET)
+        assert await peer.hear() is None
+    finally:
+        await other.close()
+
+
+def test_a_message_of_an_old_generation_changes_nothing():
+    """Stolen from an authenticated worker, it could only be said by one; and then it is old."""
+    talk = running(4)
+    now = 2
+    for message in (
+        messages.Failed(now - 1, "reset"),
+        messages.Stranded(now - 1, "reset"),
+        messages.Checked(now - 1, 1, 5),
+        messages.Resumed(now - 1, {}),
+        messages.Progress(now - 1, 3, "allreduce", 1e9),
+        messages.Pace(now - 1, 1, 1.0, 1.0),
+    ):
+        assert talk.tell(event_of(worker("h:0"), message)) == [], message
+    assert talk.tell(failed("h:0", now)) != []  # of the present one it is heard
+
+
+def test_whatever_an_authenticated_worker_says_the_driver_goes_on_deciding():
+    inputs = Inputs(messages.FromWorker, 9)
+    told = 0
+    for round_ in range(60):
+        talk = running(3)
+        while told < 12 * (round_ + 1):
+            tree = inputs.tree()
+            if "generation" in tree:
+                tree["generation"] = inputs.random.choice((1, 2, 2, 2, 3))
+            message = messages.from_worker.decode(msgspec.msgpack.encode(tree))
+            try:
+                event = event_of(worker(f"h:{inputs.random.randrange(3)}"), message)
+            except AssertionError:
+                continue  # for the loop, the server or the timeline
+            talk.m.handle(event, talk.now)
+            told += 1
+
+
+# ---- what is shown of strangers -----------------------------------------------------------------------------------
+
+
+def test_the_words_of_a_stranger_reach_no_terminal_raw():
+    body = msgspec.msgpack.encode(
+        {"type": "\x1b]0;owned\x07\nelastic | all is well\u202e" + "x" * 900}
+    )
+    wire_ = Wire(messages.from_worker)
+    with pytest.raises(ProtocolError) as refusal:
+        list(wire_.receive(len(body).to_bytes(4, "big") + body))
+    text = str(refusal.value)
+    assert text.isprintable() and len(text) < 400
+    assert "\\x1b]0;owned\\x07\\nelastic" in text
+
+
+def test_the_drivers_lines_hold_nothing_that_a_terminal_obeys():
+    said: list[bytes] = []
+    console = Console(said.append, timestamps=False)
+    console("info", "lost \x1b[2J\x07 h\u202e:0\r\nTraceback:\n\tüñí 中")
+    assert b"".join(said).decode() == (
+        "elastic | lost \\x1b[2J\\x07 h\\u202e:0\nelastic |   Traceback:\nelastic |   \tüñí 中\n"
+    )
+
+
+def test_words_that_are_no_text_can_be_said_all_the_same():
+    """A traceback may quote a file name that is no UTF-8."""
+    said = messages.Raised(1, messages.Commit(1, 2), "no file 'a\udcff'", "traceback \udcff")
+    heard = messages.from_worker.decode(messages.encoded(said))
+    assert heard.summary == "no file 'a?'" and heard.commit == said.commit
+    result = messages.Answer(Worker("\udcff", 0), b"\xff\0", b"p")
+    assert messages.from_worker.decode(messages.encoded(result)).nonce == b"\xff\0"
+
+
+# ---- what it may cost ---------------------------------------------------------------------------------------------
+
+
+def test_lists_are_refused_before_they_are_built():
+    head = b"\x84\xa4type\xa6Traced\xa8timeline\x01\xa9offset_ns\x00\xa7records\xdd"
+    many = 5_000_000
+    body = head + many.to_bytes(4, "big") + b"\x95\xa0\xa0\xa0\0\0" * many  # 500 MB once built
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(msgspec.ValidationError, match="length <= 100000"):
+        messages.from_worker.decode(body)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"type": "Printed", "worker": ["h", 0, 1], "stream": "../../.bashrc", "data": b""},
+        {"type": "Logged", "level": "fatal", "text": ""},
+    ],
+)
+def test_an_agents_words_are_checked(spoilt):
+    with pytest.raises(msgspec.ValidationError):
+        agent_protocol.from_agent.decode(msgspec.msgpack.encode(spoilt))
+
+
+def test_few_visitors_of_the_metrics_are_heard_at_a_time(monkeypatch):
+    monkeypatch.setattr(metrics, "VISITORS", 3)
+    served = Metrics("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{served.port}/metrics"
+    visitors = []
+    try:
+        for _ in range(3):
+            visitors.append(socket.create_connection(("127.0.0.1", served.port), 10.0))
+            visitors[-1].sendall(b"GET ")
+        with pytest.raises(OSError), urllib.request.urlopen(url, timeout=10):
+            pass  # closed without an answer
+        visitors.pop().close()
+        for _ in range(1000):
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+                assert b"elastic_" in answer.read()
+                break
+        else:
+            pytest.fail("who has left still counts")
+    finally:
+        for visitor in visitors:
+            visitor.close()
+        served.close()
+
+
+def test_a_silent_visitor_of_the_metrics_is_closed(monkeypatch, capfd):
+    monkeypatch.setattr(metrics, "VISIT_S", 0.1)
+    served = Metrics("127.0.0.1", 0)
+    try:
+        with socket.create_connection(("127.0.0.1", served.port), 10.0) as visitor:
+            visitor.sendall(b"GET /")
+            assert visitor.recv(100) == b""
+    finally:
+        served.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_may_not_replace_a_file_of_the_drivers_host(tmp_path):
+    keys = tmp_path / "authorized_keys"
+    keys.write_text("ssh-ed25519 AAAA\n")
+    link = tmp_path / "timeline.json"
+    link.symlink_to(keys)
+    answers = []
+
+    async def ask(path) -> messages.TimelineAnswer:
+        tracing = Tracing(lambda level, text: None)
+        tracing.serve(lambda worker, message: answers.append(message))
+        assert tracing.heard(A, messages.TimelineWanted(1, str(path), False))
+        await tracing.close()
+        assert isinstance(answers[-1], messages.TimelineAnswer)
+        return answers[-1]
+
+    for path in (keys, link):
+        assert "no timeline; remove it" in asyncio.run(ask(path)).error
+    assert keys.read_text() == "ssh-ed25519 AAAA\n"
+    for _ in range(2):  # the second replaces the first
+        assert asyncio.run(ask(tmp_path / "own.json")).error == ""
+
+
+def test_a_link_that_waits_for_a_new_timeline_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    path = tmp_path / "timeline.json"
+    (tmp_path / f"timeline.json.{os.getpid()}.new").symlink_to(victim)
+    tracing = Tracing(lambda level, text: None)
+    tracing.open(str(path))
+    assert victim.read_text() == "mine"
+    assert path.read_bytes() == b"[\n\n]\n"
+
+
+# ---- TLS ----------------------------------------------------------------------------------------------------------
+
+
+@needs_openssl
+def test_a_handshake_that_somebody_changes_fails_and_nothing_else(tmp_path):
+    files = new_authority(tmp_path).sign("host")
+    ours, theirs = context(*files, server=True), context(*files, server=False)
+    pick = Inputs(messages.FromWorker, 2)
+    refused = 0
+    for _ in range(150):
+        server, client = Endpoint(ours, server=True), Endpoint(theirs, server=False)
+        spoilt = pick.random.randrange(4)
+        try:
+            for step in range(4):
+                data = client.due() if step % 2 == 0 else server.due()
+                if step == spoilt and data:
+                    _, data = pick.spoilt(
+                        data, pick.random.choice(("bits flipped", "truncated", "bytes inserted"))
+                    )
+                clear = (server if step % 2 == 0 else client).feed(data)
+                assert clear == b""
+        except TlsFailed as failure:
+            refused += 1
+            assert str(failure).isprintable()
+        else:
+            server.say(b"secret")
+            with contextlib.suppress(TlsFailed):
+                assert client.feed(server.due()) in (b"", b"secret")
+    assert refused > 50
+
+
+@needs_openssl
+def test_a_handshake_that_stalls_is_closed_in_time_and_costs_no_entry(tmp_path, monkeypatch):
+    files = new_authority(tmp_path).sign("host")
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
+    ours = context(*files, server=True)
+
+    async def talk() -> None:
+        log: list[str] = []
+        server = Server(
+            secret=SECRET,
+            log=lambda level, text: log.append(text),
+            callers=server_module.WORKERS,
+            tls=ours,
+        )
+        address = await server.open(
+            "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
+        )
+        begun = Endpoint(context(*files, server=False), server=False).due()
+        for said, told in (
+            (begun[: len(begun) // 2], "no proof within"),
+            (begun, "no proof within"),
+            (b"\x16\x03\x01\x40\x00" + bytes(20_000), "TLS with it failed"),
+            (b"\x16\x03\x01\x40\x00" + bytes(70_000), "more than 65536 bytes before a proof"),
+            (b"\0\0\0\x10" + bytes(16), "does not speak TLS: give it --tls-cert"),
+        ):
+            server._refused_at = float("-inf")
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(said)
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 10.0)
+            writer.close()
+            assert told in log[-1], (said[:10], log)
+            assert not server._unknown
+        await server.close()
+
+    asyncio.run(talk())

@@ -1,0 +1,498 @@
+"""Hosts on a Ray cluster, told by a fake one: what is yielded, what is asked of Ray, and what is said about it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic.driver.network.blocking_calls import CallsInTurn
+from elastic.driver.ray.cluster import Unanswered
+from elastic.driver.ray.discovery import RayDiscovery, Wanted, host_of
+from elastic.errors import Invalid
+from harness.fake_ray import FakeRay
+
+ONE = {"CPU": 1.0}
+GPU = {"CPU": 1.0, "GPU": 1.0}
+A, B, C = "10.0.0.1-aaaa", "10.0.0.2-bbbb", "10.0.0.3-cccc"
+Step = Callable[[], object]
+
+
+class Told:
+    """A discovery on this cluster. ``watched``: what it yields while these steps are made, one a pause."""
+
+    def __init__(self, ray: FakeRay, wanted: Wanted, **rest: Any) -> None:
+        self.ray = ray
+        self.log: list[tuple[str, str]] = []
+        self.now = 0.0
+        self.steps: list[Step] = []
+        rest = {"job": "j", "look_s": 1.0, "answer_s": 5.0, **rest}
+        self.discovery = RayDiscovery(
+            wanted,
+            lambda level, text: self.log.append((level, text)),
+            cluster=ray,
+            clock=lambda: self.now,
+            sleep=self.sleep,
+            **rest,
+        )
+
+    async def sleep(self, seconds: float) -> None:
+        assert seconds == 1.0
+        self.now += 1.0
+        if self.steps:
+            self.steps.pop(0)()
+        else:
+            self.discovery._closing = True
+
+    def watched(self, *steps: Step) -> list[list[tuple[str, int]]]:
+        self.steps = list(steps)
+
+        async def conversation() -> list[list[tuple[str, int]]]:
+            return [list(hosts.items()) async for hosts in self.discovery.watch()]
+
+        return asyncio.run(conversation())
+
+    def place(self, at_least: int, within_s: float, *steps: Step) -> None:
+        self.steps = [*steps, *[self.ray.tick] * 100]
+        asyncio.run(self.discovery.place(at_least, within_s))
+
+    @property
+    def said(self) -> list[str]:
+        return [text for _, text in self.log]
+
+
+def nothing() -> None:
+    """Only time passes."""
+
+
+def started(*, most: int = 3, resources: dict[str, float] = ONE, **rooms: int) -> Told:
+    """All that fits is placed."""
+    told = Told(FakeRay(**rooms), Wanted(most, resources))
+    told.place(min(most, sum(rooms.values())), 10)
+    told.ray.said.clear()
+    return told
+
+
+def test_as_many_claims_are_made_as_are_wanted_and_those_that_are_placed_are_listed():
+    told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(3, ONE))
+    assert told.watched(told.ray.tick, nothing) == [[], [(A, 1), (B, 1)]]
+    assert told.ray.said == ["make 0", "make 1", "make 2"]
+    assert set(told.ray.live) == {"hvd-elastic:j:0", "hvd-elastic:j:1", "hvd-elastic:j:2"}
+    assert told.discovery.node_of(B) == "bbbb"
+    assert told.discovery.gpus_of(A) == []
+    assert told.log == []
+
+
+def test_a_node_that_comes_gets_what_waits():
+    told = started(aaaa=1)
+    lists = told.watched(lambda: told.ray.add("bbbb", 5), told.ray.tick, nothing)
+    assert lists == [[(A, 1)], [(A, 1), (B, 2)]]
+    assert told.ray.said == []
+
+
+def test_a_node_that_drains_is_off_the_list_before_its_claims_are_removed():
+    told = started(aaaa=2, bbbb=1, cccc=2)
+    ray, removed_at = told.ray, []
+
+    async def conversation() -> None:
+        told.steps = [lambda: ray.drain("aaaa"), ray.tick, nothing]
+        async for hosts in told.discovery.watch():
+            removed_at.append((list(hosts.items()), list(ray.said)))
+
+    asyncio.run(conversation())
+    made = ["make 3", "make 4"]
+    assert removed_at == [
+        ([(A, 2), (B, 1)], []),
+        ([(B, 1)], made),
+        ([(B, 1), (C, 2)], [*made, "remove 0", "remove 1"]),
+    ]
+    assert told.log == [("info", f"{A} drains: its workers leave, others are asked for")]
+
+
+def test_a_node_that_dies_loses_its_slots_and_ray_places_its_claims_elsewhere():
+    told = started(aaaa=1, bbbb=5)
+    lists = told.watched(lambda: told.ray.kill("aaaa"), told.ray.tick, nothing)
+    assert lists == [[(A, 1), (B, 2)], [(B, 2)], [(B, 3)]]
+    assert told.ray.said == []
+    assert told.discovery.node_of(A) == "aaaa"
+
+
+def test_ray_that_does_not_answer_changes_nothing_and_is_told_once():
+    told = started(aaaa=1, bbbb=2)
+    ray = told.ray
+
+    def trouble(text: str) -> Step:
+        return lambda: setattr(ray, "trouble", text)
+
+    down = "RpcError: unavailable"
+    lists = told.watched(
+        trouble(down), nothing, trouble(""), nothing, lambda: ray.kill("bbbb"), nothing
+    )
+    assert lists == [[(A, 1), (B, 2)], [(A, 1)]]
+    assert told.log == [
+        ("warning", f"Ray does not answer as it should: {down}; keeping {A}:1,{B}:2"),
+        ("info", "Ray answers again"),
+    ]
+
+
+def test_ray_that_has_forgotten_everything_changes_nothing():
+    told = started(aaaa=1, bbbb=2)
+    groups, nodes = told.ray.groups, told.ray.table
+
+    def forget() -> None:
+        told.ray.groups, told.ray.table = {}, {}
+
+    def remember() -> None:
+        told.ray.groups, told.ray.table = groups, nodes
+
+    assert told.watched(forget, nothing, remember, nothing) == [[(A, 1), (B, 2)]]
+    assert [level for level, _ in told.log] == ["warning", "info"]
+    assert told.ray.said == []
+
+
+def test_another_driver_finds_the_claims_and_makes_none_twice():
+    told = started(aaaa=1, bbbb=2)
+    other = Told(told.ray, Wanted(4, ONE), detached=True)
+    assert other.watched(nothing) == [[(A, 1), (B, 2)]]
+    assert other.ray.said == ["make 3 for ever"]
+
+
+def test_claims_of_others_are_left_alone():
+    ray = FakeRay(aaaa=9)
+    for name in ("hvd-elastic:j2:0", "hvd-elastic:j:5:0", "hvd-elastic:j:x", "mine"):
+        ray.make(name, ONE, detached=False)
+    others = set(ray.live)
+    told = Told(ray, Wanted(2, ONE))
+    told.place(2, 10)
+    asyncio.run(told.discovery.close())
+    assert set(ray.live) == others
+
+
+def test_what_an_earlier_job_has_left_is_removed_if_it_asks_for_something_else():
+    ray = FakeRay(aaaa=3)
+    ray.make("hvd-elastic:j:0", {"CPU": 2}, detached=True)
+    ray.said.clear()
+    told = Told(ray, Wanted(1, ONE))
+    told.place(1, 10)
+    assert ray.said == ["make 1", "remove 0"]
+
+
+# ---- GPUs
+
+
+def test_the_gpus_of_a_host_are_told_in_the_order_of_its_slots():
+    told = started(most=4, resources=GPU, aaaa=2)
+    assert told.discovery.gpus_of(A) == ["aaaa000.0", "aaaa010.0"]
+    told.ray.table["aaaa"].room = 3
+    assert told.watched(told.ray.tick, nothing)[-1] == [(A, 3)]
+    assert told.discovery.gpus_of(A) == ["aaaa000.0", "aaaa010.0", "aaaa020.0"]
+    assert told.discovery.gpus_of("nowhere") == []
+
+
+def test_a_slot_with_several_gpus_has_them_all():
+    told = started(most=1, resources={"GPU": 2}, aaaa=1)
+    assert told.discovery.gpus_of(A) == ["aaaa000.0,aaaa000.1"]
+
+
+def test_a_slot_is_listed_once_its_gpus_are_known():
+    ray = FakeRay(aaaa=1)
+    told = Told(ray, Wanted(1, GPU))
+    ray.gpus_known = False
+
+    def known() -> None:
+        ray.gpus_known = True
+
+    assert told.watched(ray.tick, nothing, known, nothing) == [[], [(A, 1)]]
+
+
+def test_the_first_list_of_another_driver_waits_until_it_is_whole_but_not_for_ever():
+    told = started(most=1, resources=GPU, aaaa=1)
+    ray = told.ray
+    ray.gpus_known = False
+
+    def known() -> None:
+        ray.gpus_known = True
+
+    assert Told(ray, Wanted(1, GPU)).watched(nothing, known, nothing) == [[(A, 1)]]
+    ray.gpus_known = False
+    late = Told(ray, Wanted(1, GPU))
+    assert late.watched(*[nothing] * 10) == []
+    assert Told(ray, Wanted(1, GPU)).watched(*[nothing] * 12) == [[]]
+
+
+def test_no_list_is_told_before_ray_has_answered():
+    told = started(aaaa=1)
+    told.ray.trouble = "down"
+    assert Told(told.ray, Wanted(1, ONE)).watched(*[nothing] * 20) == []
+
+
+def test_what_cannot_be_told_of_gpus_is_said(monkeypatch):
+    told = started(most=1, resources=GPU, aaaa=1)
+
+    def fails(*_: object) -> None:
+        raise Unanswered("no module named elastic")
+
+    monkeypatch.setattr(told.ray, "gpus", fails)
+    assert told.watched(nothing, nothing) == [[(A, 1)]]  # what is known is not asked again
+    assert told.log == []
+    other = Told(told.ray, Wanted(1, GPU))
+    assert other.watched(*[nothing] * 12) == [[]]
+    assert "asked for GPUs: no module named elastic" in other.said[0]
+    assert len(other.log) == 1
+
+
+def test_a_ray_that_does_not_tell_of_drains_is_said_once():
+    told = Told(FakeRay(aaaa=1), Wanted(1, ONE))
+    told.ray.tells_drains = False
+    told.ray.drain("aaaa")
+    told.watched(nothing, nothing)
+    assert [level for level, _ in told.log] == ["warning"]
+    assert "does not tell which nodes drain" in told.said[0]
+
+
+# ---- placing
+
+
+def test_placing_returns_once_there_are_enough():
+    told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(5, ONE))
+    told.place(2, 10)
+    assert told.now == 1.0
+    assert len(told.ray.live) == 5
+    assert told.log == []
+
+
+def test_waiting_for_room_is_told():
+    told = Told(FakeRay(aaaa=1), Wanted(2, ONE))
+    told.place(2, 60, *[told.ray.tick] * 9, lambda: told.ray.add("bbbb", 1))
+    assert told.log == [
+        (
+            "info",
+            "waiting for room on the Ray cluster: 1 of 2 workers of CPU 1 each are placed",
+        )
+    ]
+
+
+def test_without_room_it_says_what_there_is_and_removes_its_claims():
+    told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(4, {"CPU": 99}))
+    with pytest.raises(Invalid) as caught:
+        told.place(4, 10)
+    assert str(caught.value) == (
+        "4 workers of CPU 99 each were asked for, and 2 could be placed within 10 s; beside them"
+        " nothing is free on 2 nodes; no node is large enough for one: add nodes, end what holds"
+        " them, or ask for fewer workers (min_workers) or less for each (resources_per_worker)"
+    )
+    assert told.ray.live == {}
+
+
+def test_where_ray_does_not_answer_that_is_said_too():
+    told = Told(FakeRay(aaaa=1), Wanted(1, ONE))
+    told.ray.trouble = "RpcError: unavailable"
+    with pytest.raises(Invalid, match=r"the last trouble: RpcError: unavailable$"):
+        told.place(1, 3)
+    [(_, first), (_, last)] = told.log
+    assert first.endswith("waiting for hosts")
+    assert last.endswith("can't be removed: RpcError: unavailable; they end with the Ray job")
+
+
+def test_where_only_the_gpus_are_missing_that_is_said():
+    told = Told(FakeRay(aaaa=1), Wanted(1, GPU))
+    told.ray.gpus_known = False
+    with pytest.raises(Invalid, match=r"the last trouble: their GPUs are not known yet$"):
+        told.place(1, 3)
+
+
+# ---- a group of the caller's
+
+
+def in_group(*bundles: dict[str, float], most: int = 9, **rest: Any) -> Told:
+    ray = FakeRay(aaaa=2, bbbb=2)
+    wanted = Wanted(most, ONE, ray.given(*bundles), **rest)
+    return Told(ray, wanted)
+
+
+def test_the_bundles_of_a_group_are_the_slots_and_stay_when_all_is_over():
+    told = in_group(ONE, {"CPU": 0.5}, ONE, ONE, in_use={0: ONE})
+    told.place(2, 10)
+    assert told.watched(nothing) == [[(B, 2)]]
+    asyncio.run(told.discovery.close())
+    assert told.ray.groups["aa"].state == "CREATED"
+    assert told.ray.said == []
+
+
+def test_a_bundle_on_a_node_that_drains_is_no_slot_and_nothing_is_removed():
+    told = in_group(ONE, ONE, ONE)
+    told.place(3, 10)
+    assert told.watched(lambda: told.ray.drain("aaaa"), nothing) == [[(A, 2), (B, 1)], [(B, 1)]]
+    assert told.ray.said == []
+
+
+def test_the_bundles_that_were_not_lost_stay_slots_while_ray_places_the_others():
+    told = in_group(ONE, ONE, ONE, ONE)
+    told.place(4, 10)
+    ray = told.ray
+    assert told.watched(lambda: ray.kill("aaaa"), ray.tick, nothing) == [
+        [(A, 2), (B, 2)],
+        [(B, 2)],
+    ]
+    assert ray.groups["aa"].state == "RESCHEDULING"
+
+
+def test_a_group_that_is_removed_has_no_slots():
+    told = in_group(ONE)
+    told.place(1, 10)
+    assert told.watched(lambda: told.ray.remove("aa"), nothing) == [[(A, 1)], []]
+
+
+def test_a_group_without_a_suitable_bundle_is_refused_at_once():
+    told = in_group({"CPU": 0.5})
+    with pytest.raises(Invalid, match="no bundle of the placement group has room"):
+        told.place(1, 100)
+    assert told.now == 0.0
+
+
+def test_a_group_that_is_too_small_is_refused_with_the_reason():
+    told = in_group(ONE, ONE)
+    with pytest.raises(Invalid, match="2 could be placed within 3 s: the placement group has no"):
+        told.place(3, 3)
+
+
+# ---- the end
+
+
+def test_closing_removes_every_claim_and_the_watching_ends():
+    told = started(most=5, aaaa=1, bbbb=2)
+
+    async def conversation() -> None:
+        watching = told.discovery.watch()
+        await anext(watching)
+        await told.discovery.close()
+        assert [hosts async for hosts in watching] == []
+
+    asyncio.run(conversation())
+    assert told.ray.live == {}
+    assert told.log == []
+
+
+def test_a_look_under_way_makes_no_claim_once_it_is_closed():
+    told = Told(FakeRay(aaaa=1), Wanted(2, ONE), answer_s=0.05)
+    ray, go_on, told_of = told.ray, threading.Event(), threading.Event()
+    claims = ray.claims
+
+    def hangs(prefix: str) -> Any:
+        told_of.set()
+        go_on.wait(10)
+        return claims(prefix)
+
+    async def conversation() -> None:
+        ray.claims = hangs  # type: ignore[method-assign]
+        placing = asyncio.create_task(told.discovery.place(2, 100))
+        await asyncio.to_thread(told_of.wait, 10)
+        closing = asyncio.create_task(told.discovery.close())
+        await asyncio.sleep(0)
+        go_on.set()
+        await closing
+        placing.cancel()
+        await asyncio.wait({placing})
+
+    asyncio.run(asyncio.wait_for(conversation(), 20))
+    assert ray.live == {} and ray.said == []
+
+
+def test_closing_while_claims_are_made_ends_the_making_and_removes_those_that_were_made():
+    told = Told(FakeRay(aaaa=1), Wanted(3, ONE))
+    ray, go_on, begun = told.ray, threading.Event(), threading.Event()
+    make = ray.make
+
+    def hangs(name: str, bundle: Any, *, detached: bool) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        make(name, bundle, detached=detached)
+
+    async def conversation() -> None:
+        ray.make = hangs  # type: ignore[method-assign]
+        placing = asyncio.create_task(told.discovery.place(2, 100))
+        await asyncio.to_thread(begun.wait, 10)
+        closing = asyncio.create_task(told.discovery.close())
+        await asyncio.sleep(0)
+        go_on.set()
+        await closing
+        placing.cancel()
+        await asyncio.wait({placing})
+
+    asyncio.run(asyncio.wait_for(conversation(), 20))
+    assert ray.said == ["make 0", "remove 0"]
+
+
+# ---- calls that block
+
+
+def test_a_call_that_hangs_is_told_and_nothing_is_piled_up_behind_it():
+    told = started(aaaa=1)
+    ray, go_on, calls = told.ray, threading.Event(), []
+    nodes = ray.nodes
+
+    def hangs() -> Any:
+        calls.append(1)
+        assert go_on.wait(10)
+        return nodes()
+
+    slow = Told(ray, Wanted(1, ONE), answer_s=0.02)
+    ray.nodes = hangs  # type: ignore[method-assign]
+    assert slow.watched(nothing, nothing, go_on.set, nothing, nothing) == [[(A, 1)]]
+    assert len(calls) < 5
+    [(_, late), (_, over)] = slow.log
+    assert (
+        late == "Ray does not answer as it should: nothing was heard for 0.02 s; waiting for hosts"
+    )
+    assert over == "Ray answers again"
+
+
+def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised():
+    inside: list[int] = []
+
+    def call(value: int) -> Callable[[], int]:
+        def run() -> int:
+            inside.append(value)
+            assert len(inside) == 1, "another one runs"
+            inside.remove(value)
+            if value == 3:
+                raise Invalid("three")
+            return value
+
+        return run
+
+    async def conversation() -> list[Any]:
+        calls = CallsInTurn("test")
+        return await asyncio.gather(*(calls(call(n), 10) for n in range(5)), return_exceptions=True)
+
+    got = asyncio.run(conversation())
+    assert [got[n] for n in (0, 1, 2, 4)] == [0, 1, 2, 4]
+    assert isinstance(got[3], Invalid)
+
+
+# ---- what is wanted
+
+
+@pytest.mark.parametrize(
+    ("most", "resources", "said"),
+    [
+        (0, ONE, "0 workers is no number of workers"),
+        (1, {}, "asks for nothing"),
+        (1, {"CPU": 0}, "asks for nothing"),
+        (1, {"CPU": -1}, "CPU is -1; give a number, 0 or more"),
+        (1, {"CPU": float("nan")}, "CPU is nan"),
+        (1, {"CPU": "1"}, "CPU is '1'"),
+        (1, {"GPU": 1.5}, "GPU is 1.5; Ray knows parts of one GPU, or whole ones"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(most, resources, said):
+    with pytest.raises(Invalid) as caught:
+        Wanted(most, resources)
+    assert said in str(caught.value)
+
+
+def test_a_host_is_named_by_address_and_node():
+    assert host_of("10.0.0.7", "0cafdea9ba12644a") == "10.0.0.7-0cafdea9"

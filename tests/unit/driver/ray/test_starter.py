@@ -1,0 +1,517 @@
+"""RayStarter without Ray: the contract of starters, what happens when Ray is slow or gone, what agents leave behind.
+
+The actors are real, and so are their agents' folders and sockets; only that they run in this process, one event loop
+with the starter, and Ray's part is played by a dictionary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.driver.ray.actors import Taken
+from elastic.driver.ray.node.agent_actor import AgentActor, InRay, Surroundings
+from elastic.driver.ray.node.agent_folder import make_folder, sweep
+from elastic.driver.ray.node.worker_calls import CallFailed
+from elastic.driver.ray.starter import RayStarter, name_of
+from harness.starter_contract import (
+    SECRET,
+    Bench,
+    Log,
+    StarterContract,
+    bootstrap,
+    closing,
+    failure,
+    lives,
+    noted,
+    stand_in,
+    until,
+)
+
+CALL = b"a pickled call"
+RAYLET = [0]  # the last one's process number; 0: none is watched
+
+
+class Died(Exception):
+    """As Ray's ActorDiedError."""
+
+
+class Engine(InRay):
+    def __init__(self) -> None:
+        self.left = threading.Event()
+        self.leaves: Any = lambda: None
+
+    def surroundings(self) -> Surroundings:
+        return Surroundings("head:6379", "mine", {"COLOUR": "green"}, {}, "/ray", RAYLET[-1])
+
+    def die(self) -> None:
+        self.leaves()
+
+    def leave(self) -> None:
+        self.leaves()
+
+
+class Fake:
+    """Named actors in this event loop. What is set on it happens in Ray instead."""
+
+    def __init__(self, python: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.python = python
+        self.living: dict[str, AgentActor] = {}
+        self.made: list[tuple[str, str, bool]] = []
+        self.silent: set[str] = set()  # nodes where nothing answers
+        self.release = ""
+        self.head = threading.Event()  # answers
+        self.head.set()
+        self.making = threading.Lock()
+
+    def make(self, name: str, node: str, *, detached: bool) -> AgentActor:
+        assert threading.current_thread() is not threading.main_thread()
+        self.head.wait(20.0)
+        with self.making:
+            if name in self.living:
+                raise Taken(name)
+            self.made.append((name, node, detached))
+            engine = Engine()
+            actor = AgentActor(python=self.python, engine=engine, unused_s=60.0)
+            engine.leaves = lambda: self.drop(actor)
+            self.living[name] = actor
+            actor.silent = node in self.silent  # type: ignore[attr-defined]
+            return actor
+
+    def find(self, name: str) -> AgentActor | None:
+        self.head.wait(20.0)
+        return self.living.get(name)
+
+    def names(self) -> list[str]:
+        self.head.wait(20.0)
+        return [*self.living, "somebody-else"]
+
+    def ask(self, actor: AgentActor, method: str, *args: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(self._ask(actor, method, *args), self.loop)
+
+    async def _ask(self, actor: AgentActor, method: str, *args: Any) -> Any:
+        if actor.silent:  # type: ignore[attr-defined]
+            await asyncio.sleep(3600)
+        if actor not in self.living.values():
+            raise Died("The actor is dead because it was killed by `ray.kill`.")
+        if method == "hello" and self.release:
+            return self.release
+        asking = asyncio.ensure_future(getattr(actor, method)(*args))
+        ended = asyncio.ensure_future(self._death_of(actor))
+        await asyncio.wait({asking, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not asking.done():
+            asking.cancel()
+            raise Died("The actor is dead because it was killed by `ray.kill`.")
+        return asking.result()
+
+    async def _death_of(self, actor: AgentActor) -> None:
+        while actor in self.living.values():
+            await asyncio.sleep(0.002)
+
+    def kill(self, actor: AgentActor) -> None:
+        self.head.wait(20.0)
+        self.loop.call_soon_threadsafe(self.drop, actor)
+
+    def drop(self, actor: AgentActor) -> None:
+        """The actor's process is gone, and what the kernel had of it."""
+        for name in [name for name, each in self.living.items() if each is actor]:
+            del self.living[name]
+        actor._unused.cancel()
+        if actor._watch is not None:
+            actor._watch.cancel()
+        if actor._process is not None:
+            actor._process.kill()
+        self.sweeping = asyncio.ensure_future(actor._clear())
+
+    async def settled(self) -> None:
+        if hasattr(self, "sweeping"):
+            await self.sweeping
+
+
+class RayBench(Bench):
+    starter: RayStarter
+    fake: Fake
+
+
+@contextlib.asynccontextmanager
+async def bench_in(folder: Path, **rest: Any) -> AsyncIterator[RayBench]:
+    log: Log = []
+    fake = Fake(stand_in(folder))
+    starter = RayStarter(
+        lambda host: f"node-of-{host}",
+        CALL,
+        lambda level, text: log.append((level, text)),
+        job="trains",
+        actors=fake,
+        **rest,
+    )
+    bench = RayBench(starter, folder, log)
+    bench.fake = fake
+    try:
+        async with closing(bench):
+            yield bench
+    finally:
+        for actor in [*fake.living.values()]:
+            fake.drop(actor)
+            await fake.settled()
+        await fake.settled()
+
+
+@pytest.fixture(autouse=True)
+def short_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("COLOUR", "green")
+        yield Path(folder)
+
+
+class TestRay(StarterContract):
+    @contextlib.asynccontextmanager
+    async def open(self, folder: Path) -> AsyncIterator[Bench]:
+        async with bench_in(folder) as bench:
+            yield bench
+
+    def test_the_actor_is_on_the_hosts_node_under_a_name_of_its_own(self, conversation):
+        async def talk(bench: RayBench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            await bench.starter.start(bootstrap("beta", outlives=True))
+            assert bench.fake.made == [
+                ("hvd-elastic-agent:trains:alpha", "node-of-alpha", False),
+                ("hvd-elastic-agent:trains:beta", "node-of-beta", True),
+            ]
+
+        conversation(talk)
+
+    def test_an_agent_knows_its_files_and_its_workers_are_as_the_user_wants(
+        self, conversation, short_folder
+    ):
+        async def talk(bench: RayBench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            told, environ = bench.told("alpha"), noted(bench.folder, "alpha")["environ"]
+            call = Path(environ["ELASTIC_CALL"])
+            assert call.read_bytes() == CALL
+            assert stat.S_IMODE(call.stat().st_mode) == 0o600
+            assert stat.S_IMODE(call.parent.stat().st_mode) == 0o700
+            assert call.parent.parent == short_folder
+            assert Path(told["drivers_file"]).read_text() == "driver:4000\n"
+            assert told["folder"] == os.getcwd()
+            assert environ["RAY_ADDRESS"] == "head:6379"
+            assert environ["RAY_NAMESPACE"] == "mine"
+            assert environ["COLOUR"] == "green"
+            assert "OMP_NUM_THREADS" not in environ
+            assert SECRET not in str(environ)
+            await bench.starter.close()
+            assert not call.parent.exists()
+
+        conversation(talk)
+
+    def test_the_first_python_in_the_workers_path_is_the_actors(self, conversation):
+        async def talk(bench: RayBench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            first = noted(bench.folder, "alpha")["environ"]["PATH"].split(":")[0]
+            process = await asyncio.create_subprocess_exec(
+                f"{first}/python", "-c", "", stdout=asyncio.subprocess.PIPE
+            )
+            said, _ = await process.communicate()
+            assert json.loads(said)  # it is the stand-in, which tells its path
+
+        conversation(talk)
+
+    def test_when_the_agent_ends_its_actor_does_and_that_is_said_once(self, conversation):
+        async def talk(bench: RayBench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            bench.end("alpha")
+            await until(lambda: not bench.fake.living, "the end of the actor")
+            await until(lambda: bool(bench.log), "a line")
+            assert bench.log == [("warning", "the agent on alpha was killed by signal 9")]
+
+        conversation(talk)
+
+    def test_when_the_actor_dies_its_agent_does_and_that_is_said_once(self, conversation):
+        async def talk(bench: RayBench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            bench.fake.drop(bench.fake.living[name_of("trains", "alpha")])
+            await bench.ended("alpha")
+            await until(lambda: bool(bench.log), "a line")
+            assert bench.log == [
+                (
+                    "warning",
+                    "the agent on alpha is gone with its actor: it was killed by `ray.kill`",
+                )
+            ]
+
+        conversation(talk)
+
+    def test_with_the_raylet_the_agent_and_the_actor_end(self, conversation, short_folder):
+        async def talk(bench: RayBench) -> None:
+            raylet = await asyncio.create_subprocess_exec("sleep", "100")
+            RAYLET.append(raylet.pid)
+            await bench.starter.start(bootstrap("alpha"))
+            RAYLET.pop()
+            raylet.kill()
+            await bench.ended("alpha")
+            await until(lambda: not bench.fake.living, "the end of the actor")
+            await until(lambda: not [*short_folder.iterdir()], "the removal of its folder")
+            why = "Ray's raylet on alpha is gone, and the agent has ended with it"
+            await until(lambda: bench.log == [("warning", why)], "a line")
+            await raylet.wait()
+
+        conversation(talk)
+
+    def test_what_an_agent_warns_of_is_logged(self, conversation):
+        async def talk(bench: RayBench) -> None:
+            await bench.starter.start(bootstrap("alpha", "chatty"))
+            await until(lambda: len(bench.log) >= 20, "its lines")
+            assert bench.log[0] == ("warning", "the agent on alpha: line 0")
+            assert bench.log[19][1] == "the agent on alpha: line 19; further lines are left out"
+
+        conversation(talk)
+
+    def test_another_agent_takes_the_place_of_one_that_still_runs(self, conversation):
+        async def talk(bench: RayBench) -> None:
+            await bench.starter.start(bootstrap("alpha"))
+            earlier = noted(bench.folder, "alpha")["pid"]
+            await bench.starter.start(bootstrap("alpha"))
+            assert not lives(earlier) and bench.runs("alpha")
+            assert len(bench.fake.living) == 1
+
+        conversation(talk)
+
+    def test_a_failed_start_leaves_no_actor(self, conversation):
+        async def talk(bench: RayBench) -> None:
+            for job in ("wrong", "killed", "old"):
+                await failure(bench.starter, bootstrap("alpha", job))
+                await until(lambda: not bench.fake.living, "the end of the actor")
+
+        conversation(talk)
+
+
+@pytest.fixture
+def talk_in(tmp_path: Path) -> Any:
+    def run(talk: Any, **rest: Any) -> None:
+        async def held() -> None:
+            async with bench_in(tmp_path, **rest) as bench:
+                await talk(bench)
+
+        asyncio.run(asyncio.wait_for(held(), 60.0))
+
+    return run
+
+
+def test_a_node_that_does_not_answer_fails_the_start_in_time_and_blocks_nobody(talk_in):
+    async def talk(bench: RayBench) -> None:
+        bench.fake.silent = {"node-of-alpha"}
+        silent = asyncio.create_task(failure(bench.starter, bootstrap("alpha")))
+        text = await silent
+        assert "within 0.5 s" in text and "node-of-" in text
+        await until(lambda: not bench.fake.living, "the end of the actor that never ran")
+
+    talk_in(talk, start_s=0.5)
+
+
+def test_a_head_that_does_not_answer_fails_the_start_in_time_and_what_it_makes_later_is_killed(
+    talk_in,
+):
+    async def talk(bench: RayBench) -> None:
+        bench.fake.head.clear()
+        assert "within 0.5 s" in await failure(bench.starter, bootstrap("alpha"))
+        bench.fake.head.set()
+        await until(lambda: bool(bench.fake.made) and not bench.fake.living, "making and killing")
+
+    talk_in(talk, start_s=0.5)
+
+
+def test_another_release_is_refused_before_it_is_told_anything(talk_in):
+    async def talk(bench: RayBench) -> None:
+        bench.fake.release = "0.0.1"
+        text = await failure(bench.starter, bootstrap("alpha"))
+        assert "alpha has release 0.0.1 of hvd-elastic" in text
+        assert not (bench.folder / "alpha").exists()
+
+    talk_in(talk)
+
+
+def test_a_host_that_ray_does_not_list_is_refused(tmp_path):
+    async def talk() -> None:
+        nodes: dict[str, str] = {}
+        starter = RayStarter(nodes.__getitem__, b"", print, job="j", actors=Fake("python"))
+        assert "no such node" in await failure(starter, bootstrap("alpha"))
+
+    asyncio.run(talk())
+
+
+def test_the_next_driver_redirects_and_hears_agents_that_are_there(tmp_path):
+    async def talk() -> None:
+        async with bench_in(tmp_path, detached=True) as bench:
+            await bench.starter.start(bootstrap("alpha"))
+            await bench.starter.close()
+            assert bench.runs("alpha")
+            log: Log = []
+            later = RayStarter(
+                lambda host: "n",
+                CALL,
+                lambda level, text: log.append((level, text)),
+                job="trains",
+                detached=True,
+                actors=bench.fake,
+            )
+            await later.redirect(["10.0.0.1:5000", "10.0.0.2:5000"])
+            told = Path(bench.told("alpha")["drivers_file"])
+            assert told.read_text() == "10.0.0.1:5000\n10.0.0.2:5000\n"
+            bench.end("alpha")
+            await until(lambda: bool(log), "a line")
+            assert log == [("warning", "the agent on alpha was killed by signal 9")]
+            assert bench.log == []
+            await later.close()
+
+    asyncio.run(asyncio.wait_for(talk(), 60.0))
+
+
+def test_a_head_that_is_away_is_said_where_agents_are_to_be_redirected(talk_in):
+    async def talk(bench: RayBench) -> None:
+        bench.fake.head.clear()
+        await bench.starter.redirect(["a:1"])
+        assert bench.log == [("warning", "the agents of this job can't be found: TimeoutError")]
+        bench.fake.head.set()
+
+    talk_in(talk, start_s=0.2)
+
+
+class Worker:
+    """One that serves calls, as the test says."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def connect(cls, folder: Path, rank: int) -> Worker:
+        self = cls(*await asyncio.open_unix_connection(str(folder / "calls")))
+        self.writer.write(json.dumps({"rank": rank, "slot": 0}).encode() + b"\n")
+        return self
+
+    async def hear(self) -> bytes:
+        length = int.from_bytes(await self.reader.readexactly(4), "big")
+        return await self.reader.readexactly(length)
+
+    def say(self, answer: bytes) -> None:
+        self.writer.write(len(answer).to_bytes(4, "big") + answer)
+
+
+async def served(bench: RayBench, ranks: list[int]) -> list[Worker]:
+    await bench.starter.start(bootstrap("alpha"))
+    folder = Path(noted(bench.folder, "alpha")["environ"]["ELASTIC_CALL"]).parent
+    workers = [await Worker.connect(folder, rank) for rank in ranks]
+    actor = bench.fake.living[name_of("trains", "alpha")]
+    assert await actor.present(len(ranks), 10.0) == sorted(ranks)
+    return workers
+
+
+def test_calls_reach_the_worker_of_their_rank_in_order(talk_in):
+    async def talk(bench: RayBench) -> None:
+        one, zero = await served(bench, [1, 0])
+        assert await bench.starter.present() == 2
+        first = asyncio.create_task(bench.starter.call(1, b"f" * 300_000))
+        assert await one.hear() == b"f" * 300_000
+        second = asyncio.create_task(bench.starter.call(1, b""))
+        other = asyncio.create_task(bench.starter.call(0, b"h"))
+        assert await zero.hear() == b"h"
+        zero.say(b"")
+        assert await other == b""
+        one.say(b"1" * 300_000)
+        assert await one.hear() == b""
+        one.say(b"2")
+        assert await first == b"1" * 300_000
+        assert await second == b"2"
+        for worker in (one, zero):
+            worker.writer.close()
+
+    talk_in(talk)
+
+
+def test_a_worker_that_is_gone_fails_its_calls_and_names_its_rank(talk_in):
+    async def talk(bench: RayBench) -> None:
+        (worker,) = await served(bench, [3])
+        with pytest.raises(CallFailed, match="rank 2"):
+            await bench.starter.call(2, b"")
+        calling = asyncio.create_task(bench.starter.call(3, b"f"))
+        await worker.hear()
+        worker.writer.transport.abort()
+        with pytest.raises(RuntimeError, match="rank 3 is gone: it hung up"):
+            await calling
+        assert await bench.starter.present() == 0
+        with pytest.raises(CallFailed, match="rank 3"):
+            await bench.starter.call(3, b"f")
+
+    talk_in(talk)
+
+
+def test_the_answer_to_a_call_that_took_too_long_is_not_the_next_ones(talk_in):
+    async def talk(bench: RayBench) -> None:
+        (worker,) = await served(bench, [0])
+        with pytest.raises(CallFailed, match=r"rank 0 has not answered within 0.1 s"):
+            await bench.starter.call(0, b"slow", 0.1)
+        assert await worker.hear() == b"slow"
+        nxt = asyncio.create_task(bench.starter.call(0, b"next"))
+        assert await worker.hear() == b"next"
+        worker.say(b"late")
+        worker.say(b"mine")
+        assert await nxt == b"mine"
+        worker.writer.close()
+
+    talk_in(talk)
+
+
+@pytest.mark.parametrize("said", [b"\n", b"{}\n", b'{"rank": -1}\n', b"[]\n", b"x" * 70_000, b""])
+def test_who_does_not_say_its_rank_is_hung_up_on(talk_in, said):
+    async def talk(bench: RayBench) -> None:
+        await served(bench, [])
+        folder = Path(noted(bench.folder, "alpha")["environ"]["ELASTIC_CALL"]).parent
+        reader, writer = await asyncio.open_unix_connection(str(folder / "calls"))
+        writer.write(said)
+        with contextlib.suppress(OSError):
+            writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 10.0) == b""
+        writer.close()
+
+    talk_in(talk)
+
+
+def test_folders_of_actors_that_were_killed_are_swept_and_no_others(short_folder):
+    kept, lock = make_folder()
+    left, other = make_folder()
+    os.close(other)
+    (left / "call").write_text("x")
+    (short_folder / "hvd-elastic-unlocked").mkdir()
+    sweep()
+    assert {each.name for each in short_folder.iterdir()} == {kept.name, "hvd-elastic-unlocked"}
+    os.close(lock)
+
+
+def test_an_actor_that_is_told_nothing_leaves():
+    program = (
+        "from elastic.driver.ray.node.agent_actor import AgentActor\n"
+        "import time; AgentActor(unused_s=0.05); time.sleep(60)"
+    )
+
+    async def talk() -> int:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+        return await asyncio.wait_for(process.wait(), 30.0)
+
+    assert asyncio.run(talk()) == 0

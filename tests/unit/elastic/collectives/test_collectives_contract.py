@@ -1,0 +1,55 @@
+"""The seam's contract on the implementations that need no network; Gloo's turn is in integration/test_gloo.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic.collectives import construct, fake
+from elastic.collectives.interface import Collectives, Op
+from elastic.collectives.local import LocalCollectives
+from elastic.errors import CollectiveFailed
+from elastic.rendezvous.store import listen
+from harness.collectives_contract import CollectivesContract
+
+
+class TestFake(CollectivesContract):
+    def make(self) -> list[Collectives]:
+        return list(fake.world(3))
+
+    def test_ranks_that_call_different_collectives_break_the_world(self, world):
+        world[0].allreduce(torch.ones(3), Op.SUM)
+        work = world[1].broadcast(torch.ones(3), 0)
+        with pytest.raises(
+            CollectiveFailed, match=r"rank 1 called broadcast.*another rank allreduce"
+        ):
+            work.wait()
+
+
+class TestLocal(CollectivesContract):
+    def make(self) -> list[Collectives]:
+        return [LocalCollectives()]
+
+
+def connecting(size: int, device_type: str) -> construct.Connecting:
+    listener = listen("127.0.0.1")
+    listener.close()
+    store = construct.Store(listener.address, None, timeout_s=1.0)
+    return construct.Connecting(
+        store,
+        purpose="named",
+        rank=0,
+        size=size,
+        device_type=device_type,
+        bind_host="127.0.0.1",
+        timeout_s=1.0,
+    )
+
+
+def test_a_group_of_one_needs_neither_store_nor_backend():
+    assert isinstance(connecting(1, "meta").connect(), LocalCollectives)
+
+
+def test_a_device_without_a_backend_is_refused():
+    with pytest.raises(ValueError, match="'xpu'; move them to cpu or cuda"):
+        connecting(2, "xpu")

@@ -1,0 +1,393 @@
+"""`elastic.report` in a worker, and what a driver does with what it hears. No processes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+import elastic
+from elastic.driver.monitoring import reports as reports_module
+from elastic.driver.monitoring.reports import Reports
+from elastic.errors import DriverLost, Invalid, NotInitialized
+from elastic.monitoring import reporting
+from elastic.monitoring.report_queue import WINDOW_BYTES
+from elastic.monitoring.reporting import Reporting
+from elastic.protocol import messages
+from elastic.protocol.messages import (
+    Place,
+    Reported,
+    ReportsTaken,
+    Worker,
+)
+from elastic.protocol.report_values import Report, packed, unpacked
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+from elastic.runtime.lifecycle import Runtime
+from unit.driver.job.test_loop import A, B, Story
+
+DEADLINE_S = 10.0
+PLACE = Place(1, 2, 0, 1, 0, 1)
+
+
+# ---- in the worker -------------------------------------------------------------------------------
+
+
+class Link:
+    """Notes what is sent, or fails."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.broken = False
+
+    def send(self, message: messages.Message) -> None:
+        if self.broken:
+            raise DriverLost("the connection to the driver broke")
+        self.sent.append(message)
+
+    def poke(self) -> None:
+        pass
+
+    def reports(self) -> list[Reported]:
+        return [message for message in self.sent if isinstance(message, Reported)]
+
+
+def initialized(monkeypatch, link: Any) -> Runtime:
+    rt = Runtime(environment.read({}), link)
+    monkeypatch.setattr(lifecycle, "_runtime", rt)
+    monkeypatch.setattr(lifecycle, "_initialized", True)
+    return rt
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A runtime with a link, in a world of two."""
+    link = Link()
+    rt = initialized(monkeypatch, link)
+    rt._recovery.place, rt._recovery.generation = PLACE, 3
+    return rt, link
+
+
+def test_before_init_and_after_shutdown_it_is_an_error_as_everything_is(monkeypatch):
+    monkeypatch.setattr(lifecycle, "_initialized", False)
+    with pytest.raises(NotInitialized, match="has not been initialized"):
+        elastic.report({"loss": 1.0})
+
+
+def test_without_a_driver_nothing_happens_but_mistakes_are_told(monkeypatch):
+    rt = initialized(monkeypatch, None)
+    assert rt.reporting is None
+    elastic.report({"loss": math.nan})
+    with pytest.raises(TypeError, match=r"metrics\['loss'\] is a object"):
+        elastic.report({"loss": object()})
+    rt.close()
+
+
+def test_a_report_carries_where_and_when_it_was_made(worker, monkeypatch):
+    rt, link = worker
+    monkeypatch.setattr("time.time", lambda: 1.8e9)
+    elastic.report({"loss": 0.5})
+    [said] = link.sent
+    assert said == Reported(1, 1, 3, 1, 2, 1.8e9, packed({"loss": 0.5}))
+    rt._receive(ReportsTaken(1))
+    elastic.report({"loss": 0.25})
+    assert (link.sent[-1].number, link.sent[-1].oldest) == (2, 2)
+
+
+def test_what_is_too_large_is_refused_and_nothing_is_sent(worker):
+    _, link = worker
+    with pytest.raises(Invalid, match="the limit is 65536"):
+        elastic.report({"text": "x" * 70_000})
+    assert link.sent == []
+
+
+def test_a_driver_that_takes_nothing_holds_nobody_up_and_gets_the_newest_later(worker):
+    rt, link = worker
+    for n in range(5000):
+        elastic.report({"n": n})
+    under_way = len(link.reports())
+    assert 500 < under_way < WINDOW_BYTES // 100
+    rt._receive(messages.Restate())  # another driver, or another connection
+    again = link.reports()[under_way:]
+    assert [r.number for r in again] == [*range(1, under_way + 1)]
+    while rt.reporting is not None and len(rt.reporting._queue):
+        rt._receive(ReportsTaken(link.reports()[-1].number))
+    rest = link.reports()[2 * under_way :]
+    assert len(rest) == 1000 and rest[0].dropped == 5000 - under_way - 1000
+    assert rest[-1].metrics == packed({"n": 4999})
+
+
+def test_what_the_worker_says_of_itself_comes_before_its_reports(worker):
+    rt, link = worker
+    elastic.report({})
+    link.sent.clear()
+    rt._receive(messages.Restate())
+    assert [type(message).__name__ for message in link.sent] == ["Reconnected", "Reported"]
+
+
+def test_each_thread_is_in_order_and_no_number_is_missing(worker):
+    """Four threads report while the link's takes what they have sent."""
+    rt, link = worker
+    begin = threading.Barrier(5)
+
+    def report(thread: int) -> None:
+        begin.wait(DEADLINE_S)
+        for n in range(300):
+            elastic.report({"thread": thread, "n": n})
+
+    threads = [threading.Thread(target=report, args=(each,)) for each in range(4)]
+    for each in threads:
+        each.start()
+    begin.wait(DEADLINE_S)
+    while any(each.is_alive() for each in threads) or len(link.reports()) < 1200:
+        rt._receive(ReportsTaken(len(link.reports())))
+    for each in threads:
+        each.join(DEADLINE_S)
+    said = link.reports()
+    assert [report.number for report in said] == [*range(1, 1201)]
+    metrics = [unpacked(A, report).metrics for report in said]
+    for thread in range(4):
+        assert [m["n"] for m in metrics if m["thread"] == thread] == [*range(300)]
+
+
+def test_one_that_comes_when_another_sender_has_just_found_nothing_more_is_sent_by_that_one():
+    link = Link()
+    own = Reporting(link.send)
+
+    class Late:
+        """The lock of who sends. Another report comes just before it is given back."""
+
+        lock, came = threading.Lock(), False
+
+        def acquire(self, blocking: bool) -> bool:
+            return self.lock.acquire(blocking)
+
+        def release(self) -> None:
+            if not self.came:
+                self.came = True
+                own.add(1, PLACE, b"late")
+                assert len(link.sent) == 1, "it is left to the other"
+            self.lock.release()
+
+    own._sending = Late()  # type: ignore[assignment]
+    own.add(1, PLACE, b"first")
+    assert [report.metrics for report in link.sent] == [b"first", b"late"]
+
+
+def test_a_link_that_breaks_ends_it_in_silence(worker):
+    rt, link = worker
+    link.broken = True
+    elastic.report({"n": 1})
+    link.broken = False
+    elastic.report({"n": 2})
+    assert link.reports() == [], "there is no other connection"
+    rt.close()  # and nobody waits
+
+
+def test_at_the_end_it_waits_until_all_is_taken_but_not_for_ever(monkeypatch, capsys):
+    link = Link()
+    own = Reporting(link.send)
+    own.add(1, PLACE, b"\x80")
+    taken = threading.Timer(0, own.receive, [ReportsTaken(1)])
+    taken.start()
+    own.close()
+    taken.join()
+    assert capsys.readouterr().err == ""
+
+    own.add(1, PLACE, b"\x80")
+    lost = threading.Timer(0, own.driver_lost)
+    lost.start()
+    own.close()
+    lost.join()
+    assert capsys.readouterr().err == ""
+
+    silent = Reporting(link.send)
+    silent.add(1, PLACE, b"\x80")
+    silent.add(1, PLACE, b"\x80")
+    monkeypatch.setattr(reporting, "CLOSE_S", 0.0)
+    silent.close()
+    assert "the last 2 reports were taken by nobody" in capsys.readouterr().err
+
+
+# ---- in the driver -------------------------------------------------------------------------------
+
+
+def said(number: int, oldest: int = 1, *, rank: int = 0, dropped: int = 0, **metrics) -> Reported:
+    return Reported(number, oldest, 2, rank, 2, 1.8e9, packed(metrics), dropped)
+
+
+class Listener:
+    """What a driver's side does, with its callback and its log."""
+
+    def __init__(self, reported: Any = None) -> None:
+        self.heard: list[Report] = []
+        self.log: list[str] = []
+        self.sent: list[tuple[Worker, Any]] = []
+        self.reports = Reports(
+            reported or self.heard.append,
+            lambda level, text: self.log.append(f"{level}: {text}"),
+        )
+        self.reports.serve(self.sent.extend)
+
+
+def in_a_loop(test):
+    def run(*args, **kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), DEADLINE_S))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@in_a_loop
+async def test_a_report_comes_out_and_is_answered():
+    s = Listener()
+    assert not s.reports.heard(A, messages.Returned(1))
+    assert s.reports.heard(A, said(1, loss=0.5)) and s.reports.heard(A, said(1, loss=0.5))
+    assert s.heard == [Report(0, 2, 2, str(A), {"loss": 0.5}, 1.8e9)]
+    assert s.log == [f"debug: rank 0 ({A}) reports {{'loss': 0.5}}"]
+    assert s.sent == []
+    s.reports._answer()
+    assert s.sent == [(A, ReportsTaken(1))]
+    s.reports.close()
+
+
+@in_a_loop
+async def test_a_callback_that_raises_is_told_once_and_goes_on_being_called():
+    calls = []
+
+    def careless(report: Report) -> None:
+        calls.append(report)
+        raise ValueError("no such column\nat all")
+
+    s = Listener(careless)
+    for n in range(1, 4):
+        s.reports.heard(A, said(n))
+    assert len(calls) == 3
+    [line] = [line for line in s.log if not line.startswith("debug")]
+    assert line.startswith("error: the callback for reports raised ValueError: no such column; the")
+    assert "the job goes on" in line and "\n" not in line
+    assert s.reports.by_rank({A: PLACE})[1].metrics == {}, "it is kept all the same"
+    s.reports.close()
+
+
+@in_a_loop
+async def test_what_is_no_report_is_told_once_for_each_host_and_answered():
+    s = Listener()
+    for number in (1, 2):
+        s.reports.heard(A, Reported(number, 1, 2, 0, 2, 1.8e9, b"\xc1"))
+    s.reports.heard(A, said(3, n=3))
+    assert [report.metrics for report in s.heard] == [{"n": 3}]
+    [line] = [line for line in s.log if line.startswith("warning")]
+    assert f"{A} has sent a report that is none" in line
+    s.reports._answer()
+    assert s.sent == [(A, ReportsTaken(3))]
+    s.reports.close()
+
+
+@in_a_loop
+async def test_how_many_were_dropped_is_said_at_once_and_then_now_and_then():
+    s = Listener()
+
+    def told() -> list[str]:
+        return [line for line in s.log if line.startswith("warning")]
+
+    s.reports.heard(A, said(1, dropped=7))
+    s.reports._answer()
+    [line] = told()
+    assert line.startswith(f"warning: 7 reports of {A} were dropped, the oldest")
+    s.reports.heard(A, said(2, dropped=1))
+    s.reports.heard(B, said(1, dropped=2))
+    s.reports._answer()
+    assert len(told()) == 1
+    s.reports.close()
+    assert told()[1].startswith("warning: 3 reports of 2 workers were dropped")
+
+
+@in_a_loop
+async def test_a_long_report_is_shortened_in_the_log_and_is_one_line():
+    s = Listener()
+    s.reports.heard(A, said(1, text="line\n" * 1000))
+    [line] = s.log
+    assert len(line) < reports_module.SHOWN + 60 and line.endswith("...") and "\n" not in line
+    s.reports.close()
+
+
+def told_story(test):
+    """A job under way, and what its callback has heard."""
+
+    def run() -> None:
+        async def talk() -> None:
+            heard: list[Report] = []
+            async with Story(reported=heard.append) as story:
+                await test(story, heard)
+
+        asyncio.run(asyncio.wait_for(talk(), 30.0))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@told_story
+async def test_the_driver_hands_reports_on_and_decides_nothing_by_them(s, heard):
+    await s.train(A, B)
+    s.server.heard(A, said(1, step=1))
+    s.server.heard(B, said(1, rank=1, step=1))
+    assert [(r.rank, r.worker) for r in heard] == [(0, str(A)), (1, str(B))], "at once"
+    events = s.driver._journal.story(last=100)
+    await s.settle()
+    assert "eport" not in events and s.driver._journal.story(last=100) == events
+
+
+@told_story
+async def test_last_words_are_heard_before_the_exit_and_kept_by_rank(s, heard):
+    await s.train(A, B)
+    s.server.last_words[B] = [said(1, rank=1, step=9), said(2, rank=1, step=10)]
+    await s.say(A, said(1, step=9), messages.Returned(1))
+    await s.say(B, messages.Returned(1))
+    for worker in (A, B):
+        s.server.here.discard(worker)
+        await s.exit(worker)
+    assert await s.code() == 0
+    assert [r.metrics["step"] for r in heard] == [9, 9, 10]
+    last = s.driver.last_reports()
+    assert {rank: report.metrics["step"] for rank, report in last.items()} == {0: 9, 1: 10}
+
+
+@told_story
+async def test_of_a_worker_that_is_in_the_last_world_no_more_the_reports_come_but_none_is_kept(
+    s, heard
+):
+    await s.train(A, B)
+    await s.say(B, said(1, rank=1, step=1))
+    s.server.last_words[B] = [said(2, rank=1, step=2)]
+    s.server.here.discard(B)
+    await s.exit(B, -9)
+    await s.say(A, said(1, step=5))
+    assert [r.metrics["step"] for r in heard] == [1, 2, 5]
+    assert {r.generation for r in heard} == {2}, "as they were made"
+    store = messages.Address("127.0.0.1", 9000)
+    await s.say(A, messages.Ready(1, None, store, "d", number=2))
+    assert [*s.driver.places] == [A]
+    assert [*s.driver.last_reports()] == [0]
+    assert [*s.driver._reports._last] == [A], "a job may lose workers for as long as it likes"
+
+
+def test_the_public_names_are_there_and_the_drivers_side_needs_no_torch():
+    program = (
+        "import sys\n"
+        "from elastic.monitoring.reporting import Report, report\n"
+        "import elastic\n"
+        "assert elastic.report is report and elastic.Report is Report\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_launch_refuses_what_it_cannot_call():
+    with pytest.raises(Invalid, match="on_report is a dict; give a function"):
+        elastic.launch(print, on_report={})  # type: ignore[arg-type]

@@ -1,0 +1,139 @@
+"""What is compared of optimizers before a newcomer is let in, and what a newcomer takes over instead."""
+
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.api.compression import Compression
+from elastic.collectives import fake
+from elastic.collectives.interface import Op
+from elastic.driver.membership import layout_diff
+from elastic.negotiation.process_sets import ProcessSet
+from elastic.optimizer import gradient_layout, gradient_reducer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.runtime import lifecycle
+from elastic.state import ObjectState, TorchState
+from harness.small_worlds import World, net, sgd
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch):
+    monkeypatch.setattr(
+        gradient_reducer, "reducers", weakref.WeakSet()
+    )  # without those of other tests
+    world = World(2)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
+    return world
+
+
+def state_of(reverse: bool = False, channels_last: bool = False, **options: Any) -> TorchState:
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 2, 2), torch.nn.Conv2d(2, 2, 2))
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    parameters = [*model.parameters()][:: -1 if reverse else 1]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    wrapped = DistributedOptimizer(optimizer, model.named_parameters(), **options)
+    return TorchState(model=model, optimizer=wrapped)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({"compression": Compression.fp16}, "optimizer.compression: fp16 here, none in the world"),
+        ({"op": Op.SUM}, "optimizer.op: SUM here, AVERAGE in the world"),
+        (
+            {"gradient_predivide_factor": 2.0},
+            "optimizer.gradient_predivide_factor: 2.0 here, 1.0 in the world",
+        ),
+        (
+            {"backward_passes_per_step": 2},
+            "optimizer.backward_passes_per_step: 2 here, 1 in the world",
+        ),
+        ({"sparse_as_dense": True}, "optimizer.sparse_as_dense: True here, False in the world"),
+        ({"groups": 2}, "optimizer.groups: 2 here, 0 in the world"),
+        (
+            {"reverse": True},
+            "optimizer.parameter.0: 1.bias float32 [2] strides [1] here,"
+            " 0.weight float32 [2, 2, 2, 2] strides [8, 4, 2, 1] in the world",
+        ),
+        (
+            {"channels_last": True},
+            "optimizer.parameter.0: 0.weight float32 [2, 2, 2, 2] strides [8, 1, 4, 2] here,"
+            " 0.weight float32 [2, 2, 2, 2] strides [8, 4, 2, 1] in the world",
+        ),
+    ],
+)
+def test_an_edited_script_is_told_the_first_thing_that_differs(other, expected):
+    said = layout_diff.difference(state_of(**other).layout(), state_of().layout())
+    assert said.splitlines()[0] == expected
+
+
+def test_equal_scripts_have_equal_layouts_whatever_is_frozen_and_however_often_they_pass():
+    one, two = state_of(), state_of()
+    one.model[0].requires_grad_(False)
+    one.optimizer.set_backward_passes_per_step(3)
+    assert one.layout() == two.layout()
+
+
+def test_which_process_set_averages_may_depend_on_the_rank(monkeypatch):
+    monkeypatch.setattr(ProcessSet, "included", lambda self: False)
+    optimizers = [sgd(net(2, 1), process_set=ProcessSet([rank])) for rank in (0, 1)]
+    one, two = [TorchState(optimizer=each).layout() for each in optimizers]
+    assert one == two != TorchState(optimizer=sgd(net(2, 1))).layout()
+
+
+def test_an_optimizer_beside_the_state_is_compared_too():
+    model = net(2, 1)
+    state = TorchState(model=model)
+    assert gradient_layout.beside(state.handled()) == ""
+    optimizer = sgd(model)
+    before = gradient_layout.beside(state.handled())
+    assert "DistributedOptimizer.compression none" in before.splitlines()
+    del optimizer
+    other = sgd(model, compression=Compression.fp16)
+    said = layout_diff.difference(gradient_layout.beside(state.handled()), before)
+    assert said == "DistributedOptimizer.compression: fp16 here, none in the world"
+    assert gradient_layout.beside(ObjectState().handled()) != ""
+    assert gradient_layout.beside(TorchState(model=model, optimizer=other).handled()) == ""
+
+
+def test_several_beside_the_state_are_told_apart_and_come_in_one_order():
+    def lines(ops: list[Op]) -> list[str]:
+        kept = [sgd(net(2, 1), op=op) for op in ops]
+        assert kept
+        return gradient_layout.beside([]).splitlines()
+
+    said = lines([Op.AVERAGE, Op.SUM])
+    assert "DistributedOptimizer.0.op AVERAGE" in said and "DistributedOptimizer.1.op SUM" in said
+    assert lines([Op.SUM, Op.AVERAGE]) == said
+
+
+def test_whether_a_parameter_is_frozen_is_committed_and_restored():
+    model = net(2, 2, 1)
+    model[0].requires_grad_(False)
+    state = TorchState(model=model)
+    model[0].requires_grad_(True)
+    model[1].bias.requires_grad_(False)
+    state.restore()
+    assert [each.requires_grad for each in model.parameters()] == [False, False, True, True]
+    model[0].requires_grad_(True)
+    state.commit()  # nothing else has changed
+    model[0].requires_grad_(False)
+    state.restore()
+    assert all(each.requires_grad for each in model.parameters())
+
+
+def test_a_newcomer_takes_over_what_the_world_has_frozen():
+    there, here = net(2, 2, 1), net(2, 2, 1)
+    there[1].requires_grad_(False)
+    here[0].requires_grad_(False)
+    states = [TorchState(model=there), TorchState(model=here)]
+    groups = fake.world(2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda state, group: state.transfer(group, 0), states, groups))
+    assert [each.requires_grad for each in here.parameters()] == [True, True, False, False]

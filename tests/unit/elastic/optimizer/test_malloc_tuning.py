@@ -1,0 +1,124 @@
+"""What the C library is told about freed memory, with one that writes it down."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.optimizer import malloc_tuning
+from elastic.optimizer.malloc_tuning import FreedMemory
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+from harness.small_worlds import World, backward, net, sgd
+
+MB = 1 << 20
+KEPT = ("trim threshold", 256 * MB)
+
+
+class Libc:
+    """glibc, as far as it is asked. ``limit``: the highest threshold that it takes."""
+
+    def __init__(self, limit: int = 1 << 40) -> None:
+        self.limit = limit
+        self.told: list[tuple[str, int]] = []
+
+    def mallopt(self, option: int, value: int) -> int:
+        if option == -3 and value > self.limit:
+            return 0
+        self.told.append(({-3: "mmap threshold", -1: "trim threshold"}[option], value))
+        return 1
+
+    def malloc_trim(self, pad: int) -> int:
+        self.told.append(("trim", pad))
+        return 1
+
+
+def test_small_gradients_change_nothing():
+    libc = Libc()
+    memory = FreedMemory(libc, may=True)
+    memory.keep(MB - 1)
+    memory.filled()
+    assert libc.told == []
+
+
+def test_thresholds_follow_the_largest_gradient_within_bounds_and_never_fall():
+    libc = Libc()
+    memory = FreedMemory(libc, may=True)
+    memory.keep(MB)
+    assert libc.told == [("mmap threshold", 32 * MB), KEPT]
+    memory.keep(48 * MB)
+    memory.keep(2 * MB)  # a second, smaller optimizer
+    memory.keep(500 * MB)
+    memory.keep(500 * MB)
+    assert libc.told[2:] == [("mmap threshold", 48 * MB + 4096), ("mmap threshold", 64 * MB)]
+
+
+def test_an_older_version_gets_what_it_takes():
+    libc = Libc(limit=32 * MB)
+    memory = FreedMemory(libc, may=True)
+    memory.keep(48 * MB)
+    memory.keep(48 * MB)
+    assert libc.told == [("mmap threshold", 32 * MB), KEPT]
+
+
+def test_what_the_first_step_left_is_given_back_once():
+    libc = Libc()
+    memory = FreedMemory(libc, may=True)
+    memory.keep(MB)
+    del libc.told[:]
+    memory.filled()
+    memory.keep(2 * MB)
+    memory.filled()
+    assert libc.told == [("trim", 0)]
+
+
+def test_another_c_library_is_left_alone():
+    other: Any = SimpleNamespace()
+    memory = FreedMemory(other, may=True)
+    memory.keep(100 * MB)
+    memory.filled()
+
+
+def test_what_the_user_chose_is_left_alone():
+    libc = Libc()
+    memory = FreedMemory(libc, may=False)
+    memory.keep(100 * MB)
+    memory.filled()
+    assert libc.told == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "chosen"),
+    [
+        ({}, False),
+        ({"MALLOC_ARENA_MAX": "2", "LD_PRELOAD": "/usr/lib/libiomp5.so"}, False),
+        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=1"}, False),
+        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=1:glibc.malloc.trim_threshold=1"}, True),
+        ({"MALLOC_TRIM_THRESHOLD_": "100"}, True),
+        ({"MALLOC_MMAP_THRESHOLD_": "100"}, True),
+        ({"LD_PRELOAD": "/usr/lib/libiomp5.so:/usr/lib/x86_64-linux-gnu/libjemalloc.so.2"}, True),
+        ({"LD_PRELOAD": "libtcmalloc_minimal.so.4"}, True),
+        ({"LD_PRELOAD": "libmimalloc.so"}, True),
+    ],
+)
+def test_an_allocator_is_chosen_by_the_usual_variables(environ, chosen):
+    assert environment.allocator_chosen(environ) is chosen
+
+
+def test_an_optimizer_of_large_gradients_says_so_in_its_first_step(monkeypatch):
+    world = World(2)
+    libc = Libc()
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
+    monkeypatch.setattr(malloc_tuning, "_of_process", FreedMemory(libc, may=True))
+    small, large = net(3, 2), net(1, 256 << 10, 1)
+    for model, told in ((small, []), (large, [("mmap threshold", 32 * MB), KEPT, ("trim", 0)])):
+        optimizer = sgd(model)
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+            assert libc.told == told
+            optimizer.zero_grad()
+    assert torch.is_tensor(large[0].weight.grad) is False

@@ -1,0 +1,172 @@
+"""Buckets follow the order in which gradients became ready in one rank's first step, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.optimizer import gradient_reducer, join, plan_agreement
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.runtime import lifecycle
+from harness.small_worlds import AllJoin, World, ranks_as_threads
+
+NAMES = "abcd"
+
+
+@pytest.fixture(autouse=True)
+def one_bucket_each(monkeypatch):
+    monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
+    monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    world = World(2)
+    monkeypatch.setattr(lifecycle, "current", lambda: world)
+    return world
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    return ranks_as_threads(monkeypatch)
+
+
+class Chain:
+    """Parameters a, b, c and d, and an optimizer. ``learn`` says in which order their gradients become ready."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Any] = {name: torch.nn.Parameter(torch.ones(1)) for name in NAMES}
+        plain = torch.optim.SGD(self.of.values(), lr=0.0)
+        self.optimizer: Any = DistributedOptimizer(plain, [*self.of.items()])
+
+    def backward(self, order: str) -> None:
+        value = torch.ones(1)
+        for name in reversed(order):
+            value = value * self.of[name]
+        value.backward()
+
+    def learn(self, order: str) -> str:
+        self.optimizer.zero_grad()
+        self.backward(order)
+        self.optimizer.step()
+        return self.buckets
+
+    @property
+    def buckets(self) -> str:
+        """Whose gradients travel, in order."""
+        name_of = {id(parameter): name for name, parameter in self.of.items()}
+        built = self.optimizer._reducer._plan.buckets
+        return "".join(name_of[id(each)] for bucket in built for each in bucket.parameters)
+
+
+def test_what_is_used_in_another_order_than_declared_travels_as_it_is_used(world):
+    chain = Chain()
+    assert chain.learn("bdac") == "bdac"
+    del world.gradients.calls[:]
+    chain.optimizer.zero_grad()
+    launched: list[int] = []
+    for parameter in chain.of.values():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: launched.append(len(world.gradients.calls))
+        )
+    chain.backward("bdac")
+    assert launched == [1, 2, 3, 4]  # none waits for another
+    chain.optimizer.step()
+
+
+def test_what_has_no_gradient_in_the_first_step_comes_last_as_declared(world):
+    assert Chain().learn("cb") == "cbad"
+
+
+def test_without_any_gradient_the_last_declared_comes_first(world):
+    chain = Chain()
+    chain.optimizer.step()
+    assert chain.buckets == "dcba"
+    assert chain.learn("bdac") == "dcba"  # the plan is agreed, and stays
+
+
+def test_the_lowest_rank_s_order_is_everybody_s(threads):
+    orders = ["bdac", "abcd", "dc"]
+
+    def train(rank):
+        chain = Chain()
+        for _ in range(2):
+            chain.learn(orders[rank])
+        return chain.buckets, chain.of["a"].grad.tolist()
+
+    assert threads(3, train) == [("bdac", pytest.approx([2 / 3]))] * 3
+
+
+def test_with_passes_that_add_up_the_last_one_counts(world):
+    chain = Chain()
+    chain.optimizer.set_backward_passes_per_step(2)
+    chain.backward("abcd")
+    chain.backward("bdac")
+    chain.optimizer.step()
+    assert chain.buckets == "bdac"
+
+
+def test_another_set_of_parameters_is_seen_anew(world):
+    chain = Chain()
+    chain.learn("bdac")
+    chain.of["d"].requires_grad_(False)
+    assert chain.learn("cab") == "cab"
+
+
+def test_a_change_of_the_world_keeps_order_and_buffers(world):
+    chain = Chain()
+    chain.learn("bdac")
+    built = chain.optimizer._reducer._plan.buckets
+    world.become(3)
+    assert chain.learn("abcd") == "bdac"
+    assert chain.optimizer._reducer._plan.buckets is built
+
+
+def test_newcomers_follow_the_lowest_rank_and_who_knows_its_order_builds_nothing(threads):
+    def train(rank):
+        world: Any = lifecycle.current()
+        meeting, chain, built = world.gradients, Chain(), None
+        if rank < 2:
+            world.become(2, rank, meeting)
+            assert chain.learn("bdac" if rank == 0 else "abcd") == "bdac"
+            built = chain.optimizer._reducer._plan.buckets
+        world.become(3, rank, meeting)
+        assert chain.learn("dcab") == "bdac"
+        return built is None or chain.optimizer._reducer._plan.buckets is built
+
+    assert threads(3, train) == [True] * 3
+
+
+def test_where_a_newcomer_is_the_lowest_rank_all_build_anew(threads):
+    def train(rank):
+        world: Any = lifecycle.current()
+        meeting, chain = world.gradients, Chain()
+        if rank > 0:
+            world.become(2, rank - 1, meeting)
+            chain.learn("bdac")
+        world.become(3, rank, meeting)
+        return chain.learn("dcab")
+
+    assert threads(3, train) == ["dcab"] * 3
+
+
+def test_a_rank_that_had_joined_takes_over_the_order_that_was_agreed_without_it(
+    threads, monkeypatch
+):
+    monkeypatch.setattr(join, "FORMING_S", 0.0)
+    monkeypatch.setattr(join, "submission", AllJoin(3))
+
+    def train(rank):
+        chain = Chain()
+        if rank > 0:
+            for _ in range(2):
+                chain.learn("bdac")
+        join.join()
+        chain.learn("abcd")
+        (agreed,) = plan_agreement.of(lifecycle.current(), None).agreed
+        assert agreed.layout.order == (1, 3, 0, 2)
+        return chain.learn("abcd"), chain.of["a"].grad.tolist()
+
+    assert threads(3, train) == [("bdac", [1.0])] * 3

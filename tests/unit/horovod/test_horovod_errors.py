@@ -1,0 +1,230 @@
+"""Horovod's exceptions: what is raised once a script has imported them, and what elastic.run makes of each."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic import errors
+from elastic.errors import (
+    CollectiveFailed,
+    ElasticError,
+    PeerLost,
+    TensorMismatch,
+    Unsupported,
+    WorldChanging,
+)
+from elastic.horovod_errors import (
+    HorovodPeerLost,
+    HorovodVersionMismatchError,
+    HorovodWorldChanging,
+    raise_as_horovod,
+)
+from elastic.protocol.messages import Commit, Place
+from elastic.rendezvous import environment
+from elastic.run_loop import run
+from elastic.runtime import host_updates, lifecycle
+from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.recovery import Phase, Recovery
+from elastic.state import ObjectState
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+
+@pytest.fixture
+def only_elastic(monkeypatch):
+    """A script that has not imported Horovod's names."""
+    monkeypatch.setattr(errors, "raised_as", {})
+
+
+@pytest.fixture
+def world_of_one(monkeypatch):
+    """Initialized without elasticrun."""
+    rt = Runtime(environment.read({}), None)
+    monkeypatch.setattr(lifecycle, "_runtime", rt)
+    monkeypatch.setattr(lifecycle, "_initialized", True)
+    return rt
+
+
+# ---- what is raised ------------------------------------------------------------------------------
+
+
+def test_a_script_of_elastics_cannot_swallow_an_interruption(only_elastic):
+    for kind in (PeerLost, WorldChanging):
+        made = kind("a peer is gone")
+        assert type(made) is kind
+        assert not isinstance(made, Exception)
+
+
+def test_a_script_of_horovods_catches_what_it_knows(only_elastic):
+    raise_as_horovod()
+    with pytest.raises(HorovodInternalError, match="a peer is gone") as lost:
+        raise PeerLost("a peer is gone")
+    assert type(lost.value) is HorovodPeerLost
+    with pytest.raises(HostsUpdatedInterrupt, match="planned") as change:
+        raise WorldChanging("a planned change of the world")
+    assert type(change.value) is HorovodWorldChanging
+    assert change.value.skip_sync is False
+    for raised in (lost.value, change.value):
+        assert isinstance(raised, RuntimeError)
+        assert isinstance(raised, errors.Interrupted)
+    assert not isinstance(lost.value, HostsUpdatedInterrupt)
+    assert not isinstance(change.value, HorovodInternalError)
+
+
+def test_only_the_two_are_raised_otherwise(only_elastic):
+    raise_as_horovod()
+    asked = errors.LeaveRequested("SIGTERM")
+    assert type(asked) is errors.LeaveRequested
+    assert not isinstance(asked, Exception)
+
+
+@pytest.mark.parametrize(
+    ("module", "is_horovods"),
+    [("elastic.horovod_errors", False), ("horovod.common.exceptions", True)],
+)
+def test_importing_horovods_names_is_what_changes_it(module, is_horovods):
+    program = (
+        f"import sys, {module}\n"
+        "from elastic.errors import PeerLost\n"
+        f"assert isinstance(PeerLost('x'), Exception) is {is_horovods}\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=60
+    )
+    assert done.returncode == 0
+
+
+def test_failures_that_end_a_job_bear_horovods_name_too():
+    assert isinstance(CollectiveFailed("reset by peer"), HorovodInternalError)
+    mismatch = TensorMismatch("allreduce 'x' is float32 [2] on rank 0, float32 [3] on rank 1")
+    assert isinstance(mismatch, HorovodInternalError)
+    assert isinstance(mismatch, ElasticError)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        HorovodInternalError("lost"),
+        HorovodPeerLost("lost"),
+        HorovodWorldChanging("planned"),
+        HostsUpdatedInterrupt(skip_sync=True),
+        HorovodVersionMismatchError("torch", "2.8", "2.9"),
+        TensorMismatch("shapes"),
+        Unsupported("no such reducescatter"),
+        CollectiveFailed("reset"),
+        PeerLost("lost"),
+    ],
+    ids=lambda raised: type(raised).__name__,
+)
+def test_they_travel_as_pickles(raised):
+    copy = pickle.loads(pickle.dumps(raised))
+    assert type(copy) is type(raised)
+    assert str(copy) == str(raised)
+    assert vars(copy) == vars(raised)
+
+
+# ---- what elastic.run makes of them --------------------------------------------------------------
+
+
+def trained(raises: BaseException) -> tuple[list[int], ObjectState]:
+    """The step of each call of the function, which commits 4, goes on to 5, and raises the first time."""
+    state, steps = ObjectState(step=0), []
+
+    @run
+    def train(state: ObjectState) -> None:
+        steps.append(state.step)
+        if len(steps) > 1:
+            return
+        state.step = 4
+        state.commit()
+        state.step = 5
+        raise raises
+
+    train(state)
+    return steps, state
+
+
+def test_an_internal_error_goes_back_to_the_last_commit(world_of_one):
+    assert trained(HorovodInternalError("enough"))[0] == [0, 4]
+
+
+@pytest.mark.parametrize("skip_sync", [False, True])
+def test_updated_hosts_leave_the_state_as_it_is(world_of_one, skip_sync):
+    assert trained(HostsUpdatedInterrupt(skip_sync))[0] == [0, 5]
+
+
+def test_a_lost_peer_that_is_caught_and_raised_again_is_recovered(world_of_one):
+    assert trained(HorovodPeerLost("a peer is gone"))[0] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    "raises",
+    [
+        TensorMismatch("shapes differ"),
+        Unsupported("no such reducescatter"),
+        ValueError("a bug"),
+        CollectiveFailed("reset"),
+    ],
+)
+def test_what_would_only_happen_again_ends_the_script(world_of_one, raises):
+    with pytest.raises(type(raises), match=str(raises)):
+        trained(raises)
+
+
+def test_a_world_that_nobody_can_form_anew_is_not_tried_again(world_of_one):
+    """Of a fixed size, without a driver: no endless circle."""
+    world_of_one._recovery.phase = Phase.TRAINING
+    with pytest.raises(HorovodInternalError, match="enough"):
+        trained(HorovodInternalError("enough"))
+
+
+def test_after_a_loss_that_was_swallowed_nothing_is_committed(world_of_one):
+    """The step was cut short: its state is nobody's."""
+    state = ObjectState(step=4)
+    world_of_one._recovery.phase = Phase.TRAINING
+    world_of_one._recovery.generation = 2
+    world_of_one.mark_broken(2, "reset by peer")
+    state.step = 5
+    state.commit()  # not heard of yet: the step before it was whole
+    with pytest.raises(HorovodInternalError), world_of_one.guard("allreduce"):
+        pass
+    state.step = 6
+    with pytest.raises(HorovodInternalError, match="reset by peer"):
+        state.commit()
+    state.restore()
+    assert state.step == 5
+
+
+def test_a_commit_of_one_worker_alone_is_newer_than_all_agreed_and_the_lowest_rank_goes_first():
+    newest: list[Commit] = []
+    for rank in (0, 1):
+        recovery = Recovery(phase=Phase.TRAINING, generation=4, provisional=False)
+        recovery.place = Place(rank, 2, rank, 2, 0, 1)
+        recovery.enter()
+        for _ in range(50):
+            recovery.arrive()
+        agreed = recovery.committed()
+        recovery.committed_alone()
+        alone = recovery.newest
+        assert agreed is not None and alone is not None
+        assert agreed < alone < Commit(5, 0), "the next world's are newer still"
+        newest.append(alone)
+    assert newest[0] > newest[1]
+
+
+def test_a_state_hears_of_its_hosts_while_it_trains(world_of_one):
+    state = ObjectState(step=0)
+
+    @run
+    def train(state: ObjectState) -> int:
+        host_updates.tell(3.0, host_updates.HostUpdateResult.mixed)
+        return state._host_messages.qsize()
+
+    assert train(state) == 1
+    host_updates.tell(4.0, host_updates.HostUpdateResult.mixed)
+    assert state._host_messages.qsize() == 1
