@@ -61,6 +61,8 @@ class StruckJob:
         self._steps: dict[int, dict[int, list[Json]]] = defaultdict(lambda: defaultdict(list))
         self._lines = 0
         self._inits: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        # Processes with an abort that never ends: each is lost, but not before another world breaks.
+        self._spent: set[int] = set()
 
     # ---- faults ----------------------------------------------------------------------------------------------------
 
@@ -74,6 +76,10 @@ class StruckJob:
         self._until(lambda: all(map(whole_file, files)), f"the fault, {strike}", CONNECT_S + 10)
         struck = [file.read_text().split() for file in files]
         at = max(float(when) for _, when in struck)
+        spent = self._spent & pids
+        once_only = [rule for rule in strike.rules if "once=" in rule]
+        hangs = [rule.startswith("abort:hang") for rule in once_only]
+        self._spent |= {int(pid) for (pid, _), hang in zip(struck, hangs, strict=True) if hang}
         if strike.killed is not None:
             victim = next(
                 pid
@@ -87,17 +93,18 @@ class StruckJob:
         until = self._resumed(before, at)
         assert until is not None
         self._until(
-            lambda: len([pid for pid in pids if alive(pid)]) <= FULL - strike.lost,
+            lambda: len([pid for pid in pids if not alive(pid)]) >= strike.lost,
             f"the end of {strike.lost} of the processes {sorted(pids)}",
             allowed_s,
         )
         self._arm("")
         self.whole(START_S)
-        lost = len([pid for pid in pids if not alive(pid)])
+        gone = {pid for pid in pids if not alive(pid)}
+        left = spent - gone
+        assert not left, f"processes {left} hold communicators of a world before the last one"
+        too = max(0, len(gone - self._spent) - strike.lost)
         load = os.getloadavg()[0]
-        return Cost(
-            number, strike.kind, until - at, self._nccl_s(at, until), lost - strike.lost, load
-        )
+        return Cost(number, strike.kind, until - at, self._nccl_s(at, until), too, load)
 
     def finish(self) -> History:
         """Ends the training and looks at all that was written down."""
