@@ -7,8 +7,7 @@ workers die with it; started again, it finds none, and says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from elastic.chaos.simulator.interface import Command, Simulation
 from elastic.chaos.simulator.simulated_network import Connection, Link
 from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
 from elastic.driver.events import (
@@ -26,11 +25,7 @@ from elastic.driver.events import (
 from elastic.driver.processes.leases import Leases
 from elastic.protocol.messages import Worker
 
-if TYPE_CHECKING:
-    from elastic.chaos.simulator.simulator import Simulation
-
 SAMPLE_S = 0.25
-Command = StartWorker | KillWorker | ProbeWorkers | DumpStacks
 
 
 class SimulatedAgent:

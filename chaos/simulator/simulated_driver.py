@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from elastic.chaos.simulator.interface import Command, Simulation
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Connection
 from elastic.driver.events import (
     Action,
@@ -44,10 +44,6 @@ from elastic.driver.membership.wording import event_of
 from elastic.driver.processes.leases import Leases
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
-
-if TYPE_CHECKING:
-    from elastic.chaos.simulator.simulated_agent import Command
-    from elastic.chaos.simulator.simulator import Simulation
 
 LOOK_S = 0.5  # between two looks at the leases of hosts
 BEAT_S = 0.9  # between two heartbeats of one host

@@ -10,16 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from elastic.chaos.simulator.interface import Simulation
+from elastic.chaos.simulator.simulated_agent import SimulatedAgent
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker, newest
 
-if TYPE_CHECKING:
-    from elastic.chaos.simulator.simulated_agent import SimulatedAgent
-    from elastic.chaos.simulator.simulator import Simulation
-
-Fault = Callable[["Simulation"], None]
+Fault = Callable[[Simulation], None]
 
 
 def _sound(sim: Simulation) -> list[SimulatedWorker]:

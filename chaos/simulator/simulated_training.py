@@ -9,19 +9,12 @@ sample of every epoch exactly once, but for the repeats that fill the last round
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
+from elastic.chaos.simulator.interface import Simulation
 from elastic.driver.events import PublishWorld
-from elastic.protocol.messages import (
-    GRADIENTS,
-    Commit,
-    Launches,
-    Worker,
-)
-
-if TYPE_CHECKING:
-    from elastic.chaos.simulator.simulated_worker import SimulatedWorker
-    from elastic.chaos.simulator.simulator import Simulation
+from elastic.protocol.messages import GRADIENTS, Commit, Launches, Worker
+from elastic.runtime.recovery import Recovery
 
 LOOK_S = 1.0  # who has waited for so long in a collective says so
 
@@ -51,7 +44,7 @@ class Collective:
     def __init__(self, key: tuple[int, str, int], ranks: tuple[int, ...]) -> None:
         self.key = key
         self.ranks = ranks
-        self.came: dict[int, SimulatedWorker] = {}
+        self.came: dict[int, Process] = {}
         self.samples: dict[int, int] = {}
         self.brought: State | None = None  # by the first that came
         self.sent = State(0, 0)  # by the first of the ranks
@@ -62,6 +55,27 @@ class Collective:
     @property
     def complete(self) -> bool:
         return len(self.came) == len(self.ranks)
+
+
+class Process(Protocol):
+    """A worker, as training sees it: see `elastic.chaos.simulator.simulated_worker`."""
+
+    worker: Worker
+    recovery: Recovery
+    state: State
+    saved: State
+    frozen: bool
+    gpu_hangs: bool
+    inside: Collective | None
+
+    @property
+    def alive(self) -> bool: ...
+
+    def poke(self) -> None:
+        """Something that it waits for may have happened."""
+
+    def says_it_waits(self, collective: Collective) -> None:
+        """Tells the driver for what, and for how long."""
 
 
 class Training:
@@ -105,7 +119,7 @@ class Training:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def collective(
-        self, process: SimulatedWorker, purpose: str, number: int, ranks: tuple[int, ...] | None
+        self, process: Process, purpose: str, number: int, ranks: tuple[int, ...] | None
     ) -> Collective:
         generation, place = process.recovery.generation, process.recovery.place
         members = self.worlds[generation].members
@@ -121,7 +135,7 @@ class Training:
         assert same, f"{key}: {process.worker} expects {ranks}, not {found.ranks}"
         return found
 
-    def arrives(self, collective: Collective, rank: int, process: SimulatedWorker) -> None:
+    def arrives(self, collective: Collective, rank: int, process: Process) -> None:
         assert rank not in collective.came, f"{process.worker} came twice to {collective.key}"
         if not collective.came:
             self.sim.clock.after(LOOK_S, self._look, collective)
@@ -156,7 +170,7 @@ class Training:
         for rank, peer in peers.items():
             clock.after(clock.between(0.0, spread), self._done, collective, rank, peer)
 
-    def _done(self, collective: Collective, rank: int, peer: SimulatedWorker) -> None:
+    def _done(self, collective: Collective, rank: int, peer: Process) -> None:
         collective.done.add(rank)
         peer.poke()
 
@@ -187,7 +201,7 @@ class Training:
 
     # ---- GPUs ------------------------------------------------------------------------------------------------------
 
-    def launches(self, process: SimulatedWorker, collective: Collective) -> list[Launches]:
+    def launches(self, process: Process, collective: Collective) -> list[Launches]:
         """How far the GPU of one that waits is: each step launches one collective."""
         if not self.on_gpus or collective.key[1] != "gradients" or len(collective.ranks) < 2:
             return []
@@ -198,7 +212,7 @@ class Training:
 
     # ---- peers that are gone ---------------------------------------------------------------------------------------
 
-    def peers_lose(self, process: SimulatedWorker, generation: int) -> None:
+    def peers_lose(self, process: Process, generation: int) -> None:
         """Its sockets of this generation are closed: blocked collectives fail at the others, each in its time."""
         world = self.worlds.get(generation)
         if world is None:
@@ -229,14 +243,14 @@ class Training:
 
     # ---- what must hold --------------------------------------------------------------------------------------------
 
-    def labelled(self, process: SimulatedWorker) -> None:
+    def labelled(self, process: Process) -> None:
         """Equal commits are equal states."""
         commit = process.recovery.newest
         assert commit is not None
         known = self._states.setdefault(commit, process.saved)
         assert known == process.saved, f"{process.worker} holds another state as {commit}"
 
-    def completed(self, process: SimulatedWorker, steps: int) -> None:
+    def completed(self, process: Process, steps: int) -> None:
         """It has returned: its history has every sample once."""
         assert process.state.steps == steps, f"{process.worker} finished after {process.state}"
         seen: list[int] = []
@@ -257,17 +271,17 @@ class WorldRun:
         self.generation = generation
         self.size = size
         self.step_s = step_s
-        self.joined: dict[SimulatedWorker, Callable[[], bool]] = {}
+        self.joined: dict[Process, Callable[[], bool]] = {}
         self._due = False
 
-    def join(self, process: SimulatedWorker, commits: Callable[[], bool]) -> None:
+    def join(self, process: Process, commits: Callable[[], bool]) -> None:
         """``commits`` makes a step at this worker; False: it has something else to do now."""
         self.joined[process] = commits
         if not self._due and len(self.joined) == self.size:
             self._due = True
             self.training.sim.clock.after(self.step_s, self._step)
 
-    def leave(self, process: SimulatedWorker) -> None:
+    def leave(self, process: Process) -> None:
         self.joined.pop(process, None)
 
     def _step(self) -> None:

@@ -8,8 +8,8 @@ process can be killed or frozen.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
 
+from elastic.chaos.simulator.interface import Agent, Simulation
 from elastic.chaos.simulator.simulated_network import Connection, Link
 from elastic.chaos.simulator.simulated_training import Collective, State
 from elastic.errors import DeviceLost, LeaveRequested, PeerLost, WorldChanging
@@ -30,10 +30,6 @@ from elastic.runtime.recovery import (
     Verdict,
 )
 
-if TYPE_CHECKING:
-    from elastic.chaos.simulator.simulated_agent import SimulatedAgent
-    from elastic.chaos.simulator.simulator import Simulation
-
 HOLD_S = 60.0
 DEVICE_S = 10.0
 GIVE_UP_S = 40.0  # without any connection to the driver
@@ -52,7 +48,7 @@ class UserError(Exception):
 class SimulatedWorker:
     """One process from its start to its exit."""
 
-    def __init__(self, sim: Simulation, agent: SimulatedAgent, worker: Worker) -> None:
+    def __init__(self, sim: Simulation, agent: Agent, worker: Worker) -> None:
         self.sim = sim
         self.agent = agent
         self.worker = worker
@@ -431,7 +427,8 @@ class SimulatedWorker:
         self, purpose: str, number: int, ranks: tuple[int, ...] | None = None
     ) -> Collective:
         self._raise_if_broken()
-        return self.sim.training.collective(self, purpose, number, ranks)
+        found: Collective = self.sim.training.collective(self, purpose, number, ranks)
+        return found
 
     def _arrive(self, collective: Collective) -> Thread:
         rank, generation = self.recovery.place.rank, self.recovery.generation

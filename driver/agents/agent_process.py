@@ -18,11 +18,12 @@ from pathlib import Path
 
 import msgspec
 
+from elastic.driver.agents.etcd_agent import serve_by_etcd
 from elastic.driver.agents.host_agent import AgentProcess, Find
 from elastic.driver.agents.uplink import NoDriver
 from elastic.driver.launch.starter import READY, Bootstrap
 from elastic.driver.network.hosts import parse_address
-from elastic.driver.network.resolver import resolved
+from elastic.driver.network.resolver import numeric
 from elastic.driver.network.secret import SECRET_BYTES
 from elastic.driver.processes.console import Console, stand_in_for_closed
 from elastic.driver.sinks import Log
@@ -30,7 +31,6 @@ from elastic.errors import Invalid
 from elastic.version import __version__
 
 BOOTSTRAP_LIMIT = 1 << 20  # bytes
-LOOKUP_S = 5.0
 
 
 def main() -> int:
@@ -57,8 +57,6 @@ async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> i
         if bound and not bootstrap.outlives:
             _end_with_stdin(process)
         return await process.run()
-    from elastic.driver.agents.etcd_agent import serve_by_etcd
-
     return await serve_by_etcd(bootstrap, bootstrap.etcd, slots=slots, bound=bound, log=log)
 
 
@@ -132,15 +130,6 @@ def _listed(file: str) -> list[str]:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(file).read_text().split() if file else []
     return []
-
-
-async def numeric(text: str) -> list[tuple[str, int]]:
-    """Every address behind ``host:port``, looked up anew. Raises OSError with a clause that names it."""
-    try:
-        host, port = parse_address(text)
-    except Invalid as error:  # of what somebody has written into etcd
-        raise OSError(str(error)) from None
-    return [(address, port) for _, address in await resolved(host, port, LOOKUP_S)]
 
 
 # ---- in the background -----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import contextlib
 
 import msgspec
 
-from elastic.driver.agents.agent_process import numeric
 from elastic.driver.agents.host_agent import AgentProcess
 from elastic.driver.agents.uplink import NoDriver
 from elastic.driver.etcd.client import Etcd
@@ -17,6 +16,7 @@ from elastic.driver.etcd.registration import Registration
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.credentials import EtcdAccess
+from elastic.driver.network.resolver import numeric
 from elastic.driver.sinks import Log
 
 

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from elastic.driver.agents.messages import Drop, Tell
 from elastic.protocol.messages import Address, Message, Worker
 
-if TYPE_CHECKING:
-    from elastic.driver.agents.fleet import Fleet
+
+class Agents(Protocol):
+    """The agents of all hosts: see `elastic.driver.agents.fleet.Fleet`."""
+
+    async def listen(
+        self,
+        interface: str,
+        port: int,
+        heard: Callable[[Worker, Any], None],
+        gone: Callable[[Worker, bool], None],
+    ) -> Address: ...
+
+    def order(self, host: str, *messages: Any) -> bool: ...
+
+    async def hang_up(self) -> None: ...
 
 
 class Workers:
-    """Of one fleet."""
+    """The workers of all hosts."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Agents) -> None:
         self._fleet = fleet
 
     async def open(

@@ -29,9 +29,10 @@ from elastic.driver.journal.entries import (
     encoded,
 )
 from elastic.driver.journal.journal import Upkeep
+from elastic.driver.journal.past import Past
 from elastic.driver.journal.records import Record
 from elastic.driver.journal.remote_journal import RecordJournal
-from elastic.driver.journal.resume import Past, past_of
+from elastic.driver.journal.resume import past_of
 from elastic.errors import Invalid
 
 if TYPE_CHECKING:

@@ -34,7 +34,8 @@ from elastic.driver.journal.copy import Copied, copied_to
 from elastic.driver.journal.entries import Writer, header_of
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, Upkeep
-from elastic.driver.journal.resume import Past, to_go_on_with, writer_here
+from elastic.driver.journal.past import Past
+from elastic.driver.journal.resume import to_go_on_with, writer_here
 from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.ssh import SshStarter
 from elastic.driver.launch.starter import Bootstrap, Starter

@@ -29,7 +29,8 @@ from elastic.driver.journal.entries import (
     header_of,
 )
 from elastic.driver.journal.journal import Journal, Upkeep
-from elastic.driver.journal.resume import Past, past_of, writer_here
+from elastic.driver.journal.past import Past
+from elastic.driver.journal.resume import past_of, writer_here
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 

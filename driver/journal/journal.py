@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -36,13 +36,11 @@ from elastic.driver.journal.entries import (
     tell,
     tell_writer,
 )
+from elastic.driver.journal.past import Past
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import NotTaken, restored
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
-
-if TYPE_CHECKING:
-    from elastic.driver.journal.resume import Past
 
 __all__ = ["Archive", "Entry", "Header", "Journal", "Upkeep", "Writer", "describe", "read", "tell"]
 

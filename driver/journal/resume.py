@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,7 @@ from elastic.driver.journal.entries import (
     decoded,
 )
 from elastic.driver.journal.journal import ReplayDiffers, rebuilt
+from elastic.driver.journal.past import Past
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
 from elastic.driver.settings import UNBOUNDED, Settings
@@ -50,40 +51,6 @@ FLAGS = {
     "timeline": "--timeline-filename",
 }
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Past:
-    """A job, as its last driver has left it."""
-
-    header: Header
-    settings: Settings  # without the values of the extra environment
-    writer: Writer  # the last driver
-    membership: Membership
-    last_at: float  # on its clock: the latest entry
-    ended: EndJob | None  # the outcome, where it is decided; it may not have been told to anybody
-    replayed: int  # entries that were read, those since the last snapshot
-
-    @property
-    def job(self) -> str:
-        return self.header.job
-
-    @property
-    def command(self) -> list[str]:
-        return self.header.command
-
-    @property
-    def folder(self) -> str:
-        return self.header.folder
-
-    @property
-    def term(self) -> int:
-        return self.writer.term
-
-    @property
-    def address(self) -> str:
-        """Where the last driver listened."""
-        return self.writer.address
 
 
 def past_of(header: Header, lines: Iterable[bytes]) -> Past:

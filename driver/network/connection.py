@@ -8,8 +8,11 @@ import errno
 import os
 import secrets
 import socket
+import ssl
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
 
 from elastic.driver.network.keepalive import expect_signs_of_life
 from elastic.protocol.framing import NONCE_BYTES, Wire
@@ -21,9 +24,6 @@ from elastic.protocol.messages import (
     encoded,
 )
 from elastic.protocol.tls import FLAGS, Endpoint
-
-if TYPE_CHECKING:
-    from elastic.driver.network.server import Server
 
 HANDSHAKE_S = 5.0
 TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, the caller's certificates among them
@@ -38,14 +38,41 @@ _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 Who = TypeVar("Who", bound=Hashable)
 
 
+class Owner(Protocol[Who]):
+    """What a connection asks of the server that it belongs to, and tells it: see `elastic.driver.network.server`."""
+
+    secret: bytes
+    lease_s: float
+
+    @property
+    def tls(self) -> ssl.SSLContext | None: ...
+
+    @property
+    def decoder(self) -> msgspec.msgpack.Decoder[Any]:
+        """Of what callers say."""
+        ...
+
+    def opened(self, connection: Connection[Who]) -> None: ...
+
+    def authenticate(self, connection: Connection[Who], nonce: bytes, answer: Any) -> Who:
+        """Who answers the challenge. Raises ProtocolError with the reason to refuse."""
+        ...
+
+    def hear(self, who: Who, message: Any) -> None: ...
+
+    def lost(
+        self, connection: Connection[Who], who: Who | None, trouble: str, silent: bool
+    ) -> None: ...
+
+
 class Connection(asyncio.Protocol, Generic[Who]):
     """One connection, from accept to close."""
 
-    def __init__(self, server: Server[Who], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: Owner[Who], loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._loop = loop
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._wire = Wire(server.callers.decoder)
+        self._wire = Wire(server.decoder)
         self._unproved = 0  # bytes received before the proof
         self._tls = None if server.tls is None else Endpoint(server.tls, server=True)
         self._who: Who | None = None

@@ -12,13 +12,25 @@ from typing import Any
 
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.choose_address import is_link_local
+from elastic.driver.network.hosts import parse_address
+from elastic.errors import Invalid
 
+LOOKUP_S = 5.0
 Found = list[tuple[int, str]]  # address family, numeric address; in the order in which to try them
 
 _under_way: dict[
     tuple[str, int], Future[Found]
 ] = {}  # so that a name server that hangs holds one thread, not many
 _starting = threading.Lock()
+
+
+async def numeric(text: str) -> list[tuple[str, int]]:
+    """Every address behind ``host:port``, looked up anew. Raises OSError with a clause that names it."""
+    try:
+        host, port = parse_address(text)
+    except Invalid as error:  # of what somebody has written into etcd
+        raise OSError(str(error)) from None
+    return [(address, port) for _, address in await resolved(host, port, LOOKUP_S)]
 
 
 async def resolved(

@@ -210,6 +210,10 @@ class Server(Generic[Who]):
     def tls(self) -> ssl.SSLContext | None:
         return self._tls
 
+    @property
+    def decoder(self) -> msgspec.msgpack.Decoder[Any]:
+        return self.callers.decoder
+
     def opened(self, connection: Connection[Who]) -> None:
         if len(self._unknown) >= self._unknown_limit:
             # Who belongs here needs a moment to say so, and strangers any time: the oldest has had the longest.

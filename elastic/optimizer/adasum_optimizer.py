@@ -23,9 +23,9 @@ from elastic.api import ops
 from elastic.collectives.algorithms import adasum
 from elastic.errors import NotInitialized
 from elastic.failpoints import failpoint
-from elastic.optimizer.distributed_optimizer import Distributed
 from elastic.optimizer.flat_buckets import Compressor
 from elastic.optimizer.gradient_hooks import GradientHooks
+from elastic.optimizer.wrapped_optimizer import Distributed
 from elastic.runtime import lifecycle
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -19,8 +19,8 @@ from elastic.collectives import own_gpu
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import Interrupted, Invalid, StateMismatch
 from elastic.failpoints import failpoint
-from elastic.state.handlers.part import Part, Place, Spec
 from elastic.state.handlers.python_values import dumps, loads
+from elastic.state.handlers.tensor_spec import Place, Spec
 from elastic.state.snapshots import change_detection
 from elastic.state.snapshots.snapshot import as_bytes
 
@@ -41,10 +41,26 @@ Road = tuple[Collectives, torch.device, dict[Key, Spec]]  # what goes over which
 CPU = torch.device("cpu")
 
 
+class Part(Protocol):
+    """What travels: see `elastic.state.handlers.part.Part`."""
+
+    value: Any
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]: ...
+
+    def destinations(
+        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Place]: ...
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None: ...
+
+
 def transfer(
     group: Collectives,
     root: int,
-    parts: dict[str, Part],
+    parts: Mapping[str, Part],
     values: dict[str, Any],
     layout: str,
     group_on: GroupOn | None = None,
@@ -66,7 +82,7 @@ def transfer(
 def _send(
     group: Collectives,
     root: int,
-    parts: dict[str, Part],
+    parts: Mapping[str, Part],
     values: dict[str, Any],
     layout: str,
     group_on: GroupOn | None,
@@ -92,7 +108,7 @@ def _send(
 def _receive(
     group: Collectives,
     root: int,
-    parts: dict[str, Part],
+    parts: Mapping[str, Part],
     layout: str,
     group_on: GroupOn | None,
 ) -> tuple[int, dict[str, Any]]:
@@ -124,7 +140,7 @@ def _receive(
     return len(header) + moved, values
 
 
-def _referred(parts: dict[str, Part]) -> dict[str, object]:
+def _referred(parts: Mapping[str, Part]) -> dict[str, object]:
     return {name: part.value for name, part in parts.items()}
 
 
@@ -149,7 +165,7 @@ def _unpickled(content: bytes, referred: dict[str, object]) -> tuple[dict[str, A
 
 
 def _destinations(
-    parts: dict[str, Part], structures: Any, specs: dict[Key, Spec]
+    parts: Mapping[str, Part], structures: Any, specs: dict[Key, Spec]
 ) -> dict[Key, torch.Tensor | Place]:
     if parts.keys() != structures.keys():
         raise StateMismatch(

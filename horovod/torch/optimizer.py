@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.optimizer.distributed_optimizer import Distributed, DistributedOptimizer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.wrapped_optimizer import Distributed
 
 _DistributedOptimizer = Distributed  # for isinstance(): every optimizer that was wrapped is one
 

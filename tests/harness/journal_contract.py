@@ -30,7 +30,8 @@ from elastic.driver.journal.entries import (
 )
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, Upkeep
-from elastic.driver.journal.resume import Past, past_of
+from elastic.driver.journal.past import Past
+from elastic.driver.journal.resume import past_of
 from elastic.driver.ray.journal import RayArchive
 from elastic.driver.ray.kv import Insistent
 from elastic.errors import Invalid

@@ -16,8 +16,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from elastic.errors import Invalid, StateMismatch
-from elastic.state.handlers.part import Part, Place, Spec
+from elastic.state.handlers.part import Part
 from elastic.state.handlers.python_values import Index
+from elastic.state.handlers.tensor_spec import Place, Spec
 from elastic.state.snapshots.snapshot import dense, same_bits
 from elastic.state.snapshots.tensor_index import (
     Anatomy,

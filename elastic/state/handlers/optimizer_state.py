@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from elastic.state.handlers.part import Part, Place, Spec
+from elastic.state.handlers.part import Part
 from elastic.state.handlers.python_values import Index
+from elastic.state.handlers.tensor_spec import Place, Spec
 from elastic.state.snapshots import change_detection
 from elastic.state.snapshots.snapshot import dense
 from elastic.state.snapshots.tensor_index import plain

@@ -6,14 +6,15 @@ structure (Python values) and named tensors, so that commits, restores and trans
 
 from __future__ import annotations
 
-import enum
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from elastic.runtime import lifecycle
+from elastic.state import exchange
 from elastic.state.handlers.python_values import copied
+from elastic.state.handlers.tensor_spec import Place, Spec
 from elastic.state.snapshots import pinned
 from elastic.state.snapshots.snapshot import Snapshot
 
@@ -40,41 +41,6 @@ class StateHandler:
         """Handles another value from now on; it is saved at once."""
         self.value = value
         self.save()
-
-
-class Place(enum.Enum):
-    """Where a tensor goes that has no tensor to go into."""
-
-    NEW = "allocated, then handed to `Part.place`"
-    NOWHERE = "dropped"
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A tensor before its content is known."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str = "cpu"  # where it lies at the one who describes it
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        # An inference tensor can't be written outside inference mode: it is replaced.
-        return (
-            tuple(tensor.shape) == self.shape
-            and tensor.dtype == self.dtype
-            and not tensor.is_inference()
-        )
-
-    @property
-    def nbytes(self) -> int:
-        count = self.dtype.itemsize
-        for length in self.shape:
-            count *= length
-        return count
 
 
 class Part(StateHandler):
@@ -178,9 +144,6 @@ class Part(StateHandler):
 
     def sync(self) -> None:
         """Broadcasts this value alone from rank 0 and saves it."""
-        from elastic.runtime import lifecycle
-        from elastic.state import exchange
-
         rt = lifecycle.active()
         if rt is not None:
             group = rt.group("state", torch.device("cpu"))

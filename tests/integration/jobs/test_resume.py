@@ -18,7 +18,7 @@ from elastic.driver.events import DriverRestarted, StopRequested, TimePassed
 from elastic.driver.journal.entries import Writer, header_of
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Upkeep, replay
-from elastic.driver.journal.resume import Past
+from elastic.driver.journal.past import Past
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.settings import Settings

@@ -11,7 +11,7 @@ from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import Action, DriverRestarted, EndJob, Event, StopRequested, TimePassed
 from elastic.driver.journal.entries import Entry, Writer, header_of
 from elastic.driver.journal.journal import Journal, Upkeep
-from elastic.driver.journal.resume import Past
+from elastic.driver.journal.past import Past
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.settings import Settings

@@ -10,8 +10,8 @@ import pytest
 
 from elastic.driver.events import EndJob
 from elastic.driver.journal.entries import Writer, encoded, header_of
+from elastic.driver.journal.past import Past
 from elastic.driver.journal.resume import (
-    Past,
     check_same_job,
     clock_offset,
     differences,

@@ -21,7 +21,8 @@ from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed, Invalid, PeerLost
 from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer.adasum_optimizer import AdasumDistributed
-from elastic.optimizer.distributed_optimizer import Distributed, DistributedOptimizer
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.wrapped_optimizer import Distributed
 from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle

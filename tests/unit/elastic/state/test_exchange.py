@@ -18,7 +18,7 @@ from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState, exchange
 from elastic.state.handlers import python_values
-from elastic.state.handlers.part import Place, Spec
+from elastic.state.handlers.tensor_spec import Place, Spec
 from elastic.state.snapshots.snapshot import same_bits
 
 

@@ -1,0 +1,44 @@
+"""What a journal tells of a job whose driver has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.driver.events import EndJob
+from elastic.driver.journal.entries import Header, Writer
+from elastic.driver.membership.membership import Membership
+from elastic.driver.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """A job, as its last driver has left it."""
+
+    header: Header
+    settings: Settings  # without the values of the extra environment
+    writer: Writer  # the last driver
+    membership: Membership
+    last_at: float  # on its clock: the latest entry
+    ended: EndJob | None  # the outcome, where it is decided; it may not have been told to anybody
+    replayed: int  # entries that were read, those since the last snapshot
+
+    @property
+    def job(self) -> str:
+        return self.header.job
+
+    @property
+    def command(self) -> list[str]:
+        return self.header.command
+
+    @property
+    def folder(self) -> str:
+        return self.header.folder
+
+    @property
+    def term(self) -> int:
+        return self.writer.term
+
+    @property
+    def address(self) -> str:
+        """Where the last driver listened."""
+        return self.writer.address
