@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
 
 
 class ElasticSampler(Sampler[int]):
@@ -145,8 +146,6 @@ class ElasticSampler(Sampler[int]):
 
 def _present_world() -> tuple[int, int, int]:
     """Rank, size, generation."""
-    from elastic.runtime import lifecycle
-
     found = lifecycle.position()
     if found is None:
         return 0, 1, 0

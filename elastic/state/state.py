@@ -13,8 +13,12 @@ import queue
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from elastic.api.broadcasting import broadcast_object
 from elastic.errors import Invalid
 from elastic.monitoring import timeline
+from elastic.runtime import lifecycle
+from elastic.state import exchange
+from elastic.state.handlers.python_values import copied
 
 if TYPE_CHECKING:
     from elastic.collectives.interface import Collectives
@@ -56,8 +60,6 @@ class State:
 
         Raises Invalid if a value can't be copied, WorldChanging and PeerLost to unwind to ``elastic.run``.
         """
-        from elastic.runtime import lifecycle
-
         rt = lifecycle.active()
         if rt is not None:
             rt.may_commit()
@@ -77,8 +79,6 @@ class State:
         while not self._host_messages.empty():
             timestamp, _ = self._host_messages.get()
             self._last_updated_timestamp = max(self._last_updated_timestamp, timestamp)
-        from elastic.runtime import lifecycle
-
         rt = lifecycle.active()
         if rt is not None:
             rt.check()
@@ -113,8 +113,6 @@ class State:
 
     def report_commit(self) -> None:
         """Tells the driver what was just committed, where it is to be compared (ELASTIC_DIGESTS=1)."""
-        from elastic.runtime import lifecycle
-
         rt = lifecycle.active()
         if rt is not None and rt.env.digest_commits:
             for epoch, samples in self._trained() or [(0, [])]:
@@ -218,8 +216,6 @@ class ObjectState(State):
         else:
             broadcast_state(self)
         self.save()
-        from elastic.runtime import lifecycle
-
         rt = lifecycle.active()
         if rt is not None:
             rt.committed()
@@ -233,8 +229,6 @@ class ObjectState(State):
         group_on: GroupOn | None = None,
     ) -> int:
         """Raises StateMismatch at a receiver that can't read the values, Invalid at a root that can't pickle them."""
-        from elastic.state import exchange
-
         moved, values = exchange.transfer(group, root, {}, self._values(), self.layout())
         if group.rank != root:
             self._take_over(values)
@@ -244,8 +238,6 @@ class ObjectState(State):
         return {name: getattr(self, name) for name in self._saved_state}
 
     def _copied(self, values: dict[str, Any]) -> dict[str, Any]:
-        from elastic.state.handlers.python_values import copied
-
         return {
             name: copied(value, f"state.{name}", self._referred()) for name, value in values.items()
         }
@@ -271,8 +263,6 @@ class ObjectState(State):
 
 def broadcast_state(state: State) -> None:
     """Sends rank 0's state to the whole world. Raises PeerLost, StateMismatch."""
-    from elastic.runtime import lifecycle
-
     rt = lifecycle.active()
     if rt is None:
         return
@@ -295,8 +285,6 @@ def custom_broadcast(state: State) -> bool:
     """Whether the state was given a ``bcast_object`` that is not the runtime's."""
     if state._bcast_object is _broadcast_object:
         return False
-    from elastic.api.broadcasting import broadcast_object
-
     return state._bcast_object is not broadcast_object
 
 
@@ -313,13 +301,9 @@ def _is_ours(method: Callable[..., Any]) -> bool:
 
 
 def _broadcast_object(value: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    from elastic.api.broadcasting import broadcast_object
-
     return broadcast_object(value, root_rank, name)
 
 
 def _rank() -> int:
-    from elastic.runtime import lifecycle
-
     found = lifecycle.position()
     return 0 if found is None else found[0].rank

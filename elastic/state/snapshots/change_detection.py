@@ -8,6 +8,8 @@ and would refuse ours. What a forward or backward pass leaves behind is looked f
 
 from __future__ import annotations
 
+from elastic.runtime import lifecycle
+
 _noticed = False
 _count = 0
 _watching_optimizers = False
@@ -24,8 +26,6 @@ def notice(*_: object) -> None:
 
 def moment() -> Moment:
     """Equal moments: nothing was noticed in between."""
-    from elastic.runtime import lifecycle
-
     global _noticed, _count
     if _noticed:
         _noticed = False
