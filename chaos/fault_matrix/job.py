@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from elastic.chaos.fault_matrix.expectations import GONE_S, WORKERS
-from elastic.chaos.fault_matrix.journal_facts import Json, Story
+from elastic.chaos.fault_matrix.journal_facts import JournalFacts, Json
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 
 MARK = "ELASTIC_MATRIX_JOB"
@@ -45,7 +45,7 @@ class MatrixJob:
         self, folder: Path, root: Path, *, small_disk: bool = False, shared_memory: bool = True
     ) -> None:
         self.folder = folder
-        self.story = Story()
+        self.story = JournalFacts()
         self.over = folder / "over"  # its existence ends the training
         self._root = root
         self._shared_memory = shared_memory

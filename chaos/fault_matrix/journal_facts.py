@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 @dataclass
-class Story:
+class JournalFacts:
     """The newest world, and what has become of the workers."""
 
     entries: list[Json] = field(default_factory=list)

@@ -18,8 +18,8 @@ from elastic.chaos.hosts.adoption import Adoptions
 from elastic.chaos.hosts.merge_journals import join, term_of
 from elastic.chaos.hosts.namespaces import Network
 from elastic.chaos.hosts.programs import Program, wait_until
-from elastic.chaos.hosts.report import Mark, Measured, Outcome
-from elastic.chaos.hosts.steps import Note, Worker
+from elastic.chaos.hosts.report import Mark, Measured, ScenarioOutcome
+from elastic.chaos.hosts.steps import Note, WorkerNotes
 from elastic.chaos.inject.journal_tail import Follower
 from elastic.chaos.inject.report import report
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
@@ -223,16 +223,16 @@ class HostedJob:
         asked = (mark or Mark()).eased(self._slack)
         self.measured.append(Measured(what, seen, survivors, asked, adopted_ms))
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerNotes]:
         """Every process that wrote notes, and all of them."""
         return [
-            Worker(path.name.split(".")[0], steps.notes_of(path.read_text()))
+            WorkerNotes(path.name.split(".")[0], steps.notes_of(path.read_text()))
             for path in self._notes()
         ]
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def finish(self, *, all_heard: bool = True) -> Outcome:
+    def finish(self, *, all_heard: bool = True) -> ScenarioOutcome:
         """Ends the training, and judges the whole job. ``all_heard``: no worker was hurt before it had connected."""
         (self.folder / "over").touch()
         leader = self.leader()
@@ -251,7 +251,7 @@ class HostedJob:
             if int(pid) not in heard:
                 broken.append(f"process {pid} was started on host {host}, and never heard of")
         seen = report(settings, entries, [], code=code)
-        return Outcome(
+        return ScenarioOutcome(
             self.title,
             self.measured,
             lost=seen.steps.lost,

@@ -14,7 +14,7 @@ from pathlib import Path
 from elastic.chaos.hosts import random_faults, report
 from elastic.chaos.hosts.cluster import Bench
 from elastic.chaos.hosts.namespaces import check_possible
-from elastic.chaos.hosts.report import Outcome
+from elastic.chaos.hosts.report import ScenarioOutcome
 from elastic.chaos.hosts.scenarios import LEASE_S, SCENARIOS, Scenario
 from elastic.chaos.inject.faulty_job import say
 from elastic.errors import ElasticError, Invalid
@@ -92,13 +92,13 @@ def main(options: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def play(bench: Bench, name: str, scenario: Scenario) -> Outcome:
+def play(bench: Bench, name: str, scenario: Scenario) -> ScenarioOutcome:
     """One scenario, and a line about it; what it could not come to is part of its outcome."""
     began = time.monotonic()
     try:
         outcome = scenario(bench)
     except ElasticError as error:
-        outcome = Outcome(name, failed=str(error))
+        outcome = ScenarioOutcome(name, failed=str(error))
     for trouble in outcome.troubles:
         say(f"{name}: {trouble}")
     verdict = "passed" if outcome.passed else "FAILED"

@@ -23,7 +23,7 @@ from elastic.chaos.hosts.cluster import (
     HostedJob,
 )
 from elastic.chaos.hosts.programs import Late
-from elastic.chaos.hosts.report import Outcome
+from elastic.chaos.hosts.report import ScenarioOutcome
 from elastic.chaos.inject.faulty_job import say
 
 SPARED = HOSTS[0]
@@ -71,7 +71,7 @@ def draw(seed: int, rounds: int) -> list[list[Blow]]:
     return drawn
 
 
-def play(bench: Bench, seed: int, rounds: int) -> Outcome:
+def play(bench: Bench, seed: int, rounds: int) -> ScenarioOutcome:
     """The whole game."""
     with bench.job(f"seed {seed}") as job:
         job.start()
@@ -94,7 +94,9 @@ def play(bench: Bench, seed: int, rounds: int) -> Outcome:
         job.measure(f"{rounds} rounds", began, survivors=None)
         outcome = job.finish(all_heard=False)
     if job.worker_pid(SPARED) != spared and not any(map(_alone, draw(seed, rounds))):
-        return Outcome(outcome.name, failed=f"the worker of {SPARED}, which was spared, was lost")
+        return ScenarioOutcome(
+            outcome.name, failed=f"the worker of {SPARED}, which was spared, was lost"
+        )
     return outcome
 
 

@@ -65,7 +65,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScenarioOutcome:
     """A scenario that was played. ``broken``: invariants that its journal does not keep, and other trouble."""
 
     name: str
@@ -106,7 +106,7 @@ HEAD = (
 )
 
 
-def rows(outcome: Outcome) -> list[list[str]]:
+def rows(outcome: ScenarioOutcome) -> list[list[str]]:
     """Cells of the table: a row for each thing that was done."""
     verdict = "hold" if outcome.passed else "**FAILED**, see below"
     found = []
@@ -128,7 +128,7 @@ def rows(outcome: Outcome) -> list[list[str]]:
     return found or [[outcome.name, *["-"] * (len(HEAD) - 2), verdict]]
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
+def table(outcomes: Sequence[ScenarioOutcome]) -> list[str]:
     """Lines of Markdown."""
     cells = [row for outcome in outcomes for row in rows(outcome)]
     lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
@@ -136,7 +136,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def page(
-    outcomes: Sequence[Outcome], *, command: str, date: str, machine: str, setting: str
+    outcomes: Sequence[ScenarioOutcome], *, command: str, date: str, machine: str, setting: str
 ) -> str:
     """``setting``: what was the same in all of them, a paragraph."""
     passed = sum(outcome.passed for outcome in outcomes)

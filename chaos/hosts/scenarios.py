@@ -19,9 +19,9 @@ from elastic.chaos.hosts.cluster import (
     Bench,
     HostedJob,
 )
-from elastic.chaos.hosts.report import Mark, Outcome
+from elastic.chaos.hosts.report import Mark, ScenarioOutcome
 
-Scenario = Callable[[Bench], Outcome]
+Scenario = Callable[[Bench], ScenarioOutcome]
 
 LEASE_S = 2.0
 VICTIM = "d"
@@ -38,7 +38,7 @@ ADOPTED_BY_LEASE = Mark(failed=0, interrupted=False, adopted_ms=BY_LEASE_MS)
 ADOPTED_HURT = Mark(adopted_ms=2000, interrupted=True)
 
 
-def host_killed(bench: Bench) -> Outcome:
+def host_killed(bench: Bench) -> ScenarioOutcome:
     """A host loses its power, and comes back later."""
     with bench.job("host killed") as job:
         job.start()
@@ -53,24 +53,24 @@ def host_killed(bench: Bench) -> Outcome:
         return job.finish()
 
 
-def link_cut(bench: Bench) -> Outcome:
+def link_cut(bench: Bench) -> ScenarioOutcome:
     """Nothing reaches a host, and nothing leaves it."""
     return _cut(bench, "link cut", "both ways", bench.network.cut)
 
 
-def link_cut_from(bench: Bench) -> Outcome:
+def link_cut_from(bench: Bench) -> ScenarioOutcome:
     """A host is not heard, and hears."""
     cut = bench.network.cut_one_way
     return _cut(bench, "link cut from", "nothing that it sends arrives", lambda h: cut(h, "from"))
 
 
-def link_cut_towards(bench: Bench) -> Outcome:
+def link_cut_towards(bench: Bench) -> ScenarioOutcome:
     """A host hears nothing, and is heard."""
     cut = bench.network.cut_one_way
     return _cut(bench, "link cut towards", "nothing arrives at it", lambda h: cut(h, "towards"))
 
 
-def _cut(bench: Bench, name: str, how: str, cut: Callable[[str], float]) -> Outcome:
+def _cut(bench: Bench, name: str, how: str, cut: Callable[[str], float]) -> ScenarioOutcome:
     with bench.job(name) as job:
         job.start()
         at = cut(VICTIM)
@@ -82,19 +82,19 @@ def _cut(bench: Bench, name: str, how: str, cut: Callable[[str], float]) -> Outc
         return job.finish()
 
 
-def loss(bench: Bench) -> Outcome:
+def loss(bench: Bench) -> ScenarioOutcome:
     """Two of a hundred packets to and from a host are lost."""
     lose = bench.network.lose
     return _bad_link(bench, "loss", "2 % loss", lambda host: lose(host, 0.02), RECOVERS)
 
 
-def slow_link(bench: Bench) -> Outcome:
+def slow_link(bench: Bench) -> ScenarioOutcome:
     """A host has a link of 10 Mbit/s."""
     slow = bench.network.slow
     return _bad_link(bench, "slow link", "10 Mbit/s", lambda host: slow(host, "10mbit"), RECOVERS)
 
 
-def long_way(bench: Bench) -> Outcome:
+def long_way(bench: Bench) -> ScenarioOutcome:
     """A host is 200 ms away, there and back; each step then takes a few times that."""
     delay, how = bench.network.delay, "200 ms there and back"
     # Ten times there and back: to regroup, to connect, and for the four collectives of a first step.
@@ -104,7 +104,7 @@ def long_way(bench: Bench) -> Outcome:
 
 def _bad_link(
     bench: Bench, name: str, how: str, spoil: Callable[[str], float], recovers: Mark
-) -> Outcome:
+) -> ScenarioOutcome:
     """It trains on, if slowly; and a failure elsewhere is survived meanwhile."""
     with bench.job(name) as job:
         job.start()
@@ -118,7 +118,7 @@ def _bad_link(
         return job.finish()
 
 
-def etcd_killed(bench: Bench) -> Outcome:
+def etcd_killed(bench: Bench) -> ScenarioOutcome:
     """etcd is gone for a while, twice; a worker is killed while it is, and one after it has come back with its data."""
     with bench.job("etcd killed") as job:
         job.start()
@@ -141,7 +141,7 @@ def etcd_killed(bench: Bench) -> Outcome:
         return job.finish()
 
 
-def driver_killed(bench: Bench) -> Outcome:
+def driver_killed(bench: Bench) -> ScenarioOutcome:
     """The driver gets a SIGKILL, and another stands by."""
     with bench.job("driver killed") as job:
         job.start()
@@ -152,7 +152,7 @@ def driver_killed(bench: Bench) -> Outcome:
         return job.finish()
 
 
-def drivers_host_killed(bench: Bench) -> Outcome:
+def drivers_host_killed(bench: Bench) -> ScenarioOutcome:
     """The driver's host loses its power: nothing tells of it, and its lease in etcd has to run out."""
     with bench.job("driver's host killed") as job:
         job.start()
@@ -163,7 +163,7 @@ def drivers_host_killed(bench: Bench) -> Outcome:
         return job.finish()
 
 
-def drivers_link_cut(bench: Bench) -> Outcome:
+def drivers_link_cut(bench: Bench) -> ScenarioOutcome:
     """The driver's host is cut off: it lives, believes that it leads, and may do nothing. Later it hears the truth."""
     with bench.job("driver's link cut") as job:
         job.start()
@@ -178,7 +178,7 @@ def drivers_link_cut(bench: Bench) -> Outcome:
         return job.finish()
 
 
-def drivers_blip(bench: Bench) -> Outcome:
+def drivers_blip(bench: Bench) -> ScenarioOutcome:
     """The only driver is cut off for two leases: it hears of nobody, and training goes on."""
     with bench.job("driver's blip") as job:
         for host in HOSTS:
@@ -194,7 +194,7 @@ def drivers_blip(bench: Bench) -> Outcome:
         return job.finish()
 
 
-def driver_resumed(bench: Bench) -> Outcome:
+def driver_resumed(bench: Bench) -> ScenarioOutcome:
     """The driver, which has started its agents by ssh, gets a SIGKILL, and is started again."""
     with bench.job("driver resumed") as job:
         job.start_driver_by_ssh("--resume")
@@ -215,7 +215,7 @@ def _adopted(job: HostedJob, what: str, at: float, adopted_ms: float, mark: Mark
     job.measure("then a worker is killed", at, survivors=3, mark=RECOVERS)
 
 
-def driver_and_worker_killed(bench: Bench) -> Outcome:
+def driver_and_worker_killed(bench: Bench) -> ScenarioOutcome:
     """Both at once: who stands by finds a world that has lost a member."""
     with bench.job("driver and worker killed") as job:
         job.start()
@@ -231,7 +231,7 @@ def driver_and_worker_killed(bench: Bench) -> Outcome:
         return job.finish()
 
 
-def two_drivers(bench: Bench) -> Outcome:
+def two_drivers(bench: Bench) -> ScenarioOutcome:
     """Two are started at once: one acts, the other waits; stopped and continued, the first has nothing to say."""
     with bench.job("two drivers") as job:
         for host in HOSTS:
@@ -250,7 +250,7 @@ def two_drivers(bench: Bench) -> Outcome:
         return job.finish()
 
 
-def agent_killed(bench: Bench) -> Outcome:
+def agent_killed(bench: Bench) -> ScenarioOutcome:
     """An agent gets a SIGKILL, and is started again."""
     with bench.job("agent killed") as job:
         job.start()
@@ -264,7 +264,7 @@ def agent_killed(bench: Bench) -> Outcome:
         return job.finish()
 
 
-def ssh(bench: Bench) -> Outcome:
+def ssh(bench: Bench) -> ScenarioOutcome:
     """The driver starts its agents by ssh, and one of the hosts is lost."""
     with bench.job("ssh") as job:
         job.start_driver_by_ssh()

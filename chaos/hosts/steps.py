@@ -30,7 +30,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerNotes:
     """One process, and what it wrote, oldest first."""
 
     host: str
@@ -66,7 +66,7 @@ def notes_of(text: str) -> list[Note]:
     return notes
 
 
-def aftermath(workers: Iterable[Worker], at: float, until: float) -> Aftermath:
+def aftermath(workers: Iterable[WorkerNotes], at: float, until: float) -> Aftermath:
     """Of what happened at ``at``, as far as it was over at ``until``."""
     known = list(workers)
     old = [worker for worker in known if any(note.at < at for note in worker.commits())]
@@ -94,13 +94,13 @@ def aftermath(workers: Iterable[Worker], at: float, until: float) -> Aftermath:
     )
 
 
-def _first(worker: Worker, kind: str, since: float, until: float) -> float | None:
+def _first(worker: WorkerNotes, kind: str, since: float, until: float) -> float | None:
     """When it wrote the first such note of that time."""
     times = (note.at for note in worker.notes if note.kind == kind and since <= note.at <= until)
     return next(times, None)
 
 
-def _failed(worker: Worker, at: float, until: float) -> set[int]:
+def _failed(worker: WorkerNotes, at: float, until: float) -> set[int]:
     """Steps that were under way when, between ``at`` and ``until``, the training was entered anew before them."""
     found = set()
     begun: int | None = None
@@ -118,7 +118,7 @@ def _failed(worker: Worker, at: float, until: float) -> set[int]:
     return found
 
 
-def _lost(worker: Worker) -> set[int]:
+def _lost(worker: WorkerNotes) -> set[int]:
     found: set[int] = set()
     newest = 0
     for note in worker.notes:

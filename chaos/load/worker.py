@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Message, Worker
-from elastic.runtime.progress import Progress
+from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import (
     Action,
     Phase,
@@ -31,7 +31,7 @@ class LightWorker:
     def __init__(self, worker: Worker, say: Callable[[Worker, Message], None]) -> None:
         self.worker = worker
         self.recovery = Recovery()
-        self.progress = Progress()
+        self.progress = ProgressCounter()
         self._say = say
 
     @property

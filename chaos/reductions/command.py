@@ -29,20 +29,20 @@ from rich.console import Console
 
 from elastic.chaos.reductions.numbers import ELEMENT_BYTES, Numbers
 from elastic.chaos.reductions.plan import (
-    Fault,
+    ReductionFault,
+    ReductionTally,
     Round,
-    Tally,
     Told,
     draw,
     quantile,
 )
 from elastic.chaos.reductions.worker import (
+    CallOutcome,
     Cut,
     Formed,
-    Outcome,
+    ReductionWorker,
     Rested,
     Task,
-    Worker,
 )
 from elastic.chaos.soak import resources
 from elastic.collectives.shared_memory import native_library
@@ -104,9 +104,9 @@ class Fire:
         gc.freeze()  # or each process would look through all of torch again and again
         self._members = [self._fork() for _ in range(workers)]
 
-    def run(self, count: int) -> Tally:
+    def run(self, count: int) -> ReductionTally:
         """All of it, or what was done until a Ctrl-C."""
-        tally = Tally()
+        tally = ReductionTally()
         with contextlib.suppress(KeyboardInterrupt):
             for number in range(1, count + 1):
                 drawn = draw(self._pick, len(self._members), ELEMENT_BYTES)
@@ -121,30 +121,30 @@ class Fire:
     def _fork(self) -> _Member:
         context = multiprocessing.get_context("fork")
         here, there = context.Pipe()
-        process = context.Process(target=Worker(there, self._numbers).run, daemon=True)
+        process = context.Process(target=ReductionWorker(there, self._numbers).run, daemon=True)
         process.start()
         there.close()
         member = _Member(process, here)
         member.rested = _expect(member, Rested)
         return member
 
-    def _try(self, number: int, drawn: Round, tally: Tally) -> list[Told]:
+    def _try(self, number: int, drawn: Round, tally: ReductionTally) -> list[Told]:
         members = [self._members[worker] for worker in drawn.ranks]
         address = members[0].rested.listening
         for rank, member in enumerate(members):
             member.pipe.send(Task(number, drawn, rank, address))
         for member in members:
             _expect(member, Formed)
-        if drawn.fault is Fault.NONE:
+        if drawn.fault is ReductionFault.NONE:
             return [self._rested(member, tally).told for member in members]
         victim = members[drawn.victim]
         time.sleep(drawn.after_s)
         struck_at = time.monotonic()
         assert victim.process.pid is not None
-        if drawn.fault is Fault.KILL:
+        if drawn.fault is ReductionFault.KILL:
             os.kill(victim.process.pid, signal.SIGKILL)
         others = [member for member in members if member is not victim]
-        if drawn.fault is Fault.FREEZE:
+        if drawn.fault is ReductionFault.FREEZE:
             os.kill(victim.process.pid, signal.SIGSTOP)
             time.sleep(drawn.held_s)
             for member in others:
@@ -156,16 +156,16 @@ class Fire:
         victim.pipe.close()
         victim.process.close()
         self._members[drawn.ranks[drawn.victim]] = self._fork()
-        if drawn.fault is Fault.FREEZE:
+        if drawn.fault is ReductionFault.FREEZE:
             struck_at = min((each.cut_at for each in outcomes if each.cut_at), default=struck_at)
         return [
             dataclasses.replace(each.told, late_s=each.failed_at - max(struck_at, each.began_at))
             for each in outcomes
         ]
 
-    def _rested(self, member: _Member, tally: Tally) -> Outcome:
+    def _rested(self, member: _Member, tally: ReductionTally) -> CallOutcome:
         """What it tells; it must hold no more than it ever did in peace."""
-        outcome: Outcome = _expect(member, Outcome)
+        outcome: CallOutcome = _expect(member, CallOutcome)
         held = outcome.rested.held
         # Of its own arena and of those of the other workers that live, or have just been killed.
         limits = {
@@ -207,16 +207,19 @@ def shared_bytes() -> int:
     return 0
 
 
-def summary(tally: Tally, seconds: float) -> dict[str, Any]:
-    every = [*tally.errors_s[Fault.KILL], *tally.errors_s[Fault.FREEZE]]
-    times = {"kill": tally.errors_s[Fault.KILL], "abort": tally.errors_s[Fault.FREEZE]}
+def summary(tally: ReductionTally, seconds: float) -> dict[str, Any]:
+    every = [*tally.errors_s[ReductionFault.KILL], *tally.errors_s[ReductionFault.FREEZE]]
+    times = {
+        "kill": tally.errors_s[ReductionFault.KILL],
+        "abort": tally.errors_s[ReductionFault.FREEZE],
+    }
     return {
         "groups": tally.rounds.total(),
         "collectives": {kind.value: count for kind, count in tally.calls.items()},
         "results compared": tally.right + tally.wrong,
         "wrong": tally.wrong,
-        "kills": tally.rounds[Fault.KILL],
-        "freezes": tally.rounds[Fault.FREEZE],
+        "kills": tally.rounds[ReductionFault.KILL],
+        "freezes": tally.rounds[ReductionFault.FREEZE],
         "errors": len(every),
         "later than 100 ms": tally.late,
         "in the middle of a chunk": tally.undrained,
@@ -232,7 +235,7 @@ def summary(tally: Tally, seconds: float) -> dict[str, Any]:
     }
 
 
-def show(content: dict[str, Any], tally: Tally, seed: int) -> None:
+def show(content: dict[str, Any], tally: ReductionTally, seed: int) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name, value in content.items():
         shown = value

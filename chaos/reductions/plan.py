@@ -24,7 +24,7 @@ class Kind(enum.Enum):
     SCATTER = "alltoall"
 
 
-class Fault(enum.Enum):
+class ReductionFault(enum.Enum):
     NONE = "none"
     KILL = "kill"
     FREEZE = "freeze"  # then the group is aborted, then the frozen one is killed
@@ -52,7 +52,7 @@ class Round:
 
     ranks: tuple[int, ...]  # which of the workers, by rank
     calls: tuple[Call, ...]
-    fault: Fault = Fault.NONE
+    fault: ReductionFault = ReductionFault.NONE
     victim: int = 0  # a rank
     after_s: float = 0.0
     held_s: float = 0.0
@@ -65,7 +65,11 @@ def draw(pick: random.Random, workers: int, element_bytes: dict[str, int]) -> Ro
     return Round(
         ranks=tuple(pick.sample(range(workers), size)),
         calls=tuple(calls),
-        fault=Fault.KILL if chance < 0.25 else Fault.FREEZE if chance < 0.4 else Fault.NONE,
+        fault=ReductionFault.KILL
+        if chance < 0.25
+        else ReductionFault.FREEZE
+        if chance < 0.4
+        else ReductionFault.NONE,
         victim=pick.randrange(size),
         after_s=pick.choice((0.0, 0.001, 0.004, 0.015)) * pick.random(),
         held_s=0.01 * pick.random(),
@@ -111,15 +115,15 @@ class Told:
 
 
 @dataclass
-class Tally:
-    rounds: Counter[Fault] = field(default_factory=Counter)
+class ReductionTally:
+    rounds: Counter[ReductionFault] = field(default_factory=Counter)
     calls: Counter[Kind] = field(default_factory=Counter)
     right: int = 0
     wrong: int = 0
     late: int = 0
     undrained: int = 0
-    errors_s: dict[Fault, list[float]] = field(
-        default_factory=lambda: {Fault.KILL: [], Fault.FREEZE: []}
+    errors_s: dict[ReductionFault, list[float]] = field(
+        default_factory=lambda: {ReductionFault.KILL: [], ReductionFault.FREEZE: []}
     )
     findings: list[str] = field(default_factory=list)
 
@@ -137,7 +141,7 @@ class Tally:
             if each.written:
                 self.wrong += 1
                 self.found(f"round {number}: a tensor was written into after the drain")
-            if done.fault is Fault.NONE:
+            if done.fault is ReductionFault.NONE:
                 if each.error:
                     self.found(f"round {number}: nothing was done to it, and yet: {each.error}")
                 continue
@@ -145,7 +149,10 @@ class Tally:
                 self.found(f"round {number}: {done.fault.value}, and no error")
                 continue
             self.errors_s[done.fault].append(each.late_s)
-            if done.fault is Fault.KILL and f"process of rank {done.victim} of" not in each.error:
+            if (
+                done.fault is ReductionFault.KILL
+                and f"process of rank {done.victim} of" not in each.error
+            ):
                 self.found(f"round {number}: rank {done.victim} was killed, and: {each.error}")
             if each.late_s > LATE_S:
                 self.late += 1

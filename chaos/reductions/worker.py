@@ -18,12 +18,12 @@ import torch
 from elastic.chaos.reductions.numbers import Numbers, same
 from elastic.chaos.reductions.plan import (
     Call,
-    Fault,
     Kind,
+    ReductionFault,
     Round,
     Told,
 )
-from elastic.collectives.construct import Connecting, Listener, Store, listen
+from elastic.collectives.construct import Connecting, Store, StoreListener, listen
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena, peer_memory
 from elastic.collectives.shared_memory.process_group import SharedCollectives
@@ -64,7 +64,7 @@ class Rested:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     told: Told
     failed_at: float  # on the clock that all processes share; 0: it did not fail
     began_at: float  # the wait that failed
@@ -72,7 +72,7 @@ class Outcome:
     rested: Rested
 
 
-class Worker:
+class ReductionWorker:
     """``run`` in a process that was forked for it, until the pipe says None."""
 
     def __init__(self, pipe: Connection, numbers: Numbers) -> None:
@@ -81,7 +81,7 @@ class Worker:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._connecting: tuple[int, Connecting] | None = None
         self._cut_at = 0.0
-        self._listener: Listener | None = None
+        self._listener: StoreListener | None = None
 
     def run(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -120,7 +120,7 @@ class Worker:
         }
         return Rested(self._listener.address, held)
 
-    def _work(self, task: Task) -> Outcome:
+    def _work(self, task: Task) -> CallOutcome:
         attempt = _Attempt(self._numbers, task.round, task.rank)
         listener = None
         if task.rank == 0:
@@ -147,7 +147,7 @@ class Worker:
         store.close()
         self._connecting = None
         del group, connecting
-        return Outcome(told, attempt.failed_at, attempt.began_at, self._cut_at, self._rest())
+        return CallOutcome(told, attempt.failed_at, attempt.began_at, self._cut_at, self._rest())
 
 
 class _Attempt:
@@ -183,7 +183,7 @@ class _Attempt:
                         wrong.append(
                             f"rank {self._rank}: wrong numbers: {self._round.calls[number]}"
                         )
-                if self._round.fault is Fault.NONE:
+                if self._round.fault is ReductionFault.NONE:
                     self.began_at = time.monotonic()
                     group.barrier().wait()
                     return Told(right, tuple(wrong))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from elastic.chaos.simulator.simulated_network import Network
+from elastic.chaos.simulator.simulated_network import SimulatedNetwork
 from elastic.chaos.simulator.virtual_clock import Clock
 from elastic.driver.events import Action, DumpStacks, Event, KillWorker, ProbeWorkers, StartWorker
 from elastic.driver.settings import Settings
@@ -26,11 +26,11 @@ class Agent(Protocol):
         """A process may be frozen: take samples."""
 
 
-class Simulation(Protocol):
+class SimulatedJob(Protocol):
     """One job. What is `Any` here is a class of the file of that name."""
 
     clock: Clock
-    network: Network
+    network: SimulatedNetwork
     settings: Settings
     weather: Any  # simulated_faults
     training: Any  # simulated_training

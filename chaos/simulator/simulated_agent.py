@@ -7,8 +7,8 @@ workers die with it; started again, it finds none, and says so.
 
 from __future__ import annotations
 
-from elastic.chaos.simulator.interface import Command, Simulation
-from elastic.chaos.simulator.simulated_network import Connection, Link
+from elastic.chaos.simulator.interface import Command, SimulatedJob
+from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
 from elastic.driver.events import (
     DumpStacks,
@@ -31,7 +31,7 @@ SAMPLE_S = 0.25
 class SimulatedAgent:
     """One host's."""
 
-    def __init__(self, sim: Simulation, host: str) -> None:
+    def __init__(self, sim: SimulatedJob, host: str) -> None:
         self.sim = sim
         self.host = host
         self.alive = True
@@ -45,8 +45,8 @@ class SimulatedAgent:
         self._mail: list[Command] = []  # while it is frozen
         self._told_frozen: set[Worker] = set()
 
-    def _new_link(self) -> Link:
-        return Link(
+    def _new_link(self) -> SimulatedLink:
+        return SimulatedLink(
             self.sim.network,
             self.host,
             opened=self._opened,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from elastic.chaos.simulator.interface import Command, Simulation
+from elastic.chaos.simulator.interface import Command, SimulatedJob
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Connection
 from elastic.driver.events import (
     Action,
@@ -54,7 +54,7 @@ LAST_S = 2.0  # from the last kills to the end of the driver's process
 class SimulatedDriver:
     """One job's."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: SimulatedJob) -> None:
         self.sim = sim
         self.settings = sim.settings
         self.membership = Membership(sim.settings)

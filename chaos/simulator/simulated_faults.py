@@ -11,15 +11,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastic.chaos.simulator.interface import Simulation
+from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_agent import SimulatedAgent
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker, newest
 
-Fault = Callable[[Simulation], None]
+Fault = Callable[[SimulatedJob], None]
 
 
-def _sound(sim: Simulation) -> list[SimulatedWorker]:
+def _sound(sim: SimulatedJob) -> list[SimulatedWorker]:
     """Those that will go on if nothing is done to them."""
     return [
         p
@@ -28,7 +28,7 @@ def _sound(sim: Simulation) -> list[SimulatedWorker]:
     ]
 
 
-def _spared(sim: Simulation, victims: list[SimulatedWorker]) -> bool:
+def _spared(sim: SimulatedJob, victims: list[SimulatedWorker]) -> bool:
     """Whether two sound holders are left without these; a mild run sees to it, any other does not care."""
     if not sim.mild:
         return True
@@ -38,13 +38,13 @@ def _spared(sim: Simulation, victims: list[SimulatedWorker]) -> bool:
     return len(left) >= 2
 
 
-def _one(sim: Simulation) -> SimulatedWorker | None:
+def _one(sim: SimulatedJob) -> SimulatedWorker | None:
     """A worker that may be lost."""
     candidates = [p for p in _sound(sim) if _spared(sim, [p])]
     return sim.clock.random.choice(candidates) if candidates else None
 
 
-def _agent(sim: Simulation) -> SimulatedAgent | None:
+def _agent(sim: SimulatedJob) -> SimulatedAgent | None:
     """An agent that may be lost, with its workers."""
     agents = [
         a
@@ -57,7 +57,7 @@ def _agent(sim: Simulation) -> SimulatedAgent | None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def kill_one(sim: Simulation) -> None:
+def kill_one(sim: SimulatedJob) -> None:
     """SIGKILL, but not of the last members that hold the state."""
     holders = [p for p in sim.processes.values() if newest(p) is not None]
     spare = [p for p in sim.processes.values() if newest(p) is None]
@@ -67,7 +67,7 @@ def kill_one(sim: Simulation) -> None:
         process.die(-9)
 
 
-def kill_rank_0(sim: Simulation) -> None:
+def kill_rank_0(sim: SimulatedJob) -> None:
     for process in sim.processes.values():
         if process.recovery.place.rank == 0 and _spared(sim, [process]):
             sim.note(f"kill rank 0, {process.worker}")
@@ -75,12 +75,12 @@ def kill_rank_0(sim: Simulation) -> None:
             return
 
 
-def kill_at_a_commit(sim: Simulation) -> None:
+def kill_at_a_commit(sim: SimulatedJob) -> None:
     """When the next worker has committed."""
     sim.aimed += 1
 
 
-def strike(sim: Simulation) -> None:
+def strike(sim: SimulatedJob) -> None:
     """Kill or freeze a process at one of the next places where it gives up control."""
     process = _one(sim)
     if process is not None:
@@ -89,7 +89,7 @@ def strike(sim: Simulation) -> None:
         process.strike = (sim.clock.random.randint(1, 25), frozen_s)
 
 
-def kill_many(sim: Simulation) -> None:
+def kill_many(sim: SimulatedJob) -> None:
     """Any number at once, all of them too."""
     victims = list(sim.processes.values())
     for process in sim.clock.random.sample(victims, sim.clock.random.randint(0, len(victims))):
@@ -97,7 +97,7 @@ def kill_many(sim: Simulation) -> None:
         process.die(-9)
 
 
-def freeze(sim: Simulation) -> None:
+def freeze(sim: SimulatedJob) -> None:
     """SIGSTOP, and SIGCONT after a while."""
     process = _one(sim)
     if process is not None:
@@ -108,7 +108,7 @@ def freeze(sim: Simulation) -> None:
         sim.clock.after(seconds, process.thaw)
 
 
-def leave(sim: Simulation) -> None:
+def leave(sim: SimulatedJob) -> None:
     """SIGTERM."""
     process = _one(sim)
     if process is not None:
@@ -116,7 +116,7 @@ def leave(sim: Simulation) -> None:
         process.perform(process.recovery.ask_to_leave("SIGTERM"))
 
 
-def raise_in_user_code(sim: Simulation) -> None:
+def raise_in_user_code(sim: SimulatedJob) -> None:
     """In one worker, or the same in several: an exception, or sys.exit."""
     random = sim.clock.random
     number = random.choice((1, 1, 2))
@@ -127,7 +127,7 @@ def raise_in_user_code(sim: Simulation) -> None:
         process.will_raise = text
 
 
-def stick(sim: Simulation) -> None:
+def stick(sim: SimulatedJob) -> None:
     """User code blocks, or spins, for ever."""
     process = _one(sim)
     if process is not None:
@@ -139,7 +139,7 @@ def stick(sim: Simulation) -> None:
         sim.note(f"{process.trouble} {process.worker}")
 
 
-def slow_down(sim: Simulation) -> None:
+def slow_down(sim: SimulatedJob) -> None:
     """A step that takes long, or a phase that is marked as long: nobody may be killed for either."""
     sound = [p for p in _sound(sim) if not p.trouble]
     if sound:
@@ -150,7 +150,7 @@ def slow_down(sim: Simulation) -> None:
         sim.note(f"{process.trouble} {process.worker} for {process.trouble_s:.1f} s")
 
 
-def hang_a_gpu(sim: Simulation) -> None:
+def hang_a_gpu(sim: SimulatedJob) -> None:
     """Its host goes on, launches, and waits."""
     process = _one(sim)
     if process is not None:
@@ -158,7 +158,7 @@ def hang_a_gpu(sim: Simulation) -> None:
         process.doomed = process.gpu_hangs = sim.training.on_gpus = True
 
 
-def hang_the_network(sim: Simulation) -> None:
+def hang_the_network(sim: SimulatedJob) -> None:
     """Of GPUs: no collective of this world ends any more, and no worker is to blame."""
     sim.training.on_gpus = True
     if sim.training.worlds:
@@ -170,7 +170,7 @@ def hang_the_network(sim: Simulation) -> None:
 # ---- hosts and their agents ------------------------------------------------------------------------------------------
 
 
-def change_hosts(sim: Simulation) -> None:
+def change_hosts(sim: SimulatedJob) -> None:
     """Any part of the list, none of it too; often back again at once."""
     hosts = {h: n for h, n in sim.hosts.items() if sim.clock.random.random() < 0.7}
     if not _spared(sim, [p for p in sim.processes.values() if p.worker.host not in hosts]):
@@ -180,7 +180,7 @@ def change_hosts(sim: Simulation) -> None:
     sim.clock.after(sim.clock.between(0.0, 3.0), sim.list_hosts, sim.hosts)
 
 
-def crash_agent(sim: Simulation) -> None:
+def crash_agent(sim: SimulatedJob) -> None:
     """And its workers with it."""
     agent = _agent(sim)
     if agent is not None:
@@ -190,7 +190,7 @@ def crash_agent(sim: Simulation) -> None:
         sim.clock.after(down_s, agent.restart)
 
 
-def lose_host(sim: Simulation) -> None:
+def lose_host(sim: SimulatedJob) -> None:
     """The machine dies without a word and does not come back while there are faults."""
     agent = _agent(sim)
     if agent is not None and len(sim.agents) > 1:
@@ -198,7 +198,7 @@ def lose_host(sim: Simulation) -> None:
         sim.lose_host(agent.host)
 
 
-def freeze_agent(sim: Simulation) -> None:
+def freeze_agent(sim: SimulatedJob) -> None:
     """Its workers go on."""
     agent = _agent(sim)
     if agent is not None:
@@ -214,7 +214,7 @@ def freeze_agent(sim: Simulation) -> None:
 # ---- the network -----------------------------------------------------------------------------------------------------
 
 
-def break_connection(sim: Simulation) -> None:
+def break_connection(sim: SimulatedJob) -> None:
     hosts = list(sim.agents)
     connections = sim.network.connections(sim.clock.random.choice(hosts))
     if connections:
@@ -223,7 +223,7 @@ def break_connection(sim: Simulation) -> None:
         connection.break_off()
 
 
-def break_connections(sim: Simulation) -> None:
+def break_connections(sim: SimulatedJob) -> None:
     """All of one host, or of all hosts."""
     hosts = list(sim.agents)
     if sim.clock.chance(0.7):
@@ -234,7 +234,7 @@ def break_connections(sim: Simulation) -> None:
             connection.break_off()
 
 
-def cut_host(sim: Simulation) -> None:
+def cut_host(sim: SimulatedJob) -> None:
     """In one direction or both, with or without what its workers send each other."""
     random = sim.clock.random
     seconds = random.choice((0.3, 0.8, 3.0, 15.0))
@@ -255,7 +255,7 @@ def cut_host(sim: Simulation) -> None:
     sim.clock.after(seconds, sim.heal, agent.host)
 
 
-def slow_network(sim: Simulation) -> None:
+def slow_network(sim: SimulatedJob) -> None:
     """To and from one host."""
     host = sim.clock.random.choice(list(sim.agents))
     sim.note(f"slow network at {host}")
@@ -265,7 +265,7 @@ def slow_network(sim: Simulation) -> None:
 # ---- the driver ------------------------------------------------------------------------------------------------------
 
 
-def crash_driver(sim: Simulation) -> None:
+def crash_driver(sim: SimulatedJob) -> None:
     """At one of the next places where it gives up control."""
     driver = sim.driver
     if driver.up and driver.doom is None:
@@ -274,7 +274,7 @@ def crash_driver(sim: Simulation) -> None:
         sim.note(f"crash the driver for {driver.down_s} s")
 
 
-def freeze_driver(sim: Simulation) -> None:
+def freeze_driver(sim: SimulatedJob) -> None:
     if sim.driver.up:
         seconds = sim.clock.random.choice((0.3, 1.2, 5.0))
         sim.note(f"freeze the driver for {seconds} s")

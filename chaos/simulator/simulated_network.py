@@ -39,7 +39,7 @@ class Conditions:
     lease_s: float = 2.0  # what is not acknowledged for so long breaks the connection
 
 
-class Network:
+class SimulatedNetwork:
     """All connections of one job."""
 
     def __init__(self, clock: Clock, conditions: Conditions) -> None:
@@ -113,7 +113,9 @@ class Connection:
         "worker",
     )
 
-    def __init__(self, network: Network, host: str, lost: Callable[[Connection], None]) -> None:
+    def __init__(
+        self, network: SimulatedNetwork, host: str, lost: Callable[[Connection], None]
+    ) -> None:
         self.network = network
         self.host = host
         self.over = False
@@ -204,12 +206,12 @@ class Connection:
         self.network.driver.lost(self, silent)
 
 
-class Link:
+class SimulatedLink:
     """A process's way to the driver: one connection after the other."""
 
     def __init__(
         self,
-        network: Network,
+        network: SimulatedNetwork,
         host: str,
         *,
         opened: Callable[[Connection], None],

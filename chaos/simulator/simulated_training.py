@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from elastic.chaos.simulator.interface import Simulation
+from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.driver.events import PublishWorld
 from elastic.protocol.messages import GRADIENTS, Commit, Launches, Worker
 from elastic.runtime.recovery import Recovery
@@ -81,7 +81,7 @@ class Process(Protocol):
 class Training:
     """Of one job: its worlds, its collectives, every state that was ever committed."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: SimulatedJob) -> None:
         self.sim = sim
         self.epoch = (
             61 if sim.workers < 30 else 8 * sim.workers + 1

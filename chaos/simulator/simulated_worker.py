@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from elastic.chaos.simulator.interface import Agent, Simulation
-from elastic.chaos.simulator.simulated_network import Connection, Link
+from elastic.chaos.simulator.interface import Agent, SimulatedJob
+from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_training import Collective, State
 from elastic.errors import DeviceLost, LeaveRequested, PeerLost, WorldChanging
 from elastic.protocol import messages
@@ -48,7 +48,7 @@ class UserError(Exception):
 class SimulatedWorker:
     """One process from its start to its exit."""
 
-    def __init__(self, sim: Simulation, agent: Agent, worker: Worker) -> None:
+    def __init__(self, sim: SimulatedJob, agent: Agent, worker: Worker) -> None:
         self.sim = sim
         self.agent = agent
         self.worker = worker
@@ -83,7 +83,7 @@ class SimulatedWorker:
         self._verdict = Verdict.PASS
         self._waits_for: Callable[[], bool] = lambda: False
         self._thread = self._life()
-        self.link = Link(
+        self.link = SimulatedLink(
             sim.network,
             worker.host,
             opened=self._opened,

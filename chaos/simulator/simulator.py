@@ -17,7 +17,7 @@ from elastic.chaos.simulator import simulated_faults
 from elastic.chaos.simulator.simulated_agent import SimulatedAgent
 from elastic.chaos.simulator.simulated_driver import BEAT_S, SimulatedDriver
 from elastic.chaos.simulator.simulated_faults import Weather
-from elastic.chaos.simulator.simulated_network import Network
+from elastic.chaos.simulator.simulated_network import SimulatedNetwork
 from elastic.chaos.simulator.simulated_training import Training
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.virtual_clock import Clock
@@ -108,7 +108,7 @@ class Simulation:
         self.reports_samples = not self.weather.loses_messages
         self.settings = settings_for(workers)
         self.clock = Clock(seed)
-        self.network = Network(self.clock, self.weather.network)
+        self.network = SimulatedNetwork(self.clock, self.weather.network)
         self.network.conditions.lease_s = self.settings.lease_s
         self.hosts = {f"h{n}": slots for n in range((workers + slots - 1) // slots)}
         self.listed = self.hosts  # as discovery has it now

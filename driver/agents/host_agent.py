@@ -364,7 +364,7 @@ class AgentProcess:
         if worker in self._stale:
             return
         heard = Heard(worker, message)
-        if isinstance(message, messages.Result):
+        if isinstance(message, messages.SendResult):
             self._results[worker] = heard
         self._uplink.send(heard)
 

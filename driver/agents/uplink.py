@@ -38,7 +38,7 @@ from elastic.protocol.messages import (
     Challenge,
     Message,
     ProtocolError,
-    Result,
+    SendResult,
     encoded,
 )
 from elastic.protocol.tls import explained
@@ -120,7 +120,7 @@ class Uplink:
         frame = self._wire.frame_of(encoded(message, RELAY_LIMIT))
         if not self.backlog:
             self._results = 0
-        if isinstance(message, Heard) and isinstance(message.message, Result):
+        if isinstance(message, Heard) and isinstance(message.message, SendResult):
             # Each worker has one, and it may be large: that is no sign of a driver's end.
             self._results += len(frame)
         self._writer.write(frame)

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from elastic.driver.etcd.connection import (
-    Connection,
+    EtcdConnection,
     LeaseGone,
     Rejected,
     Unavailable,
@@ -213,7 +213,7 @@ class Etcd:
                 await self._members.failed(error, connection)
 
     async def _changes(
-        self, connection: Connection, key: str, end: bytes, revision: int
+        self, connection: EtcdConnection, key: str, end: bytes, revision: int
     ) -> AsyncGenerator[Any, None]:
         """The events of each answer. Ends where etcd has forgotten what has to be told."""
         rpc = self._rpc
@@ -248,7 +248,7 @@ async def _one(stream: Any) -> Any:
     return answer
 
 
-def _renewal(connection: Connection) -> Callable[..., Awaitable[Any]]:
+def _renewal(connection: EtcdConnection) -> Callable[..., Awaitable[Any]]:
     """LeaseKeepAlive is a stream; we ask one question with each."""
 
     def ask(request: Any, **options: Any) -> Awaitable[Any]:

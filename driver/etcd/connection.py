@@ -66,7 +66,7 @@ def load() -> Any:
     return rpc
 
 
-class Connection:
+class EtcdConnection:
     """Opens at the first call. ``closed``: by us; every call under way ends in Unavailable."""
 
     def __init__(self, endpoint: str, access: EtcdAccess) -> None:
@@ -171,7 +171,7 @@ def _rejections(codes: Any) -> tuple[Any, ...]:
 def _trouble(details: str, access: EtcdAccess) -> Unavailable:
     """gRPC's words for a connection that does not come about, in ours."""
     tls = access.tls
-    if "Connection refused" in details:
+    if "EtcdConnection refused" in details:
         return Unavailable(NOBODY_THERE)
     if "DNS" in details or "resolution" in details:
         return Unavailable("its name can't be looked up")

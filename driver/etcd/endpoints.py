@@ -13,7 +13,7 @@ from typing import Any
 from elastic.driver.etcd.availability import Contact
 from elastic.driver.etcd.connection import (
     NOBODY_THERE,
-    Connection,
+    EtcdConnection,
     NotLetIn,
     Rejected,
     Unavailable,
@@ -23,7 +23,7 @@ from elastic.driver.network.credentials import EtcdAccess
 from elastic.errors import Invalid
 
 Log = Callable[[str, str], None]
-Method = Callable[[Connection], Callable[..., Awaitable[Any]]]
+Method = Callable[[EtcdConnection], Callable[..., Awaitable[Any]]]
 
 CALL_S = 2.0  # one question to one member
 PULSE_S = 2.0  # after so much silence etcd is asked whether it is there
@@ -51,7 +51,7 @@ class Members:
         self._root = root
         self._end = end
         self._name = ", ".join(access.endpoints)
-        self._connection: Connection | None = None
+        self._connection: EtcdConnection | None = None
         self._connecting = asyncio.Lock()
         self._next = 0  # index of the endpoint that is asked next
         self._failures = 0  # since the last answer
@@ -130,7 +130,7 @@ class Members:
                 self.answered()
                 return answer
 
-    async def connected(self) -> Connection:
+    async def connected(self) -> EtcdConnection:
         async with self._connecting:
             if self.closed:
                 raise Unavailable("we have closed the connection")
@@ -140,9 +140,9 @@ class Members:
             return self._connection
 
     async def _connect(self, within_s: float) -> None:
-        connection: Connection | None = None
+        connection: EtcdConnection | None = None
         try:
-            connection = Connection(self._access.endpoints[self._next], self._access)
+            connection = EtcdConnection(self._access.endpoints[self._next], self._access)
             await connection.log_in(within_s)
         except BaseException:
             self._next = (self._next + 1) % len(self._access.endpoints)
@@ -160,14 +160,14 @@ class Members:
         await connection.call(connection.kv.Range, request, within_s)
         self.answered()
 
-    def _leave(self, connection: Connection | None) -> None:
+    def _leave(self, connection: EtcdConnection | None) -> None:
         """Close it; the next call goes to the next member."""
         if connection is not None and connection is self._connection:
             self._connection = None
             self._next = (self._next + 1) % len(self._access.endpoints)
             self._close(connection)
 
-    def _report(self, error: Exception, connection: Connection | None) -> None:
+    def _report(self, error: Exception, connection: EtcdConnection | None) -> None:
         # Several calls may fail with one connection.
         if connection is None or connection is self._connection:
             self._failures += 1
@@ -175,7 +175,7 @@ class Members:
         if not self.closed and (line := self._contact.failed(str(error), self._now())):
             self._log(*line)
 
-    async def failed(self, error: Exception, connection: Connection | None) -> None:
+    async def failed(self, error: Exception, connection: EtcdConnection | None) -> None:
         """Wait a moment, unless there is another member to be asked at once."""
         self._report(error, connection)
         rounds, rest = divmod(self._failures, len(self._access.endpoints))
@@ -197,7 +197,7 @@ class Members:
                         lambda each: each.kv.Range, self.rpc.RangeRequest(key=self._root), CALL_S
                     )
 
-    def _close(self, connection: Connection) -> None:
+    def _close(self, connection: EtcdConnection) -> None:
         task = asyncio.ensure_future(connection.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

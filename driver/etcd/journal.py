@@ -30,7 +30,7 @@ from elastic.driver.journal.entries import (
 )
 from elastic.driver.journal.journal import Upkeep
 from elastic.driver.journal.past import Past
-from elastic.driver.journal.records import Record
+from elastic.driver.journal.records import PendingRecord
 from elastic.driver.journal.remote_journal import RecordJournal
 from elastic.driver.journal.resume import past_of
 from elastic.errors import Invalid
@@ -123,7 +123,7 @@ class EtcdArchive:
         """Nothing is held here: the leadership is."""
 
 
-class EtcdJournal(RecordJournal[Record]):
+class EtcdJournal(RecordJournal[PendingRecord]):
     """An open journal."""
 
     def __init__(
@@ -136,7 +136,7 @@ class EtcdJournal(RecordJournal[Record]):
         *,
         entries: int = 0,
     ) -> None:
-        super().__init__(Record, writer, upkeep, entries=entries)
+        super().__init__(PendingRecord, writer, upkeep, entries=entries)
         self._leader = leader
         self._folder = folder
         self._header = header
@@ -155,10 +155,10 @@ class EtcdJournal(RecordJournal[Record]):
         self._next = number
         self._obsolete.extend(obsolete)
         self._counting = list(counting)
-        self._waiting.append(Record(bytearray(encoded(Resumed(self._writer)))))
+        self._waiting.append(PendingRecord(bytearray(encoded(Resumed(self._writer)))))
         await self.settle()
 
-    async def _put(self, record: Record) -> None:
+    async def _put(self, record: PendingRecord) -> None:
         """Piece by piece. One whose answer did not arrive is put again, in the same place."""
         record.begun = True
         count = record.pieces

@@ -79,7 +79,7 @@ Line = tuple[str, str]  # level and text for the log
 STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
-class Machine(Protocol):
+class Decider(Protocol):
     """Membership, or a test's script."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
@@ -89,7 +89,7 @@ class Machine(Protocol):
     def place_of(self, worker: Worker) -> Place | None: ...
 
 
-class Workers(Protocol):
+class WorkerConnections(Protocol):
     """The connections of all workers: a `Server` that they call, or a `Fleet` of agents."""
 
     async def open(
@@ -112,7 +112,7 @@ class Workers(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobRuntime:
     """What is run, and where its workers find the driver and each other.
 
     ``by_agents``: agents start the workers, and add what their hosts have; then ``environ`` is only what goes before
@@ -157,10 +157,10 @@ class Driver:
 
     def __init__(
         self,
-        job: Job,
+        job: JobRuntime,
         *,
-        membership: Machine,
-        server: Workers,
+        membership: Decider,
+        server: WorkerConnections,
         launcher: Launcher,
         discovery: Discovery,
         journal: Journal,
@@ -297,7 +297,7 @@ class Driver:
         match message:
             case protocol.Layout(digest, text):
                 self._layouts[digest] = text
-            case protocol.Result(blob):
+            case protocol.SendResult(blob):
                 self.results[worker] = blob
             case _:
                 self._post(event_of(worker, message))

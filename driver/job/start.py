@@ -92,7 +92,7 @@ async def _alone(
     bind = job.bind or alone_address(())
     files = None if job.fleet is None else job.fleet.tls
     driver = loop.Driver(
-        loop.Job(
+        loop.JobRuntime(
             settings=job.settings,
             command=job.command,
             environ=job.environ,

@@ -184,7 +184,7 @@ class _Run:
             deposed=lambda: self.lost is not None and self.lost.is_set(),
         )
         driver = loop.Driver(
-            loop.Job(
+            loop.JobRuntime(
                 settings=job.settings,
                 command=job.command,
                 environ=plan.forwarded,

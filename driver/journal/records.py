@@ -8,7 +8,7 @@ PIECE = 768 * 1024  # bytes; etcd takes 1.5 MiB in one transaction
 
 
 @dataclass(eq=False)
-class Record:
+class PendingRecord:
     """Not written yet, or not to its end."""
 
     data: bytearray

@@ -20,9 +20,9 @@ from elastic.driver.journal.entries import (
     encoded,
 )
 from elastic.driver.journal.journal import Journal, Upkeep
-from elastic.driver.journal.records import Record
+from elastic.driver.journal.records import PendingRecord
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=PendingRecord)
 
 
 class RecordJournal(Journal, Generic[R]):

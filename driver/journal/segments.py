@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elastic.driver.journal.records import Record
+from elastic.driver.journal.records import PendingRecord
 
 
 class Place(NamedTuple):
@@ -37,7 +37,7 @@ _heads = msgspec.json.Decoder(Head)
 
 
 @dataclass(eq=False)
-class Piecewise(Record):
+class Piecewise(PendingRecord):
     """A record whose pieces have heads. ``after``: of one that goes on, where the journal does."""
 
     after: Place | None = None

@@ -31,7 +31,7 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.planned_change import Change
 from elastic.driver.membership.root_cause import Exceptions, Inquest
 from elastic.driver.membership.roster import Roster, Stage, Standing
-from elastic.driver.membership.scheduling.cooldown import Cooldown, Record
+from elastic.driver.membership.scheduling.cooldown import Cooldown, SlotRecord
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.world import World
@@ -49,7 +49,7 @@ from elastic.protocol.messages import (
 
 OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not the same
     *(Membership, Orders, Workforce, Patience, World, Gathering, Change, Exceptions, Inquest),
-    *(Slots, Cooldown, Record, Roster, Standing, Suspicions, Suspicion, Stragglers),
+    *(Slots, Cooldown, SlotRecord, Roster, Standing, Suspicions, Suspicion, Stragglers),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
 ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict)

@@ -22,7 +22,7 @@ class Agreement:
     """What each host uses and has, counted, so that a thousand hosts need not be compared with each other."""
 
     def __init__(self) -> None:
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, _CheckedHost] = {}
         self._told: set[str] = set()
         self._versions: Counter[int] = Counter()  # of what hosts use
         self._used: Counter[_Network] = Counter()
@@ -43,7 +43,7 @@ class Agreement:
         """
         self.forget(host)
         try:
-            found = _Host(bind, addresses, calls_from)
+            found = _CheckedHost(bind, addresses, calls_from)
         except ValueError:
             return ""
         self._hosts[host] = found
@@ -60,7 +60,7 @@ class Agreement:
         if found is not None:
             self._count(found, -1)
 
-    def _count(self, host: _Host, by: int) -> None:
+    def _count(self, host: _CheckedHost, by: int) -> None:
         self._versions[host.bind.version] += by
         self._used[host.network] += by
         self._callers.setdefault(host.bind, Counter())[host.calls_from] += by
@@ -70,7 +70,7 @@ class Agreement:
         for network, held in host.has.items():
             self._held.setdefault(network, Counter()).update(dict.fromkeys(held, by))
 
-    def _trouble(self, newest: _Host) -> str:
+    def _trouble(self, newest: _CheckedHost) -> str:
         """Which kind, if the newest host makes one."""
         if len(self._hosts) < 2:
             return ""
@@ -86,7 +86,7 @@ class Agreement:
             return "networks"
         return ""
 
-    def _told_of(self, kind: str, newest: _Host) -> str:
+    def _told_of(self, kind: str, newest: _CheckedHost) -> str:
         match kind:
             case "families":
                 old = self._shown(h for h in self._hosts.values() if h.bind.version == 4)
@@ -108,7 +108,7 @@ class Agreement:
                     f"workers on {self._shown(self._hosts.values())} listen in different networks"
                 )
 
-    def _cure(self, newest: _Host) -> str:
+    def _cure(self, newest: _CheckedHost) -> str:
         common = self._common(newest)
         if common is not None:
             return f"give {FLAG} {common}, which all of them have"
@@ -117,7 +117,7 @@ class Agreement:
             " commas"
         )
 
-    def _common(self, newest: _Host) -> _Network | None:
+    def _common(self, newest: _CheckedHost) -> _Network | None:
         """A network in which every host has an address of its own, IPv4 first."""
         common = [
             network
@@ -128,7 +128,7 @@ class Agreement:
         ]
         return min(common, key=lambda network: (network.version, str(network)), default=None)
 
-    def _shown(self, hosts: Iterable[_Host]) -> str:
+    def _shown(self, hosts: Iterable[_CheckedHost]) -> str:
         names = {id(each): name for name, each in self._hosts.items()}
         words = [f"{names[id(each)]} ({each.bind})" for each in hosts]
         more = [f"{len(words) - SHOWN} more"] if len(words) > SHOWN else []
@@ -136,7 +136,7 @@ class Agreement:
         return f"{', '.join(first)} and {last}" if first else last
 
 
-class _Host:
+class _CheckedHost:
     """Raises ValueError where a text is no address."""
 
     def __init__(self, bind: str, addresses: Sequence[str], calls_from: str) -> None:

@@ -25,7 +25,7 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31"}
 
 
-class Writer:
+class WriterThread:
     """A queue of bytes and the thread that writes them, in order. Any thread may call ``put``.
 
     ``failed`` is told the first time a write fails, in the writing thread.

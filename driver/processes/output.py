@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic.driver.processes.console import Write, Writer
+from elastic.driver.processes.console import Write, WriterThread
 from elastic.driver.processes.stderr_tail import Tails
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Place, Worker
@@ -44,12 +44,12 @@ class Output:
     ) -> None:
         self._place_of = place_of
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
-        out = Writer("stdout", failed)
+        out = WriterThread("stdout", failed)
         # In one queue where both lead to the same place: the reason why a worker ended comes after what it printed.
         # Nobody is left to hear that stderr is closed.
-        err = out if stdout == stderr else Writer("stderr", lambda text: None)
-        self._writers: dict[Stream, Writer] = {"stdout": out, "stderr": err}
-        self._files = Writer(f"files under {folder}", failed)
+        err = out if stdout == stderr else WriterThread("stderr", lambda text: None)
+        self._writers: dict[Stream, WriterThread] = {"stdout": out, "stderr": err}
+        self._files = WriterThread(f"files under {folder}", failed)
         self._folder = folder
         self._timestamps = timestamps
         self._clock = clock

@@ -37,9 +37,9 @@ from elastic.driver.ray.cluster import Wanted as Wanted
 from elastic.driver.ray.placement_groups import (
     Claim,
     Claims,
+    ClaimStage,
     Condition,
     Decision,
-    Stage,
 )
 from elastic.errors import Invalid
 
@@ -215,7 +215,7 @@ class RayDiscovery:
         for number, index, group in self._numbered(groups):
             stage, node = _stage(group, index), group.nodes.get(index, "")
             ids: str | None = None if self._wanted.gpus else ""
-            if ids is None and stage is Stage.PLACED and node in nodes and nodes[node].alive:
+            if ids is None and stage is ClaimStage.PLACED and node in nodes and nodes[node].alive:
                 try:
                     ids = self._known.get((number, node))
                     if ids is None and (told := self._cluster.gpus(group, index, share)):
@@ -348,12 +348,12 @@ class _Look:
     cost_s: float
 
 
-def _stage(group: Group, index: int) -> Stage:
+def _stage(group: Group, index: int) -> ClaimStage:
     if group.state == "REMOVED":
-        return Stage.GONE
+        return ClaimStage.GONE
     # Of a group that is being placed elsewhere, the bundles that were not lost stay where they are.
     settled = group.state in ("CREATED", "RESCHEDULING")
-    return Stage.PLACED if settled and group.nodes.get(index) else Stage.WAITING
+    return ClaimStage.PLACED if settled and group.nodes.get(index) else ClaimStage.WAITING
 
 
 def _ray() -> Cluster:

@@ -30,7 +30,7 @@ from elastic.errors import Invalid
 _LEAST = 1e-4  # Ray counts resources in ten-thousandths
 
 
-class Stage(Enum):
+class ClaimStage(Enum):
     """Where a claim stands."""
 
     WAITING = "waiting"
@@ -51,7 +51,7 @@ class Claim:
     """What Ray says of one. A number is used once, and the greater one is the younger."""
 
     number: int
-    stage: Stage
+    stage: ClaimStage
     node: str = ""  # of one that is placed
     ready: bool = True  # all is known that a worker needs to start there
     fits: bool = True  # it asks for what this job asks for
@@ -116,7 +116,7 @@ class Claims:
         self._some = bool(found)
         self._next = max([self._next, *(claim.number + 1 for claim in found)])
         self._drained |= {node for node, is_ in nodes.items() if is_ is Condition.DRAINING}
-        present = [claim for claim in found if claim.stage is not Stage.GONE]
+        present = [claim for claim in found if claim.stage is not ClaimStage.GONE]
         self._given_up &= {claim.number for claim in present}
         kept = self._keep(present, nodes) if self._ours else present
         seats = self._seats.settle(
@@ -137,7 +137,7 @@ class Claims:
         """All but those that are to go."""
         kept = []
         for claim in present:
-            drains = claim.stage is Stage.PLACED and claim.node in self._drained
+            drains = claim.stage is ClaimStage.PLACED and claim.node in self._drained
             if drains or not claim.fits:
                 self._given_up.add(claim.number)
             if claim.number not in self._given_up:
@@ -148,7 +148,7 @@ class Claims:
 
     def _lives(self, claim: Claim, nodes: Mapping[str, Condition]) -> bool:
         return (
-            claim.stage is Stage.PLACED
+            claim.stage is ClaimStage.PLACED
             and claim.node not in self._drained
             and nodes.get(claim.node) is Condition.ALIVE
         )

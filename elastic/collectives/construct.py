@@ -11,7 +11,7 @@ from typing import Protocol
 
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
-from elastic.rendezvous.store import Listener, Store, listen
+from elastic.rendezvous.store import Store, StoreListener, listen
 
 
 def meeting(purpose: str, device_type: str, size: int) -> str:
@@ -117,4 +117,4 @@ def check_device(device_type: str) -> None:
         )
 
 
-__all__ = ["Abortable", "Connecting", "Listener", "Store", "check_device", "listen"]
+__all__ = ["Abortable", "Connecting", "Store", "StoreListener", "check_device", "listen"]

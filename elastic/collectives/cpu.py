@@ -19,7 +19,7 @@ from elastic.collectives.hierarchical.process_group import HierarchicalCollectiv
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory import native_library, peer_memory
-from elastic.collectives.shared_memory.exchange import Offer
+from elastic.collectives.shared_memory.exchange import MemoryOffer
 from elastic.collectives.shared_memory.peer_memory import Unreachable
 from elastic.collectives.shared_memory.process_group import SharedCollectives
 from elastic.collectives.topology import Plan, Row, Way
@@ -63,7 +63,7 @@ class CpuGroup:
         peer_memory.sweep()
         found = native_library.load() if self._native else None
         missing = native_library.missing() if self._native else ""
-        offer = Offer(self._size, self._native, found, missing)
+        offer = MemoryOffer(self._size, self._native, found, missing)
         try:
             if self._apart:
                 gloo, rows = self._connect_apart(store, purpose, bind_host, offer)
@@ -95,7 +95,7 @@ class CpuGroup:
             raise
         return group
 
-    def _introduce(self, store: Store, purpose: str, offer: Offer) -> list[Row]:
+    def _introduce(self, store: Store, purpose: str, offer: MemoryOffer) -> list[Row]:
         """Every rank's row, once all have come: one that is late is waited for here. See `construct.meeting`."""
         said = self._swap(
             store,
@@ -106,7 +106,7 @@ class CpuGroup:
         return _rows(said)
 
     def _connect_apart(
-        self, store: Store, purpose: str, bind_host: str, offer: Offer
+        self, store: Store, purpose: str, bind_host: str, offer: MemoryOffer
     ) -> tuple[GlooCollectives | None, list[Row]]:
         """As `_introduce`, with the addresses for Gloo, and connects them unless the ranks are to share memory: hosts
         by two names may be one machine.
@@ -132,7 +132,7 @@ class CpuGroup:
         return gloo, rows
 
     def _meet(
-        self, store: Store, purpose: str, offer: Offer, rows: Sequence[Row]
+        self, store: Store, purpose: str, offer: MemoryOffer, rows: Sequence[Row]
     ) -> tuple[Plan, SharedCollectives | LocalCollectives | None]:
         """What all ranks have decided, and the group of this host, if it is to be one."""
         plan = topology.plan(rows)
@@ -154,7 +154,7 @@ class CpuGroup:
         return plan, host
 
     def _join(
-        self, offer: Offer, rows: Sequence[Row], ranks: Sequence[int]
+        self, offer: MemoryOffer, rows: Sequence[Row], ranks: Sequence[int]
     ) -> tuple[SharedCollectives | LocalCollectives | None, str]:
         """The group of this host, or why it can't be."""
         if len(ranks) == 1:

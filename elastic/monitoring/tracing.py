@@ -32,7 +32,7 @@ CLOSE_S = 5.0  # for the last of them
 Send = Callable[[Message], None]
 
 
-class Tracing(Protocol):
+class TraceSession(Protocol):
     """Where records go. One per process."""
 
     def begin(self, place: Place) -> None:

@@ -84,7 +84,7 @@ class Engine:
         self._env = env
         self._group_for = group_for
         self._broken = broken
-        self._limits = fusion.Limits(
+        self._limits = fusion.FusionLimits(
             fusion.FUSION_BYTES if env.fusion_bytes is None else env.fusion_bytes,
             groups=env.group_fusion,
         )

@@ -16,7 +16,7 @@ ALONE_BYTES = 1 << 20  # by measurement over Gloo, see benchmarks/negotiation.py
 
 
 @dataclass(frozen=True)
-class Limits:
+class FusionLimits:
     """Equal on all ranks: they take those of rank 0."""
 
     fusion_bytes: int = FUSION_BYTES  # of one buffer; 0: nothing is fused
@@ -24,7 +24,7 @@ class Limits:
     groups: bool = True  # whether a group may share its buffer with others
 
 
-def batches(settled: Sequence[Settled], limits: Limits) -> list[list[int]]:
+def batches(settled: Sequence[Settled], limits: FusionLimits) -> list[list[int]]:
     """Indices of those that travel together, in the order in which the batches are to be started.
 
     A batch starts where its first member stands; later ones of the same kind are drawn forward into it as long as they
@@ -47,7 +47,7 @@ def batches(settled: Sequence[Settled], limits: Limits) -> list[list[int]]:
     return made
 
 
-def _kind(settled: Settled, limits: Limits) -> tuple[object, ...] | None:
+def _kind(settled: Settled, limits: FusionLimits) -> tuple[object, ...] | None:
     """What must be equal in a batch; None for what travels alone."""
     request = settled.request
     if request.kind != ALLREDUCE or settled.error or limits.fusion_bytes == 0:

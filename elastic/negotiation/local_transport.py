@@ -14,7 +14,7 @@ from elastic.negotiation.messages import Decision, Offer
 from elastic.negotiation.pending import row
 from elastic.negotiation.transport import BEAT_S, Hub, Rules
 from elastic.rendezvous.environment import COLLECTIVE_TIMEOUT_S, Environment
-from elastic.rendezvous.store import Listener
+from elastic.rendezvous.store import StoreListener
 
 SILENT_BEATS = 6
 
@@ -39,7 +39,7 @@ class OwnLine:
     def __init__(
         self,
         rules: Rules,
-        listener: Listener,
+        listener: StoreListener,
         size: int,
         generation: int,
         env: Environment,

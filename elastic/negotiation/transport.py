@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 
 from elastic.errors import CollectiveFailed
-from elastic.negotiation.fusion import Limits
+from elastic.negotiation.fusion import FusionLimits
 from elastic.negotiation.messages import Decision, Offer
-from elastic.rendezvous.store import Listener, Store
+from elastic.rendezvous.store import Store, StoreListener
 
 _LENGTH = struct.Struct("!I")
 _FRAME_LIMIT = 256 << 20  # bytes
@@ -57,8 +57,8 @@ class Rules(msgspec.Struct, frozen=True, array_like=True):
     groups: bool
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.fusion_bytes, self.alone_bytes, self.groups)
+    def limits(self) -> FusionLimits:
+        return FusionLimits(self.fusion_bytes, self.alone_bytes, self.groups)
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +66,7 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
     proof: bytes
 
 
-def rules_of(listener: Listener, limits: Limits) -> Rules:
+def rules_of(listener: StoreListener, limits: FusionLimits) -> Rules:
     """What rank 0 lays down."""
     where = listener.address
     nonce = os.urandom(16)
@@ -181,7 +181,7 @@ class Hub:
 
     def __init__(
         self,
-        listener: Listener,
+        listener: StoreListener,
         rules: Rules,
         *,
         size: int,

@@ -21,7 +21,7 @@ GPU_FULL_BYTES_APART = 50 << 20
 ALIGNMENT = 64  # bytes: each gradient starts on a cache line, for vector loads
 
 
-class Item(NamedTuple):
+class Gradient(NamedTuple):
     """One gradient. Items of different kinds (dtype and device) never share a bucket."""
 
     kind: str
@@ -42,7 +42,7 @@ class Bucket(NamedTuple):
 
 
 def plan(
-    items: Sequence[Item],
+    items: Sequence[Gradient],
     *,
     order: Sequence[int] | None = None,
     groups: Sequence[Sequence[int]] = (),
@@ -107,7 +107,7 @@ def split(count: int, parts: int) -> list[list[int]]:
     return [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
 
 
-def _laid_out(items: Sequence[Item], members: list[int]) -> Bucket:
+def _laid_out(items: Sequence[Gradient], members: list[int]) -> Bucket:
     members = sorted(members, key=lambda index: items[index].elements)
     offsets = []
     elements = 0
@@ -117,6 +117,6 @@ def _laid_out(items: Sequence[Item], members: list[int]) -> Bucket:
     return Bucket(items[members[0]].kind, tuple(members), tuple(offsets), elements)
 
 
-def _padded(item: Item) -> int:
+def _padded(item: Gradient) -> int:
     step = max(1, ALIGNMENT // item.element_bytes)
     return -(-max(1, item.elements) // step) * step

@@ -20,7 +20,7 @@ import torch
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena, host_copy
 from elastic.optimizer.gradient_mark import MarkOnHost
-from elastic.optimizer.plan_agreement import Mark, Wire, mark_value
+from elastic.optimizer.plan_agreement import BucketSpec, StepFlag, mark_value
 
 SMALL_BYTES = 32 << 10  # of a gradient that is cheaper to copy together with others
 # On a GPU, by estimate: what is copied together takes two launches for all, the second one to scale it; by itself, one
@@ -60,7 +60,7 @@ class GradientBucket(Protocol):
     device: torch.device
     scales: Scales
 
-    def wire(self) -> Wire:
+    def wire(self) -> BucketSpec:
         """What travels."""
 
     def fill(self, position: int, *, watch: bool) -> None:
@@ -69,10 +69,10 @@ class GradientBucket(Protocol):
         ``watch``: the script may run before `finish`, and must not change what has been taken in.
         """
 
-    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+    def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
         """Start the reduction. Raises CollectiveFailed. ``mark``: for the bucket that carries one."""
 
-    def heard(self, op: Op) -> Mark:
+    def heard(self, op: Op) -> StepFlag:
         """After `finish`, of the bucket that carries the mark: what all sent came to. Waits for the bucket's device."""
 
     def finish(self) -> int | None:
@@ -144,7 +144,7 @@ class FlatBucket:
         self._watched: list[_Watched] = []
         self._work: Work | None = None
 
-    def wire(self) -> Wire:
+    def wire(self) -> BucketSpec:
         return wire_of(self._wire)
 
     def fill(self, position: int, *, watch: bool) -> None:
@@ -207,7 +207,7 @@ class FlatBucket:
             self._smalls.mul_(self.scales.filling)
         self._waiting.clear()
 
-    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+    def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
         if self._waiting:
             self._fill_small()
         if self._mark is not None:
@@ -242,7 +242,7 @@ class FlatBucket:
             self.parameters[position].grad = self._given[position].to_sparse(dims)
         return changed
 
-    def heard(self, op: Op) -> Mark:
+    def heard(self, op: Op) -> StepFlag:
         assert self._heard is not None, "this bucket carries no mark"
         return self._heard.read(op)
 
@@ -290,7 +290,7 @@ class CompressedGradient:
         self._watched: _Watched | None = None
         self._work: Work | None = None
 
-    def wire(self) -> Wire:
+    def wire(self) -> BucketSpec:
         (parameter,) = self.parameters
         return wire_of(self._compression.compress(torch.zeros_like(parameter))[0])
 
@@ -299,7 +299,7 @@ class CompressedGradient:
         if watch and parameter.grad is not None:
             self._waits = (0, parameter.grad, parameter.grad._version)
 
-    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+    def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
         (parameter,) = self.parameters
         watch = self._waits is not None
         self._changed = self._waits is not None and _changed(parameter, *self._waits[1:])
@@ -336,7 +336,7 @@ class CompressedGradient:
         self._wire = self._context = self._watched = None
         return 0 if changed else None
 
-    def heard(self, op: Op) -> Mark:
+    def heard(self, op: Op) -> StepFlag:
         raise AssertionError("this bucket carries no mark")
 
     def discard(self, position: int) -> None:
@@ -361,13 +361,13 @@ class MarkBucket:
         self._heard = MarkOnHost(self._wire)
         self._work: Work | None = None
 
-    def wire(self) -> Wire:
+    def wire(self) -> BucketSpec:
         return wire_of(self._wire)
 
     def fill(self, position: int, *, watch: bool) -> None:
         raise AssertionError("no gradient has its place here")
 
-    def launch(self, group: Collectives, op: Op, mark: Mark = Mark.STEP) -> None:
+    def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
         self._wire.fill_(mark_value(op, mark))
         self._work = _reduce(group, self._wire, op, self.scales)
 
@@ -378,7 +378,7 @@ class MarkBucket:
         self._heard.fetch()
         return None
 
-    def heard(self, op: Op) -> Mark:
+    def heard(self, op: Op) -> StepFlag:
         return self._heard.read(op)
 
     def discard(self, position: int) -> None:
@@ -397,9 +397,9 @@ def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.zeros(elements, dtype=dtype, device=device)
 
 
-def wire_of(tensor: torch.Tensor) -> Wire:
+def wire_of(tensor: torch.Tensor) -> BucketSpec:
     """As a joined rank needs to know it: see `elastic.optimizer.plan_agreement`."""
-    return Wire(tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
+    return BucketSpec(tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
 
 
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 
-class Follower(Protocol):
+class GradientListener(Protocol):
     """Who is told."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ def tell_end(waiter: Waiter) -> None:
 class GradientHooks:
     """Of one follower, which is held weakly: with it, its hooks are gone, without waiting for the collector."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: GradientListener) -> None:
         self._call = functools.partial(_call, weakref.ref(follower))
         self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # by id of the parameter
         weakref.finalize(follower, _remove, self._hooks).atexit = False
@@ -88,7 +88,7 @@ class GradientHooks:
             self._hooks.pop(key)[1].remove()
 
 
-def _call(reference: weakref.ref[Follower], parameter: torch.Tensor) -> None:
+def _call(reference: weakref.ref[GradientListener], parameter: torch.Tensor) -> None:
     follower = reference()
     if follower is not None:
         follower.on_gradient(parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from elastic.collectives.interface import Op
-from elastic.optimizer.plan_agreement import Mark, read_mark
+from elastic.optimizer.plan_agreement import StepFlag, read_mark
 from elastic.state.snapshots.pinned import Transit
 
 
@@ -24,7 +24,7 @@ class MarkOnHost:
             self._seen.copy_(self._mark, non_blocking=True)
             self._copy.follow(self._mark.device, self._mark.nbytes)
 
-    def read(self, op: Op) -> Mark:
+    def read(self, op: Op) -> StepFlag:
         """After `fetch`. Raises DeviceLost where the copy does not end."""
         if self._copy is not None:
             self._copy.wait()

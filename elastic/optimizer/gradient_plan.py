@@ -103,7 +103,7 @@ class GradientPlan:
         for bucket, scale in zip(self.buckets, scales, strict=True):
             bucket.scales = scale
 
-    def layout(self, digest: int, size: int) -> plan_agreement.Layout:
+    def layout(self, digest: int, size: int) -> plan_agreement.StepPlan:
         """What a rank that has joined needs to follow ``size`` ranks that step with these buckets."""
         assert self.order is not None
         sparse = []
@@ -113,7 +113,7 @@ class GradientPlan:
             sparse.append(
                 plan_agreement.Sparse(number, tuple(parameter.shape), dims, dtype, device)
             )
-        return plan_agreement.Layout(
+        return plan_agreement.StepPlan(
             digest,
             self.trained,
             int(self._options.wire_op),
@@ -150,7 +150,7 @@ class GradientPlan:
     def _planned(self, dense: Sequence[Slot]) -> list[bucket_plan.Bucket]:
         """Of indices into ``dense``. What a user's own compression makes travels by itself."""
         items = [
-            bucket_plan.Item(
+            bucket_plan.Gradient(
                 f"{slot.parameter.dtype} {slot.parameter.device}",
                 slot.parameter.numel(),
                 slot.parameter.element_size(),

@@ -44,7 +44,7 @@ from elastic.optimizer.flat_buckets import Compressor, GradientBucket
 from elastic.optimizer.gradient_hooks import GradientHooks, tell_end
 from elastic.optimizer.gradient_options import Options, digest_of
 from elastic.optimizer.gradient_plan import GradientPlan, Slot
-from elastic.optimizer.plan_agreement import Mark
+from elastic.optimizer.plan_agreement import StepFlag
 from elastic.protocol.messages import GRADIENTS
 from elastic.runtime import lifecycle
 
@@ -420,8 +420,8 @@ class GradientReducer:
             bucket.launch(self._group(world, bucket.device), self._options.wire_op, self._mark())
         self._launched += 1
 
-    def _mark(self) -> Mark:
-        return Mark.CHANGE if self._changing else Mark.STEP
+    def _mark(self) -> StepFlag:
+        return StepFlag.CHANGE if self._changing else StepFlag.STEP
 
     def _group(self, world: lifecycle.Runtime, device: torch.device) -> Collectives:
         assert self._number is not None
@@ -554,7 +554,7 @@ class GradientReducer:
         if group.size == 1:
             return None, False
         replaces = -1 if before is None else before.number
-        own = plan_agreement.Outline(digest, len(plan.named), replaces, int(anew))
+        own = plan_agreement.PlanDigest(digest, len(plan.named), replaces, int(anew))
         trains = digest_of([str(self._own)])
         plan.train(self._own)
         order = plan.own_order(self._ready)
@@ -620,7 +620,7 @@ class GradientReducer:
 
         Raises StateMismatch, PeerLost.
         """
-        if self._plan.buckets[0].heard(self._options.wire_op) is not Mark.CHANGE:
+        if self._plan.buckets[0].heard(self._options.wire_op) is not StepFlag.CHANGE:
             return
         absent = self._absent
         reduced = {

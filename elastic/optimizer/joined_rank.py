@@ -20,12 +20,12 @@ from elastic.optimizer import plan_agreement
 from elastic.optimizer.flat_buckets import zeros
 from elastic.optimizer.plan_agreement import (
     Agreed,
-    Layout,
-    Mark,
+    BucketSpec,
     Plans,
+    PlanVerdict,
     Sparse,
-    Verdict,
-    Wire,
+    StepFlag,
+    StepPlan,
 )
 from elastic.runtime import lifecycle
 
@@ -47,7 +47,7 @@ def channel_device(known: Plans, device: torch.device) -> torch.device:
     return CPU if known.agreed else device
 
 
-def compare(group: Collectives, device: torch.device, proposal: list[int]) -> Verdict:
+def compare(group: Collectives, device: torch.device, proposal: list[int]) -> PlanVerdict:
     """Everybody's proposals. Raises CollectiveFailed, as all here do."""
     numbers, work = propose(group, device, proposal)
     work.wait()
@@ -118,14 +118,14 @@ def share_bytes(group: Collectives, device: torch.device, root: int, data: bytes
 
 
 def tell_layout(
-    group: Collectives, device: torch.device, source: int | None, layout: Layout | None
+    group: Collectives, device: torch.device, source: int | None, layout: StepPlan | None
 ) -> None:
     """To those that have joined, from rank ``source``. None: there will be no plan."""
     assert source is not None
     share_bytes(group, device, source, b"" if layout is None else layout.encode())
 
 
-def hear_layout(group: Collectives, device: torch.device, source: int) -> Layout:
+def hear_layout(group: Collectives, device: torch.device, source: int) -> StepPlan:
     """The other side of `tell_layout`. Raises StateMismatch if there is none."""
     data = share_bytes(group, device, source)
     if not data:
@@ -133,20 +133,20 @@ def hear_layout(group: Collectives, device: torch.device, source: int) -> Layout
             "the ranks that have not joined could not agree on how to reduce an optimizer's gradients;"
             " their own errors say why"
         )
-    return Layout.decode(data)
+    return StepPlan.decode(data)
 
 
 def end_plan(rt: lifecycle.Runtime, agreed: Agreed, members: Members) -> None:
     """A step of nothing but zeros, and the last with this plan. Meets those that joined, or that do take the step."""
-    Shadow(rt, agreed, members, Mark.CHANGE).take()
+    Shadow(rt, agreed, members, StepFlag.CHANGE).take()
 
 
-def _marked(group: Collectives, buffer: torch.Tensor, layout: Layout, mark: Mark) -> Work:
+def _marked(group: Collectives, buffer: torch.Tensor, layout: StepPlan, mark: StepFlag) -> Work:
     buffer[-1] = plan_agreement.mark_value(Op(layout.op), mark)
     return _reduced(group, buffer, layout)
 
 
-def _reduced(group: Collectives, buffer: torch.Tensor, layout: Layout) -> Work:
+def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work:
     """As the ranks that have gradients do it: whoever reduces in shared memory scales for all."""
     scale = layout.scale if group.scales_inside else 1.0
     return group.allreduce(buffer, Op(layout.op), scale)
@@ -159,7 +159,11 @@ class Shadow:
     """One plan as long as it lasts. It waits in the plan's first buffer: that is complete when the others step."""
 
     def __init__(
-        self, rt: lifecycle.Runtime, agreed: Agreed, members: Members, mark: Mark = Mark.JOINED
+        self,
+        rt: lifecycle.Runtime,
+        agreed: Agreed,
+        members: Members,
+        mark: StepFlag = StepFlag.JOINED,
     ) -> None:
         self.agreed = agreed
         self.over = False  # nobody has data left
@@ -178,22 +182,22 @@ class Shadow:
         """Whether `take` returns at once."""
         return not self.over and not self.ended and self._work.done()
 
-    def take(self) -> Mark:
+    def take(self) -> StepFlag:
         """What the others did. Blocks; raises CollectiveFailed. A step has been followed to its end."""
         self._work.wait()
         mark = plan_agreement.read_mark(self._op, float(self._buffer[-1]))
         match mark:
-            case Mark.STEP:
+            case StepFlag.STEP:
                 self._follow()
                 self._work = self._wait_again()
-            case Mark.JOINED:
+            case StepFlag.JOINED:
                 self.over = True
-            case Mark.CHANGE:
+            case StepFlag.CHANGE:
                 self._follow()
                 self.ended = True
         return mark
 
-    def _wait_again(self, mark: Mark = Mark.JOINED) -> Work:
+    def _wait_again(self, mark: StepFlag = StepFlag.JOINED) -> Work:
         self._buffer.zero_()
         group = self._rt.group(self.agreed.purpose, torch.device(self._first.device), self._members)
         return _marked(group, self._buffer, self._layout, mark)
@@ -224,13 +228,13 @@ class Shadow:
         self._spare[kind].append(buffer)
 
 
-def _zeros(wire: Wire) -> torch.Tensor:
+def _zeros(wire: BucketSpec) -> torch.Tensor:
     return zeros(wire.elements, getattr(torch, wire.dtype), own_gpu.of(wire.device))
 
 
-def _buffers(wires: list[Wire]) -> dict[str, list[torch.Tensor]]:
+def _buffers(wires: list[BucketSpec]) -> dict[str, list[torch.Tensor]]:
     """As many as are under way at once, of each kind, so large that each wire fits in."""
-    largest: dict[str, Wire] = {}
+    largest: dict[str, BucketSpec] = {}
     for wire in wires:
         kind = wire.dtype + wire.device
         if kind not in largest or wire.elements > largest[kind].elements:

@@ -32,7 +32,7 @@ BOARD = 64  # numbers that can be used again
 # ---- the mark --------------------------------------------------------------------------------------------------------
 
 
-class Mark(enum.Enum):
+class StepFlag(enum.Enum):
     """What a rank puts at the end of a plan's first buffer, and what the sum of all says."""
 
     JOINED = 0  # it has no more data; as a sum: nobody has
@@ -42,24 +42,24 @@ class Mark(enum.Enum):
 
 # By reduction, so that a mark survives it among any number of joined ranks, in any floating dtype: a sum may lose
 # precision or become infinite, and be scaled, but not lose its sign.
-_VALUES: dict[Op, dict[Mark, float]] = {
-    Op.SUM: {Mark.JOINED: 0.0, Mark.STEP: 1.0, Mark.CHANGE: -math.inf},
-    Op.MAX: {Mark.JOINED: 0.0, Mark.STEP: 1.0, Mark.CHANGE: 2.0},
-    Op.MIN: {Mark.JOINED: 0.0, Mark.STEP: -1.0, Mark.CHANGE: -2.0},
-    Op.PRODUCT: {Mark.JOINED: 1.0, Mark.STEP: 2.0, Mark.CHANGE: 0.0},
+_VALUES: dict[Op, dict[StepFlag, float]] = {
+    Op.SUM: {StepFlag.JOINED: 0.0, StepFlag.STEP: 1.0, StepFlag.CHANGE: -math.inf},
+    Op.MAX: {StepFlag.JOINED: 0.0, StepFlag.STEP: 1.0, StepFlag.CHANGE: 2.0},
+    Op.MIN: {StepFlag.JOINED: 0.0, StepFlag.STEP: -1.0, StepFlag.CHANGE: -2.0},
+    Op.PRODUCT: {StepFlag.JOINED: 1.0, StepFlag.STEP: 2.0, StepFlag.CHANGE: 0.0},
 }
 
 
-def mark_value(op: Op, mark: Mark) -> float:
+def mark_value(op: Op, mark: StepFlag) -> float:
     """What a rank sends. ``op`` is the reduction as it is sent: SUM for an average."""
     return _VALUES[op][mark]
 
 
-def read_mark(op: Op, reduced: float) -> Mark:
+def read_mark(op: Op, reduced: float) -> StepFlag:
     """What arrived. One CHANGE is heard among any number of others, one STEP among ranks that joined."""
     values = _VALUES[op]
-    if reduced == values[Mark.JOINED]:
-        return Mark.JOINED
+    if reduced == values[StepFlag.JOINED]:
+        return StepFlag.JOINED
     match op:
         case Op.SUM:
             changed = reduced < 0.0
@@ -67,13 +67,13 @@ def read_mark(op: Op, reduced: float) -> Mark:
             changed = abs(reduced) > 1.5
         case _:
             changed = not reduced > 1.0  # no number is what zero makes of too many steps
-    return Mark.CHANGE if changed else Mark.STEP
+    return StepFlag.CHANGE if changed else StepFlag.STEP
 
 
 # ---- what a plan looks like on the wire ------------------------------------------------------------------------------
 
 
-class Wire(msgspec.Struct, frozen=True):
+class BucketSpec(msgspec.Struct, frozen=True):
     """One buffer that is reduced. ``dtype`` and ``device`` are torch's names, the device without a number."""
 
     elements: int
@@ -91,7 +91,7 @@ class Sparse(msgspec.Struct, frozen=True):
     device: str
 
 
-class Layout(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True):
     """All that travels in a step, in order: the buffers, then the sparse gradients.
 
     The last element of the first buffer is the mark. ``op`` is the reduction as it is sent, ``scale`` what a group that
@@ -104,21 +104,21 @@ class Layout(msgspec.Struct, frozen=True):
     op: int
     scale: float
     order: tuple[int, ...]
-    wires: tuple[Wire, ...]
+    wires: tuple[BucketSpec, ...]
     sparse: tuple[Sparse, ...]
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
 
     @staticmethod
-    def decode(data: bytes) -> Layout:
-        return msgspec.json.decode(data, type=Layout)
+    def decode(data: bytes) -> StepPlan:
+        return msgspec.json.decode(data, type=StepPlan)
 
 
 # ---- comparing plans: one vector of whole numbers, reduced by MAX ----------------------------------------------------
 
 
-class Outline(NamedTuple):
+class PlanDigest(NamedTuple):
     """What must be equal. ``replaces``: the number that the optimizer's plan had before in this generation, or -1.
 
     ``parameters`` counts all, frozen ones too. ``anew``: 1 if the step that is under way was taken back, because the
@@ -132,7 +132,7 @@ class Outline(NamedTuple):
 
 
 _NOTHING = -(1 << 62)
-_COMPARED = len(Outline._fields)
+_COMPARED = len(PlanDigest._fields)
 VERDICT = 2 * _COMPARED + 12 + BOARD  # elements
 
 
@@ -145,7 +145,7 @@ class Moment(enum.Enum):
 
 
 def proposal(
-    outline: Outline | None,
+    outline: PlanDigest | None,
     trains: int,
     sparse: int,
     rank: int,
@@ -171,11 +171,11 @@ def proposal(
     return [*bounds, sparse, 0, -rank, *moments, *same, seen, -seen, *taken]
 
 
-class Verdict(NamedTuple):
+class PlanVerdict(NamedTuple):
     """What all proposals came to. ``source``: the lowest rank that has data left, or None."""
 
-    least: Outline
-    greatest: Outline
+    least: PlanDigest
+    greatest: PlanDigest
     alike: bool  # the same parameters require a gradient on every rank
     sparse: int
     joined: bool  # somebody has
@@ -190,13 +190,13 @@ class Verdict(NamedTuple):
         return self.least == self.greatest
 
 
-def verdict(reduced: list[int]) -> Verdict:
-    greatest = Outline(*reduced[:_COMPARED])
-    least = Outline(*(-number for number in reduced[_COMPARED : 2 * _COMPARED]))
+def verdict(reduced: list[int]) -> PlanVerdict:
+    greatest = PlanDigest(*reduced[:_COMPARED])
+    least = PlanDigest(*(-number for number in reduced[_COMPARED : 2 * _COMPARED]))
     trained, same_trained, sparse, joined, source, *moments = reduced[2 * _COMPARED : -BOARD]
     not_last, passed, last_twin, first_twin, twins, seen, same_seen = moments
     alike = trained == -same_trained
-    return Verdict(
+    return PlanVerdict(
         least,
         greatest,
         alike,
@@ -223,7 +223,7 @@ class Owner(Protocol):
 class Agreed:
     """One number: the plan that goes by it now, and whose it is on this rank."""
 
-    def __init__(self, number: int, layout: Layout, owner: Owner | None) -> None:
+    def __init__(self, number: int, layout: StepPlan, owner: Owner | None) -> None:
         self.number = number
         self.layout = layout
         self.version = 0
@@ -256,7 +256,7 @@ class Plans:
         taken = [int(each.taken) for each in self.agreed[:BOARD]]
         return taken + [0] * (BOARD - len(taken))
 
-    def number(self, verdict: Verdict) -> int:
+    def number(self, verdict: PlanVerdict) -> int:
         """Which number the plan gets that was just agreed."""
         if verdict.greatest.replaces >= 0:
             return verdict.greatest.replaces
@@ -265,7 +265,7 @@ class Plans:
                 return number
         return len(self.agreed)
 
-    def record(self, number: int, layout: Layout, owner: Owner | None) -> Agreed:
+    def record(self, number: int, layout: StepPlan, owner: Owner | None) -> Agreed:
         """``owner``: None on a rank that has joined. There the optimizer of a replaced plan is told."""
         if self.agreed:
             self.channel_open = True  # this agreement took place there

@@ -282,7 +282,7 @@ class Returned(Message):
     generation: int
 
 
-class Result(Message):
+class SendResult(Message, tag="Result"):
     """The value of a launched function, opaque to the driver."""
 
     blob: bytes
@@ -489,7 +489,7 @@ FromWorker = (
     | Raised
     | Quit
     | Returned
-    | Result
+    | SendResult
     | Reported
     | ClockAsked
     | Traced

@@ -48,7 +48,7 @@ Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec:
+class DriverSpec:
     """What a driver is made of. ``name``: of the job, alone in its cluster. ``secret``: shared with its agents."""
 
     name: str
@@ -74,7 +74,7 @@ class Ended:
 class DriverActor:
     """An async actor. A detached one begins its job at once, and goes on with it after Ray has restarted it."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: DriverSpec) -> None:
         end_with_raylet()
         self._spec = spec
         self._runs = 0
@@ -333,7 +333,7 @@ class RayProvider:
 
     def __init__(
         self,
-        spec: Spec,
+        spec: DriverSpec,
         discovery: RayDiscovery,
         starter: RayStarter,
         archive: RayArchive | None,

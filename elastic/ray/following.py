@@ -28,7 +28,7 @@ from elastic.errors import Invalid, JobFailed
 from elastic.launcher.launch_function import run_apart, values_of
 from elastic.protocol.report_values import Report
 from elastic.ray.arguments import CURRENT, Limits, Wanted, check_environ
-from elastic.ray.driver_actor import DriverActor, Ended, Spec
+from elastic.ray.driver_actor import DriverActor, DriverSpec, Ended
 from elastic.ray.news import Told
 
 NAMESPACE = "hvd-elastic"
@@ -104,7 +104,7 @@ class Follower:
                 f"a job {detached!r} is there already; elastic.ray.attach({detached!r}) follows it,"
                 " another name begins another one"
             )
-        spec = Spec(
+        spec = DriverSpec(
             name=name,
             wanted=with_group(wanted),
             limits=limits,

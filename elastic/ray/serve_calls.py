@@ -28,7 +28,7 @@ CALL = "ELASTIC_CALL"
 LENGTH = struct.Struct("!I")
 
 
-class World(Protocol):
+class CallWorld(Protocol):
     """The world of a worker, as far as it concerns calls. `served_world` has the real one."""
 
     @property
@@ -93,7 +93,7 @@ class Calls:
 class Serving:
     """What this worker keeps between calls."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: CallWorld) -> None:
         self._world = world
         self._made: list[Any] = []  # the instance, if there is one
 
@@ -129,7 +129,7 @@ class Serving:
         raise Invalid(f"a persistent worker knows no {kind!r}; is another release running there?")
 
 
-def serve(connection: socket.socket, world: World, hello: dict[str, Any]) -> None:
+def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) -> None:
     """Until `END`, or until nobody is there any more."""
     calls = Calls(connection, lambda: world.call_off("a call has failed on another rank"))
     calls.begin({"rank": world.rank, **hello})

@@ -51,7 +51,7 @@ class _Reply(msgspec.Struct, frozen=True, array_like=True):
     blobs: list[bytes]
 
 
-class Listener:
+class StoreListener:
     """A bound socket on which this worker would serve the next generation's store, and where peers reach it."""
 
     def __init__(self, sock: socket.socket, address: Address) -> None:
@@ -62,7 +62,7 @@ class Listener:
         self.socket.close()
 
 
-def listen(host: str, port: int = 0) -> Listener:
+def listen(host: str, port: int = 0) -> StoreListener:
     """Binds to this interface only (``host`` is a numeric address; port 0: any free one). Raises OSError."""
     sock = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
@@ -72,7 +72,7 @@ def listen(host: str, port: int = 0) -> Listener:
     except OSError:
         sock.close()
         raise
-    return Listener(sock, Address(host, sock.getsockname()[1]))
+    return StoreListener(sock, Address(host, sock.getsockname()[1]))
 
 
 class Store:
@@ -84,7 +84,7 @@ class Store:
     def __init__(
         self,
         address: Address,
-        listener: Listener | None,
+        listener: StoreListener | None,
         timeout_s: float,
         *,
         generation: int = 0,

@@ -26,29 +26,29 @@ class HostUpdateResult(enum.IntFlag):
     mixed = 3
 
 
-class Listener(Protocol):
+class HostUpdateListener(Protocol):
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None: ...
 
 
 _lock = threading.Lock()
-_listeners: list[Listener] = []
+_listeners: list[HostUpdateListener] = []
 
 
-def register(listener: Listener) -> None:
+def register(listener: HostUpdateListener) -> None:
     """Told from now on; once per change, however often it is registered. From any thread."""
     with _lock:
         if not any(each is listener for each in _listeners):
             _listeners.append(listener)
 
 
-def remove(listener: Listener) -> None:
+def remove(listener: HostUpdateListener) -> None:
     """Not told any more. One that was never registered is no error."""
     with _lock:
         _listeners[:] = [each for each in _listeners if each is not listener]
 
 
 @contextlib.contextmanager
-def told(listener: Listener) -> Iterator[None]:
+def told(listener: HostUpdateListener) -> Iterator[None]:
     """Registered as long as this lasts; if it was before, it stays so."""
     with _lock:
         before = any(each is listener for each in _listeners)
@@ -77,4 +77,4 @@ def tell(timestamp: float, result: HostUpdateResult) -> None:
             )
 
 
-__all__ = ["HostUpdateResult", "Listener", "register", "remove", "tell", "told"]
+__all__ = ["HostUpdateListener", "HostUpdateResult", "register", "remove", "tell", "told"]

@@ -136,7 +136,7 @@ def send_result(blob: bytes) -> None:
         runtime = Runtime(env, _link(env, env.driver))
         runtime.connect()
         _adopt(runtime)
-    runtime.send(messages.Result(blob))
+    runtime.send(messages.SendResult(blob))
 
 
 def shutdown() -> None:

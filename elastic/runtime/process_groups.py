@@ -26,7 +26,7 @@ from elastic.negotiation.transport import KEY
 from elastic.protocol import messages
 from elastic.protocol.messages import GRADIENTS, Address, Place
 from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.store import Listener, Store, listen
+from elastic.rendezvous.store import Store, StoreListener, listen
 
 if TYPE_CHECKING:  # it needs a torch that was built with NCCL
     from elastic.collectives.nccl import NcclCollectives
@@ -79,7 +79,7 @@ class Groups:
         self._buried: list[NcclCollectives] = []  # of the world before ...
         self._retired_at = 0.0  # ... and since when they are being freed
         self._store: Store | None = None
-        self._listener: Listener | None = None
+        self._listener: StoreListener | None = None
         self._engine: Engine | None = None
         self._place: Place | None = None
         self._used: set[str] = set()  # of _AHEAD, in worlds before

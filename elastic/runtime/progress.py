@@ -16,7 +16,7 @@ REPEAT_S = 5.0  # ... and between two words about the same wait: a worker that f
 PACE_S = 30.0  # between two reports of how much was waited
 
 
-class Progress:
+class ProgressCounter:
     """One worker's. ``entered`` counts collectives of a generation; one inside another is not counted again."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ from elastic.errors import (
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.monitoring.reporting import Reporting
-from elastic.monitoring.tracing import Tracing, TracingThroughDriver, TracingToFile
+from elastic.monitoring.tracing import TraceSession, TracingThroughDriver, TracingToFile
 from elastic.negotiation.engine import Engine
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Message, Place
@@ -46,7 +46,7 @@ from elastic.rendezvous.store import Store
 from elastic.runtime import excepthook, host_updates, recovery, stack_dump
 from elastic.runtime.link import CONNECT_S, Link
 from elastic.runtime.process_groups import Groups
-from elastic.runtime.progress import Progress
+from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import (
     Cut,
     Phase,
@@ -76,11 +76,11 @@ class Runtime:
         self._changed = threading.Condition(self._lock)
         self._recovery = Recovery()
         self._groups = Groups(env, over=lambda: self.broken)
-        self.tracing: Tracing = (
+        self.tracing: TraceSession = (
             TracingToFile(env) if link is None else TracingThroughDriver(env, self._send, link.poke)
         )
         self.reporting = None if link is None else Reporting(self._send)
-        self._progress = Progress()
+        self._progress = ProgressCounter()
         self._phases = Phases()
         self._layout: messages.Layout | None = None  # the last one sent
         self._trains_in: int | None = None  # the thread that is in elastic.run

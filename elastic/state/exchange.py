@@ -20,7 +20,7 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import Interrupted, Invalid, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.state.handlers.python_values import dumps, loads
-from elastic.state.handlers.tensor_spec import Place, Spec
+from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots import change_detection
 from elastic.state.snapshots.snapshot import as_bytes
 
@@ -36,12 +36,14 @@ Key = tuple[str, str]  # part, tensor
 
 
 GroupOn = Callable[[torch.device], Collectives]
-Road = tuple[Collectives, torch.device, dict[Key, Spec]]  # what goes over which group, from where
+Road = tuple[
+    Collectives, torch.device, dict[Key, TensorSpec]
+]  # what goes over which group, from where
 
 CPU = torch.device("cpu")
 
 
-class Part(Protocol):
+class Exchanged(Protocol):
     """What travels: see `elastic.state.handlers.part.Part`."""
 
     value: Any
@@ -49,8 +51,8 @@ class Part(Protocol):
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]: ...
 
     def destinations(
-        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
-    ) -> dict[str, torch.Tensor | Place]: ...
+        self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Destination]: ...
 
     def place(
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
@@ -60,7 +62,7 @@ class Part(Protocol):
 def transfer(
     group: Collectives,
     root: int,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, Exchanged],
     values: dict[str, Any],
     layout: str,
     group_on: GroupOn | None = None,
@@ -82,19 +84,19 @@ def transfer(
 def _send(
     group: Collectives,
     root: int,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, Exchanged],
     values: dict[str, Any],
     layout: str,
     group_on: GroupOn | None,
 ) -> int:
     structures: dict[str, Any] = {}
-    tensors: dict[Key, torch.Tensor | Place] = {}
-    specs: dict[Key, Spec] = {}
+    tensors: dict[Key, torch.Tensor | Destination] = {}
+    specs: dict[Key, TensorSpec] = {}
     for name, part in parts.items():
         structures[name], mine = part.pack()
         for key, tensor in mine.items():
             tensors[name, key] = tensor
-            specs[name, key] = Spec.of(tensor)
+            specs[name, key] = TensorSpec.of(tensor)
     content = _pickled(values, structures, _referred(parts))
     header = pickle.dumps((layout, specs, content), protocol=pickle.HIGHEST_PROTOCOL)
     length = torch.tensor([len(header)], dtype=torch.int64, device="cpu")
@@ -108,7 +110,7 @@ def _send(
 def _receive(
     group: Collectives,
     root: int,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, Exchanged],
     layout: str,
     group_on: GroupOn | None,
 ) -> tuple[int, dict[str, Any]]:
@@ -126,7 +128,7 @@ def _receive(
         raise
     except Exception:
         # The others count on this rank: it takes what they send, and only then gives up.
-        nowhere: dict[Key, torch.Tensor | Place] = dict.fromkeys(specs, Place.NOWHERE)
+        nowhere: dict[Key, torch.Tensor | Destination] = dict.fromkeys(specs, Destination.NOWHERE)
         _travel(_roads(group, specs, nowhere, None), root, nowhere)
         raise
     # What the broadcasts write leaves no trace in the tensors' versions.
@@ -140,7 +142,7 @@ def _receive(
     return len(header) + moved, values
 
 
-def _referred(parts: Mapping[str, Part]) -> dict[str, object]:
+def _referred(parts: Mapping[str, Exchanged]) -> dict[str, object]:
     return {name: part.value for name, part in parts.items()}
 
 
@@ -165,14 +167,14 @@ def _unpickled(content: bytes, referred: dict[str, object]) -> tuple[dict[str, A
 
 
 def _destinations(
-    parts: Mapping[str, Part], structures: Any, specs: dict[Key, Spec]
-) -> dict[Key, torch.Tensor | Place]:
+    parts: Mapping[str, Exchanged], structures: Any, specs: dict[Key, TensorSpec]
+) -> dict[Key, torch.Tensor | Destination]:
     if parts.keys() != structures.keys():
         raise StateMismatch(
             f"the world's state handles {sorted(structures)}, this worker's {sorted(parts)};"
             " do all workers run the same script?"
         )
-    where: dict[Key, torch.Tensor | Place] = {}
+    where: dict[Key, torch.Tensor | Destination] = {}
     for name, part in parts.items():
         mine = {key: spec for (of, key), spec in specs.items() if of == name}
         placed = part.destinations(structures[name], mine, restoring=False)
@@ -199,8 +201,8 @@ def _difference(theirs: str, ours: str) -> str:
 
 def _roads(
     group: Collectives,
-    specs: dict[Key, Spec],
-    where: dict[Key, torch.Tensor | Place],
+    specs: dict[Key, TensorSpec],
+    where: dict[Key, torch.Tensor | Destination],
     group_on: GroupOn | None,
 ) -> list[Road]:
     """How the tensors travel: the same on every rank, because the ranks agree on it. Raises CollectiveFailed."""
@@ -216,7 +218,7 @@ def _roads(
     return [(group, CPU, on_cpu), (group_on(device), device, on_gpu)]
 
 
-def _gpu(where: dict[Key, torch.Tensor | Place]) -> torch.device | None:
+def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
     """This rank's; None if it has none, or tensors on several."""
     if not torch.cuda.is_available():
         return None
@@ -233,7 +235,7 @@ def _gpu(where: dict[Key, torch.Tensor | Place]) -> torch.device | None:
 
 
 def _travel(
-    roads: list[Road], root: int, where: dict[Key, torch.Tensor | Place]
+    roads: list[Road], root: int, where: dict[Key, torch.Tensor | Destination]
 ) -> tuple[int, dict[Key, torch.Tensor]]:
     """Root's ``where`` holds what it sends. Returns bytes moved, and the tensors allocated here."""
     moved = 0
@@ -248,8 +250,8 @@ def _exchange(
     group: Collectives,
     device: torch.device,
     root: int,
-    specs: dict[Key, Spec],
-    where: dict[Key, torch.Tensor | Place],
+    specs: dict[Key, TensorSpec],
+    where: dict[Key, torch.Tensor | Destination],
 ) -> dict[Key, torch.Tensor]:
     """Those that travel over one group. Returns the tensors allocated here."""
     sending = group.rank == root
@@ -285,7 +287,7 @@ def _nothing() -> None:
     pass
 
 
-def _packs(specs: dict[Key, Spec]) -> Iterator[list[Key]]:
+def _packs(specs: dict[Key, TensorSpec]) -> Iterator[list[Key]]:
     """Which tensors travel together: a function of the specs, so that all ranks agree."""
     pack: list[Key] = []
     filled = 0
@@ -302,13 +304,13 @@ def _packs(specs: dict[Key, Spec]) -> Iterator[list[Key]]:
         yield pack
 
 
-def _aligned(spec: Spec) -> int:
+def _aligned(spec: TensorSpec) -> int:
     return -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _block(
-    spec: Spec,
-    where: torch.Tensor | Place,
+    spec: TensorSpec,
+    where: torch.Tensor | Destination,
     device: torch.device,
     fresh: dict[Key, torch.Tensor],
     key: Key,
@@ -326,8 +328,8 @@ def _block(
 
 def _packed(
     keys: list[Key],
-    specs: dict[Key, Spec],
-    where: dict[Key, torch.Tensor | Place],
+    specs: dict[Key, TensorSpec],
+    where: dict[Key, torch.Tensor | Destination],
     device: torch.device,
     fresh: dict[Key, torch.Tensor],
     sending: bool,
@@ -349,18 +351,23 @@ def _packed(
     def arrived() -> None:
         for key, view in views:
             # Cloned, where it stays: a small tensor must not keep its whole block alive.
-            _deliver(view.clone() if where[key] is Place.NEW else view, where[key], fresh, key)
+            _deliver(
+                view.clone() if where[key] is Destination.NEW else view, where[key], fresh, key
+            )
 
     return block, arrived
 
 
 def _deliver(
-    tensor: torch.Tensor, where: torch.Tensor | Place, fresh: dict[Key, torch.Tensor], key: Key
+    tensor: torch.Tensor,
+    where: torch.Tensor | Destination,
+    fresh: dict[Key, torch.Tensor],
+    key: Key,
 ) -> None:
     if isinstance(where, torch.Tensor):
         with torch.no_grad():
             where.copy_(tensor)
-    elif where is Place.NEW:
+    elif where is Destination.NEW:
         fresh[key] = tensor
 
 

@@ -26,7 +26,7 @@ from harness.scenario import played
 from simulation.planted import SIMULATED, TOLD, TRIED
 
 SEEDS = 200
-SCENARIOS = Path(__file__).parents[1] / "unit" / "scenarios"
+SCENARIOS = Path(__file__).parents[1] / "unit" / "driver" / "membership" / "scenarios"
 Row = tuple[str, str, str, str]
 
 

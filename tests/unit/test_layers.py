@@ -265,6 +265,16 @@ def test_no_files_import_each_other():
     assert not circles
 
 
+@pytest.mark.parametrize("side", ["elastic", "driver", "chaos"])
+def test_no_two_classes_of_one_side_have_the_same_name(side):
+    places: dict[str, list[str]] = {}
+    for file in sources(side):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{file}:{node.lineno}")
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_no_room_is_a_corridor():
     rooms = {file.parent for file in sources("elastic", "driver", "chaos")}
     full = {

@@ -14,7 +14,7 @@ Slot = tuple[str, int]
 
 
 @dataclass
-class Record:
+class SlotRecord:
     fruitless: int = 0  # incarnations in a row whose worlds made no progress
     ready_at: float = 0.0
     given_up: bool = False
@@ -28,11 +28,11 @@ class Cooldown:
     max_s: float
     attempts: int
     host_attempts: int | None = None
-    _records: dict[Slot, Record] = field(default_factory=dict)
+    _records: dict[Slot, SlotRecord] = field(default_factory=dict)
 
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
         """Counts a failure; returns the seconds until the slot may be used again, or None: given up."""
-        record = self._records.setdefault(slot, Record())
+        record = self._records.setdefault(slot, SlotRecord())
         record.fruitless = 1 if fruitful else record.fruitless + 1
         if record.fruitless >= self.attempts and not fruitful:
             record.given_up = True

@@ -60,7 +60,7 @@ Line = tuple[str, str]  # level and text
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RayProcess:
     """What Ray says of the process that the actor is in. ``given``: the ``env_vars`` of its runtime_env."""
 
     address: str
@@ -74,7 +74,7 @@ class Surroundings:
 class InRay:
     """The engine that the actor runs in."""
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> RayProcess:
         import ray
 
         context = ray.get_runtime_context()
@@ -84,7 +84,7 @@ class InRay:
             above = environ_of_bytes(
                 Path(f"/proc/{os.environ['RAY_RAYLET_PID']}/environ").read_bytes()
             )
-        return Surroundings(
+        return RayProcess(
             address=context.gcs_address,
             namespace=context.namespace,
             given=dict(given),

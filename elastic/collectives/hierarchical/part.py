@@ -17,7 +17,7 @@ _LOOK_EVERY = 50  # slices
 _RANK = re.compile(r"\brank (\d+)\b")
 
 
-class Part:
+class GroupPart:
     """``ranks``: those of the whole group, by their rank in this one. ``look`` is called now and then in a wait."""
 
     def __init__(

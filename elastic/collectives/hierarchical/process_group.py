@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from elastic.collectives.hierarchical.ordered_executor import InOrder
-from elastic.collectives.hierarchical.part import Part
+from elastic.collectives.hierarchical.part import GroupPart
 from elastic.collectives.hierarchical.plan import Seats
 from elastic.collectives.hierarchical.steps import Halves, Steps
 from elastic.collectives.interface import Collectives, Op, Work
@@ -80,8 +80,8 @@ class HierarchicalCollectives:
         self._order = InOrder("elastic-hierarchy", end_parts)
         self._steps = Steps(
             seats,
-            Part(host, seats.neighbours),
-            None if lane is None else Part(lane, seats.across, lane.look),
+            GroupPart(host, seats.neighbours),
+            None if lane is None else GroupPart(lane, seats.across, lane.look),
             None if isinstance(host, LocalCollectives) else host,
         )
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from elastic.collectives.hierarchical import plan
-from elastic.collectives.hierarchical.part import Part
+from elastic.collectives.hierarchical.part import GroupPart
 from elastic.collectives.hierarchical.plan import (
     Exchange,
     Parcel,
@@ -53,7 +53,9 @@ class Steps:
     rank whose leader carries for it.
     """
 
-    def __init__(self, seats: Seats, host: Part, wire: Part | None, halves: Halves | None) -> None:
+    def __init__(
+        self, seats: Seats, host: GroupPart, wire: GroupPart | None, halves: Halves | None
+    ) -> None:
         self._seats = seats
         self._host = host
         self._wire = wire
@@ -242,7 +244,7 @@ class Steps:
 
 
 def _exchanged(
-    part: Part,
+    part: GroupPart,
     exchange: Exchange,
     parcels: dict[Parcel, torch.Tensor],
     table: list[list[int]],

@@ -17,7 +17,7 @@ from elastic.collectives.shared_memory.process_group import Memory
 from elastic.collectives.topology import Row, Shareable
 
 
-class Offer:
+class MemoryOffer:
     """What this rank offers to a group of ``size`` that is being formed. `withdraw` it once the others have mapped it,
     or won't. Never raises: a rank that can offer nothing says so in its row.
 

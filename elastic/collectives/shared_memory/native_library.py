@@ -39,7 +39,7 @@ class DType(enum.IntEnum):
     FLOAT64 = 8
 
 
-class Options(ctypes.Structure):
+class NativeOptions(ctypes.Structure):
     """`elastic_options` of native/group.h, which says what they mean."""
 
     _fields_ = (
@@ -66,7 +66,7 @@ FUNCTIONS = {
     "elastic_reduce": (ctypes.c_int, (_text, _i32, _i32, _at, _i32, _at, _i32, _size, _double)),
     "elastic_control_bytes": (_size, (_i32,)),
     "elastic_staging_bytes": (_size, ()),
-    "elastic_open": (_at, (ctypes.POINTER(Options),)),
+    "elastic_open": (_at, (ctypes.POINTER(NativeOptions),)),
     "elastic_allreduce": (_u64, (_at, _at, _u64, _i32, _i32, _double)),
     "elastic_reduce_shares": (_u64, (_at, _at, _u64, _i32, _i32, _double)),
     "elastic_spread_shares": (_u64, (_at, _at, _u64, _i32)),

@@ -20,7 +20,7 @@ import torch
 
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.reducing import DTYPES, check
-from elastic.collectives.shared_memory.native_library import Library, Options
+from elastic.collectives.shared_memory.native_library import Library, NativeOptions
 from elastic.errors import CollectiveFailed
 
 # How long native code waits before Python may handle a signal.
@@ -286,7 +286,7 @@ class _Native:
         lengths = (ctypes.c_uint64 * size)(*[length for _, length in memory.arenas])
         staging = (ctypes.c_uint64 * size)(*memory.staging)
         pidfds = (ctypes.c_int32 * size)(*memory.pidfds)
-        options = Options(
+        options = NativeOptions(
             rank=rank,
             size=size,
             control=memory.control,

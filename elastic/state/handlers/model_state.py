@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from elastic.errors import Invalid, StateMismatch
 from elastic.state.handlers.part import Part
 from elastic.state.handlers.python_values import Index
-from elastic.state.handlers.tensor_spec import Place, Spec
+from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots.snapshot import dense, same_bits
 from elastic.state.snapshots.tensor_index import (
     Anatomy,
@@ -103,8 +103,8 @@ class ModelStateHandler(Part):
         return structure, tensors
 
     def destinations(
-        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
-    ) -> dict[str, torch.Tensor | Place]:
+        self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Destination]:
         anatomy = dissect(self.value)
         live = dict(anatomy.tensors())
         persistent = {*structure["names"]["parameters"], *structure["names"]["persistent"]}
@@ -118,7 +118,7 @@ class ModelStateHandler(Part):
                 " commit() after you change a model, or hand the state a new one"
             )
         shared = self._newly_shared(live) if restoring else set()
-        where: dict[str, torch.Tensor | Place] = {}
+        where: dict[str, torch.Tensor | Destination] = {}
         for name, spec in specs.items():
             tensor = live.get(name)
             if tensor is not None and name not in shared and plain(tensor):
@@ -127,7 +127,7 @@ class ModelStateHandler(Part):
                     where[name] = view
                     continue
             transient = not restoring and name not in persistent
-            where[name] = Place.NOWHERE if transient else Place.NEW
+            where[name] = Destination.NOWHERE if transient else Destination.NEW
         return where
 
     def _newly_shared(self, live: dict[str, torch.Tensor]) -> set[str]:

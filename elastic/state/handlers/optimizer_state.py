@@ -15,7 +15,7 @@ import torch
 
 from elastic.state.handlers.part import Part
 from elastic.state.handlers.python_values import Index
-from elastic.state.handlers.tensor_spec import Place, Spec
+from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots import change_detection
 from elastic.state.snapshots.snapshot import dense
 from elastic.state.snapshots.tensor_index import plain
@@ -146,9 +146,9 @@ class OptimizerStateHandler(Part):
             group["params"] = list(parameters)
 
     def destinations(
-        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
-    ) -> dict[str, torch.Tensor | Place]:
-        where: dict[str, torch.Tensor | Place] = dict.fromkeys(specs, Place.NEW)
+        self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Destination]:
+        where: dict[str, torch.Tensor | Destination] = dict.fromkeys(specs, Destination.NEW)
         parameters = list(self._parameters())
         for name, spec in specs.items():
             number, key, _ = structure["origins"][name]

@@ -14,7 +14,7 @@ import torch
 from elastic.runtime import lifecycle
 from elastic.state import exchange
 from elastic.state.handlers.python_values import copied
-from elastic.state.handlers.tensor_spec import Place, Spec
+from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots import pinned
 from elastic.state.snapshots.snapshot import Snapshot
 
@@ -79,10 +79,10 @@ class Part(StateHandler):
         return None
 
     def destinations(
-        self, structure: Any, specs: dict[str, Spec], *, restoring: bool
-    ) -> dict[str, torch.Tensor | Place]:
+        self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Destination]:
         """Where tensors of a structure go: live tensors, where they fit."""
-        return dict.fromkeys(specs, Place.NEW)
+        return dict.fromkeys(specs, Destination.NEW)
 
     def place(
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
@@ -117,7 +117,7 @@ class Part(StateHandler):
         saved, own = bank.beside
         structure = copied(saved, self.what)
         buffers = bank.buffers()
-        specs = {name: Spec.of(buffer) for name, buffer in buffers.items()}
+        specs = {name: TensorSpec.of(buffer) for name, buffer in buffers.items()}
         self.before_restore(own)
         fresh = {}
         transit = pinned.Transit()
@@ -126,7 +126,7 @@ class Part(StateHandler):
             for name, where in places.items():
                 if isinstance(where, torch.Tensor):
                     where.copy_(buffers[name], non_blocking=True)
-                elif where is Place.NEW:
+                elif where is Destination.NEW:
                     fresh[name] = buffers[name].clone()
             self.place(structure, fresh, own, restoring=True)
         written: dict[torch.device, int] = {}

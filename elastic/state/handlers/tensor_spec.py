@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 
-class Place(enum.Enum):
+class Destination(enum.Enum):
     """Where a tensor goes that has no tensor to go into."""
 
     NEW = "allocated, then handed to `Part.place`"
@@ -16,7 +16,7 @@ class Place(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """A tensor before its content is known."""
 
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Spec:
     device_type: str = "cpu"  # where it lies at the one who describes it
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spec:
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
     def fits(self, tensor: torch.Tensor) -> bool:

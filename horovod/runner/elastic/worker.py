@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.runtime import host_updates
-from elastic.runtime.host_updates import HostUpdateResult, Listener
+from elastic.runtime.host_updates import HostUpdateListener, HostUpdateResult
 
 
 class WorkerNotificationManager:
@@ -23,10 +23,10 @@ class WorkerNotificationManager:
     ) -> None:
         """Does nothing: ``hvd.init()`` has made the connection already. The arguments are Horovod's."""
 
-    def register_listener(self, listener: Listener) -> None:
+    def register_listener(self, listener: HostUpdateListener) -> None:
         host_updates.register(listener)
 
-    def remove_listener(self, listener: Listener) -> None:
+    def remove_listener(self, listener: HostUpdateListener) -> None:
         """Raises nothing if it was not registered."""
         host_updates.remove(listener)
 

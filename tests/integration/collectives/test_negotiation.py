@@ -27,7 +27,7 @@ from elastic.api.ops import (
 )
 from elastic.errors import CollectiveFailed
 from elastic.negotiation import local_transport, transport
-from elastic.negotiation.fusion import Limits
+from elastic.negotiation.fusion import FusionLimits
 from elastic.negotiation.local_transport import OwnLine
 from elastic.negotiation.messages import (
     ALL,
@@ -183,7 +183,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
     monkeypatch.setattr(transport, "BEAT_S", 0.1)
     listener = listen("127.0.0.1")
-    rules = rules_of(listener, Limits())
+    rules = rules_of(listener, FusionLimits())
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
     made = Hub(
         listener,
@@ -250,7 +250,7 @@ def test_a_rank_waits_for_as_long_as_rank_0_says_that_it_lives(hub):
 
 def test_who_is_connected_to_and_never_says_anything_is_given_up():
     listener = listen("127.0.0.1")
-    rules = rules_of(listener, Limits())
+    rules = rules_of(listener, FusionLimits())
     peer = Peer(rules, 1, 7, b"secret", silence_s=0.3)
     with pytest.raises(CollectiveFailed, match=r"negotiated: no word for 0\.3 s"):
         peer.receive()
@@ -262,7 +262,7 @@ def alone() -> OwnLine:
     """Rank 0's line to itself, in a world of one."""
     listener = listen("127.0.0.1")
     env = environment.read({"HOROVOD_STALL_CHECK_DISABLE": "1"})
-    return OwnLine(rules_of(listener, Limits()), listener, 1, 7, env, died=pytest.fail)
+    return OwnLine(rules_of(listener, FusionLimits()), listener, 1, 7, env, died=pytest.fail)
 
 
 def test_rank_0_hears_what_was_decided_before_the_end():

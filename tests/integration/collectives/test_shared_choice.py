@@ -416,9 +416,9 @@ def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
     """Memory is mapped and the group's thread runs by then."""
     attempt = Attempt(store)
     assert native_library.load() is not None
-    from elastic.collectives.shared_memory.exchange import Offer
+    from elastic.collectives.shared_memory.exchange import MemoryOffer
 
-    offer = Offer(2, True, native_library.load(), "")
+    offer = MemoryOffer(2, True, native_library.load(), "")
     try:
         blob = msgspec.msgpack.encode(offer.row)
         rows = store.exchange(meeting("named", "cpu", 2), 1, 2, blob)
@@ -446,9 +446,9 @@ def lose_rank_1(rank: int, size: int, address: Address) -> str:
         return ""
     store = ranks.open_store(rank, address, timeout_s=0.5)
     if rank == 1:
-        from elastic.collectives.shared_memory.exchange import Offer
+        from elastic.collectives.shared_memory.exchange import MemoryOffer
 
-        offer = Offer(2, True, native_library.load(), "")
+        offer = MemoryOffer(2, True, native_library.load(), "")
         store.exchange(meeting("named", "cpu", 2), 1, 2, msgspec.msgpack.encode(offer.row))
         offer.withdraw()
         store.close()

@@ -20,7 +20,7 @@ from elastic.chaos.fault_matrix.expectations import (
     pairwise,
     shuts_connections,
 )
-from elastic.chaos.fault_matrix.journal_facts import Story
+from elastic.chaos.fault_matrix.journal_facts import JournalFacts
 from elastic.errors import Invalid
 from elastic.failpoints.rules import parse
 
@@ -200,7 +200,7 @@ def told(kind: str, slot: int, **fields) -> dict:
 
 
 def test_a_job_is_full_when_four_train_and_commit():
-    story = Story()
+    story = JournalFacts()
     story.hear(world(2, 0, 1, 2, 3))
     for slot in range(4):
         story.hear(told("WorkerResumed", slot, generation=2))
@@ -213,7 +213,7 @@ def test_a_job_is_full_when_four_train_and_commit():
 
 
 def test_the_newest_member_is_the_one_that_connected_last():
-    story = Story()
+    story = JournalFacts()
     for slot in (1, 3, 0, 2):
         story.hear(told("WorkerConnected", slot, pid=1))
     story.hear(world(2, 0, 1, 3))

@@ -20,10 +20,10 @@ from elastic.chaos.reductions.plan import (
     MOST_BYTES,
     OPS,
     Call,
-    Fault,
     Kind,
+    ReductionFault,
+    ReductionTally,
     Round,
-    Tally,
     Told,
     draw,
     quantile,
@@ -32,8 +32,8 @@ from elastic.collectives.interface import Op
 
 KILLED = "the process of rank 1 of this group has ended"
 PEACE = Round(ranks=(2, 0, 1), calls=())
-KILL = replace(PEACE, fault=Fault.KILL, victim=1)
-FREEZE = replace(PEACE, fault=Fault.FREEZE, victim=1)
+KILL = replace(PEACE, fault=ReductionFault.KILL, victim=1)
+FREEZE = replace(PEACE, fault=ReductionFault.FREEZE, victim=1)
 
 
 def call(kind: Kind = Kind.REDUCE, **others) -> Call:
@@ -55,7 +55,7 @@ def test_everything_is_drawn_that_can_be():
     pick = random.Random(1)
     rounds = [draw(pick, 4, ELEMENT_BYTES) for _ in range(3000)]
     calls = [call for each in rounds for call in each.calls]
-    assert {each.fault for each in rounds} == set(Fault)
+    assert {each.fault for each in rounds} == set(ReductionFault)
     assert {len(each.ranks) for each in rounds} == {2, 3, 4}
     assert all(len(set(each.ranks)) == len(each.ranks) for each in rounds)
     assert {(each.ranks[0], each.victim) for each in rounds} == {
@@ -123,7 +123,7 @@ def test_results_are_compared_bit_by_bit():
 
 
 def found(done: Round, *told: Told) -> list[str]:
-    tally = Tally()
+    tally = ReductionTally()
     tally.note(7, done, told)
     return tally.findings
 
@@ -149,14 +149,18 @@ def test_each_trouble_is_a_finding():
 
 
 def test_what_was_tried_is_counted():
-    tally = Tally()
+    tally = ReductionTally()
     tally.note(1, replace(PEACE, calls=(call(), call(Kind.GATHER))), [Told(right=2)] * 3)
     tally.note(2, KILL, [Told(error=KILLED, late_s=0.2), Told(right=1, wrong=("x", "y"))])
     tally.note(3, FREEZE, [Told(error="aborted", late_s=0.01, undrained=True, written=True)])
-    assert tally.rounds == {Fault.NONE: 1, Fault.KILL: 1, Fault.FREEZE: 1}
+    assert tally.rounds == {
+        ReductionFault.NONE: 1,
+        ReductionFault.KILL: 1,
+        ReductionFault.FREEZE: 1,
+    }
     assert tally.calls == {Kind.REDUCE: 1, Kind.GATHER: 1}
     assert (tally.right, tally.wrong, tally.late, tally.undrained) == (7, 3, 1, 1)
-    assert tally.errors_s == {Fault.KILL: [0.2], Fault.FREEZE: [0.01]}
+    assert tally.errors_s == {ReductionFault.KILL: [0.2], ReductionFault.FREEZE: [0.01]}
 
 
 def test_a_quantile_is_one_of_the_values():

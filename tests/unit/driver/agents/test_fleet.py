@@ -377,7 +377,7 @@ async def test_values_of_functions_may_be_large_on_all_workers_at_once(driver, p
         driver.start(worker)
     agent = await Agent(driver, "here").register(*workers)
     await driver.next()
-    results = [Heard(worker, protocol.Result(b"x" * (8 << 20))) for worker in workers]
+    results = [Heard(worker, protocol.SendResult(b"x" * (8 << 20))) for worker in workers]
     agent.say(*results, Seen(WorkerExited(workers[0], 0)))
     assert [await driver.next() for _ in results] == [(r.worker, r.message) for r in results]
     assert await driver.next() == WorkerExited(workers[0], 0)

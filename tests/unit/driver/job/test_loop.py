@@ -23,7 +23,7 @@ from elastic.driver.events import (
     WorkerFrozen,
 )
 from elastic.driver.job import ending
-from elastic.driver.job.loop import Driver, Job
+from elastic.driver.job.loop import Driver, JobRuntime
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import Journal, replay
 from elastic.driver.launch.fake import FakeLauncher
@@ -96,7 +96,7 @@ class Story:
         self.membership = membership or Membership(self.settings)
         self.log: list[str] = []
         self.driver = Driver(
-            Job(
+            JobRuntime(
                 settings=self.settings,
                 command=["train"],
                 environ={"PATH": "/bin"},
@@ -188,8 +188,8 @@ async def test_a_job_from_start_to_success(s):
     await s.say(A, protocol.Returned(1))
     await s.say(B, protocol.Returned(1))
     assert s.server.to(A, protocol.Finish)
-    await s.say(B, protocol.Result(b"from 1"))
-    await s.say(A, protocol.Result(b"from 0"))
+    await s.say(B, protocol.SendResult(b"from 1"))
+    await s.say(A, protocol.SendResult(b"from 0"))
     for worker in (A, B):
         s.server.here.discard(worker)
         await s.exit(worker)
@@ -218,7 +218,7 @@ async def test_a_clean_exit_waits_for_what_is_still_under_way(s):
     s.server.here.discard(B)
     await s.exit(B)
     assert not s.run.done()  # A's connection has not ended
-    s.server.heard(A, protocol.Result(b"large"))
+    s.server.heard(A, protocol.SendResult(b"large"))
     s.server.here.discard(A)
     s.server.gone(A, False)
     assert await s.code() == 0
@@ -227,8 +227,8 @@ async def test_a_clean_exit_waits_for_what_is_still_under_way(s):
 
 @story()
 async def test_results_without_a_world_are_ordered_by_the_places_at_the_start(s):
-    await s.say(B, protocol.Result(b"from 1"))
-    await s.say(A, protocol.Result(b"from 0"))
+    await s.say(B, protocol.SendResult(b"from 1"))
+    await s.say(A, protocol.SendResult(b"from 0"))
     await s.exit(B)
     await s.exit(A)
     assert await s.code() == 0

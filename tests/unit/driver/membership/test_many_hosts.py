@@ -25,9 +25,9 @@ from elastic.chaos.hosts.random_faults import (
     SPARED,
     draw,
 )
-from elastic.chaos.hosts.report import Mark, Measured, Outcome, page, rows
+from elastic.chaos.hosts.report import Mark, Measured, ScenarioOutcome, page, rows
 from elastic.chaos.hosts.scenarios import SCENARIOS
-from elastic.chaos.hosts.steps import Aftermath, Note, Worker, aftermath, notes_of
+from elastic.chaos.hosts.steps import Aftermath, Note, WorkerNotes, aftermath, notes_of
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
     DriverRestarted,
@@ -147,11 +147,11 @@ def test_a_program_that_was_waited_for_is_sent_nothing_any_more(tmp_path, monkey
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def worker(host: str, *notes: tuple[float, str, int], size: int = 2) -> Worker:
-    return Worker(host, [Note(at, kind, step, size) for at, kind, step in notes])
+def worker(host: str, *notes: tuple[float, str, int], size: int = 2) -> WorkerNotes:
+    return WorkerNotes(host, [Note(at, kind, step, size) for at, kind, step in notes])
 
 
-def came_through(host: str, *, again: float = 3.0) -> Worker:
+def came_through(host: str, *, again: float = 3.0) -> WorkerNotes:
     """Step 2 was under way when something happened at 2.2; entered anew at 2.9."""
     return worker(
         host,
@@ -419,13 +419,13 @@ def test_a_busy_machine_is_given_more_time_and_nothing_else():
 
 
 def test_an_outcome_fails_by_its_journal_too():
-    assert Outcome("cut", [measured()], compared=9).passed
+    assert ScenarioOutcome("cut", [measured()], compared=9).passed
     for wrong in (
-        Outcome("cut", [measured()], compared=0),
-        Outcome("cut", [measured()], compared=9, differing=1),
-        Outcome("cut", [measured()], compared=9, lost=1),
-        Outcome("cut", [measured()], compared=9, broken=["ONE PER SLOT: ..."]),
-        Outcome("cut", failed="waited 30 s for the world"),
+        ScenarioOutcome("cut", [measured()], compared=0),
+        ScenarioOutcome("cut", [measured()], compared=9, differing=1),
+        ScenarioOutcome("cut", [measured()], compared=9, lost=1),
+        ScenarioOutcome("cut", [measured()], compared=9, broken=["ONE PER SLOT: ..."]),
+        ScenarioOutcome("cut", failed="waited 30 s for the world"),
     ):
         assert not wrong.passed
 
@@ -433,9 +433,9 @@ def test_an_outcome_fails_by_its_journal_too():
 def test_the_page_has_a_row_for_each_thing_that_was_done_and_what_is_wrong_at_the_end():
     calm = Aftermath(4, False, 40.0, 61.0, 0, 0)
     outcomes = [
-        Outcome("cut", [measured()], compared=9),
-        Outcome("driver", [measured(calm, survivors=4, adopted_ms=640.0)], compared=9),
-        Outcome("ssh", failed="waited 30 s\n  driver1 | no route"),
+        ScenarioOutcome("cut", [measured()], compared=9),
+        ScenarioOutcome("driver", [measured(calm, survivors=4, adopted_ms=640.0)], compared=9),
+        ScenarioOutcome("ssh", failed="waited 30 s\n  driver1 | no route"),
     ]
     (cut,), (driver,), (ssh,) = map(rows, outcomes)
     assert cut[2:8] == ["3", "2300 ms", "2350 ms", "1", "0", "-"]
@@ -496,7 +496,7 @@ def stage(monkeypatch, tmp_path):
 
     def good(bench):
         """All is well."""
-        return Outcome("good", [measured()], compared=9)
+        return ScenarioOutcome("good", [measured()], compared=9)
 
     for name, scenario in ("good", good), ("late", late):
         monkeypatch.setitem(SCENARIOS, name, scenario)

@@ -279,8 +279,8 @@ def test_nonsense_after_the_proof_ends_the_connection(data, trouble):
 async def test_a_large_result_arrives_whole(driver):
     peer = await driver.worker()
     blob = bytes(range(256)) * 40_000
-    peer.say(protocol.Result(blob))
-    assert await driver.next() == (A, protocol.Result(blob))
+    peer.say(protocol.SendResult(blob))
+    assert await driver.next() == (A, protocol.SendResult(blob))
 
 
 @conversation

@@ -12,7 +12,7 @@ import pytest
 
 from elastic.driver.processes.console import (
     Console,
-    Writer,
+    WriterThread,
     is_terminal,
     write_both,
     write_to,
@@ -174,7 +174,7 @@ class Terminal:
 
 def test_a_blocked_terminal_blocks_nobody():
     terminal = Terminal()
-    writer = Writer("stdout", failed=lambda text: None, limit=1000)
+    writer = WriterThread("stdout", failed=lambda text: None, limit=1000)
     for n in range(100):
         writer.put(terminal.write, b"%099d\n" % n)
     assert not writer.close(timeout_s=0.01)
@@ -183,7 +183,7 @@ def test_a_blocked_terminal_blocks_nobody():
 
 def test_what_a_slow_terminal_does_not_take_is_dropped_and_told_and_the_newest_is_kept():
     terminal = Terminal()
-    writer = Writer("stdout", failed=lambda text: None, limit=1000)
+    writer = WriterThread("stdout", failed=lambda text: None, limit=1000)
     writer.put(terminal.write, b"first\n")
     assert terminal.asked.wait(10)  # what it has taken fills no queue any more
     for n in range(25):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from elastic.driver.ray.placement_groups import (
     Claim,
     Claims,
+    ClaimStage,
     Condition,
-    Stage,
     held,
     same,
     shortage,
@@ -27,15 +27,15 @@ UP = {"a": ALIVE, "b": ALIVE}
 
 
 def on(node: str, *numbers: int) -> list[Claim]:
-    return [Claim(number, Stage.PLACED, node) for number in numbers]
+    return [Claim(number, ClaimStage.PLACED, node) for number in numbers]
 
 
 def waiting(*numbers: int) -> list[Claim]:
-    return [Claim(number, Stage.WAITING) for number in numbers]
+    return [Claim(number, ClaimStage.WAITING) for number in numbers]
 
 
 def gone(*numbers: int) -> list[Claim]:
-    return [Claim(number, Stage.GONE) for number in numbers]
+    return [Claim(number, ClaimStage.GONE) for number in numbers]
 
 
 # ---- one claim, one row of the table
@@ -114,7 +114,7 @@ def test_no_number_is_used_twice_though_another_driver_used_it():
 
 
 def test_what_asks_for_something_else_was_left_by_an_earlier_job():
-    decision = Claims(2).decide([Claim(0, Stage.PLACED, "a", fits=False), *on("a", 1)], UP)
+    decision = Claims(2).decide([Claim(0, ClaimStage.PLACED, "a", fits=False), *on("a", 1)], UP)
     assert (decision.seats, decision.make, decision.remove) == ({"a": [1]}, [2], [0])
 
 
@@ -127,7 +127,7 @@ def test_of_more_than_are_wanted_those_that_wait_go_first_and_the_youngest_of_th
 
 def test_a_claim_is_no_slot_before_all_is_known_about_it():
     claims = Claims(2)
-    found = [Claim(0, Stage.PLACED, "a", ready=False), *on("a", 1)]
+    found = [Claim(0, ClaimStage.PLACED, "a", ready=False), *on("a", 1)]
     assert claims.decide(found, UP).seats == {"a": [1]}
     assert claims.unready(found, UP)
     assert not claims.unready(found, {"a": DEAD})
@@ -204,11 +204,11 @@ class Conversation:
         return [
             Claim(
                 int(group.name),
-                Stage.GONE
+                ClaimStage.GONE
                 if group.state == "REMOVED"
-                else Stage.PLACED
+                else ClaimStage.PLACED
                 if group.nodes[0]
-                else Stage.WAITING,
+                else ClaimStage.WAITING,
                 group.nodes[0],
             )
             for group in self.ray.groups.values()
@@ -235,12 +235,12 @@ class Conversation:
         if found:
             self.drained |= {node for node, is_ in nodes.items() if is_ is DRAINING}
             seated = {number: node for node, numbers in self.seats.items() for number in numbers}
-            placed = {c.number: c.node for c in found if c.stage is Stage.PLACED}
+            placed = {c.number: c.node for c in found if c.stage is ClaimStage.PLACED}
             assert decision.placed == len(seated) <= self.most
             for number, node in seated.items():
                 assert placed[number] == node
                 assert nodes[node] is ALIVE and node not in self.drained
-        present = {claim.number for claim in found if claim.stage is not Stage.GONE}
+        present = {claim.number for claim in found if claim.stage is not ClaimStage.GONE}
         assert set(decision.remove) <= present
         assert not set(decision.make) & {claim.number for claim in found}
         # None is leaked: what is there and does not go is what is wanted.

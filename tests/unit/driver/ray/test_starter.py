@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from elastic.driver.ray.actors import Taken
-from elastic.driver.ray.node.agent_actor import AgentActor, InRay, Surroundings
+from elastic.driver.ray.node.agent_actor import AgentActor, InRay, RayProcess
 from elastic.driver.ray.node.agent_folder import make_folder, sweep
 from elastic.driver.ray.node.worker_calls import CallFailed
 from elastic.driver.ray.starter import RayStarter, name_of
@@ -53,8 +53,8 @@ class Engine(InRay):
         self.left = threading.Event()
         self.leaves: Any = lambda: None
 
-    def surroundings(self) -> Surroundings:
-        return Surroundings("head:6379", "mine", {"COLOUR": "green"}, {}, "/ray", RAYLET[-1])
+    def surroundings(self) -> RayProcess:
+        return RayProcess("head:6379", "mine", {"COLOUR": "green"}, {}, "/ray", RAYLET[-1])
 
     def die(self) -> None:
         self.leaves()

@@ -14,8 +14,8 @@ def test_later_plans_are_agreed_on_the_cpu_wherever_gradients_are():
     known = plan_agreement.Plans()
     gpu = torch.device("cuda", 1)
     assert joined_rank.channel_device(known, gpu) == gpu  # the first goes where its gradients will
-    wire = plan_agreement.Wire(4, "float32", "cuda")
-    layout = plan_agreement.Layout(1, (0,), 1, 1.0, (0,), (wire,), ())
+    wire = plan_agreement.BucketSpec(4, "float32", "cuda")
+    layout = plan_agreement.StepPlan(1, (0,), 1, 1.0, (0,), (wire,), ())
     known.record(0, layout, None)
     assert joined_rank.channel_device(known, gpu) == torch.device("cpu")
 
@@ -31,8 +31,8 @@ def test_a_rank_that_joined_waits_for_later_plans_where_the_others_agree(monkeyp
     assert asked == ["cpu", "cuda"]
     known.record(
         0,
-        plan_agreement.Layout(
-            1, (0,), 1, 1.0, (0,), (plan_agreement.Wire(4, "float32", "cuda"),), ()
+        plan_agreement.StepPlan(
+            1, (0,), 1, 1.0, (0,), (plan_agreement.BucketSpec(4, "float32", "cuda"),), ()
         ),
         None,
     )

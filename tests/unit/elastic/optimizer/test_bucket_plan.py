@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from elastic.optimizer.bucket_plan import (
     Bucket,
-    Item,
+    Gradient,
     expected_order,
     plan,
     seen_order,
@@ -17,8 +17,8 @@ from elastic.optimizer.bucket_plan import (
 MB = 1 << 20
 
 
-def floats(*megabytes: float, kind: str = "float32 cpu") -> list[Item]:
-    return [Item(kind, int(size * MB / 4), 4) for size in megabytes]
+def floats(*megabytes: float, kind: str = "float32 cpu") -> list[Gradient]:
+    return [Gradient(kind, int(size * MB / 4), 4) for size in megabytes]
 
 
 def members(buckets: list[Bucket]) -> list[tuple[int, ...]]:
@@ -43,7 +43,7 @@ def test_kinds_never_mix_and_keep_the_order_in_which_they_fill():
 
 
 def test_the_smallest_lie_in_front_aligned_and_an_empty_one_has_a_place():
-    (bucket,) = plan([Item("a", 3, 4), Item("a", 0, 4), Item("a", 17, 4)])
+    (bucket,) = plan([Gradient("a", 3, 4), Gradient("a", 0, 4), Gradient("a", 17, 4)])
     assert bucket == Bucket("a", (1, 0, 2), (0, 16, 32), 64)
 
 
@@ -82,7 +82,7 @@ def test_splitting_makes_runs_of_nearly_equal_length():
 
 
 sizes = st.lists(
-    st.builds(Item, st.sampled_from(["a", "b"]), st.integers(0, 5000), st.sampled_from([2, 4])),
+    st.builds(Gradient, st.sampled_from(["a", "b"]), st.integers(0, 5000), st.sampled_from([2, 4])),
     max_size=40,
 )
 

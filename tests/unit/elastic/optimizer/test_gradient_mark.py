@@ -12,7 +12,7 @@ from elastic.collectives.interface import Op
 from elastic.errors import DeviceLost
 from elastic.optimizer import gradient_mark
 from elastic.optimizer.gradient_mark import MarkOnHost
-from elastic.optimizer.plan_agreement import Mark
+from elastic.optimizer.plan_agreement import StepFlag
 from elastic.state.snapshots.pinned import Transit
 
 
@@ -34,7 +34,7 @@ def test_it_is_read_when_its_copy_is_complete(copy):
     seen.fetch()
     copy.follow.assert_called_once_with(mark.device, 4)
     copy.wait.assert_not_called()
-    assert isinstance(seen.read(Op.SUM), Mark)
+    assert isinstance(seen.read(Op.SUM), StepFlag)
     copy.wait.assert_called_once_with()
 
 

@@ -12,12 +12,12 @@ from elastic.collectives.interface import Op
 from elastic.errors import StateMismatch
 from elastic.optimizer import plan_agreement
 from elastic.optimizer.plan_agreement import (
-    Layout,
-    Mark,
-    Outline,
+    BucketSpec,
+    PlanDigest,
     Plans,
     Sparse,
-    Wire,
+    StepFlag,
+    StepPlan,
 )
 
 FOLDS: dict[Op, Any] = {Op.SUM: sum, Op.MAX: max, Op.MIN: min, Op.PRODUCT: math.prod}
@@ -33,11 +33,11 @@ class Optimizer:
         self.replaced += 1
 
 
-def layout(digest: int) -> Layout:
-    return Layout(digest, (1,), int(Op.SUM), 0.5, (0,), (Wire(17, "float32", "cpu"),), ())
+def layout(digest: int) -> StepPlan:
+    return StepPlan(digest, (1,), int(Op.SUM), 0.5, (0,), (BucketSpec(17, "float32", "cpu"),), ())
 
 
-def reduced(*proposals: list[int]) -> plan_agreement.Verdict:
+def reduced(*proposals: list[int]) -> plan_agreement.PlanVerdict:
     return plan_agreement.verdict([max(column) for column in zip(*proposals, strict=True)])
 
 
@@ -46,10 +46,10 @@ def reduced(*proposals: list[int]) -> plan_agreement.Verdict:
 
 @pytest.mark.parametrize("op", FOLDS)
 @pytest.mark.parametrize("joined", [0, 1, 5])
-@pytest.mark.parametrize("mark", [Mark.STEP, Mark.CHANGE])
+@pytest.mark.parametrize("mark", [StepFlag.STEP, StepFlag.CHANGE])
 def test_one_rank_that_has_data_is_heard_among_any_number_that_joined(op, joined, mark):
     for others in (1, 2, 30):
-        sent = [plan_agreement.mark_value(op, Mark.JOINED)] * joined + [
+        sent = [plan_agreement.mark_value(op, StepFlag.JOINED)] * joined + [
             plan_agreement.mark_value(op, mark)
         ] * others
         assert plan_agreement.read_mark(op, FOLDS[op](sent)) is mark
@@ -57,38 +57,39 @@ def test_one_rank_that_has_data_is_heard_among_any_number_that_joined(op, joined
 
 @pytest.mark.parametrize("op", FOLDS)
 def test_all_joined_is_heard_too(op):
-    sent = [plan_agreement.mark_value(op, Mark.JOINED)] * 7
-    assert plan_agreement.read_mark(op, FOLDS[op](sent)) is Mark.JOINED
+    sent = [plan_agreement.mark_value(op, StepFlag.JOINED)] * 7
+    assert plan_agreement.read_mark(op, FOLDS[op](sent)) is StepFlag.JOINED
 
 
 def test_a_mark_survives_the_scale_of_an_average():
     for size in (2, 1000):
-        for mark in (Mark.STEP, Mark.CHANGE):
+        for mark in (StepFlag.STEP, StepFlag.CHANGE):
             one = plan_agreement.mark_value(Op.SUM, mark) / size
             assert plan_agreement.read_mark(Op.SUM, one) is mark
 
 
 def test_a_sum_or_product_too_large_for_its_dtype_is_still_understood():
-    assert plan_agreement.read_mark(Op.SUM, math.inf) is Mark.STEP
-    assert plan_agreement.read_mark(Op.SUM, -math.inf) is Mark.CHANGE
-    assert plan_agreement.read_mark(Op.PRODUCT, math.inf) is Mark.STEP
-    assert plan_agreement.read_mark(Op.PRODUCT, math.inf * 0.0) is Mark.CHANGE
+    assert plan_agreement.read_mark(Op.SUM, math.inf) is StepFlag.STEP
+    assert plan_agreement.read_mark(Op.SUM, -math.inf) is StepFlag.CHANGE
+    assert plan_agreement.read_mark(Op.PRODUCT, math.inf) is StepFlag.STEP
+    assert plan_agreement.read_mark(Op.PRODUCT, math.inf * 0.0) is StepFlag.CHANGE
 
 
 @pytest.mark.parametrize("op", FOLDS)
 def test_one_change_is_heard_among_any_number_of_steps(op):
     for others in (1, 2, 30, 300):
         sent = [
-            plan_agreement.mark_value(op, mark) for mark in (Mark.CHANGE, *[Mark.STEP] * others)
+            plan_agreement.mark_value(op, mark)
+            for mark in (StepFlag.CHANGE, *[StepFlag.STEP] * others)
         ]
-        assert plan_agreement.read_mark(op, FOLDS[op](sent)) is Mark.CHANGE
+        assert plan_agreement.read_mark(op, FOLDS[op](sent)) is StepFlag.CHANGE
 
 
 # ---- comparing -----------------------------------------------------------------------------------
 
 
 def test_ranks_that_joined_have_no_say_in_what_must_be_equal():
-    own = Outline(7, 3, -1, 0)
+    own = PlanDigest(7, 3, -1, 0)
     free = Plans().taken()
     verdict = reduced(
         plan_agreement.proposal(None, 0, 0, 0, free),
@@ -103,15 +104,15 @@ def test_ranks_that_joined_have_no_say_in_what_must_be_equal():
 def test_a_difference_is_seen_by_all_with_its_bounds():
     free = Plans().taken()
     verdict = reduced(
-        plan_agreement.proposal(Outline(7, 3, -1, 0), 5, 0, 0, free),
-        plan_agreement.proposal(Outline(8, 3, -1, 0), 6, 0, 1, free),
+        plan_agreement.proposal(PlanDigest(7, 3, -1, 0), 5, 0, 0, free),
+        plan_agreement.proposal(PlanDigest(8, 3, -1, 0), 6, 0, 1, free),
     )
     assert not verdict.equal and not verdict.alike and not verdict.joined
     assert (verdict.least.digest, verdict.greatest.digest) == (7, 8)
 
 
 def test_an_order_that_all_have_seen_need_not_be_told():
-    own, free = Outline(7, 3, 100, -1), Plans().taken()
+    own, free = PlanDigest(7, 3, 100, -1), Plans().taken()
     joined = plan_agreement.proposal(None, 0, 0, 0, free)
     first, same, other = [
         plan_agreement.proposal(own, 5, 0, rank + 1, free, order=order)
@@ -130,16 +131,16 @@ def test_nobody_is_left_to_propose():
 
 
 def test_a_layout_survives_the_wire():
-    sent = Layout(
+    sent = StepPlan(
         1 << 61,
         (1, 0, 1),
         int(Op.SUM),
         1 / 3,
         (2, 0, 1),
-        (Wire(3, "bfloat16", "cuda"), Wire(1, "float32", "cpu")),
+        (BucketSpec(3, "bfloat16", "cuda"), BucketSpec(1, "float32", "cpu")),
         (Sparse(4, (50, 8), 1, "float32", "cpu"),),
     )
-    assert Layout.decode(sent.encode()) == sent
+    assert StepPlan.decode(sent.encode()) == sent
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def agree(
     known: Plans, digest: int, owner: Optimizer, others_taken: list[int] | None = None
 ) -> int:
     before = known.find(owner)
-    own = Outline(digest, 1, -1 if before is None else before.number, 0)
+    own = PlanDigest(digest, 1, -1 if before is None else before.number, 0)
     proposals = [plan_agreement.proposal(own, 5, 0, 0, known.taken())]
     if others_taken is not None:
         proposals.append(plan_agreement.proposal(own, 5, 0, 1, others_taken))

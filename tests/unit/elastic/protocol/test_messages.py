@@ -38,7 +38,7 @@ FROM_WORKER = [
     protocol.Raised(3, None, "ValueError: x", "Traceback"),
     protocol.Quit(3, 255),
     protocol.Returned(3),
-    protocol.Result(b"\x00blob"),
+    protocol.SendResult(b"\x00blob"),
     protocol.Reported(7, 5, 3, 1, 4, 1.8e9, b"\x80", 2),
     protocol.ClockAsked(2**62),
     protocol.Traced(1, -5, [("X", "grads", "ALLREDUCE", 2**62, 7), ("i", "", "2", 1, 0)], 3),
@@ -140,7 +140,7 @@ def test_a_number_that_no_journal_could_keep_is_refused(number):
 
 def test_what_is_too_long_is_not_sent():
     with pytest.raises(ProtocolError, match="Result has"):
-        encoded(protocol.Result(bytes(protocol.FRAME_LIMIT)))
+        encoded(protocol.SendResult(bytes(protocol.FRAME_LIMIT)))
 
 
 def test_fields_of_a_later_version_are_skipped():

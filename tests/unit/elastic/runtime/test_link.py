@@ -120,9 +120,9 @@ def test_messages_go_both_ways_whatever_their_size(paths):
     blob = os.urandom(1 << 20) * 8
     with driving(paths) as driver, linked(driver, paths) as (link, told):
         link.send(protocol.Hello(A, 7))
-        link.send(protocol.Result(blob))
+        link.send(protocol.SendResult(blob))
         assert driver.next() == protocol.Hello(A, 7)
-        assert driver.next() == protocol.Result(blob)
+        assert driver.next() == protocol.SendResult(blob)
         text = "x" * (8 << 20)
         driver.send(protocol.End(text))
         driver.send(protocol.Finish(1))

@@ -7,10 +7,10 @@ import pytest
 import elastic
 from elastic.errors import Invalid
 from elastic.protocol import messages as protocol
-from elastic.runtime.progress import PACE_S, Progress
+from elastic.runtime.progress import PACE_S, ProgressCounter
 
 
-def told(progress: Progress, now: float) -> list[tuple[str, float, str]]:
+def told(progress: ProgressCounter, now: float) -> list[tuple[str, float, str]]:
     """Collective, seconds, phase."""
     messages = progress.tell(now)
     assert all(isinstance(m, protocol.Progress) for m in messages)
@@ -18,7 +18,7 @@ def told(progress: Progress, now: float) -> list[tuple[str, float, str]]:
 
 
 def test_a_step_in_which_nobody_waits_says_nothing():
-    progress = Progress()
+    progress = ProgressCounter()
     for step in range(100):
         progress.enter(2, "gradients", step * 0.1)
         assert not progress.leave(step * 0.1 + 0.05)
@@ -26,7 +26,7 @@ def test_a_step_in_which_nobody_waits_says_nothing():
 
 
 def test_a_wait_of_a_second_is_said_and_so_is_its_end():
-    progress = Progress()
+    progress = ProgressCounter()
     progress.enter(2, "allreduce.loss", 10.0)
     assert told(progress, 10.9) == []
     assert told(progress, 11.2) == [("allreduce.loss", 1.2, "")]
@@ -38,7 +38,7 @@ def test_a_wait_of_a_second_is_said_and_so_is_its_end():
 
 
 def test_while_it_waits_it_says_how_far_its_gpu_is():
-    progress, asked = Progress(), []
+    progress, asked = ProgressCounter(), []
     counts = protocol.Launches("gradients", 4, 7, 6, 6)
 
     def gpu() -> list[protocol.Launches]:
@@ -57,7 +57,7 @@ def test_while_it_waits_it_says_how_far_its_gpu_is():
 
 
 def test_the_next_collective_is_another_wait():
-    progress = Progress()
+    progress = ProgressCounter()
     progress.enter(2, "allreduce.loss", 10.0)
     told(progress, 11.5)
     progress.leave(11.6)
@@ -67,7 +67,7 @@ def test_the_next_collective_is_another_wait():
 
 
 def test_collectives_are_counted_in_each_generation():
-    progress = Progress()
+    progress = ProgressCounter()
     for _ in range(3):
         progress.enter(2, "gradients", 0.0)
         progress.leave(0.0)
@@ -78,7 +78,7 @@ def test_collectives_are_counted_in_each_generation():
 
 def test_one_inside_another_is_the_outer_one():
     """A group is formed in the middle of a collective: that is one wait."""
-    progress = Progress()
+    progress = ProgressCounter()
     progress.enter(2, "gradients", 10.0)
     progress.enter(2, "forming the gradients group", 10.1)
     assert told(progress, 11.5) == [("gradients", 1.5, "")]
@@ -87,7 +87,7 @@ def test_one_inside_another_is_the_outer_one():
 
 
 def test_a_long_phase_is_said_at_both_ends_and_restores_the_outer_one():
-    progress = Progress()
+    progress = ProgressCounter()
     outer, said = progress.begin_phase("evaluate")
     assert isinstance(said, protocol.Progress) and said.phase == "evaluate"
     before, said = progress.begin_phase("write")
@@ -98,14 +98,14 @@ def test_a_long_phase_is_said_at_both_ends_and_restores_the_outer_one():
 
 
 def test_waiting_inside_a_long_phase_is_said_with_it():
-    progress = Progress()
+    progress = ProgressCounter()
     progress.begin_phase("evaluate")
     progress.enter(2, "allreduce.score", 10.0)
     assert told(progress, 12.0) == [("allreduce.score", 2.0, "evaluate")]
 
 
 def test_the_pace_is_how_much_was_waited_in_half_a_minute():
-    progress = Progress()
+    progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.0)
     assert progress.pace(0.0) == []
@@ -120,7 +120,7 @@ def test_the_pace_is_how_much_was_waited_in_half_a_minute():
 
 
 def test_the_pace_tells_of_commits_without_a_message_of_their_own():
-    progress = Progress()
+    progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.5)
     assert progress.pace(1.0, protocol.Commit(2, 4)) == []
@@ -132,7 +132,7 @@ def test_the_pace_tells_of_commits_without_a_message_of_their_own():
 
 
 def test_a_pace_never_spans_two_worlds():
-    progress = Progress()
+    progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.5)
     progress.pace(0.5)

@@ -18,7 +18,7 @@ from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState, exchange
 from elastic.state.handlers import python_values
-from elastic.state.handlers.tensor_spec import Place, Spec
+from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots.snapshot import same_bits
 
 
@@ -349,9 +349,9 @@ def test_the_passes_that_a_script_has_set_meanwhile_travel_with_an_optimizer(mon
 
 GPU = torch.device("cuda", 1)
 SPECS = {
-    ("model", "weight"): Spec((4,), torch.float32, "cuda"),
-    ("optimizer", "0.step"): Spec((), torch.float32),
-    ("model", "bias"): Spec((2,), torch.float32, "cuda"),
+    ("model", "weight"): TensorSpec((4,), torch.float32, "cuda"),
+    ("optimizer", "0.step"): TensorSpec((), torch.float32),
+    ("model", "bias"): TensorSpec((2,), torch.float32, "cuda"),
 }
 
 
@@ -363,7 +363,9 @@ def roads(monkeypatch, gpus: list[torch.device | None]) -> list[list[tuple[str, 
 
     def one(rank: int, group: fake.FakeCollectives) -> None:
         own.gpu = gpus[rank]
-        made = exchange._roads(group, SPECS, dict.fromkeys(SPECS, Place.NEW), lambda device: group)
+        made = exchange._roads(
+            group, SPECS, dict.fromkeys(SPECS, Destination.NEW), lambda device: group
+        )
         found[rank] = [(device.type, [key for _, key in specs]) for _, device, specs in made]
 
     threads = [
@@ -389,7 +391,7 @@ def test_where_one_rank_has_no_gpu_all_goes_through_host_memory(monkeypatch, gpu
 
 def test_what_lies_on_the_cpu_needs_no_agreement():
     group = fake.world(2)[0]  # whose peer would be waited for
-    specs = {("model", "weight"): Spec((4,), torch.float32)}
+    specs = {("model", "weight"): TensorSpec((4,), torch.float32)}
     assert exchange._roads(group, specs, {}, None) == [(group, torch.device("cpu"), specs)]
 
 
@@ -401,4 +403,4 @@ def test_a_tensor_on_another_gpu_than_the_collectives_is_no_reason_to_hang(monke
     assert exchange._gpu({("model", "weight"): tensor}) is None
     tensor.device = torch.device("cuda", 0)
     assert exchange._gpu({("model", "weight"): tensor}) == tensor.device
-    assert exchange._gpu({("model", "weight"): Place.NEW}) == tensor.device
+    assert exchange._gpu({("model", "weight"): Destination.NEW}) == tensor.device

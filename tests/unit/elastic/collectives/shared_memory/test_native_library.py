@@ -193,7 +193,7 @@ def test_the_options_have_the_fields_of_the_header():
     declared = [
         (name, size_in_c(kind)) for kind, name in re.findall(r"([\w *]+[ *])(\w+);", body[1])
     ]
-    known = [(name, size_here(kind)) for name, kind in native_library.Options._fields_]
+    known = [(name, size_here(kind)) for name, kind in native_library.NativeOptions._fields_]
     assert declared == known
 
 
