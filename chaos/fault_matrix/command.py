@@ -21,7 +21,7 @@ from elastic.chaos.fault_matrix import cells as faults
 from elastic.chaos.fault_matrix import expectations, page, run_cell
 from elastic.chaos.fault_matrix.cells import Cell
 from elastic.chaos.fault_matrix.expectations import Batch, Result
-from elastic.chaos.fault_matrix.job import SCRIPT, MatrixJob
+from elastic.chaos.fault_matrix.job import MatrixJob
 from elastic.chaos.inject.network import check_partition
 from elastic.errors import Invalid
 
@@ -70,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    root = checkout()
     chosen = choose(options)
     if options.jobs < 1:
         raise Invalid(f"--jobs is {options.jobs}; give 1 or more")
@@ -85,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
     for cell in set(todo) - set(here):
         print(f"not run here: {cell}: {not_here(cell)}")
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    run(Choice(here, options.jobs, options.results), root)
+    run(Choice(here, options.jobs, options.results))
     results = read(options.results)
     if options.report is not None:
         options.report.write_text(page.page(results, not_here=not_here))
@@ -95,14 +94,6 @@ def main(options: argparse.Namespace) -> int:
     passed = sum(c in results and results[c].passed for c in chosen)
     print(f"{passed} cells passed, {len(failed)} failed, {len(set(todo) - set(here))} not run here")
     return 1 if failed else 0
-
-
-def checkout() -> Path:
-    """Where the training script is. Raises Invalid where there is none."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / SCRIPT).exists():
-        raise Invalid(f"the matrix trains {SCRIPT}, which only a checkout of the repository has")
-    return root
 
 
 def choose(options: argparse.Namespace) -> list[Cell]:
@@ -171,12 +162,12 @@ def _no_partition() -> str:
 # ---- running -------------------------------------------------------------------------------------
 
 
-def run(choice: Choice, root: Path) -> None:
+def run(choice: Choice) -> None:
     """Every cell, in jobs that go through several each; results are in the file as soon as they are known."""
     jobs = expectations.batches(choice.cells)
     done = Progress(len(choice.cells), choice.results)
     with ThreadPoolExecutor(choice.jobs) as pool:
-        for each in [pool.submit(run_batch, batch, root, done) for batch in jobs]:
+        for each in [pool.submit(run_batch, batch, done) for batch in jobs]:
             each.result()
 
 
@@ -207,23 +198,23 @@ class Progress:
                 file.write(json.dumps(said) + "\n")
 
 
-def run_batch(batch: Batch, root: Path, done: Progress) -> None:
+def run_batch(batch: Batch, done: Progress) -> None:
     """One job. When a cell fails, the cells behind it go on in another job."""
     cells = list(batch.cells)
     while cells:
-        results, keep = one_job(cells, root, done)
+        results, keep = one_job(cells, done)
         done.write(results)
         cells = cells[len(results) :]
         if keep is not None:
             print(f"         everything of that job is in {keep}", flush=True)
 
 
-def one_job(cells: Sequence[Cell], root: Path, done: Progress) -> tuple[list[Result], Path | None]:
+def one_job(cells: Sequence[Cell], done: Progress) -> tuple[list[Result], Path | None]:
     """Results of the first cells, as far as the job came, and its folder if something was wrong."""
     small = any(c.victim == faults.DRIVER and c.fault == faults.DISK for c in cells)
     folder = Path(tempfile.mkdtemp(prefix="elastic-matrix-"))
     shared = not any(map(expectations.shuts_connections, cells))
-    job = MatrixJob(folder, root, small_disk=small, shared_memory=shared)
+    job = MatrixJob(folder, small_disk=small, shared_memory=shared)
     results: list[Result] = []
     try:
         if not expectations.is_first(cells[0]):

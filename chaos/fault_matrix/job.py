@@ -25,7 +25,7 @@ END_S = 30.0  # for a job to end once it was told to
 LOOK_S = 0.01
 SLOTS = 64  # room for those that must not return to their slot
 SMALL_DISK_BYTES = 16 << 20
-SCRIPT = Path("tests", "integration", "scripts", "matrix_training.py")
+TRAINING = "elastic.chaos.fault_matrix.training"
 FLAGS = (
     *("-np", str(WORKERS), "--min-np", "1", "--max-np", str(WORKERS), "-H", f"localhost:{SLOTS}"),
     *("--lease", "0.5", "--idle-timeout", "2", "--busy-warning", "2", "--busy-timeout", "6"),
@@ -42,12 +42,11 @@ class MatrixJob:
     """A job in a folder of its own, not started yet: its first workers may be told what to do before they start."""
 
     def __init__(
-        self, folder: Path, root: Path, *, small_disk: bool = False, shared_memory: bool = True
+        self, folder: Path, *, small_disk: bool = False, shared_memory: bool = True
     ) -> None:
         self.folder = folder
         self.story = JournalFacts()
         self.over = folder / "over"  # its existence ends the training
-        self._root = root
         self._shared_memory = shared_memory
         self._rules = folder / "rules"
         self._mark = uuid.uuid4().hex
@@ -72,7 +71,7 @@ class MatrixJob:
                 [
                     str(Path(sys.executable).with_name("elasticrun")),
                     *FLAGS,
-                    *("--journal", str(self.journal), sys.executable, str(self._root / SCRIPT)),
+                    *("--journal", str(self.journal), sys.executable, "-m", TRAINING),
                     str(self.over),
                 ],
                 cwd=self.folder,

@@ -171,7 +171,7 @@ def _rejections(codes: Any) -> tuple[Any, ...]:
 def _trouble(details: str, access: EtcdAccess) -> Unavailable:
     """gRPC's words for a connection that does not come about, in ours."""
     tls = access.tls
-    if "EtcdConnection refused" in details:
+    if "Connection refused" in details:
         return Unavailable(NOBODY_THERE)
     if "DNS" in details or "resolution" in details:
         return Unavailable("its name can't be looked up")

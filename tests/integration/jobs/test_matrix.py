@@ -18,7 +18,6 @@ from elastic.chaos.fault_matrix.command import Progress
 from elastic.chaos.fault_matrix.expectations import Batch
 
 AT_A_TIME = 2  # jobs: while one waits for its workers to start, another waits for a lease
-ROOT = Path(__file__).parents[3]
 CHOSEN = expectations.pairwise(c for c in cells.all_cells() if not cells.impossible(c))
 HERE = [cell for cell in CHOSEN if not command.not_here(cell)]
 JOBS = expectations.batches(HERE)
@@ -30,7 +29,7 @@ def results(tmp_path_factory) -> Iterator[tuple[list[Future[None]], Path]]:
     file = tmp_path_factory.mktemp("matrix") / "results.jsonl"
     done = Progress(len(HERE), file)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        futures = [pool.submit(command.run_batch, job, ROOT, done) for job in JOBS]
+        futures = [pool.submit(command.run_batch, job, done) for job in JOBS]
         yield futures, file
         for future in futures:
             future.cancel()
@@ -66,7 +65,7 @@ def test_a_cell_that_does_not_end_as_it_should_fails_and_says_what_was_seen(
     monkeypatch.setattr(expectations, "expected", lambda _: leaves)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     file = tmp_path / "results.jsonl"
-    command.run_batch(Batch([cell]), ROOT, Progress(1, file))
+    command.run_batch(Batch([cell]), Progress(1, file))
     result = command.read(file)[cell]
     assert not result.passed
     assert "left with exit code -9" in result.said
