@@ -9,7 +9,7 @@ READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/shared_memory/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install native sanitize train test fakecuda faults gpu check fix bench bench-ray soak matrix hosts clean
+.PHONY: help install native sanitize train test nightly fakecuda faults gpu check fix bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make sanitize  test the C++ under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make train     two to five minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make test      install, then every test"
+	@echo "make nightly   what takes too long for make test: all seeds and sizes of the simulation, the C++ under sanitizers"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
 	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
 	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
@@ -73,6 +74,10 @@ TESTS_AT_ONCE ?= 2
 test: $(READY)
 	@tests/needs.sh
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
+
+# Marked nightly: the rest of what make test runs a part of.
+nightly: $(READY) sanitize
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly
 
 # See tests/harness/fake_cuda/README.md. Tests marked gpu find made-up ones.
 fakecuda: $(READY)

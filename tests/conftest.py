@@ -27,6 +27,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write golden files anew from what the code does now; read the diff afterwards",
     )
+    parser.addoption(
+        "--nightly",
+        action="store_true",
+        help="also what takes too long for every run: make nightly",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--nightly"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("nightly")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def cuda_found() -> bool:

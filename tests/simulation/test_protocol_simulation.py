@@ -6,6 +6,7 @@ A seed that fails prints itself; `python -m elastic.chaos simulate --seed N` sho
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,21 @@ from elastic.protocol.messages import Worker
 WORKERS = 8
 QUICK = 24
 MANY = 1000
+EACH = 200  # of them in every run of the tests; all in the nightly one
 ALLOWED = (  # ways in which a job may end without success when anything may happen to it
     "nobody is left to go on from",
     "no survivor holds a commit",
     "raised the same exception",
     "every slot was given up",
 )
+
+
+def some(every: range, count: int) -> list[Any]:
+    """The first ones run each time, the others at night."""
+    return [
+        pytest.param(each, marks=[pytest.mark.nightly] if number >= count else [])
+        for number, each in enumerate(every)
+    ]
 
 
 def simulate(seed: int) -> Outcome:
@@ -60,7 +70,7 @@ def test_seeds_that_have_found_something(seed, workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(QUICK, QUICK + MANY, 50))
+@pytest.mark.parametrize("first", some(range(QUICK, QUICK + MANY, 50), EACH // 50))
 def test_a_thousand_seeds(first):
     for seed in range(first, first + 50):
         simulate(seed)
@@ -154,7 +164,7 @@ def test_the_driver_crashes_here_and_there():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1, 9))
+@pytest.mark.parametrize("first", some(range(1, 9), 1))
 def test_the_driver_crashes_wherever_it_gives_up_control(first):
     crash_the_driver(first, 8)
 

@@ -46,6 +46,7 @@ def test_a_regroup_costs_no_more_than_linearly():
     assert large.decide_ms < 10 * small.decide_ms * 3  # loose: it is a measured time
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ten_thousand_workers_fit_into_a_minute():
     began = time.process_time()
