@@ -76,8 +76,7 @@ class Groups:
         self._made: dict[GroupKey, Collectives] = {}
         self._connecting: set[Connecting] = set()
         self._unmade: list[NcclCollectives] = []  # did not connect; peers may use their memory
-        self._buried: list[NcclCollectives] = []  # of the world before ...
-        self._retired_at = 0.0  # ... and since when they are being freed
+        self._buried: list[NcclCollectives] = []  # of the world before
         self._store: Store | None = None
         self._listener: StoreListener | None = None
         self._engine: Engine | None = None
@@ -295,9 +294,9 @@ class Groups:
 
     def make_room(self) -> None:
         """Before this worker is ready for another world: a GPU holds the communicators of two at most, so the world
-        before the last one has to be off it, and has had time for that since `retire`. Raises DeviceLost.
+        before the last one has to be off it. Raises DeviceLost.
         """
-        until = self._retired_at + self._env.timeout_s
+        until = time.monotonic() + self._env.timeout_s
         if not all(group.freed(max(0.0, until - time.monotonic())) for group in self._buried):
             raise DeviceLost(
                 f"its GPU did not get back the memory of an earlier world's communicators within"
@@ -317,7 +316,6 @@ class Groups:
                 if device_type == "cuda"
             ]
             self._buried += self._unmade
-            self._retired_at = time.monotonic()
             self._unmade = []
             for purpose, device_type, members in self._made:
                 if self._place is not None and len(members) == self._place.size:

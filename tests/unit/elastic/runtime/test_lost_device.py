@@ -17,7 +17,7 @@ from elastic.collectives.gloo.process_group import GlooCollectives
 from elastic.collectives.nccl import NcclCollectives, NcclWork
 from elastic.errors import DeviceLost, PeerLost
 from elastic.rendezvous import environment
-from elastic.runtime import lifecycle, process_groups
+from elastic.runtime import lifecycle
 from elastic.runtime.process_groups import Groups
 from elastic.runtime.worker import Runtime
 from elastic.state import ObjectState
@@ -43,7 +43,7 @@ def gpu(monkeypatch):
     group.abort()
     made = Groups(environment.read({}), over=lambda: True)
     made._made["named", "cuda", (0, 1)] = group
-    return SimpleNamespace(groups=made, group=group, kernel=kernel, clock=clock, time=passing)
+    return SimpleNamespace(groups=made, group=group, kernel=kernel, clock=clock)
 
 
 def test_a_kernel_that_outlives_its_abort_is_given_ten_seconds_and_no_more(gpu):
@@ -75,20 +75,6 @@ def test_nobody_is_ready_before_the_gpu_has_the_memory_of_the_world_before_the_l
         gpu.groups.make_room()
     gpu.clock.now = 104.0
     gpu.groups.make_room()
-
-
-def test_a_gpu_that_had_time_to_free_its_memory_is_waited_for_no_longer(gpu, monkeypatch):
-    """The others wait for this worker: its 30 s began when the memory was to be freed."""
-    monkeypatch.setattr(process_groups, "time", gpu.time)
-    gpu.kernel.is_completed.return_value = True
-    stuck = create_autospec(NcclCollectives, instance=True)
-    stuck.freed.return_value = False
-    gpu.groups._made = {("named", "cuda", (0, 1)): stuck}
-    gpu.groups.retire()
-    gpu.clock.now += 20.0
-    with pytest.raises(DeviceLost, match="did not get back"):
-        gpu.groups.make_room()
-    assert [call.args for call in stuck.freed.call_args_list] == [(10.0,)]
 
 
 def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
