@@ -33,7 +33,7 @@ inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
 wanted = inputs.sin() @ torch.ones(6, 3)
 
 
-class State(elastic.TorchState):
+class WatchedState(elastic.TorchState):
     committed = -1  # steps; this process's own
 
     def commit(self) -> None:
@@ -51,7 +51,7 @@ class State(elastic.TorchState):
         assert self.step >= self.committed, f"step {self.step} after {self.committed} was committed"
 
 
-def one_step(state: State, batch: list[int]) -> None:
+def one_step(state: WatchedState, batch: list[int]) -> None:
     state.optimizer.zero_grad()
     # A share of the whole batch, so that the loss is the same however many train.
     loss = (state.model(inputs[batch]) - wanted[batch]).square().sum() / SAMPLES
@@ -63,7 +63,7 @@ def one_step(state: State, batch: list[int]) -> None:
     state.step += 1
 
 
-def evaluate(state: State) -> None:
+def evaluate(state: WatchedState) -> None:
     with torch.no_grad():
         failpoint("evaluation")
         loss = (state.model(inputs) - wanted).square().mean()
@@ -71,7 +71,7 @@ def evaluate(state: State) -> None:
     assert torch.isfinite(mean), mean
 
 
-def one_epoch(state: State) -> None:
+def one_epoch(state: WatchedState) -> None:
     indices = list(state.sampler)
     for number, start in enumerate(range(0, len(indices), BATCH)):
         batch = indices[start : start + BATCH]
@@ -113,13 +113,13 @@ def main() -> None:
         op=elastic.Sum,
     )
     sampler = elastic.ElasticSampler(range(SAMPLES), shuffle=True)
-    state = State(
+    state = WatchedState(
         model=model, optimizer=optimizer, sampler=sampler, step=0, epoch=0, seen=[], repeats=0
     )
     state.register_reset_callbacks([lambda: failpoint("reset")])
 
     @elastic.run
-    def train(state: State) -> None:
+    def train(state: WatchedState) -> None:
         state.watch()
         try:
             while True:
