@@ -12,10 +12,12 @@ import sys
 import time
 from typing import Any
 
+from elastic.chaos.hosts import light_torch  # noqa: F401
+
+# isort: split
 import torch
 
 import elastic
-from elastic.chaos.hosts.no_compile import without_compiler
 from elastic.failpoints import failpoint, set_step
 from elastic.optimizer import gradient_reducer
 
@@ -24,8 +26,6 @@ BATCH = 2
 STEP_S = 0.02  # besides the work, so that a machine with few cores has room for imports
 EVALUATE_EVERY = 3  # steps
 
-without_compiler()
-torch.set_num_threads(1)
 gradient_reducer.FIRST_BYTES = gradient_reducer.FULL_BYTES = (
     64  # several buckets for a few parameters
 )

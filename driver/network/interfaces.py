@@ -17,10 +17,9 @@ from elastic.driver.network.choose_address import (
     wanted_address,
     worker_variables,
 )
-from elastic.driver.network.resolver import Found, resolved
+from elastic.driver.network.resolver import LOOKUP_S, Found, resolved
 from elastic.errors import Invalid
 
-LOOKUP_S = 5.0
 ASKED = 4  # hosts, until one shows the way
 _OUTWARD = ("192.0.2.1", "2001:db8::1")  # of nobody: only the way there is asked for
 _PORT = 9

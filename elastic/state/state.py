@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from elastic.api.broadcasting import broadcast_object
+from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
 from elastic.monitoring import timeline
 from elastic.runtime import lifecycle
 from elastic.state import exchange
+from elastic.state.exchange import GroupOn
 from elastic.state.handlers.python_values import copied
-
-if TYPE_CHECKING:
-    from elastic.collectives.interface import Collectives
-    from elastic.state.exchange import GroupOn
 
 log = logging.getLogger("elastic.state")
 
@@ -43,7 +41,7 @@ class State:
         bcast_object: Broadcast | None = None,
         get_rank: Callable[[], int] | None = None,
     ) -> None:
-        self._bcast_object: Broadcast = bcast_object or _broadcast_object
+        self._bcast_object: Broadcast = bcast_object or broadcast_object
         self._rank: Callable[[], int] = get_rank or _rank
         self._host_messages: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._last_updated_timestamp: Any = 0
@@ -283,8 +281,6 @@ def refuse_method_names(names: Iterable[str]) -> None:
 
 def custom_broadcast(state: State) -> bool:
     """Whether the state was given a ``bcast_object`` that is not the runtime's."""
-    if state._bcast_object is _broadcast_object:
-        return False
     return state._bcast_object is not broadcast_object
 
 
@@ -298,10 +294,6 @@ def has_custom_sync(state: State) -> bool:
 def _is_ours(method: Callable[..., Any]) -> bool:
     """Whether a method of a state is this package's, and not a script's own."""
     return getattr(method, "__module__", "").startswith("elastic.state.")
-
-
-def _broadcast_object(value: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    return broadcast_object(value, root_rank, name)
 
 
 def _rank() -> int:

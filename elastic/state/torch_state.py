@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.state import exchange
+from elastic.state.exchange import GroupOn
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.part import Part, SamplerStateHandler
 from elastic.state.handlers.random_state import RandomState
@@ -17,10 +19,6 @@ from elastic.state.handlers.registry import StateHandler, handler_for
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
 from elastic.state.state import ObjectState, log, refuse_method_names
-
-if TYPE_CHECKING:
-    from elastic.collectives.interface import Collectives
-    from elastic.state.exchange import GroupOn
 
 
 class TorchState(ObjectState):

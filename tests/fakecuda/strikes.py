@@ -26,6 +26,7 @@ KINDS = (
     "endless kernel",
     "endless copy",
 )
+SPARING = ("kernel:error", "abort:hang")  # acts that end no process at once
 CODES = (214, 220, 700, 719)  # ECC, NVLink, an illegal access, a failed launch
 IDLE_S = 30.0  # until a worker that waits for an endless copy is taken for stuck
 
@@ -40,6 +41,19 @@ class Strike:
     killed: int | None = None  # this rank is killed from outside then
     lost: int = 0  # workers, in the end
     allowed_s: float = 10.0  # beside the time to connect, until the others train on
+
+    @property
+    def acts(self) -> list[str]:
+        """Of the rules that strike once, in their order: where and how, ``kernel:die`` say."""
+        return [rule.split(",")[0] for rule in self.rules if "once=" in rule]
+
+    @property
+    def hangs(self) -> int | None:
+        """The rank whose abort never ends. Its process is lost when a later world breaks."""
+        for rule in self.rules:
+            if rule.startswith("abort:hang,rank="):
+                return int(rule.split(",")[1].removeprefix("rank="))
+        return None
 
     def __str__(self) -> str:
         killed = "" if self.killed is None else f"; rank {self.killed} is killed then"

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from fakecuda.strikes import FULL, GPUS, HOSTS, Strike
+from fakecuda.strikes import FULL, GPUS, HOSTS, SPARING, Strike
 from harness.history import RETURN, History, started
 from harness.job import Job
 
@@ -73,38 +73,46 @@ class StruckJob:
         once = f"struck.{number}"
         self._arm("; ".join(strike.rules).replace("ONCE", once).replace("; ", ";"))
         files = [self.folder / f"{once}.{n}" for n in range(strike.once)]
-        self._until(lambda: all(map(whole_file, files)), f"the fault, {strike}", CONNECT_S + 10)
-        struck = [file.read_text().split() for file in files]
-        at = max(float(when) for _, when in struck)
+        rank_of = {pid: steps[0]["rank"] for pid, steps in self._steps[before].items()}
+        # An abort that hangs already can't begin to: its process may be lost before it comes to another.
         spent = self._spent & pids
-        once_only = [rule for rule in strike.rules if "once=" in rule]
-        hangs = [rule.startswith("abort:hang") for rule in once_only]
-        self._spent |= {int(pid) for (pid, _), hang in zip(struck, hangs, strict=True) if hang}
+        again = strike.hangs in {rank_of[pid] for pid in spent}
+        awaited = [
+            file
+            for file, act in zip(files, strike.acts, strict=True)
+            if not (again and act == "abort:hang")
+        ]
+        self._until(lambda: all(map(whole_file, awaited)), f"the fault, {strike}", CONNECT_S + 10)
+        victims, at = set(), 0.0
+        for file, act in zip(files, strike.acts, strict=True):
+            if file in awaited or whole_file(file):
+                pid, when = file.read_text().split()
+                at = max(at, float(when))
+                if act == "abort:hang":
+                    self._spent.add(int(pid))
+                elif act not in SPARING:
+                    victims.add(int(pid))
         if strike.killed is not None:
-            victim = next(
-                pid
-                for pid, steps in self._steps[before].items()
-                if steps[0]["rank"] == strike.killed
-            )
+            victim = next(pid for pid, rank in rank_of.items() if rank == strike.killed)
             at = time.monotonic()
             os.kill(victim, signal.SIGKILL)
+            victims.add(victim)
+        assert len(victims) == strike.lost, f"{strike} struck {victims}"
         allowed_s = CONNECT_S + strike.allowed_s
         self._until(lambda: self._resumed(before, at) is not None, "the next step", allowed_s)
         until = self._resumed(before, at)
         assert until is not None
         self._until(
-            lambda: len([pid for pid in pids if not alive(pid)]) >= strike.lost,
-            f"the end of {strike.lost} of the processes {sorted(pids)}",
-            allowed_s,
+            lambda: not any(map(alive, victims)), f"the end of the processes {victims}", allowed_s
         )
         self._arm("")
         self.whole(START_S)
         gone = {pid for pid in pids if not alive(pid)}
         left = spent - gone
         assert not left, f"processes {left} hold communicators of a world before the last one"
-        too = max(0, len(gone - self._spent) - strike.lost)
+        too = gone - victims - self._spent
         load = os.getloadavg()[0]
-        return Cost(number, strike.kind, until - at, self._nccl_s(at, until), too, load)
+        return Cost(number, strike.kind, until - at, self._nccl_s(at, until), len(too), load)
 
     def finish(self) -> History:
         """Ends the training and looks at all that was written down."""
