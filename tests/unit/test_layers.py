@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -210,6 +211,12 @@ def test_nobody_imports_driver_by_its_folder():
     for file in sources("elastic", "driver", "chaos", "horovod", "examples", "benchmarks", "tests"):
         for name, line in imported(ast.parse(file.read_text())):
             assert name.split(".")[0] not in {"driver", "chaos"}, f"{file}:{line} imports {name}"
+
+
+def test_the_product_names_no_test():
+    """What is installed has none: a file that is needed belongs to the product."""
+    for file in sources("elastic", "driver", "chaos", "horovod"):
+        assert not re.search(r'"tests"|\btests/', file.read_text()), file
 
 
 def imports() -> dict[str, set[str]]:
