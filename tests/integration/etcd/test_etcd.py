@@ -66,6 +66,7 @@ class Lists:
 
     def __init__(self, etcd: Etcd, job: str, log: Log, **rest: float) -> None:
         self.seen: list[dict[str, int]] = []
+        self._shown = 0  # where in it the list stands that was waited for last
         self._changed = asyncio.Event()
         self._task = asyncio.ensure_future(self._watch(EtcdDiscovery(etcd, job, log, **rest)))
 
@@ -76,13 +77,14 @@ class Lists:
                 self._changed.set()
 
     async def shows(self, hosts: dict[str, int]) -> float:
-        """Waits until this is the list; returns how long that took."""
+        """Waits for this list, now or since the last one that was waited for; returns how long that took."""
         began = time.monotonic()
 
         async def wait() -> None:
-            while not self.seen or self.seen[-1] != hosts:
+            while hosts not in self.seen[self._shown :]:
                 self._changed.clear()
                 await self._changed.wait()
+            self._shown = self.seen.index(hosts, self._shown)
 
         await asyncio.wait_for(wait(), SOON_S)
         return time.monotonic() - began

@@ -6,7 +6,6 @@ What is looked at does not depend on how busy the machine is: messages and bytes
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 from elastic.chaos.invariants.invariants import check_journal
@@ -67,12 +66,16 @@ def test_a_driver_that_was_killed_is_followed_by_one_that_leads_all_hosts(tmp_pa
         assert together.generation == first.generation + 1
         log = (tmp_path / "log").read_text()
     assert log.count("goes on unchanged") <= 1, "one line, not one for each worker"
-    assert events_of_the_second_driver(job.journal)["WorkerReconnected"] == workers
+    # Reports of the lost host may have been on their way when it went.
+    again = reconnected_to_the_second_driver(job.journal)
+    assert len([host for host, _ in again if host != "h42"]) == workers - SLOTS
     check_journal(job.journal, ended=False)
 
 
-def events_of_the_second_driver(journal: Path) -> Counter[str]:
+def reconnected_to_the_second_driver(journal: Path) -> set[tuple[str, int]]:
+    """Host and slot of each worker."""
     lines = journal.read_bytes().splitlines()
     resumed = max(n for n, line in enumerate(lines) if line.startswith(b'{"resumed":'))
     entries = (json.loads(line) for line in lines[resumed:] if line.startswith(b'{"at":'))
-    return Counter(entry["event"]["type"] for entry in entries)
+    events = (entry["event"] for entry in entries)
+    return {tuple(event["worker"][:2]) for event in events if event["type"] == "WorkerReconnected"}
