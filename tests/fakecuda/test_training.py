@@ -57,3 +57,34 @@ def test_a_newcomer_gets_the_state_over_nccl(job, fake_cuda, optimizer):
     joined = [each for each in history.all("enter") if each["worker"] == "localhost:2#2"]
     assert joined[0]["step"] == 6
     assert "rank 1 of 2 is ready on device 2" in training.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["kernel:die,device=2,nth=1", "kernel:die,device=0"])
+def test_a_death_while_the_state_travels_over_nccl_is_one_like_any_other(job, fake_cuda, dies):
+    """The newcomer's, in its first kernel ever; or that of rank 0, which sends: the next rank 0 sends what it has."""
+    faults = [
+        "kernel:die,device=2,nth=12,once=first",
+        "connect:slow,device=2,ms=500,when=first,once=second",
+        f"{dies},when=second,once=third",
+    ]
+    training = started(
+        job,
+        3,
+        RETURN,
+        **fake_cuda(gpus=3, FAKE_CUDA_LOG="1", FAKE_FAULTS=";".join(faults)),
+        DEVICE="cuda",
+        OPTIMIZER="Adam",
+        OWN_WEIGHTS="1",
+        HOLD="6:size=3",
+        STEPS="9",
+    )
+    training.succeed(200)
+    assert (training.folder / "third").exists(), "nobody died"
+    history = History(training)
+    history.check(steps=9, optimizer="Adam")
+    died = "localhost:0#1" if "device=0" in dies else "localhost:2#2"
+    entered = {record["worker"]: record["step"] for record in history.all("enter")}
+    assert "localhost:2#2" in entered if died == "localhost:0#1" else died not in entered
+    assert len(history.all("done")) == 3
+    assert died not in {record["worker"] for record in history.all("done")}
