@@ -1,7 +1,8 @@
 # One short command each. Needs Python 3.10 or later with venv, and make; everything else is installed into .venv.
 
 PYTHON ?= python3
-VENV   := .venv
+VENV   ?= .venv
+TORCH  ?=
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
@@ -18,6 +19,7 @@ help:
 	@echo "make sanitize  test the C++ under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make train     two to five minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make test      install, then every test"
+	@echo "make test-on-3.12, test-on-torch-2.14.1   the same with another Python or torch, in an environment of its own"
 	@echo "make nightly   what takes too long for make test: all seeds and sizes of the simulation, the C++ under sanitizers"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
 	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
@@ -38,8 +40,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "$(PYTHON) is missing or older than 3.10; install Python 3.10+ or run: make install PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt scikit-build-core
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 # Without the library all works, slower. So nothing stops here, but a line says what is missing.
@@ -74,6 +77,14 @@ TESTS_AT_ONCE ?= 2
 test: $(READY)
 	@tests/needs.sh
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
+
+# The same on other versions, which have to be there: make test-on-3.12, make test-on-torch-2.14.1 (a download of 3 GB each,
+# where the package index has CUDA builds only).
+test-on-torch-%:
+	$(MAKE) test VENV=.venv-torch-$* TORCH=$*
+
+test-on-%:
+	$(MAKE) test VENV=.venv-$* PYTHON=python$*
 
 # Marked nightly: the rest of what make test runs a part of.
 nightly: $(READY) sanitize

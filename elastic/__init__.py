@@ -37,8 +37,7 @@ _MODULES = {
     "elastic.launcher.launch_function": "launch",
     "elastic.monitoring.reporting": "report Report",
     "elastic.errors": (
-        "ElasticError Interrupted JobFailed NotInitialized PeerLost RetriesExhausted StateMismatch"
-        " TensorMismatch TooFewWorkers WorldChanging"
+        "ElasticError Interrupted JobFailed NotInitialized PeerLost StateMismatch TensorMismatch WorldChanging"
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}

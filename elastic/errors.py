@@ -59,16 +59,8 @@ class NotInitialized(ElasticError, ValueError):
     """A query or collective was called before ``init()``."""
 
 
-class TooFewWorkers(ElasticError):
-    """Fewer workers than ``--min-np`` for longer than ``--elastic-timeout``."""
-
-
 class StateMismatch(ElasticError):
     """This worker's model, optimizer or state differs from that of the running world."""
-
-
-class RetriesExhausted(ElasticError):
-    """``--reset-limit`` was reached, or every slot was given up."""
 
 
 class JobFailed(ElasticError, RuntimeError):
