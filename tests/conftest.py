@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also what takes too long for every run: make nightly",
     )
+
+
+def pytest_configure() -> None:
+    """A shell without job control starts ``make test &`` with SIGINT ignored, and so would all that tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
