@@ -156,12 +156,14 @@ def fake_cuda() -> Iterator[Callable[..., dict[str, str]]]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
     """Starts jobs: ``job("-np 4 --min-np 2", ["python", script, "--steps", "100"], env={...})``; see `harness.job`.
 
     Each runs in a folder of its own. At the end of the test no process of any may be left, and the journal of each must
     keep every invariant, or the test fails. A test that breaks the product on purpose says why in ``unchecked``.
+    Where a test is marked ``forked``, nobody waits for imports of torch.
     """
+    forked = request.node.get_closest_marker("forked") is not None
     started: list[Job] = []
 
     def start(
@@ -172,7 +174,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     ) -> Job:
         folder = tmp_path / f"job{len(started)}"
         folder.mkdir()
-        started.append(Job(flags, command, folder=folder, env=env))
+        started.append(Job(flags, command, folder=folder, env=env, forked=forked))
         return started[-1]
 
     yield start

@@ -34,6 +34,7 @@ class Job(Program):
         *,
         folder: Path,
         env: dict[str, str] | None = None,
+        forked: bool = False,
     ) -> None:
         self.folder = folder
         self.journal = folder / "journal.jsonl"
@@ -44,6 +45,7 @@ class Job(Program):
             env=clean_environment() | (env or {}),
             mark=MARK,
             called="elasticrun",
+            forked=forked,
         )
         self.driver = self.process
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.forked import Forked
+
 GRACE_S = 10.0  # to end after SIGTERM
 LINGER_S = 3.0  # for its last processes to go once it has ended
 SHOWN_LINES = 60
@@ -37,6 +39,7 @@ class Program:
     """Starts at once. Every wait has a deadline and fails with an AssertionError that shows the end of the output.
 
     ``mark`` is the environment variable by which its processes are found; ``called`` what messages call it.
+    ``forked``: it is `elasticrun`, and comes from a process that has imported torch; see `harness.forking`.
     """
 
     def __init__(
@@ -47,24 +50,15 @@ class Program:
         env: Mapping[str, str],
         mark: str,
         called: str = "the program",
+        forked: bool = False,
     ) -> None:
         self._called = called
+        self._forked = forked
         self._mark = f"{mark}={uuid.uuid4().hex}"
         self._lines: list[str] = []
         self._news = threading.Condition()
         self._output_ended = False
-        name, _, value = self._mark.partition("=")
-        self.process = subprocess.Popen(
-            words,
-            cwd=folder,
-            env={**env, name: value},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self.process = self._start(words, folder, env)
         self._reader = threading.Thread(target=self._read, name="program output", daemon=True)
         self._reader.start()
 
@@ -137,6 +131,24 @@ class Program:
         return left
 
     # ---- inside
+
+    def _start(
+        self, words: Sequence[str], folder: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[str] | Forked:
+        if self._forked:
+            return Forked(words, folder=folder, env=env, mark=self._mark)
+        name, _, value = self._mark.partition("=")
+        return subprocess.Popen(
+            words,
+            cwd=folder,
+            env={**env, name: value},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -8,6 +8,8 @@ import pytest
 
 from harness.history import RETURN, History, kill_slot, sizes, started
 
+pytestmark = pytest.mark.forked
+
 IN_A_STEP = ["forward", "backward", "optimizer", "commit", "saved"]
 
 # ---- before training -----------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from harness.history import RETURN, History, pid_of, sizes, started
 from harness.job import Job
 from harness.stalls import freezer
 
+pytestmark = pytest.mark.forked
+
 AT_WORK = "5:file=go"  # at step 5 the workers go on with collectives and commits until they may end
 
 

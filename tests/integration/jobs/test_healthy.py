@@ -11,6 +11,8 @@ from harness.job import Job
 from harness.stalls import debugged
 from integration.jobs.test_stuck import STALLING, fences, stalling
 
+pytestmark = pytest.mark.forked
+
 IDLE_S = 3.0
 FLAGS = f"--idle-timeout {IDLE_S:g} --busy-warning 60 --busy-timeout 600"
 

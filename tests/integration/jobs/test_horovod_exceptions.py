@@ -8,6 +8,8 @@ import pytest
 
 from harness.history import RETURN, SCRIPTS, STAY_AWAY, sizes
 
+pytestmark = pytest.mark.forked
+
 CATCHING = ["python", SCRIPTS / "horovod_exceptions.py"]
 OWN_LOOP = ["python", SCRIPTS / "horovod_own_loop.py"]
 

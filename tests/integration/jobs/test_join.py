@@ -10,6 +10,8 @@ import pytest
 from harness.history import RETURN, TRAINING, History, kill_slot, sizes, started
 from harness.job import Job
 
+pytestmark = pytest.mark.forked
+
 JOINERS = "slot=2,step=2,place=forward"  # its slot returns, and with it a newcomer
 
 

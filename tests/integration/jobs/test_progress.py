@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from harness.history import RETURN, SCRIPTS, History
 from harness.job import Job, Json
+
+pytestmark = pytest.mark.forked
 
 LOSS = "allreduce.loss"
 

@@ -24,6 +24,8 @@ from harness.history import (
 )
 from harness.job import Job
 
+pytestmark = pytest.mark.forked
+
 
 def until_steps(training: Job, number: int) -> None:
     """All workers' records together."""

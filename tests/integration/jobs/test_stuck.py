@@ -9,6 +9,8 @@ import pytest
 from harness.history import SCRIPTS, STAY_AWAY, History, sizes
 from harness.job import Job
 
+pytestmark = pytest.mark.forked
+
 SOON = "--idle-timeout 3"
 STALLING = ["python", SCRIPTS / "stalling.py"]
 

@@ -6,6 +6,8 @@ import pytest
 
 from harness.history import RETURN, SCRIPTS, STAY_AWAY, History, sizes, started
 
+pytestmark = pytest.mark.forked
+
 LOADING = ["python", SCRIPTS / "loading.py"]
 
 

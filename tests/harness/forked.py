@@ -1,0 +1,93 @@
+"""Programs under test that `harness.forking` has forked. Each process of pytest has one process to fork from."""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from elastic.driver.launch.environment import defaults
+from harness import forking
+from harness.forking import Told, early, tell
+
+
+class Forked:
+    """What tests use of `subprocess.Popen`: its number, too, stays its own until its exit status was read.
+
+    ``mark`` is ``NAME=value``: what `harness.program.marked` finds it by.
+    """
+
+    def __init__(
+        self, words: Sequence[str], *, folder: Path, env: Mapping[str, str], mark: str
+    ) -> None:
+        self.args = list(words)
+        self.returncode: int | None = None
+        name, _, value = mark.partition("=")
+        beginning = early({**defaults(threads=1), **env})  # as workers have it
+        source = _Source.of(tuple(beginning.items()), name, len(value))
+        output, write = os.pipe()
+        self._guardian, theirs = socket.socketpair()
+        told = Told(self.args, {**env, name: value}, str(folder), mark)
+        tell(source.channel, told, [write, theirs.fileno()])
+        os.close(write)
+        theirs.close()
+        self.stdout = os.fdopen(output, encoding="utf-8", errors="replace")
+        self._said = self._guardian.makefile("r")
+        number = self._said.readline()
+        assert number, "the process that jobs are forked from has ended"
+        self.pid = int(number)
+
+    def poll(self) -> int | None:
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._guardian], [], [], timeout)[0]:
+            self.returncode = int(self._said.readline())
+            self._said.close()
+            self._guardian.close()  # now it is reaped
+        return self.returncode
+
+
+class _Source:
+    """The process that has imported torch. It ends when its channel does."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.process = subprocess.Popen(
+            [sys.executable, forking.__file__, str(theirs.fileno())],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @classmethod
+    @functools.cache
+    def of(cls, beginning: tuple[tuple[str, str], ...], name: str, length: int) -> _Source:
+        """With room for a mark."""
+        others = {name: text for name, text in os.environ.items() if name not in early(os.environ)}
+        return cls({**others, **dict(beginning), name: "-" * length})

@@ -1,0 +1,80 @@
+"""A job that is forked from a process that has imported torch is a job as all others: its workers can't tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.history import SCRIPTS, TRAINING, History
+from harness.job import Job
+
+OWN_PROCESS = SCRIPTS / "own_process.py"
+
+
+def facts(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"facts.{rank}").read_text()) for rank in range(2)]
+
+
+def is_a_fork(pid: int) -> bool:
+    return b"forking.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_forked_worker_finds_in_its_process_what_a_started_one_finds(tmp_path):
+    found = {}
+    for forked in (True, False):
+        folder = tmp_path / str(forked) / "job"
+        folder.mkdir(parents=True)
+        job = Job("-np 2", ["python", OWN_PROCESS, "wait"], folder=folder, forked=forked)
+        try:
+            job.wait_for("wrote its facts", count=2)
+            found[forked] = facts(folder)
+            for told in found[forked]:
+                assert told.pop("parent") == job.driver.pid
+                assert is_a_fork(told["pid"]) == is_a_fork(job.driver.pid) == forked
+            drawn = [number for told in found[forked] for number in told.pop("drawn")]
+            assert len(set(drawn)) == len(drawn) == 4
+            pids = {told.pop("pid") for told in found[forked]}
+            assert pids == {event["pid"] for event in job.events("WorkerConnected")}
+            assert pids | {job.driver.pid} <= {process.pid for process in job.processes()}
+        finally:
+            assert job.end() == []
+    assert found[True] == found[False]
+
+
+@pytest.mark.forked
+def test_a_fork_that_its_driver_has_no_more_is_started_instead(job):
+    """Two workers and what is spare are forks, those after them are not: the job does not notice."""
+    failing = job(
+        "-np 2 --min-np 1 --blacklist-cooldown-range 0.1 0.1 --slot-attempts 5",
+        TRAINING,
+        env={
+            "ELASTIC_DIGESTS": "1",
+            "RAISE": "slot=1,place=before run,error=value,start=any",
+            "HOLD": "5:file=go",
+        },
+    )
+    failing.wait_for("slot localhost:1 is given up: 5 workers in a row")
+    (failing.folder / "go").touch()
+    failing.succeed()
+    History(failing).check()
+
+
+@pytest.mark.forked
+def test_its_exit_status_is_that_of_the_job(job):
+    failing = job("-np 1", ["python", SCRIPTS / "plain.py", "0", "7"])
+    assert failing.driver.poll() is None
+    assert failing.wait() == 7 and failing.driver.poll() == 7
+
+
+@pytest.mark.forked
+def test_forks_die_with_their_driver(job):
+    waiting = job("-np 2", ["python", OWN_PROCESS, "wait"])
+    waiting.wait_for("wrote its facts", count=2)
+    assert len(waiting.processes()) > 2
+    os.kill(waiting.driver.pid, signal.SIGKILL)
+    assert waiting.wait() == -signal.SIGKILL
