@@ -35,10 +35,23 @@ Parameters = (
 def broadcast_parameters(
     params: Parameters, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrites all tensors with rank ``root_rank``'s, in place.
+    """Overwrites all tensors with rank ``root_rank``'s, in place. They travel packed, 64 MiB at a time.
 
-    ``params``: a ``state_dict()``, (name, tensor) pairs as from ``named_parameters()``, or a list of tensors; with the
-    same names, shapes and dtypes on every rank, else ValueError on every rank. Entries that are None are left out.
+    Args:
+        params: a ``state_dict()``, (name, tensor) pairs as from ``named_parameters()``, or a list of tensors; with the
+            same names, shapes and dtypes on every rank, of any dtype. Entries that are None are left out.
+        root_rank: counts in the world, with a ``process_set`` too.
+        process_set: only its ranks call, and only they take part.
+
+    Raises:
+        ValueError: on every rank, if names, shapes or dtypes differ between ranks; nothing has changed then.
+        Invalid: (a ValueError) for a module in place of its ``state_dict()``.
+        TypeError: for an entry that is not a tensor: send that with `broadcast_object`.
+        PeerLost: when the world breaks.
+
+    Example::
+
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     if isinstance(params, torch.nn.Module):
         raise Invalid("broadcast_parameters needs model.state_dict(), not the model itself")
@@ -70,10 +83,20 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives every rank the options and the state of rank ``root_rank``'s optimizer. Never steps it.
 
-    Where an optimizer has no state yet, parameters without a gradient get one of zeros, as with Horovod.
     State entries that this rank lacks are allocated, those that the root lacks are dropped; existing tensors are
-    overwritten in place. Raises ValueError for LBFGS, and on every rank if the parameters differ in number or shape.
-    ``model`` is not needed, and accepted because Horovod takes it.
+    overwritten in place. Where an optimizer has no state yet, parameters without a gradient get one of zeros, as with
+    Horovod.
+
+    Args:
+        optimizer: any of torch's but LBFGS, or a `DistributedOptimizer`, over the same parameters on every rank.
+        root_rank: counts in the world, with a ``process_set`` too.
+        model: not needed; Horovod takes it.
+        process_set: only its ranks call, and only they take part.
+
+    Raises:
+        ValueError: for LBFGS; on every rank, if the parameters differ in number, shape or dtype.
+        TypeError: for what is not an optimizer.
+        PeerLost: when the world breaks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer; pass one")
@@ -117,7 +140,23 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank ``root_rank``'s object, which must be picklable; what other ranks pass is ignored. Returns it."""
+    """Sends one rank's Python object to all.
+
+    Args:
+        obj: pickled with cloudpickle on ``root_rank``; what other ranks pass is ignored.
+        root_rank: counts in the world, with a ``process_set`` too.
+        name, process_set: as in `elastic.api.ops`.
+
+    Returns:
+        ``obj`` itself on ``root_rank``, a copy on the others.
+
+    Raises:
+        PeerLost: when the world breaks. What pickle raises, on ``root_rank``.
+
+    Example::
+
+        epoch = hvd.broadcast_object(epoch, root_rank=0)
+    """
     here = is_root(root_rank, _CPU, resolve(process_set))
     blob = _pickled(obj) if here else bytearray()
     length = torch.tensor(len(blob), dtype=torch.int64, device=_CPU)
@@ -132,7 +171,18 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in rank order. They must be picklable, and may differ in size."""
+    """Gives every rank the Python objects of all.
+
+    Args:
+        obj: pickled with cloudpickle; it may differ in size between ranks.
+        name, process_set: as in `elastic.api.ops`.
+
+    Returns:
+        A list of copies, in rank order.
+
+    Raises:
+        PeerLost: when the world breaks. What pickle raises.
+    """
     blob = torch.frombuffer(_pickled(obj), dtype=torch.uint8)
     length = torch.tensor([len(blob)], dtype=torch.int64, device=_CPU)
     lengths = allgather(length, _child(name, "length"), process_set).tolist()

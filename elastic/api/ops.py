@@ -1,12 +1,28 @@
 """Collectives for user code, with Horovod's names, signatures and defaults; `submission` does the work.
 
-Calls are matched by name: ranks may submit different names in different orders, and a name has to be unique among what
-is in flight. Calls without a name are matched by their order among those of one kind. What does not fit together
-raises TensorMismatch on every rank. Nothing is sent before all arguments have been checked; then errors are TypeError
-and ValueError. PeerLost is raised when the world breaks.
+All functions take CPU or CUDA tensors, contiguous or not. A reduction takes uint8, int8, int16, int32, int64, float16,
+bfloat16, float32 and float64; what only moves data takes every dtype. Shapes and dtypes are the same on all ranks,
+unless a function says otherwise.
 
-All functions take CPU or CUDA tensors, contiguous or not. Handles are integers for `poll` and `synchronize`. With a
-``process_set`` only its ranks call, and only they take part.
+These arguments mean the same everywhere:
+
+    name: what the call is matched by: ranks may submit different names in different orders. A name has to be unique
+        among the calls that are in flight. Calls without a name are matched by their order among those of one kind.
+    op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+    average: deprecated; True is ``op=Average``, False is ``op=Sum``.
+    prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
+        only. Integers are scaled in float64 and truncated.
+    compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods: what is sent is smaller.
+    process_set: only its ranks call, and only they take part. All ranks by default.
+
+Forms of one collective: ``X`` waits and is differentiable; ``X_`` works in the tensor itself; ``X_async`` returns a
+handle, an integer for `poll` and `synchronize`; ``grouped_X`` takes several tensors on one device, which are reduced
+together or not at all.
+
+All raise, before anything is sent: TypeError and ValueError for arguments that can't be right, `UnsupportedType` (both)
+for a dtype that can't be reduced, `NotInitialized` before ``init()``. From the call, or from `synchronize`
+for an ``_async`` form: `TensorMismatch` on every rank, with ranks and shapes, where what the ranks pass does not fit
+together; `PeerLost` when the world breaks, which ``elastic.run`` handles.
 """
 
 from __future__ import annotations
@@ -58,10 +74,21 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """``postscale_factor * op(prescale_factor * tensor)`` over all ranks, as a new tensor of the same shape and dtype.
+    """Reduces a tensor over all ranks. Differentiable.
 
-    Differentiable. ``op``: Average (default), Sum, Min, Max, Product. ``average`` is deprecated.
-    ``compression`` shrinks what is sent. Integers are scaled in float64 and truncated.
+    Args:
+        tensor: of any shape, and a dtype that can be reduced.
+        average, name, compression, op, prescale_factor, postscale_factor, process_set: see the module.
+
+    Returns:
+        ``postscale_factor * op(prescale_factor * tensor)``: a new tensor of the same shape and dtype.
+
+    Raises:
+        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the module.
+
+    Example::
+
+        loss = hvd.allreduce(loss.detach(), name="loss")  # the mean over all ranks
     """
     return grouped_allreduce(
         [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
@@ -77,7 +104,17 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an allreduce; `synchronize` returns the new tensor. Not differentiable, as all ``_async`` forms."""
+    """Starts an `allreduce`. Not differentiable, as all ``_async`` forms.
+
+    Returns:
+        A handle: `synchronize` waits, and returns the new tensor.
+
+    Example::
+
+        handle = hvd.allreduce_async(tensor, name="norm", op=hvd.Sum)
+        ...  # computes meanwhile
+        total = hvd.synchronize(handle)
+    """
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(
@@ -94,7 +131,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Like `allreduce`, into the tensor itself, which is returned. Not differentiable."""
+    """`allreduce` into the tensor itself, which is returned. Not differentiable."""
     reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
@@ -113,7 +150,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an allreduce into the tensor itself; don't touch it before `synchronize`."""
+    """Starts an `allreduce` into the tensor itself; don't touch it before `synchronize`, which returns it."""
     reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(
@@ -131,7 +168,18 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors on one device; those of one dtype travel together. Differentiable."""
+    """`allreduce` of several tensors; those of one dtype travel in one buffer. Differentiable.
+
+    Args:
+        tensors: a list of tensors on one device, of any shapes and of dtypes that can be reduced.
+        average, name, compression, op, prescale_factor, postscale_factor, process_set: see the module.
+
+    Returns:
+        A list of new tensors, in the same order.
+
+    Raises:
+        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the module.
+    """
     members, reduction = resolve(process_set), _reduction(op, average)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
@@ -153,7 +201,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a grouped allreduce; `synchronize` returns the list of new tensors."""
+    """Starts a `grouped_allreduce`; `synchronize` returns the list of new tensors."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, _reduction(op, average), *scales, members=members)
@@ -168,7 +216,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Like `grouped_allreduce`, into the tensors themselves. Not differentiable."""
+    """`grouped_allreduce` into the tensors themselves, which are returned. Not differentiable."""
     reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
@@ -187,7 +235,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a grouped allreduce into the tensors themselves."""
+    """Starts a `grouped_allreduce` into the tensors themselves; don't touch them before `synchronize`."""
     reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, reduction, *scales, members=members, in_place=True)
@@ -199,9 +247,20 @@ def sparse_allreduce_async(
     op: int,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Starts a reduction of a sparse COO tensor. Call what is returned to wait for the coalesced sparse result.
+    """Starts a reduction of a sparse tensor: an allgather of its entries, which are then added up.
 
-    ``op``: Average or Sum. The number of entries may differ between ranks.
+    Args:
+        tensor: sparse COO, of the same shape and dtype on all ranks; the number of entries may differ between them.
+        name: required.
+        op: Average or Sum.
+        process_set: see the module.
+
+    Returns:
+        A function: it waits, and returns the coalesced sparse tensor.
+
+    Raises:
+        ValueError: if the tensor is dense, or for another ``op``.
+        TypeError, PeerLost: see the module.
     """
     members, reduction = resolve(process_set), _reduction(op, None)
     if not tensor.is_sparse:
@@ -234,9 +293,22 @@ def allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """All ranks' tensors, concatenated along dimension 0 in rank order. Differentiable.
+    """Concatenates all ranks' tensors along dimension 0, in rank order. Differentiable.
 
-    Dimension 0 may differ between ranks; the other dimensions and the dtype may not. Any dtype.
+    Args:
+        tensor: of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
+        name, process_set: see the module.
+
+    Returns:
+        A new tensor of shape ``[sum of all rows, ...]`` and the same dtype.
+
+    Raises:
+        TensorMismatch: on every rank, if dtypes or the other dimensions differ.
+        PeerLost: see the module.
+
+    Example::
+
+        predictions = hvd.allgather(predictions)  # [samples of this rank, classes] -> [samples of all, classes]
     """
     return grouped_allgather([tensor], name, process_set)[0]
 
@@ -246,7 +318,7 @@ def allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an allgather, after all ranks have come and told how many rows they bring."""
+    """Starts an `allgather`; `synchronize` returns the new tensor."""
     members = resolve(process_set)
     return start_allgather([tensor], name, members=members, pick=lambda gathered: gathered[0][0])
 
@@ -256,7 +328,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors on one device. Differentiable."""
+    """`allgather` of several tensors on one device, as a list in the same order. Differentiable."""
     return list(autograd.allgather(name, resolve(process_set), *tensors))
 
 
@@ -265,7 +337,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a grouped allgather; `synchronize` returns the list of new tensors."""
+    """Starts a `grouped_allgather`; `synchronize` returns the list of new tensors."""
     members = resolve(process_set)
     return start_allgather(tensors, name, members=members, pick=lambda gathered: gathered[0])
 
@@ -279,7 +351,24 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Rank ``root_rank``'s tensor, as a new one. Same shape and dtype on all ranks; any dtype. Differentiable."""
+    """Sends one rank's tensor to all. Differentiable.
+
+    Args:
+        tensor: of the same shape and dtype on all ranks; any dtype. Its content matters on ``root_rank`` only.
+        root_rank: counts in the world, with a ``process_set`` too.
+        name, process_set: see the module.
+
+    Returns:
+        A new tensor with the content of ``root_rank``'s.
+
+    Raises:
+        ValueError: if there is no such rank, or it is not in the process set.
+        TensorMismatch, PeerLost: see the module.
+
+    Example::
+
+        seed = hvd.broadcast(torch.tensor(seed), root_rank=0, name="seed")
+    """
     members = resolve(process_set)
     result: torch.Tensor = autograd.broadcast(name, members, root_rank, tensor)
     return result
@@ -291,7 +380,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a broadcast; `synchronize` returns the new tensor."""
+    """Starts a `broadcast`; `synchronize` returns the new tensor."""
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=False)
 
@@ -302,7 +391,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Overwrites the tensor with rank ``root_rank``'s, and returns it. Not differentiable."""
+    """`broadcast` into the tensor itself, which is returned. Not differentiable."""
     members = resolve(process_set)
     handle = start_broadcast(tensor, root_rank, name, members=members, in_place=True, soon=True)
     result: torch.Tensor = synchronize(handle)
@@ -315,7 +404,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a broadcast into the tensor itself; don't touch it before `synchronize`."""
+    """Starts a `broadcast` into the tensor itself; don't touch it before `synchronize`, which returns it."""
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=True)
 
@@ -329,10 +418,25 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends ``splits[r]`` rows to each rank r, in order, and returns the rows received, in rank order. Differentiable.
+    """Sends rows to each rank, and receives rows from each. Differentiable.
 
-    Without ``splits`` all ranks are sent equally many. With them (int32), also returns how many rows came from each
-    rank, as an int32 CPU tensor.
+    Args:
+        tensor: of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
+        splits: how many rows go to each rank, in rank order: int32, of shape ``[size]``. Without them all ranks are
+            sent equally many.
+        name, process_set: see the module.
+
+    Returns:
+        The rows received, in rank order: a tensor of shape ``[rows received, ...]``. Where ``splits`` were given, also
+        how many came from each rank: an int32 tensor on the CPU, of shape ``[size]``.
+
+    Raises:
+        ValueError: if the splits are not one for each rank, are negative or add up to more than the rows.
+        TensorMismatch, PeerLost: see the module.
+
+    Example::
+
+        mine, counts = hvd.alltoall(tokens, splits=torch.tensor([2, 0, 5], dtype=torch.int32))
     """
     output, received = autograd.alltoall(name, resolve(process_set), splits, tensor)
     return output if splits is None else (output, received)
@@ -344,7 +448,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an alltoall, after all ranks have come; `synchronize` returns (rows, rows per rank)."""
+    """Starts an `alltoall`; `synchronize` returns (rows, rows per rank)."""
     return start_alltoall(tensor, splits, name, members=resolve(process_set))
 
 
@@ -360,9 +464,20 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's rows of the reduced tensor; the first ``rows % size`` ranks get one row more. Differentiable.
+    """Reduces a tensor over all ranks and leaves each with a part of its rows. Differentiable.
 
-    ``op``: Average or Sum. Same shape and dtype on all ranks, at least 1 dimension.
+    Args:
+        tensor: of shape ``[rows, ...]`` and a dtype that can be reduced.
+        op: Average or Sum.
+        name, compression, process_set, prescale_factor, postscale_factor: see the module.
+
+    Returns:
+        This rank's rows, in rank order: ``rows // size`` of them, and one more on the first ``rows % size`` ranks.
+
+    Raises:
+        Unsupported: (a ValueError) for another ``op``.
+        ValueError: for a tensor without dimensions.
+        UnsupportedType, TensorMismatch, PeerLost: see the module.
     """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
@@ -377,7 +492,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a reducescatter; `synchronize` returns this rank's rows."""
+    """Starts a `reducescatter`; `synchronize` returns this rank's rows."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(
@@ -394,7 +509,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors on one device. Differentiable."""
+    """`reducescatter` of several tensors on one device, as a list in the same order. Differentiable."""
     members = resolve(process_set)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
@@ -415,7 +530,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a grouped reducescatter; `synchronize` returns the list of this rank's rows."""
+    """Starts a `grouped_reducescatter`; `synchronize` returns the list of this rank's rows."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(tensors, name, _reduction(op, None), *scales, members=members)
@@ -425,7 +540,7 @@ def grouped_reducescatter_async(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns once every rank has called it."""
+    """Returns once every rank of ``process_set`` has called it. Raises PeerLost if one is lost meanwhile."""
     submission.barrier(resolve(process_set))
 
 
