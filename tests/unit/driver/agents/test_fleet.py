@@ -192,11 +192,11 @@ async def test_an_agent_that_comes_back_tells_what_became_of_its_workers(driver,
     driver.start(A2 := Worker("here", 1))
     agent = await Agent(driver, "here").register()
     await driver.next()
-    agent.uplink.drop("a wire was pulled")
     assert (await agent.next(), await agent.next()) == (
         Start(A, ["train"], {"X": "1"}, "/"),
         Start(A2, ["train"], {"X": "1"}, "/"),
     )
+    agent.uplink.drop("a wire was pulled")
     assert (await agent.next())[0] == "closed"
     await agent.register(A, exits=[WorkerExited(A2, 0), WorkerExited(B, 3)])
     assert await driver.next() == WorkerExited(A2, 0), "and nothing of a worker that it never had"
