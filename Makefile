@@ -20,7 +20,7 @@ help:
 	@echo "make train     two to five minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make test      install, then every test"
 	@echo "make test-on-3.12, test-on-torch-2.14.1   the same with another Python or torch, in an environment of its own"
-	@echo "make nightly   what takes too long for make test: all seeds and sizes of the simulation, the C++ under sanitizers"
+	@echo "make nightly   what takes too long for make test: every pair of the fault matrix, all seeds and sizes of the simulation, C++ under sanitizers"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
 	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
 	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"

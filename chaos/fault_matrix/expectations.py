@@ -277,30 +277,33 @@ def _batches(chosen: Sequence[Cell], longest: int) -> list[Batch]:
     return alone + made
 
 
-def pairs(cell: Cell) -> list[tuple[str, str]]:
-    values = (cell.victim, cell.fault, cell.phase)
-    return list(itertools.combinations(values, 2))
-
-
 def pairwise(cells: Iterable[Cell]) -> list[Cell]:
-    """A few of the cells, so that each pair of values that occurs in any of them occurs in one of these.
+    """A few of the cells, so that each pair of values that occurs in any of them occurs in one of these."""
+    return covering(cells, 2)
 
-    Greedy, and always the same; of two that cover as much, the cheaper one.
+
+def covering(cells: Iterable[Cell], together: int) -> list[Cell]:
+    """A few of the cells: whichever values of victim, fault and phase occur in one, so many of them ``together``, occur
+    together in one of these. Greedy, and always the same; of two that cover as much, the cheaper one.
     """
     left = sorted(cells, key=lambda cell: (cost(cell), cell))
-    missing = {pair for cell in left for pair in pairs(cell)}
+    missing = {values for cell in left for values in _values(cell, together)}
     chosen: list[Cell] = []
     while missing:
-        best = max(left, key=lambda cell: _gain(cell, missing))
-        missing.difference_update(pairs(best))
+        best = max(left, key=lambda cell: _gain(cell, missing, together))
+        missing.difference_update(_values(best, together))
         left.remove(best)
         chosen.append(best)
     order = {cell: n for n, cell in enumerate(faults.all_cells())}
     return sorted(chosen, key=order.__getitem__)
 
 
-def _gain(cell: Cell, missing: set[tuple[str, str]]) -> float:
-    return sum(pair in missing for pair in pairs(cell)) / math.sqrt(cost(cell))
+def _values(cell: Cell, together: int) -> list[tuple[str, ...]]:
+    return list(itertools.combinations((cell.victim, cell.fault, cell.phase), together))
+
+
+def _gain(cell: Cell, missing: set[tuple[str, ...]], together: int) -> float:
+    return sum(each in missing for each in _values(cell, together)) / math.sqrt(cost(cell))
 
 
 def cost(cell: Cell) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import pytest
 
@@ -138,12 +139,16 @@ def test_what_comes_from_outside_waits_for_it():
 # ---- few that cover much -------------------------------------------------------------------------
 
 
-def test_every_pair_that_can_be_is_in_a_few_cells():
-    chosen = pairwise(POSSIBLE)
-    covered = {pair for cell in chosen for pair in expectations.pairs(cell)}
-    assert covered == {pair for cell in POSSIBLE for pair in expectations.pairs(cell)}
-    assert len(chosen) < 150
-    assert chosen == pairwise(reversed(POSSIBLE))
+@pytest.mark.parametrize(("together", "at_most"), [(1, 20), (2, 150)])
+def test_all_values_that_can_be_together_are_in_a_few_cells(together, at_most):
+    def values(cells) -> set[tuple[str, ...]]:
+        triples = ((cell.victim, cell.fault, cell.phase) for cell in cells)
+        return {each for triple in triples for each in itertools.combinations(triple, together)}
+
+    chosen = expectations.covering(POSSIBLE, together)
+    assert values(chosen) == values(POSSIBLE)
+    assert len(chosen) < at_most
+    assert chosen == expectations.covering(reversed(POSSIBLE), together)
 
 
 def test_jobs_hold_every_cell_once_and_in_an_order_that_can_be():
