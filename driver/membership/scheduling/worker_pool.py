@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from math import inf
 
 from elastic.driver.events import (
+    Fence,
     KillWorker,
     LetGo,
     RejectWorker,
@@ -161,25 +162,30 @@ class Workforce:
         """It is part of no plan from here on, and must be gone in time."""
         standing.stage = Stage.DISMISSED
         standing.exit_by = self.orders.now + within_s
-        standing.exit_why = why
+        standing.exit_why, standing.away = why, False
 
     def disconnected(self, standing: Standing, *, silent: bool) -> None:
         """Its exit usually follows at once; ``silent``: its host can't be reached, so that none will."""
         if standing.in_plans and silent and not standing.killed_for:
-            self.fence(standing, "it is cut off: its host acknowledges nothing any more")
+            reason = "it is cut off: its host acknowledges nothing any more"
+            self.fence(standing, Fence.CUT_OFF, reason)
         elif standing.in_plans and standing.exit_by is None:
             standing.exit_by = self.orders.now + self.settings.disconnect_s
-            standing.exit_why = "its connection was lost"
+            standing.exit_why, standing.away = "its connection was lost", True
 
-    def fence(self, standing: Standing, reason: str) -> None:
+    def fence(self, standing: Standing, kind: Fence, reason: str) -> None:
         self.orders.say("error", f"fencing {standing.worker}: {reason}")
-        self.kill(standing, reason)
+        self.kill(standing, reason, kind)
 
-    def kill(self, standing: Standing, reason: str) -> None:
+    def kill(self, standing: Standing, reason: str, kind: Fence | None = None) -> None:
         if not standing.killed_for:
-            standing.killed_for = reason
+            standing.killed_for, standing.fenced_as = reason, kind
             standing.exit_by = self.orders.now + self._dies_within_s(standing)
-            self.orders.do(KillWorker(standing.worker, reason))
+            self.kill_again(standing)
+
+    def kill_again(self, standing: Standing) -> None:
+        """Its host may not have heard of it."""
+        self.orders.do(KillWorker(standing.worker, standing.killed_for, standing.fenced_as))
 
     def _dies_within_s(self, standing: Standing) -> float:
         """How long to wait for the exit of one that is killed. Where others wait with it, that is not long."""
@@ -252,14 +258,14 @@ class Workforce:
                 break  # those after it were started later
             if not standing.killed_for:
                 within = f"{self.settings.start_timeout_s:g} s"
-                self.fence(standing, f"it did not call init() within {within}")
+                self.fence(standing, Fence.LATE, f"it did not call init() within {within}")
         immortal = []
         for standing in self.roster.overdue(self.orders.now):
             if standing.killed_for:
                 standing.exit_by = None
                 within = f"{self._dies_within_s(standing):g} s"
                 text = f"{standing.worker} can't be killed within {within}: going on without it"
-                self.orders.say("error", text)
+                self.orders.say("error", text, unkillable=standing.worker)
                 immortal.append(standing)
             else:
                 self.kill(standing, standing.exit_why)

@@ -22,6 +22,7 @@ from elastic.chaos.fault_matrix.expectations import (
     shuts_connections,
 )
 from elastic.chaos.fault_matrix.journal_facts import JournalFacts
+from elastic.driver.events import Fence
 from elastic.errors import Invalid
 from elastic.failpoints.rules import parse
 
@@ -89,16 +90,16 @@ def test_how_a_cell_ends(victim, fault, phase, end):
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("fault", "fence"),
     [
-        (faults.STOP, "frozen"),
-        (faults.GIL, "while the others waited"),
-        (faults.DROP, "cut off"),
-        (faults.KILL, ""),
+        (faults.STOP, Fence.FROZEN),
+        (faults.GIL, Fence.STUCK),
+        (faults.DROP, Fence.CUT_OFF),
+        (faults.KILL, None),
     ],
 )
-def test_who_does_not_end_by_itself_is_fenced_and_the_reason_says_so(fault, reason):
-    assert expected(Cell(faults.LAST, fault, faults.FORWARD)).fenced == reason
+def test_who_does_not_end_by_itself_is_fenced_and_the_kill_says_how(fault, fence):
+    assert expected(Cell(faults.LAST, fault, faults.FORWARD)).fenced is fence
 
 
 # ---- rules ---------------------------------------------------------------------------------------
