@@ -3,11 +3,12 @@
 Only broadcasts, in an order that follows from the header alone, so every rank makes the same calls whatever it thinks
 of the content: a receiver that can't use the state still drains it and raises afterwards, and disturbs nobody. Large
 tensors go straight from live tensor to live tensor; small ones travel packed together. What lies on root's GPU travels
-between GPUs, if every rank has one to receive it on, and else through host memory.
+between GPUs, if every rank has one of its own to receive it on, and else through host memory.
 """
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -210,12 +211,20 @@ def _roads(
     if not on_gpu:
         return [(group, CPU, specs)]
     device = None if group_on is None else _gpu(where)
-    able = torch.tensor([device is not None], dtype=torch.int32, device="cpu")
-    group.allreduce(able, Op.MIN).wait()
-    if group_on is None or device is None or not int(able):
+    gpus = torch.zeros(group.size, dtype=torch.int64, device="cpu")
+    gpus[group.rank] = 0 if device is None else _number_of(device, group.rank)
+    group.allreduce(gpus, Op.SUM).wait()
+    # NCCL needs a GPU for each rank.
+    if group_on is None or device is None or 0 in gpus or len(gpus.unique()) < group.size:
         return [(group, CPU, specs)]
     on_cpu = {key: spec for key, spec in specs.items() if key not in on_gpu}
     return [(group, CPU, on_cpu), (group_on(device), device, on_gpu)]
+
+
+def _number_of(device: torch.device, rank: int) -> int:
+    """The same for the same GPU in all processes, as far as it can be known. Never 0."""
+    uuid = own_gpu.uuid(device).encode() or b"%d" % rank
+    return int.from_bytes(hashlib.blake2b(uuid, digest_size=7).digest(), "big") + 1
 
 
 def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:

@@ -30,7 +30,6 @@ ALONE = os.environ["RANKS"] == "1"  # no two ranks can share a communicator here
 BUSY_CYCLES = 2_000_000_000  # about a second
 GO, KERNEL, OWN_KERNEL, END = range(4)
 mine = PLACES[START - 1] if SLOT == 1 and len(PLACES) >= START else ""
-worlds_of_two = 0
 
 
 def go_down() -> None:
@@ -51,6 +50,7 @@ if mine == "init":
     c10d.ProcessGroupNCCL = NoGroup  # type: ignore[assignment, misc]
 
 hvd.init()
+worlds_of_two = int(hvd.size() > 1)  # the first may break before this worker trains in it
 device = own_gpu(hvd.local_rank())
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 16)).to(device)
@@ -124,9 +124,7 @@ def formed() -> None:
 
 @hvd.elastic.run
 def train(state: hvd.elastic.TorchState) -> None:
-    global worlds_of_two
     note("enter", size=hvd.size(), step=state.step)
-    worlds_of_two = worlds_of_two or int(hvd.size() > 1)
     if mine == "before-connect":
         go_down()
     if hvd.size() == 1 and worlds_of_two > state.losses:

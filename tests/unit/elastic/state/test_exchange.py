@@ -355,14 +355,18 @@ SPECS = {
 }
 
 
-def roads(monkeypatch, gpus: list[torch.device | None]) -> list[list[tuple[str, list[str]]]]:
+def roads(
+    monkeypatch, gpus: list[torch.device | None], uuids: list[str] | None = None
+) -> list[list[tuple[str, list[str]]]]:
     """For each rank, which has this GPU: the device and the tensors of each group, in the order of their broadcasts."""
     own = threading.local()
+    known = uuids or [f"GPU-{rank}" for rank in range(len(gpus))]
     monkeypatch.setattr(exchange, "_gpu", lambda where: own.gpu)
+    monkeypatch.setattr(own_gpu, "uuid", lambda device: own.uuid)
     found: list[Any] = [None] * len(gpus)
 
     def one(rank: int, group: fake.FakeCollectives) -> None:
-        own.gpu = gpus[rank]
+        own.gpu, own.uuid = gpus[rank], known[rank]
         made = exchange._roads(
             group, SPECS, dict.fromkeys(SPECS, Destination.NEW), lambda device: group
         )
@@ -387,6 +391,18 @@ def test_what_lies_on_roots_gpu_travels_between_gpus(monkeypatch):
 @pytest.mark.parametrize("gpus", [[GPU, None], [None, GPU], [GPU, GPU, None]])
 def test_where_one_rank_has_no_gpu_all_goes_through_host_memory(monkeypatch, gpus):
     assert roads(monkeypatch, gpus) == [[("cpu", [key for _, key in SPECS])]] * len(gpus)
+
+
+@pytest.mark.parametrize(("uuids", "types"), [("aab", {"cpu"}), ("abc", {"cpu", "cuda"})])
+def test_ranks_that_share_a_gpu_use_host_memory_as_nccl_would_refuse_them(
+    monkeypatch, uuids, types
+):
+    for road in roads(monkeypatch, [GPU] * 3, list(uuids)):
+        assert {type for type, _ in road} == types
+
+
+def test_gpus_that_have_no_uuid_are_taken_for_different_ones(monkeypatch):
+    assert len(roads(monkeypatch, [GPU] * 2, ["", ""])[0]) == 2
 
 
 def test_what_lies_on_the_cpu_needs_no_agreement():
