@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic.collectives.interface import Collectives
 from elastic.errors import NotInitialized
-from elastic.protocol.messages import Place
+from elastic.protocol.messages import Place, World
 from elastic.rendezvous.environment import Environment
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (Where only
 
 
 class Context(Protocol):
-    """What those below ask of the runtime. ``engine``, ``tracing``, ``reporting`` are typed where they are asked
-    for."""
+    """What collectives, gradients, reports and traces ask of the runtime. ``engine``, ``tracing``, ``reporting`` are
+    typed where they are asked for."""
 
     env: Environment
     elastic: bool
+    alone: bool
+    activity: int
     tracing: Any
     reporting: Any
 
@@ -36,13 +38,13 @@ class Context(Protocol):
     def generation(self) -> int: ...
 
     @property
+    def world(self) -> World | None: ...
+
+    @property
     def broken(self) -> bool: ...
 
     @property
     def provisional(self) -> bool: ...
-
-    @property
-    def alone(self) -> bool: ...
 
     def guard(self, name: str) -> AbstractContextManager[None]: ...
 
@@ -50,9 +52,15 @@ class Context(Protocol):
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
     ) -> Collectives: ...
 
+    def wanted(
+        self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None
+    ) -> bool: ...
+
     def alone_group(self) -> Collectives: ...
 
     def engine(self) -> Any: ...
+
+    def mark_broken(self, generation: int, reason: str) -> None: ...
 
 
 _current: Callable[[], Context] | None = None

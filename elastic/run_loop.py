@@ -66,16 +66,16 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
                 f" {type(state).__name__}; pass TorchState(model=..., optimizer=...)"
             )
         rt = lifecycle.current()
-        rt.enter()
+        rt.training.enter()
         try:
             with host_updates.told(state):
                 return _train(rt, func, state, args, kwargs)
         except LeaveRequested as end:
-            if rt.unheard:
+            if rt.session.unheard:
                 print(f"elastic: {end}", file=sys.stderr)
-            sys.exit(0 if rt.asked_to_leave else 1)
+            sys.exit(0 if rt.session.asked_to_leave else 1)
         except SystemExit as end:
-            rt.quits(end.code)
+            rt.training.quits(end.code)
             raise
         except StateMismatch:
             raise
@@ -85,10 +85,10 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
             # The traceback is worded before the process ends, because the driver quotes it if the
             # job fails.
             summary, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-            rt.raised(summary, trace, hardware_errors.at_fault(error))
+            rt.training.raised(summary, trace, hardware_errors.at_fault(error))
             raise
         finally:
-            rt.leave()
+            rt.training.leave()
 
     return wrapper
 
@@ -96,7 +96,7 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
 def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
     """Every other way out of the process would wait for the device."""
     trace = traceback.format_exc()
-    rt.raised(f"{type(lost).__name__}: {lost}", trace, True)
+    rt.training.raised(f"{type(lost).__name__}: {lost}", trace, True)
     print(trace, end="", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
@@ -111,51 +111,29 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             _enter_world(rt, state, beside, first=first)
             first = False
             value = func(state, *args, **kwargs)
-            rt.returned()
+            rt.training.returned()
             return value
         except WorldChanging:
-            rt.mark_raised()
+            rt.training.interrupted()
             # Unchanged since commit(), or the state at check_host_updates(): a planned change loses
             # nothing.
-            state.save()
-            rt.committed()
-            state.report_commit()
-            rt.mark_restored()
+            rt.commits.keep(state)
         except (TensorMismatch, Unsupported, CollectiveFailed):
             raise  # the second only where a world of a fixed size has lost a worker
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
-            kept = isinstance(error, HostsUpdatedInterrupt) and _keep(rt, state)
+            kept = isinstance(error, HostsUpdatedInterrupt) and rt.commits.keep_own(state)
             if not isinstance(error, PeerLost):
                 # Raised by user code, at a place that the driver knows nothing of: as any failure.
-                rt.fail_world(f"{type(error).__name__}: {error}")
+                rt.training.gave_up(f"{type(error).__name__}: {error}")
             if rt.alone and rt.broken:
                 raise  # of a fixed size, without a driver: nobody could form another world
-            rt.mark_raised()
-            rt.drain()
+            rt.training.interrupted()
+            rt.training.drain()
             if kept:
-                rt.committed_alone()
-            _go_back(rt, state)
+                rt.commits.committed_alone()
+            rt.commits.step_back(state)
         if rt.alone and rt.place.size == 1:
             state.on_reset()
-
-
-def _keep(rt: Runtime, state: State) -> bool:
-    """User code asks for a new world with the state as it is: saves it, unless the world broke before, and with it
-    perhaps a step. Returns whether there is such a commit; if not, the one before counts.
-    """
-    if rt.broken:
-        return False
-    state.save()
-    return state.valid()
-
-
-def _go_back(rt: Runtime, state: State) -> None:
-    """To the newest commit, if there is a whole one."""
-    if not state.valid():
-        rt.forget_commit()
-    with timeline.during("state", "restore"):
-        state.restore()
-    rt.mark_restored()
 
 
 def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None:
@@ -168,7 +146,7 @@ def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None
         return
     text = "\n".join(filter(None, (state.layout(), beside)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
-    world = rt.next_world(digest, text)
+    world = rt.worlds.next(digest, text)
     for news in process_sets.bring(rt, _lacking(world)):
         print(f"elastic: {news}", file=sys.stderr)
     if first:
@@ -180,9 +158,9 @@ def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None
         state.sync()
     else:
         copied = _copy_state(rt, state, world)
-    rt.adopt(copied)
+    rt.commits.adopt(copied)
     if copied:
-        rt.report_digest(state.digest(), 0)
+        rt.commits.report_digest(state.digest(), 0)
 
 
 def _copy_state(rt: Runtime, state: State, world: World) -> int:

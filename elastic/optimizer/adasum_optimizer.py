@@ -165,6 +165,13 @@ class AdasumDistributed(Distributed):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
 
+def prepare(wrapped: Distributed, compression: Compressor, sparse_as_dense: bool) -> None:
+    """Says how the deltas of an `AdasumDistributed` travel."""
+    assert isinstance(wrapped, AdasumDistributed)
+    wrapped._compression = compression
+    wrapped._sparse_as_dense = sparse_as_dense
+
+
 class BackwardPasses:
     """Counts the backward passes of a step, in a world of more than one.
 

@@ -24,12 +24,12 @@ from elastic.negotiation.process_sets import (
     require_global,
     resolve,
 )
-from elastic.optimizer import gradient_layout
+from elastic.optimizer import adasum_optimizer, gradient_layout, wrapped_optimizer
 from elastic.optimizer.adasum_optimizer import AdasumDistributed, BackwardPasses
 from elastic.optimizer.flat_buckets import Compressor
 from elastic.optimizer.gradient_options import Options
 from elastic.optimizer.gradient_reducer import GradientReducer
-from elastic.optimizer.wrapped_optimizer import UNNAMED, Distributed, check_passes
+from elastic.optimizer.wrapped_optimizer import UNNAMED, Distributed, Reducer, check_passes
 from elastic.runtime import lifecycle
 
 
@@ -111,24 +111,20 @@ def DistributedOptimizer(
         adasum.check(world.place.size)
 
     optimizer_class = _subclass(type(optimizer), reduction is Op.ADASUM)  # type: ignore[arg-type]
-    distributed = optimizer_class.__new__(optimizer_class)
-    # A scheduler made before patched the optimizer's step(): that one knows nothing of gradients on other ranks.
-    distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    distributed._parameter_names = names
-    distributed.gradients_made = gradient_layout.Made(
+    made = gradient_layout.Made(
         Options(reduction, gradient_predivide_factor, compression, groups),
         backward_passes_per_step,
         sparse_as_dense,
         process_set is global_process_set,
         world.env.fusion_bytes,
     )
-    distributed._synchronized = False
-    distributed._synchronized_for_scaler = False
-    distributed._should_synchronize = True
+    distributed = wrapped_optimizer.wrap(optimizer, optimizer_class, names, made)
+    reducer: Reducer
     if reduction is Op.ADASUM:
-        _prepare_adasum(distributed, names, compression, backward_passes_per_step, sparse_as_dense)
+        reducer = BackwardPasses(distributed, names, backward_passes_per_step)
+        adasum_optimizer.prepare(distributed, compression, sparse_as_dense)
     else:
-        distributed._reducer = GradientReducer(
+        reducer = GradientReducer(
             distributed,
             names,
             op=reduction,
@@ -139,8 +135,9 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
+    wrapped_optimizer.reduce_with(distributed, reducer)
     if (world.elastic or world.place.size > 1) and process_set.included():
-        distributed._reducer.install_hooks()
+        reducer.install_hooks()
     return distributed
 
 
@@ -154,18 +151,6 @@ def _subclass(optimizer_class: type[torch.optim.Optimizer], with_adasum: bool) -
     }
     added = AdasumDistributed if with_adasum else Distributed
     return type(optimizer_class.__name__, (added, optimizer_class), attributes)
-
-
-def _prepare_adasum(
-    distributed: Any,
-    names: dict[torch.Tensor, str],
-    compression: Compressor,
-    passes: int,
-    sparse_as_dense: bool,
-) -> None:
-    distributed._compression = compression
-    distributed._sparse_as_dense = sparse_as_dense
-    distributed._reducer = BackwardPasses(distributed, names, passes)
 
 
 def _checked_op(op: int) -> Op:

@@ -29,6 +29,7 @@ import torch
 
 from elastic.collectives.algorithms import sparse as sparse_gradients
 from elastic.collectives.interface import Collectives, Op, Work
+from elastic.context import Context
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialized, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
@@ -341,7 +342,7 @@ class GradientReducer:
         """Whether this optimizer, too, takes the gradients of a parameter."""
         return any(each is parameter for each in self._parameters())
 
-    def _locate(self, world: lifecycle.Runtime) -> bool:
+    def _locate(self, world: Context) -> bool:
         """With whom to average in this step. Whether this rank is one of them. Raises Invalid."""
         if self._process_set is global_process_set:
             self._size = world.place.size
@@ -353,7 +354,7 @@ class GradientReducer:
         self._size = world.place.size if self._members is None else len(self._members)
         return True
 
-    def members(self, world: lifecycle.Runtime) -> tuple[int, ...] | None:
+    def members(self, world: Context) -> tuple[int, ...] | None:
         """The ranks that average, None for all; an empty tuple if this rank is not among them."""
         try:
             return self._members if self._locate(world) else ()
@@ -407,7 +408,7 @@ class GradientReducer:
         except (CollectiveFailed, Interrupted) as failure:
             world.mark_broken(world.generation, str(failure))
 
-    def _launch_next(self, world: lifecycle.Runtime) -> None:
+    def _launch_next(self, world: Context) -> None:
         bucket = self._plan.buckets[self._launched]
         failpoint("bucket")
         if timeline.on:
@@ -423,11 +424,11 @@ class GradientReducer:
     def _mark(self) -> StepFlag:
         return StepFlag.CHANGE if self._changing else StepFlag.STEP
 
-    def _group(self, world: lifecycle.Runtime, device: torch.device) -> Collectives:
+    def _group(self, world: Context, device: torch.device) -> Collectives:
         assert self._number is not None
         return world.group(self._number.purpose, device, self._members)
 
-    def _launch_rest(self, world: lifecycle.Runtime) -> None:
+    def _launch_rest(self, world: Context) -> None:
         self._absent = [slot.parameter for slot in self._plan.slots if slot.parameter.grad is None]
         for slot in self._plan.slots:
             if not slot.filled:
@@ -435,7 +436,7 @@ class GradientReducer:
         while self._launched < len(self._plan.buckets):
             self._launch_next(world)
 
-    def _wait(self, world: lifecycle.Runtime) -> Slot | None:
+    def _wait(self, world: Context) -> Slot | None:
         """Returns one whose gradient the script has changed meanwhile, if there is any."""
         plan = self._plan
         changed: tuple[GradientBucket, int] | None = None
@@ -456,7 +457,7 @@ class GradientReducer:
             return None
         return next(slot for slot in plan.slots if (slot.bucket, slot.position) == changed)
 
-    def _reduce_sparse(self, world: lifecycle.Runtime) -> None:
+    def _reduce_sparse(self, world: Context) -> None:
         slots = self._plan.slots
         by_device: dict[torch.device, list[int]] = {}
         for number in sorted(self._plan.sparse):
@@ -486,9 +487,7 @@ class GradientReducer:
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
-    def _agree(
-        self, world: lifecycle.Runtime, moment: plan_agreement.Moment, anew: bool = False
-    ) -> bool:
+    def _agree(self, world: Context, moment: plan_agreement.Moment, anew: bool = False) -> bool:
         """Compare the plan with the other members'; learn their order, and which gradients are sparse on any of them.
 
         Changes nothing in a world of one, which is also what a newcomer has before it joined, nor if ranks compare
@@ -501,7 +500,7 @@ class GradientReducer:
             self._clear()  # nothing is under way
             raise
 
-    def _compare(self, world: lifecycle.Runtime, moment: plan_agreement.Moment, anew: bool) -> bool:
+    def _compare(self, world: Context, moment: plan_agreement.Moment, anew: bool) -> bool:
         if self._options.casts:
             for slot in self._plan.slots:
                 if slot.parameter.is_complex():
@@ -533,7 +532,7 @@ class GradientReducer:
 
     def _negotiate(
         self,
-        world: lifecycle.Runtime,
+        world: Context,
         known: plan_agreement.Plans,
         digest: int,
         moment: plan_agreement.Moment,
@@ -600,7 +599,7 @@ class GradientReducer:
                 joined_rank.end_plan(world, known.agreed[number], self._members)
         return known.record(number, layout, self), verdict.last
 
-    def _agree_anew(self, world: lifecycle.Runtime) -> None:
+    def _agree_anew(self, world: Context) -> None:
         """Parameters are other ones than in the plan: this rank takes its last step with zeros, and has a new plan.
 
         Raises StateMismatch, PeerLost.
@@ -614,7 +613,7 @@ class GradientReducer:
         self._agree(world, plan_agreement.Moment.STEP, anew)
         self._usual = usual
 
-    def _heed_change(self, world: lifecycle.Runtime) -> None:
+    def _heed_change(self, world: Context) -> None:
         """On some rank, as the mark may say, other parameters require a gradient than before; the step has been taken
         without those. Agrees on all that are trained on any rank, and reduces the gradients of those that are new.
 
@@ -651,7 +650,7 @@ class GradientReducer:
             else:
                 parameter.grad.copy_(gradient)
 
-    def _refuse(self, world: lifecycle.Runtime, found: plan_difference.Found) -> NoReturn:
+    def _refuse(self, world: Context, found: plan_difference.Found) -> NoReturn:
         """Raises StateMismatch; CollectiveFailed on those that are to go on, without newcomers that differ."""
         rank, members = world.place.rank, self._members
         if members is not None and found.other is not None:
@@ -686,7 +685,7 @@ class GradientReducer:
         return self._names.get(parameter, f"parameter {number}")
 
 
-def bucket_bytes(world: lifecycle.Runtime, device: torch.device) -> tuple[int, int]:
+def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:
     """When the first bucket, and when any other, is full: HOROVOD_FUSION_THRESHOLD, or what suits the device.
 
     The same on all ranks of a world, also where hosts have different numbers of them.

@@ -14,6 +14,7 @@ import torch
 
 from elastic.collectives import own_gpu
 from elastic.collectives.interface import Collectives, Work
+from elastic.context import Context
 from elastic.errors import StateMismatch
 from elastic.negotiation import submission
 from elastic.optimizer import gradient_reducer, joined_rank, plan_agreement, plan_difference
@@ -66,7 +67,7 @@ def join(device: int = -1) -> int:
                 pause_s = min(pause_s * 1.05, LATER_S)
 
 
-def _companies(rt: lifecycle.Runtime) -> list[Members]:
+def _companies(rt: Context) -> list[Members]:
     """Those with whom this rank averages gradients, or may: the world, and process sets."""
     if rt.provisional or rt.place.size == 1:
         return []
@@ -79,7 +80,7 @@ def _companies(rt: lifecycle.Runtime) -> list[Members]:
 class _Company:
     """The plans that are shared with the same ranks."""
 
-    def __init__(self, rt: lifecycle.Runtime, members: Members) -> None:
+    def __init__(self, rt: Context, members: Members) -> None:
         self._rt = rt
         self._members = members
         self._known = plan_agreement.of(rt, members)

@@ -15,6 +15,7 @@ import torch
 from elastic.collectives import own_gpu
 from elastic.collectives.algorithms import sparse as sparse_gradients
 from elastic.collectives.interface import Collectives, Op, Work
+from elastic.context import Context
 from elastic.errors import StateMismatch
 from elastic.optimizer import plan_agreement
 from elastic.optimizer.flat_buckets import zeros
@@ -27,7 +28,6 @@ from elastic.optimizer.plan_agreement import (
     StepFlag,
     StepPlan,
 )
-from elastic.runtime import lifecycle
 
 GATHERED = (Op.SUM,)  # the reductions, as they are sent, that gathered gradients have
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def hear_layout(group: Collectives, device: torch.device, source: int) -> StepPl
     return StepPlan.decode(data)
 
 
-def end_plan(rt: lifecycle.Runtime, agreed: Agreed, members: Members) -> None:
+def end_plan(rt: Context, agreed: Agreed, members: Members) -> None:
     """A step of nothing but zeros, and the last with this plan. Meets those that joined, or that do take the step."""
     Shadow(rt, agreed, members, StepFlag.CHANGE).take()
 
@@ -160,7 +160,7 @@ class Shadow:
 
     def __init__(
         self,
-        rt: lifecycle.Runtime,
+        rt: Context,
         agreed: Agreed,
         members: Members,
         mark: StepFlag = StepFlag.JOINED,

@@ -168,6 +168,29 @@ class Distributed(torch.optim.Optimizer):
         return (user_class.__new__, (user_class,), self.__getstate__())
 
 
+def wrap(
+    optimizer: torch.optim.Optimizer,
+    wrapped_class: type[Distributed],
+    names: dict[torch.Tensor, str],
+    made: gradient_layout.Made,
+) -> Distributed:
+    """One of ``wrapped_class`` with all that ``optimizer`` holds. It works once `reduce_with` has been called."""
+    wrapped = wrapped_class.__new__(wrapped_class)
+    # A scheduler made before patched the optimizer's step(): that one knows nothing of gradients on other ranks.
+    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    wrapped._parameter_names = names
+    wrapped.gradients_made = made
+    wrapped._synchronized = False
+    wrapped._synchronized_for_scaler = False
+    wrapped._should_synchronize = True
+    return wrapped
+
+
+def reduce_with(wrapped: Distributed, reducer: Reducer) -> None:
+    """Says what reduces its gradients, or its steps."""
+    wrapped._reducer = reducer
+
+
 def check_passes(passes: object) -> None:
     if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
         raise Invalid(f"backward_passes_per_step is {passes!r}; give a whole number, at least 1")

@@ -12,18 +12,53 @@ from elastic.rendezvous import environment
 from elastic.rendezvous.environment import Environment
 from elastic.runtime import lifecycle
 from elastic.runtime.link import Link
-from elastic.runtime.recovery import Phase
+from elastic.runtime.recovery import Action, Cut, Phase, Recovery
+from elastic.runtime.session import Session
 from elastic.runtime.worker import Runtime
 
 
+class ServedSession(Session):
+    """``given_up`` is why collectives can't be called until the next world; empty where they can."""
+
+    given_up = ""
+
+    def give_up(self, reason: str) -> None:
+        """The present world is over, without a word to the driver. From any thread."""
+
+        def decide(recovery: Recovery) -> list[Action]:
+            if recovery.phase is not Phase.TRAINING:
+                return []
+            self.given_up = reason
+            recovery.pause()
+            return [Cut(recovery.generation, reason)]
+
+        self.update(decide)
+
+    def mark_broken(self, generation: int, reason: str) -> None:
+        if generation == self.recovery.generation:
+            self.give_up(reason)
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.given_up) or super().broken
+
+    def raise_if_broken(self) -> None:
+        if self.given_up:
+            raise CollectiveFailed(self.given_up)
+        super().raise_if_broken()
+
+    def why(self, error: CollectiveFailed) -> str:
+        return self.given_up or super().why(error)
+
+
 class ServedRuntime(Runtime):
-    """Of its fields, ``given_up`` is why collectives can't be called until the next world; empty where they can."""
+    """What a persistent worker asks of its world; see `serve_calls.CallWorld`."""
 
     def __init__(self, env: Environment, link: Link) -> None:
-        self.given_up = ""
+        self._served = ServedSession(env, link)
         self._called_off = ""  # the present call, whose end `regroup` follows
         self._met = False  # ... which a function has done by itself, with init()
-        super().__init__(env, link)
+        super().__init__(env, link, self._served)
 
     @property
     def rank(self) -> int:
@@ -34,38 +69,14 @@ class ServedRuntime(Runtime):
         if self.reporting is not None:
             self.reporting.settle()
 
-    # ---- giving up a world, from any thread ------------------------------------------------------
-
     def call_off(self, reason: str) -> None:
-        """The present call has no future: what blocks in a collective raises. `regroup` comes next, on every rank."""
+        """From any thread. The present call has no future: what blocks in a collective raises. `regroup` comes next,
+        on every rank.
+        """
         self._called_off = reason
-        self._give_up(reason)
+        self._served.give_up(reason)
 
-    def mark_broken(self, generation: int, reason: str) -> None:
-        if generation == self.generation:
-            self._give_up(reason)
-
-    def _give_up(self, reason: str) -> None:
-        with self._changed:
-            if self._recovery.phase is not Phase.TRAINING:
-                return
-            self.given_up = reason
-            self._recovery.pause()
-        self._cut(self.generation)
-
-    @property
-    def broken(self) -> bool:
-        return bool(self.given_up) or super().broken
-
-    def _raise_if_broken(self) -> None:
-        if self.given_up:
-            raise CollectiveFailed(self.given_up)
-        super()._raise_if_broken()
-
-    def _why(self, error: CollectiveFailed) -> str:
-        return self.given_up or super()._why(error)
-
-    # ---- the next one, in the thread that makes the calls ----------------------------------------
+    # ---- the next world, in the thread that makes the calls ------------------------------------------------------
 
     def regroup(self) -> None:
         """Meets the other ranks in a new world; all of them have to come. Raises DriverLost, JobOver."""
@@ -79,7 +90,7 @@ class ServedRuntime(Runtime):
         """In ``init()``. A function that calls it in a call that is called off meets those that regroup already."""
         if self._met:
             return
-        self.given_up = ""
+        self._served.given_up = ""
         super().first_world()
         if self._called_off:
             self._met = True
@@ -95,6 +106,6 @@ def join() -> ServedRuntime:
         )
     served = ServedRuntime(env, Link(env.driver, env.secret, env.worker, tls=env.tls))
     served.connect()
-    lifecycle._adopt(served)
+    lifecycle.adopt(served)
     lifecycle.init()
     return served

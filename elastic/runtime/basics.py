@@ -94,7 +94,7 @@ def long_phase(name: str) -> Iterator[None]:
     if rt is None:
         yield
         return
-    with rt.long_phase(name):
+    with rt.training.long_phase(name):
         yield
 
 

@@ -84,9 +84,9 @@ def init() -> None:
             runtime = Runtime(env, link)
             if link is not None:
                 runtime.connect()
-        _adopt(runtime)
+        adopt(runtime)
     elif _runtime.alone and _runtime.world is not None:
-        _runtime.next_fixed_world()
+        _runtime.fixed_worlds.next()
     assert _runtime is not None
     if not _runtime.alone:
         _runtime.first_world()
@@ -102,7 +102,7 @@ def _met(env: Environment, started: Started) -> Runtime:
     met = find_rank0.meet(started, env)
     try:
         runtime = Runtime(met.env, None)
-        runtime.form_fixed_world(met.store, started.rank, started.size, started.local_rank, 1)
+        runtime.fixed_worlds.form(met.store, started.rank, started.size, started.local_rank, 1)
     finally:
         met.store.close()
     return runtime
@@ -119,10 +119,8 @@ def init_static(
     environment.prepare(env)
     runtime = Runtime(env, None)
     place = Place(rank, size, rank, size, 0, 1)
-    if rank == 0:
-        runtime._groups.listen(store)
-    runtime.begin_fixed_world(messages.World(1, place, store, 0, None, "static"))
-    _adopt(runtime)
+    runtime.fixed_worlds.begin(messages.World(1, place, store, 0, None, "static"))
+    adopt(runtime)
     _initialized = True
 
 
@@ -135,8 +133,8 @@ def send_result(blob: bytes) -> None:
             return
         runtime = Runtime(env, _link(env, env.driver))
         runtime.connect()
-        _adopt(runtime)
-    runtime.send(messages.SendResult(blob))
+        adopt(runtime)
+    runtime.session.send(messages.SendResult(blob))
 
 
 def shutdown() -> None:
@@ -149,7 +147,8 @@ def shutdown() -> None:
     _initialized = False
 
 
-def _adopt(runtime: Runtime) -> None:
+def adopt(runtime: Runtime) -> None:
+    """From here on it is the one of this process, until its end."""
     global _runtime
     runtime.tracing.begin(runtime.place)
     first = _runtime is None

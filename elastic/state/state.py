@@ -60,7 +60,7 @@ class State:
         """
         rt = lifecycle.active()
         if rt is not None:
-            rt.may_commit()
+            rt.commits.may_commit()
         with timeline.during("state", "commit"):
             if _is_ours(type(self).save):
                 self.save()  # says itself from where on the commit before is no longer whole
@@ -68,7 +68,7 @@ class State:
                 with self._saving():
                     self.save()
         if rt is not None:
-            rt.committed()
+            rt.commits.committed()
             self.report_commit()
         self.check_host_updates()
 
@@ -79,7 +79,7 @@ class State:
             self._last_updated_timestamp = max(self._last_updated_timestamp, timestamp)
         rt = lifecycle.active()
         if rt is not None:
-            rt.check()
+            rt.commits.check()
 
     def save(self) -> None:
         """Keeps a copy of the present state."""
@@ -114,7 +114,7 @@ class State:
         rt = lifecycle.active()
         if rt is not None and rt.env.digest_commits:
             for epoch, samples in self._trained() or [(0, [])]:
-                rt.report_digest(self.digest(), self.digest_buffers(), samples, epoch)
+                rt.commits.report_digest(self.digest(), self.digest_buffers(), samples, epoch)
 
     def layout(self) -> str:
         """What must agree on all workers, one line each. Empty: nothing is compared."""
@@ -216,7 +216,7 @@ class ObjectState(State):
         self.save()
         rt = lifecycle.active()
         if rt is not None:
-            rt.committed()
+            rt.commits.committed()
 
     def transfer(
         self,

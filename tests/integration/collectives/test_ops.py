@@ -357,7 +357,7 @@ def test_shapes_that_do_not_fit_raise_on_every_rank_and_break_nothing(rank, size
 def test_handles_of_a_lost_world_raise(rank, size):
     kept = allreduce_async(torch.ones(1), name="kept", op=Sum)
     barrier()
-    recovery = lifecycle.current()._recovery
+    recovery = lifecycle.current().session.recovery
     recovery.generation += 1
     try:
         assert poll(kept)
@@ -387,8 +387,9 @@ def test_names_match_in_any_order_and_large_and_small_ones_are_mixed(rank, size)
 def test_what_is_reduced_alone_again_and_again_starts_without_being_asked_for(rank, size):
     for _ in range(9):
         assert allreduce(torch.ones(5), name="order", op=Sum).tolist() == [3.0] * 5
-    made = lifecycle.current()._groups._made
-    assert [purpose for purpose, *_ in made if purpose.startswith("standing")], "it came to that"
+    find, ranks = lifecycle.current().session.groups.find, tuple(range(size))
+    made = [find((f"standing order {number}", "cpu", ranks)) for number in range(1000)]
+    assert any(made), "it came to that"
     for number in range(18):
         tensor = torch.full((5,), float(rank + number))
         if number % 3 == 0:

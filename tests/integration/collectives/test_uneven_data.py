@@ -156,7 +156,7 @@ def groups_at_once(rank: int, size: int) -> None:
     pair = elastic.add_process_set([0, 1])
     model = linear(30)
     optimizer = distributed(model, lr=0.0, process_set=pair)
-    store = lifecycle.current()._groups.store
+    store = lifecycle.current().session.groups.store
     assert store is not None
     if rank == 0:
         handle = elastic.allreduce_async(torch.ones(2), name="at once", process_set=pair)

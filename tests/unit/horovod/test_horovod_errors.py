@@ -178,7 +178,7 @@ def test_what_would_only_happen_again_ends_the_script(world_of_one, raises):
 
 def test_a_world_that_nobody_can_form_anew_is_not_tried_again(world_of_one):
     """Of a fixed size, without a driver: no endless circle."""
-    world_of_one._recovery.phase = Phase.TRAINING
+    world_of_one.session.recovery.phase = Phase.TRAINING
     with pytest.raises(HorovodInternalError, match="enough"):
         trained(HorovodInternalError("enough"))
 
@@ -186,8 +186,8 @@ def test_a_world_that_nobody_can_form_anew_is_not_tried_again(world_of_one):
 def test_after_a_loss_that_was_swallowed_nothing_is_committed(world_of_one):
     """The step was cut short: its state is nobody's."""
     state = ObjectState(step=4)
-    world_of_one._recovery.phase = Phase.TRAINING
-    world_of_one._recovery.generation = 2
+    world_of_one.session.recovery.phase = Phase.TRAINING
+    world_of_one.session.recovery.generation = 2
     world_of_one.mark_broken(2, "reset by peer")
     state.step = 5
     state.commit()  # not heard of yet: the step before it was whole

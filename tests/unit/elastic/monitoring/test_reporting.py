@@ -69,7 +69,7 @@ def worker(monkeypatch):
     """A runtime with a link, in a world of two."""
     link = Link()
     rt = initialized(monkeypatch, link)
-    rt._recovery.place, rt._recovery.generation = PLACE, 3
+    rt.session.recovery.place, rt.session.recovery.generation = PLACE, 3
     return rt, link
 
 
@@ -94,7 +94,7 @@ def test_a_report_carries_where_and_when_it_was_made(worker, monkeypatch):
     elastic.report({"loss": 0.5})
     [said] = link.sent
     assert said == Reported(1, 1, 3, 1, 2, 1.8e9, packed({"loss": 0.5}))
-    rt._receive(ReportsTaken(1))
+    rt.link_thread.receive(ReportsTaken(1))
     elastic.report({"loss": 0.25})
     assert (link.sent[-1].number, link.sent[-1].oldest) == (2, 2)
 
@@ -112,11 +112,11 @@ def test_a_driver_that_takes_nothing_holds_nobody_up_and_gets_the_newest_later(w
         elastic.report({"n": n})
     under_way = len(link.reports())
     assert 500 < under_way < WINDOW_BYTES // 100
-    rt._receive(messages.Restate())  # another driver, or another connection
+    rt.link_thread.receive(messages.Restate())  # another driver, or another connection
     again = link.reports()[under_way:]
     assert [r.number for r in again] == [*range(1, under_way + 1)]
     while rt.reporting is not None and len(rt.reporting._queue):
-        rt._receive(ReportsTaken(link.reports()[-1].number))
+        rt.link_thread.receive(ReportsTaken(link.reports()[-1].number))
     rest = link.reports()[2 * under_way :]
     assert len(rest) == 1000 and rest[0].dropped == 5000 - under_way - 1000
     assert rest[-1].metrics == packed({"n": 4999})
@@ -126,7 +126,7 @@ def test_what_the_worker_says_of_itself_comes_before_its_reports(worker):
     rt, link = worker
     elastic.report({})
     link.sent.clear()
-    rt._receive(messages.Restate())
+    rt.link_thread.receive(messages.Restate())
     assert [type(message).__name__ for message in link.sent] == ["Reconnected", "Reported"]
 
 
@@ -145,7 +145,7 @@ def test_each_thread_is_in_order_and_no_number_is_missing(worker):
         each.start()
     begin.wait(DEADLINE_S)
     while any(each.is_alive() for each in threads) or len(link.reports()) < 1200:
-        rt._receive(ReportsTaken(len(link.reports())))
+        rt.link_thread.receive(ReportsTaken(len(link.reports())))
     for each in threads:
         each.join(DEADLINE_S)
     said = link.reports()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import torch
 
 from elastic.optimizer import join, joined_rank, plan_agreement
+from elastic.runtime.lifecycle import Runtime
 
 
 def test_later_plans_are_agreed_on_the_cpu_wherever_gradients_are():
@@ -22,11 +23,12 @@ def test_later_plans_are_agreed_on_the_cpu_wherever_gradients_are():
 
 def test_a_rank_that_joined_waits_for_later_plans_where_the_others_agree(monkeypatch):
     asked: list[str] = []
-    rt = SimpleNamespace(wanted=lambda purpose, type, members: asked.append(type))
+    rt = create_autospec(Runtime, instance=True)
+    rt.wanted.side_effect = lambda purpose, type, members: asked.append(type)
     known = plan_agreement.Plans()
     monkeypatch.setattr(plan_agreement, "of", lambda *_: known)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    company = join._Company(rt, None)  # type: ignore[arg-type]
+    company = join._Company(rt, None)
     assert not company.turn(1.0)
     assert asked == ["cpu", "cuda"]
     known.record(

@@ -13,8 +13,7 @@ import elastic
 from elastic.errors import JobFailed, JobOver, LeaveRequested
 from elastic.protocol import messages
 from elastic.rendezvous import environment
-from elastic.runtime import excepthook, lifecycle
-from elastic.runtime import worker as worker_shell
+from elastic.runtime import excepthook, lifecycle, link_thread, session
 from elastic.runtime.lifecycle import Runtime
 
 
@@ -32,7 +31,8 @@ class Silent:
 def clock(monkeypatch):
     """A list with the present time, which only the runtime sees."""
     now = [100.0]
-    monkeypatch.setattr(worker_shell, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (link_thread, session):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -45,46 +45,46 @@ def worker() -> Iterator[Runtime]:
 
 
 def test_one_that_did_not_run_knows_that_it_was_fenced(worker, clock):
-    worker.enter()
-    worker._poked()
+    worker.training.enter()
+    worker.link_thread.poked()
     clock[0] += 12.0  # stopped, and continued
-    worker._poked()
-    worker._driver_lost("the driver closed the connection")
-    assert worker.lost_driver
+    worker.link_thread.poked()
+    worker.session.driver_lost("the driver closed the connection")
+    assert worker.session.lost_driver
     with pytest.raises(LeaveRequested, match="was fenced: it did not run for 12 s, and the others"):
-        worker._raise_over()
+        worker.session.raise_over()
 
 
 def test_one_that_ran_all_the_time_cannot_tell(worker, clock):
-    worker.enter()
+    worker.training.enter()
     for _ in range(20):
-        worker._poked()
+        worker.link_thread.poked()
         clock[0] += 1.0
-    worker._driver_lost("the driver closed the connection")
+    worker.session.driver_lost("the driver closed the connection")
     with pytest.raises(
         LeaveRequested, match="was fenced, or elasticrun is gone: the driver closed"
     ):
-        worker._raise_over()
+        worker.session.raise_over()
 
 
 def test_a_sleep_of_long_ago_has_nothing_to_do_with_it(worker, clock):
-    worker._poked()
+    worker.link_thread.poked()
     clock[0] += 12.0
     for _ in range(60):
-        worker._poked()
+        worker.link_thread.poked()
         clock[0] += 1.0
-    worker._driver_lost("the driver closed the connection")
+    worker.session.driver_lost("the driver closed the connection")
     with pytest.raises(JobFailed, match="fenced, or elasticrun is gone") as caught:
-        worker._raise_over()
+        worker.session.raise_over()
     assert not isinstance(caught.value, JobOver)  # nobody else has said it
 
 
 def test_who_was_told_why_the_job_ended_says_nothing_more(worker):
-    worker._receive(messages.End("too few workers"))
-    worker._driver_lost("the driver closed the connection")
-    assert not worker.lost_driver
+    worker.link_thread.receive(messages.End("too few workers"))
+    worker.session.driver_lost("the driver closed the connection")
+    assert not worker.session.lost_driver
     with pytest.raises(JobOver, match="too few workers"):
-        worker._raise_over()
+        worker.session.raise_over()
 
 
 def test_what_the_driver_has_said_ends_a_worker_without_a_traceback(monkeypatch):
@@ -108,7 +108,7 @@ def test_the_sentence_is_printed_where_elastic_run_ends(worker, monkeypatch, cap
     def train(state: elastic.ObjectState) -> None:
         raise AssertionError("it was fenced before")
 
-    worker._driver_lost("the driver closed the connection")
+    worker.session.driver_lost("the driver closed the connection")
     with pytest.raises(SystemExit) as end:
         train(elastic.ObjectState(step=0))
     assert end.value.code == 1

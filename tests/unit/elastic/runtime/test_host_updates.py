@@ -75,28 +75,28 @@ def test_who_was_told_before_is_told_after(listener):
 def test_a_planned_change_is_told_once_though_the_driver_asks_again(listener):
     sent: list[messages.Message] = []
     rt = Runtime(environment.read({}), None)
-    rt._recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
-    rt._send = sent.append  # type: ignore[method-assign, assignment]
+    rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
+    rt.session.send = sent.append  # type: ignore[method-assign, assignment]
     for message in (
         messages.Prepare(1, 1),  # of a world that is over
         messages.Prepare(2, 1),
         messages.Prepare(2, 1),
         messages.StopAt(2, 1, 1),
     ):
-        rt._receive(message)
+        rt.link_thread.receive(message)
     assert [result for _, result in listener.heard] == [HostUpdateResult.mixed]
     assert messages.Checked(2, 1, 0) in sent
-    rt._receive(messages.Prepare(2, 2))
+    rt.link_thread.receive(messages.Prepare(2, 2))
     assert len(listener.heard) == 2
 
 
 def test_another_list_of_hosts_is_told_at_once_and_nobody_stops_for_it(listener):
     rt = Runtime(environment.read({}), None)
-    rt._recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
-    rt._receive(messages.HostsListed())
+    rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
+    rt.link_thread.receive(messages.HostsListed())
     assert [result for _, result in listener.heard] == [HostUpdateResult.mixed]
-    rt.check()
-    assert rt._recovery.phase is Phase.TRAINING
+    rt.commits.check()
+    assert rt.session.recovery.phase is Phase.TRAINING
 
 
 def test_a_state_that_is_told_keeps_when():

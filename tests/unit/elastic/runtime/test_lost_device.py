@@ -112,12 +112,14 @@ def test_the_process_ends_at_once_and_has_said_why(monkeypatch, capsys):
     monkeypatch.setattr(lifecycle, "_runtime", rt)
     monkeypatch.setattr(lifecycle, "_initialized", True)
     said: list[tuple[str, bool]] = []
-    monkeypatch.setattr(rt, "raised", lambda summary, trace, blame: said.append((summary, blame)))
+    monkeypatch.setattr(
+        rt.training, "raised", lambda summary, trace, blame: said.append((summary, blame))
+    )
 
     def drain(timeout_s: float) -> int:
         raise DeviceLost("its GPU did not come back within 10 s")
 
-    monkeypatch.setattr(rt._groups, "drain", drain)
+    monkeypatch.setattr(rt.session.groups, "drain", drain)
 
     def leaves(code: int) -> None:
         raise SystemExit(f"os._exit({code})")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 
 from elastic.collectives import fake
 from elastic.errors import Invalid, WorldChanging
 from elastic.runtime import lifecycle
+from elastic.runtime.commit_log import CommitLog
 from elastic.state.state import ObjectState, State, has_custom_sync
 
 
@@ -23,14 +25,11 @@ class FakeRuntime:
         self.said: list[str] = []
         self.change: BaseException | None = None
         self.env = SimpleNamespace(digest_commits=False)
+        self.commits = create_autospec(CommitLog, instance=True)
+        self.commits.committed.side_effect = lambda: self.said.append("committed")
+        self.commits.check.side_effect = self._check
 
-    def may_commit(self) -> None:
-        pass
-
-    def committed(self) -> None:
-        self.said.append("committed")
-
-    def check(self) -> None:
+    def _check(self) -> None:
         self.said.append("check")
         if self.change is not None:
             raise self.change

@@ -1,0 +1,126 @@
+"""What a commit goes through: may it be made, what number it has, is the world to change, the way back to it. Acts.
+
+A state keeps the values. Which commit they are, and whether others may go on from them, is kept here. In a step that
+nobody interrupts, `State.commit` calls `may_commit`, saves, and calls `committed` and `check`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from elastic.errors import PeerLost, WorldChanging
+from elastic.monitoring import timeline
+from elastic.protocol import messages
+from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.recovery import Verdict
+from elastic.runtime.session import Session
+
+HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
+
+
+class Kept(Protocol):
+    """What is asked of a state here."""
+
+    def save(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+    def valid(self) -> bool: ...
+
+    def report_commit(self) -> None: ...
+
+
+class CommitLog:
+    """One worker's. Methods are for the training thread."""
+
+    def __init__(self, session: Session, progress: ProgressCounter) -> None:
+        self._session = session
+        self._progress = progress
+
+    # ---- commit() ------------------------------------------------------------------------------------------------
+
+    def may_commit(self) -> None:
+        """Raises what user code was told before in this world, and has caught: its step was cut short."""
+        self._session.raise_if_told()
+
+    def committed(self) -> None:
+        """A state was saved."""
+        with self._session.lock:
+            self._session.recovery.committed()
+
+    def report_digest(
+        self, digest: int, buffers: int, samples: Sequence[int] = (), epoch: int = 0
+    ) -> None:
+        """Of the newest commit. ``samples``: ids that this rank has trained on since its last one, in tests."""
+        recovery = self._session.recovery
+        commit = recovery.newest
+        if commit is not None and digest and recovery.running:
+            where = recovery.generation, commit
+            self._session.send(messages.Digested(*where, digest, buffers, list(samples), epoch))
+
+    def check(self) -> None:
+        """One numbered check. Raises WorldChanging, PeerLost or LeaveRequested; usually returns at once."""
+        session = self._session
+        if session.alone or not session.recovery.running:
+            return
+        deadline = None
+        with session.changed:
+            verdict = session.recovery.arrive()
+            while verdict is Verdict.HOLD:
+                deadline = deadline or time.monotonic() + HOLD_S
+                if not session.changed.wait(deadline - time.monotonic()):
+                    session.recovery.release()
+                verdict = session.recovery.verdict()
+        if session.recovery.place.size == 1:
+            session.resumed()
+        match verdict:
+            case Verdict.STOP:
+                session.phases.mark("broken", time.monotonic())
+                raise WorldChanging("a planned change of the world")
+            case Verdict.BROKEN:
+                raise PeerLost(session.recovery.reason)
+            case Verdict.OVER:
+                session.raise_over()
+
+    # ---- between two worlds --------------------------------------------------------------------------------------
+
+    def keep(self, state: Kept) -> None:
+        """All have stopped at one check: the state as it is is the commit of that check."""
+        state.save()
+        self.committed()
+        state.report_commit()
+        self._session.phases.restored(time.monotonic())
+
+    def keep_own(self, state: Kept) -> bool:
+        """User code asks for a new world with the state as it is: saves it, unless the world broke before, and with it
+        perhaps a step. Returns whether there is such a commit, which is for `committed_alone` to count; if not, the one
+        before counts.
+        """
+        if self._session.broken:
+            return False
+        state.save()
+        return state.valid()
+
+    def committed_alone(self) -> None:
+        """What `keep_own` has saved counts, now that the world is given up; see `Recovery`."""
+        with self._session.lock:
+            self._session.recovery.committed_alone()
+
+    def step_back(self, state: Kept) -> None:
+        """To the newest commit. One that is torn is forgotten: nobody could go on from it."""
+        if not state.valid():
+            with self._session.lock:
+                self._session.recovery.forget_commit()
+        with timeline.during("state", "restore"):
+            state.restore()
+        self._session.phases.restored(time.monotonic())
+
+    def adopt(self, copied_bytes: int) -> None:
+        """State is equal everywhere: from here a loss rolls back to this point, not further."""
+        with self._session.lock:
+            self._session.recovery.adopt()
+        self._progress.begin_training()
+        self._session.phases.copied_bytes = copied_bytes
+        self._session.phases.mark("synced", time.monotonic())

@@ -1,0 +1,148 @@
+"""Groups of the present world for those who call collectives, and what becomes of a collective that fails. Acts.
+
+User code is interrupted only in the training thread, at the places documented in `run_loop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from elastic.collectives import own_gpu
+from elastic.collectives.interface import Collectives
+from elastic.collectives.local import LocalCollectives
+from elastic.errors import CollectiveFailed, PeerLost
+from elastic.negotiation.engine import Engine
+from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.session import Session
+
+
+class GuardedGroups:
+    """One worker's, of whatever world is the present one."""
+
+    def __init__(self, session: Session, progress: ProgressCounter) -> None:
+        self._session = session
+        self._progress = progress
+        self._warned_alone = False
+
+    def group(
+        self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None
+    ) -> Collectives:
+        """See `Runtime.group`."""
+        session = self._session
+        session.raise_if_broken()
+        recovery = session.recovery
+        place, generation = recovery.place, recovery.generation
+        if recovery.provisional:
+            return self.alone_group()
+        members = tuple(range(place.size)) if ranks is None else ranks
+        if len(members) == 1:
+            return LocalCollectives()
+        own_gpu.meet(device)
+        key = (purpose, device.type, members)
+        group = session.groups.find(key)
+        if group is not None:
+            return group
+        began = time.monotonic()
+        try:
+            with self._inside(generation, f"forming the {purpose} group"):
+                group = session.groups.form(key, generation, place)
+        except CollectiveFailed as error:
+            session.mark_broken(generation, f"no {purpose} group: {error}")
+            session.told(generation)
+            if not session.recovers:
+                raise CollectiveFailed(session.why(error)) from error
+            raise PeerLost(session.why(error)) from error
+        session.phases.formed(time.monotonic() - began)
+        return group
+
+    def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None) -> bool:
+        """See `Runtime.wanted`."""
+        recovery = self._session.recovery
+        place = recovery.place
+        if recovery.provisional or place.size == 1:
+            return False
+        members = tuple(range(place.size)) if ranks is None else ranks
+        key = (purpose, device_type, members)
+        return self._session.groups.wanted(key, recovery.generation, place)
+
+    def alone_group(self) -> Collectives:
+        """Of this rank only."""
+        recovery = self._session.recovery
+        if recovery.provisional and recovery.place.size > 1 and not self._warned_alone:
+            self._warned_alone = True
+            warnings.warn(
+                "a world is training already and this worker has not joined it yet: collectives"
+                " before elastic.run act as in a world of one",
+                stacklevel=4,
+            )
+        return LocalCollectives()
+
+    def engine(self) -> Engine:
+        """See `Runtime.engine`."""
+        session = self._session
+        generation, place = session.recovery.generation, session.recovery.place
+        broken = functools.partial(session.mark_broken, generation)
+        return session.groups.engine(generation, place, broken)
+
+    # ---- around a collective -------------------------------------------------------------------------------------
+
+    def begin(self, name: str) -> int:
+        """A collective, by the name by which the log calls a wait in it. Returns its generation. Raises PeerLost and
+        others, if that is over.
+        """
+        session = self._session
+        generation = session.recovery.generation
+        session.raise_if_broken()
+        self._progress.enter(generation, name, time.monotonic())
+        return generation
+
+    def end(self, generation: int, error: BaseException | None) -> None:
+        """It is over. Raises PeerLost, or CollectiveFailed with a better reason, in place of ``error``."""
+        session = self._session
+        if self._progress.leave(time.monotonic()):
+            session.poke()
+        if error is None:
+            session.resumed()
+        elif isinstance(error, CollectiveFailed):
+            session.mark_broken(generation, str(error))
+            why = session.why(error)
+            if not session.recovers:
+                if str(error) != why:
+                    raise CollectiveFailed(why) from error
+                return
+            session.told(generation)  # unsaid so far if the driver's word came before the error
+            raise PeerLost(why) from error
+
+    @contextlib.contextmanager
+    def _inside(self, generation: int, name: str) -> Iterator[None]:
+        self._progress.enter(generation, name, time.monotonic())
+        try:
+            yield
+        finally:
+            if self._progress.leave(time.monotonic()):
+                self._session.poke()
+
+
+class Guard:
+    """See `Runtime.guard`. No generator, because every collective pays for it."""
+
+    __slots__ = ("_generation", "_groups", "_name")
+
+    def __init__(self, groups: GuardedGroups, name: str) -> None:
+        self._groups = groups
+        self._name = name
+        self._generation = 0
+
+    def __enter__(self) -> None:
+        self._generation = self._groups.begin(self._name)
+
+    def __exit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: object
+    ) -> None:
+        self._groups.end(self._generation, error)

@@ -1,0 +1,123 @@
+"""What the link thread does: the driver's messages, a look around once a second, SIGTERM. Acts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+
+from elastic.errors import DriverLost
+from elastic.monitoring.reporting import Reporting
+from elastic.monitoring.tracing import TraceSession
+from elastic.protocol import messages
+from elastic.protocol.messages import Message, Place
+from elastic.runtime import excepthook, host_updates, stack_dump
+from elastic.runtime.link import CONNECT_S, Link
+from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.recovery import Phase
+from elastic.runtime.session import Session
+from elastic.runtime.worlds import DriverWorlds
+
+
+class LinkThread:
+    """One worker's. `receive` and `poked` are for the link's thread."""
+
+    def __init__(
+        self,
+        session: Session,
+        worlds: DriverWorlds,
+        progress: ProgressCounter,
+        tracing: TraceSession,
+        reporting: Reporting | None,
+    ) -> None:
+        self._session = session
+        self._worlds = worlds
+        self._progress = progress
+        self._tracing = tracing
+        self._reporting = reporting
+        if reporting is not None:
+            session.when_lost(reporting.driver_lost)
+        self._leave_asked = False
+        self._told_of = (0, 0)  # the planned change that listeners know of
+
+    # ---- starting ------------------------------------------------------------------------------------------------
+
+    def connect(self, link: Link) -> None:
+        """Introduces this process to the driver and waits for its answer. Raises DriverLost."""
+        session = self._session
+        stack_dump.answer()
+        excepthook.arrange()
+        link.start(self.receive, self.poked, session.driver_lost)
+        with session.lock:
+            session.recovery.place = Place(-1, 0, 0, 0, 0, 0)
+        link.send(messages.Hello(session.env.worker, os.getpid(), str(torch.__version__)))
+        deadline = time.monotonic() + CONNECT_S
+        with session.changed:
+            while session.recovery.place.rank < 0 and session.recovery.phase is not Phase.OVER:
+                if not session.changed.wait(deadline - time.monotonic()):
+                    raise DriverLost(f"the driver did not answer within {CONNECT_S:g} s")
+        if session.env.elastic:
+            self._listen_for_sigterm()
+
+    def _listen_for_sigterm(self) -> None:
+        """SIGTERM asks this worker to leave at its next commit, unless the script has a handler of its own."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        signal.signal(signal.SIGTERM, self._sigterm)
+
+    def _sigterm(self, *_: Any) -> None:
+        # Only a flag and a byte: a handler may run while this very thread holds any lock.
+        self._leave_asked = True
+        self._session.poke()
+
+    # ---- in the thread -------------------------------------------------------------------------------------------
+
+    def poked(self) -> None:
+        """At every poke, and once a second."""
+        session, now = self._session, time.monotonic()
+        session.pulse.beat(now)
+        if self._leave_asked:
+            self._leave_asked = False
+            session.update(lambda recovery: recovery.ask_to_leave("SIGTERM"))
+        news = self._progress.tell(now, session.groups.launches)
+        if session.env.elastic and session.recovery.phase is Phase.TRAINING:
+            news += self._progress.pace(now, session.recovery.agreed())
+        for message in news:
+            session.send(message)
+        self._tracing.due()
+
+    def receive(self, message: Message) -> None:
+        """Whatever the driver says."""
+        if self._tracing.receive(message):
+            return
+        if self._reporting is not None and self._reporting.receive(message):
+            return
+        session = self._session
+        match message:
+            case messages.HostsListed():
+                host_updates.tell(time.time(), host_updates.HostUpdateResult.mixed)
+                return
+            case messages.Broken():
+                session.phases.mark("broken", time.monotonic())
+            case messages.World():
+                session.phases.mark("world", time.monotonic())
+            case messages.Restate():
+                self._worlds.restate()
+        session.update(lambda recovery: recovery.receive(message))
+        match message:
+            case messages.Restate() if self._reporting is not None:
+                self._reporting.say_again()
+            case messages.Prepare() if message.generation == session.recovery.generation:
+                self._tell_of_change(message)
+
+    def _tell_of_change(self, message: messages.Prepare) -> None:
+        """Once for each change: the driver may ask again."""
+        if (message.generation, message.change) > self._told_of:
+            self._told_of = message.generation, message.change
+            host_updates.tell(time.time(), host_updates.HostUpdateResult.mixed)

@@ -1,0 +1,106 @@
+"""What `elastic.run` says of the training function: it begins, has returned, has raised, is over. Acts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+
+from elastic.errors import JobFailed, PeerLost
+from elastic.monitoring import timeline
+from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.recovery import Phase, Recovery
+from elastic.runtime.session import Session
+
+DRAIN_S = 1.0  # for aborted collectives to end; they take milliseconds
+
+
+class Training:
+    """One worker's. Methods are for the training thread."""
+
+    def __init__(self, session: Session, progress: ProgressCounter) -> None:
+        self._session = session
+        self._progress = progress
+        self._trains_in: int | None = None  # the thread that is in elastic.run
+
+    def enter(self) -> None:
+        """``elastic.run`` begins. Raises JobFailed if the job's training is over already."""
+        if not self._session.alone and self._session.recovery.phase is Phase.FINISHED:
+            raise JobFailed(
+                "every worker has returned from elastic.run, and with that the job ends: put all"
+                " training into one function under elastic.run"
+            )
+        with self._session.lock:
+            self._session.recovery.enter()
+        self._trains_in = threading.get_ident()
+
+    def leave(self) -> None:
+        """``elastic.run`` is over."""
+        with self._session.lock:
+            self._session.recovery.leave()
+        self._trains_in = None
+
+    def returned(self) -> None:
+        """Says that the function returned; waits for the others. Raises PeerLost if one of them is lost first."""
+        session = self._session
+        if session.alone:
+            return
+        session.update(Recovery.returned)
+        session.wait_while(Phase.RETURNED, "to say that all have returned")
+        phase = session.recovery.phase
+        if phase is Phase.BROKEN:
+            raise PeerLost(session.recovery.reason)
+        if phase is Phase.OVER:
+            session.raise_over()
+
+    def raised(self, summary: str, traceback: str, hardware: bool = False) -> None:
+        """Tells the driver why this process is about to end. ``hardware``: see `elastic.runtime.hardware_errors`."""
+        if not self._session.alone:
+            self._session.update(lambda recovery: recovery.raised(summary, traceback, hardware))
+
+    def quits(self, code: object) -> None:
+        """Tells the driver that this process is about to exit, for ``SystemExit(code)``. The end of an interpreter with
+        torch in it takes seconds, and its sockets stay open for as long; the others need not wait for that.
+        """
+        if not self._session.recovers:
+            return  # in a static job the exit itself is the verdict
+        status = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+        self._session.update(lambda recovery: recovery.quit(status))
+
+    def gave_up(self, reason: str) -> None:
+        """User code gave this world up (it raised HorovodInternalError): regroup with everybody."""
+        self._session.mark_broken(self._session.recovery.generation, reason)
+
+    def interrupted(self) -> None:
+        """The training thread has come back to ``elastic.run``."""
+        self._session.phases.raised(time.monotonic())
+        if timeline.on:
+            timeline.end_all()
+
+    def drain(self) -> None:
+        """After a loss: waits until no collective of the old world writes into any tensor. Raises DeviceLost."""
+        for _ in range(self._session.groups.drain(DRAIN_S)):
+            warnings.warn(
+                f"a collective of generation {self._session.recovery.generation} still ran {DRAIN_S:g} s after"
+                " it was aborted",
+                stacklevel=2,
+            )
+
+    @contextlib.contextmanager
+    def long_phase(self, name: str) -> Iterator[None]:
+        """See `elastic.long_phase`."""
+        if self._trains_in not in (None, threading.get_ident()):
+            warnings.warn(
+                f"long_phase({name!r}) has no effect here: it counts in the thread that trains",
+                stacklevel=4,
+            )
+            yield
+            return
+        before, message = self._progress.begin_phase(name)
+        self._session.send(message)
+        try:
+            yield
+        finally:
+            self._session.send(self._progress.end_phase(before))

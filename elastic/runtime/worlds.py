@@ -1,0 +1,115 @@
+"""How this worker comes into a world: under a driver, or one of a fixed size with whoever else was started. Acts."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+from elastic.errors import CollectiveFailed
+from elastic.failpoints import failpoint
+from elastic.protocol import messages
+from elastic.protocol.messages import Address
+from elastic.rendezvous import find_rank0
+from elastic.rendezvous.store import Store
+from elastic.runtime.recovery import Action, Phase, Recovery
+from elastic.runtime.session import Session
+
+
+class DriverWorlds:
+    """One after the other, as the driver forms them. For the training thread, but for `restate`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._layout: messages.Layout | None = None  # the last one sent
+
+    def first(self) -> None:
+        """Waits for the first world, unless one trains already: then the place stays provisional."""
+        with self._session.lock:
+            if self._session.recovery.newcomer:
+                return
+        self._wait("")
+
+    def next(self, layout: str, text: str) -> messages.World:
+        """From inside ``elastic.run``: says ready with the state's layout, and waits. Raises PeerLost and others."""
+        if self._layout is None or layout != self._layout.digest:
+            self._layout = messages.Layout(layout, text)
+            self._session.send(self._layout)
+        return self._wait(layout)
+
+    def restate(self) -> None:
+        """In the link thread: another driver, or another connection, knows of no layout."""
+        if self._layout is not None:
+            self._session.send(self._layout)
+
+    def _wait(self, layout: str) -> messages.World:
+        """Says ready, waits for a world and takes its place. Raises what ends the wait otherwise."""
+        session = self._session
+        session.groups.make_room()
+        store = session.groups.listen()
+
+        def ready(recovery: Recovery) -> list[Action]:
+            session.phases.mark("ready", time.monotonic())
+            return recovery.wait_for_world(store, layout)
+
+        session.update(ready)
+        failpoint("rendezvous")
+        session.wait_while(Phase.WAITING, "to form a world")
+        with session.lock:
+            phase, world = session.recovery.phase, session.recovery.world
+        if phase is Phase.OVER:
+            session.raise_over()
+        if phase is Phase.OUTSIDE:  # the first world was formed without this worker
+            place = session.recovery.place
+            return messages.World(
+                0, place, Address("", 0), holders=0, commit=None, reason="newcomer"
+            )
+        assert world is not None
+        session.groups.retire()
+        _open(session, world)
+        return world
+
+
+class FixedWorlds:
+    """Of a fixed size, without a driver."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def form(self, store: Store, rank: int, size: int, told: int | None, generation: int) -> None:
+        """With all that come to ``store``, which is that of the world before. Raises CollectiveFailed."""
+        groups = self._session.groups
+        mine = groups.listen() if rank == 0 else None
+        timeout_s = self._session.env.collective_timeout_s
+        place, address = find_rank0.arrive(store, rank, size, told, mine, timeout_s)
+        groups.retire()
+        self.begin(messages.World(generation, place, address, 0, None, "no driver"))
+
+    def begin(self, world: messages.World) -> None:
+        """Rank 0 serves the world's store, at the address that it listens at already, or at the one that is given."""
+        if world.place.rank == 0:
+            self._session.groups.listen(world.store)
+        with self._session.lock:
+            self._session.recovery = Recovery(
+                phase=Phase.TRAINING,
+                generation=world.generation,
+                place=world.place,
+                provisional=False,
+                world=world,
+            )
+        _open(self._session, world)
+
+    def next(self) -> None:
+        """``init()`` after ``shutdown()``: of the same ranks. Raises CollectiveFailed."""
+        store, recovery = self._session.groups.store, self._session.recovery
+        assert store is not None, "a fixed world has a store"
+        place = recovery.place
+        try:
+            self.form(store, place.rank, place.size, place.local_rank, recovery.generation + 1)
+        except CollectiveFailed as error:
+            raise CollectiveFailed(
+                f"the {place.size} ranks did not all call init() again: {error}"
+            ) from error
+
+
+def _open(session: Session, world: messages.World) -> None:
+    session.groups.open(world, functools.partial(session.mark_broken, world.generation))
