@@ -144,7 +144,7 @@ def drive(words: list[str], forks: list[Fork]) -> None:
         fork.start(Told(list(command), dict(env), folder))
         return fork
 
-    supervisor.spawn = spawn  # type: ignore[assignment]
+    supervisor.spawn = spawn  # type: ignore[attr-defined]
     run_script(words)
 
 
