@@ -20,7 +20,7 @@ help:
 	@echo "make train     two to five minutes: train a small GPT, lose a worker, gain one, write out/report.html"
 	@echo "make test      install, then every test"
 	@echo "make test-on-3.12, test-on-torch-2.14.1   the same with another Python or torch, in an environment of its own"
-	@echo "make nightly   what takes too long for make test: every pair of the fault matrix, all seeds and sizes of the simulation, C++ under sanitizers"
+	@echo "make nightly   what takes too long for make test: seeds and sizes of the simulation, pairs of the matrix, sanitizers"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
 	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
 	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
@@ -73,10 +73,12 @@ train: $(READY)
 
 # Each starts two to four processes; most of the time they wait.
 TESTS_AT_ONCE ?= 2
+# A run of the tests ends, whatever becomes of its processes.
+ENDS := timeout --foreground --kill-after=60
 
 test: $(READY)
 	@tests/needs.sh
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE)
+	$(ENDS) 3600 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --budgets
 
 # The same on other versions, which have to be there: make test-on-3.12, make test-on-torch-2.14.1 (a download of 3 GB each,
 # where the package index has CUDA builds only).
@@ -88,7 +90,7 @@ test-on-%:
 
 # Marked nightly: the rest of what make test runs a part of.
 nightly: $(READY) sanitize
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly
+	$(ENDS) 14400 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly
 
 # See tests/harness/fake_cuda/README.md. Tests marked gpu find made-up ones.
 fakecuda: $(READY)
@@ -116,7 +118,7 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy $(TYPED)
-	$(BIN)/python -m pytest --quiet -n $(TESTS_AT_ONCE) -m "not slow" tests/unit tests/simulation
+	$(ENDS) 1200 $(BIN)/python -m pytest --quiet -n $(TESTS_AT_ONCE) -m "not slow" tests/unit tests/simulation
 
 fix: $(STAMP)
 	$(BIN)/ruff format

@@ -6,19 +6,19 @@ import collections
 import functools
 import gc
 import importlib.util
-import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.fake_cuda import start as made_up
 from harness.job import Job
 from harness.program import Process
+
+pytest_plugins = ["harness.budgets", "harness.spread"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,47 +93,6 @@ def mappings_of_its_own() -> Iterator[None]:
         patch.setattr(peer_memory, "_open", {})
         patch.setattr(peer_memory, "_released", collections.deque())
         yield
-
-
-# Their tests start a job each, and share nothing.
-SPREAD = {
-    "test_endings",
-    "test_failure_phases",
-    "test_frozen",
-    "test_healthy",
-    "test_horovod_exceptions",
-    "test_horovod_scripts",
-    "test_join",
-    "test_launch",
-    "test_other_launchers",
-    "test_progress",
-    "test_recovery",
-    "test_stuck",
-    "test_traps",
-}
-
-
-def scope(nodeid: str) -> str:
-    """Tests that run in one process, one after another, where pytest-xdist has several (``-n 2``).
-
-    The tests of a module share worlds of processes, those of `conformance` one for each size.
-    """
-    module = nodeid.partition("::")[0]
-    size = re.search(r"\d-ranks", nodeid)
-    if "/conformance/" in module:
-        return f"conformance {size[0]}" if size else "conformance"
-    return nodeid if Path(module).stem in SPREAD else module
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return scope(nodeid)
-
-    return Scheduler(config, log)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class Job(Program):
         if error is None:
             assert not left, f"these processes outlived their job: {left}"
             if self.journal.exists() and read(self.journal)[1]:
-                check_journal(self.journal, ended=self.process.returncode >= 0)
+                check_journal(self.journal, ended=(self.process.returncode or 0) >= 0)
 
     def done(self, limit_s: float) -> Job:
         """Waits for its success: ``limit_s`` seconds on a GPU, more on a made-up one."""

@@ -26,8 +26,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, TextIO
 
-import numpy
-
 MOST_BYTES = 1 << 18  # of what a process is told
 SPARE = 2  # workers beyond those of a world, for slots that return
 # Read when a process starts, or when it imports torch.
@@ -144,7 +142,7 @@ def drive(words: list[str], forks: list[Fork]) -> None:
         fork.start(Told(list(command), dict(env), folder))
         return fork
 
-    supervisor.spawn = spawn  # type: ignore[assignment]
+    supervisor.spawn = spawn  # type: ignore[attr-defined]
     run_script(words)
 
 
@@ -185,7 +183,7 @@ def worker(channel: socket.socket, driver: int) -> Program:
     become(told, [os.open(os.devnull, os.O_RDONLY), *outputs])
     if told.env.get("PYTHONUNBUFFERED"):
         sys.stdout, sys.stderr = unbuffered(sys.stdout), unbuffered(sys.stderr)
-    numpy.random.seed()  # Python draws anew after a fork, NumPy doesn't
+    sys.modules["numpy"].random.seed()  # Python draws anew after a fork, NumPy doesn't
     return lambda: run_script(told.words[1:])
 
 

@@ -130,7 +130,7 @@ class Job(Program):
         if self.unchecked or not self.journal.exists() or not read(self.journal)[1]:
             return None
         # Only a driver that was killed itself has not said how its job ended.
-        return check_journal(self.journal, ended=self.driver.returncode >= 0)
+        return check_journal(self.journal, ended=(self.driver.returncode or 0) >= 0)
 
     def _shown(self) -> str:
         return f"its last lines (journal: {self.journal})"

@@ -2,55 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-LIMIT_S = 60.0
+import pytest
+
+from harness.ranks import Died, Ranks, in_a_world
 
 
-def run(scenario: str, size: int) -> list[tuple[int, Any]]:
-    """Runs ``scenario`` below on ``size`` ranks; exit code and printed value of each."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    root = Path(__file__).parents[3]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, scenario, str(rank), str(size), str(port)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        )
-        for rank in range(size)
-    ]
-    try:
-        printed = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [
-        (process.returncode, json.loads(text) if text else None)
-        for process, text in zip(ranks, printed, strict=True)
-    ]
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    yield from in_a_world(3)
 
 
-def test_three_ranks_train_like_one_with_the_whole_batch():
+def test_three_ranks_train_like_one_with_the_whole_batch(ranks: Ranks):
     equal = {"dense": True, "accumulated": True, "sparse": True, "halves": True}
-    assert run("train", 3) == [(0, equal)] * 3
+    assert ranks.run(train_in_all_ways) == [equal] * 3
 
 
-def test_a_killed_rank_breaks_the_step_of_the_others_at_once():
-    survivors = run("killed", 3)
-    assert survivors.pop(1)[0] == -signal.SIGKILL
-    for code, (raised, seconds) in survivors:
-        assert code == 0
+def test_a_killed_rank_breaks_the_step_of_the_others_at_once(ranks: Ranks):
+    ranks.start(killed)
+    survivors = [ranks.result(rank) for rank in range(3)]
+    assert isinstance(survivors.pop(1), Died)
+    for raised, seconds in survivors:
         assert raised in ("PeerLost", "CollectiveFailed")
         assert seconds < 5.0
 
@@ -117,7 +94,7 @@ def train(rank: int, size: int, *, passes: int = 1, sparse: bool = False, tolera
     return True
 
 
-def killed(rank: int) -> tuple[str, float]:
+def killed(rank: int, size: int) -> tuple[str, float]:
     import torch
 
     from elastic.errors import CollectiveFailed, PeerLost
@@ -145,23 +122,10 @@ def killed(rank: int) -> tuple[str, float]:
     return "nothing", time.monotonic() - began
 
 
-def main(scenario: str, rank: int, size: int, port: int) -> None:
-    from elastic.protocol.messages import Address
-    from elastic.runtime import lifecycle
-
-    lifecycle.init_static(rank, size, Address("127.0.0.1", port))
-    value: Any
-    if scenario == "killed":
-        value = killed(rank)
-    else:
-        value = {
-            "dense": train(rank, size, tolerance=1e-5),
-            "accumulated": train(rank, size, passes=2, tolerance=1e-5),
-            "sparse": train(rank, size, sparse=True, tolerance=1e-5),
-            "halves": train(rank, size, tolerance=1e-2),
-        }
-    print(json.dumps(value))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+def train_in_all_ways(rank: int, size: int) -> dict[str, bool]:
+    return {
+        "dense": train(rank, size, tolerance=1e-5),
+        "accumulated": train(rank, size, passes=2, tolerance=1e-5),
+        "sparse": train(rank, size, sparse=True, tolerance=1e-5),
+        "halves": train(rank, size, tolerance=1e-2),
+    }

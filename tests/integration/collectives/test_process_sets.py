@@ -317,6 +317,7 @@ def records(job: Job) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.forked
 def test_sets_survive_their_members(job):
     """Three workers die in the middle of a set's collective; those who take their ranks take their places.
 

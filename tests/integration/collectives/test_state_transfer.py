@@ -35,7 +35,8 @@ def _main(body: Callable[..., Any], rank: int, size: int, port: int, answer: Any
 
 def together(body: Callable[..., Any], size: int) -> list[Any]:
     """Runs ``body(rank)`` in a world of processes; their answers, by rank."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # as `harness.ranks`
     probe = listen("127.0.0.1")
     port = probe.address.port
     probe.close()

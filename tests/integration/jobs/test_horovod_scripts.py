@@ -35,6 +35,7 @@ def test_no_word_of_ours_is_in_it(script):
     assert not any(name.partition(".")[0] == "elastic" for name in imported)
 
 
+@pytest.mark.forked
 def test_mnist(job):
     running = job("-np 2", command("horovod_mnist.py", "--epochs 4 --fp16-allreduce"))
     running.succeed()
@@ -47,6 +48,7 @@ def test_mnist(job):
     assert reached[-1] > 70
 
 
+@pytest.mark.forked
 def test_imagenet_goes_on_after_its_last_checkpoint(job, tmp_path):
     """Its learning rate warms up; the second job finds what the first one's rank 0 has written."""
     flags = (
@@ -69,6 +71,7 @@ def test_imagenet_goes_on_after_its_last_checkpoint(job, tmp_path):
     ]
 
 
+@pytest.mark.forked
 def test_synthetic_benchmark(job):
     flags = "--batch-size 4 --width 8 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"
     running = job("-np 2", command("horovod_synthetic_benchmark.py", flags))
@@ -80,6 +83,7 @@ def test_synthetic_benchmark(job):
 
 
 @pytest.mark.slow
+@pytest.mark.forked
 def test_elastic_training_while_workers_are_killed(job):
     """First rank 0, then another one; the learning rate follows the size of the world."""
     running = job(
@@ -97,6 +101,7 @@ def test_elastic_training_while_workers_are_killed(job):
     assert len(running.worlds()) >= 3
 
 
+@pytest.mark.forked
 def test_process_sets_with_alltoall(job):
     running = job("-np 3", command("horovod_process_sets.py", "--steps 41"))
     running.succeed()

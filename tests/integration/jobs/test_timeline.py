@@ -7,6 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.history import SCRIPTS
 from harness.job import Job
 
@@ -40,6 +42,7 @@ class Shown:
         return process
 
 
+@pytest.mark.forked
 def test_one_file_tells_of_all_ranks_a_kill_and_a_join(job):
     """It is read again and again while the job runs, and each time it is valid."""
     training: Job = job(

@@ -37,6 +37,7 @@ def test_the_minimal_one_survives_the_loss_of_rank_0(job):
 
 
 @pytest.mark.slow
+@pytest.mark.forked
 def test_the_digits_are_learnt_though_a_worker_is_killed(job):
     learning = job(
         "-np 3 --min-np 1 --blacklist-cooldown-range 0.5 2",
@@ -49,6 +50,7 @@ def test_the_digits_are_learnt_though_a_worker_is_killed(job):
 
 
 @pytest.mark.slow
+@pytest.mark.forked
 def test_the_gpt_writes_metrics_from_which_a_report_is_made(job):
     small = "--steps 30 --layers 1 --width 32 --context 32 --corpus-bytes 200000 --log-every 5"
     training = job(

@@ -1,0 +1,103 @@
+"""What each folder of tests costs: printed after a run; with ``--budgets``, which `make test` gives, a run fails where
+one passes its budget by half.
+
+The cost of a folder is the time of its tests, set-ups included, added up over all processes. The budgets hold for an
+idle machine with two cores. A slower machine, or one that is busy with other things, makes all folders slower, and one
+that has grown is dearer than the others have become. So budgets are scaled by the median of what all folders cost,
+relative to their budgets, where this is more than 1. That is fair only where all wait for processors alike: where
+others keep the machine busy at the start of a run, costs are printed, and nothing more.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+BUDGETS_S = {
+    "tests/conformance": 100.0,
+    "tests/integration/collectives": 200.0,
+    "tests/integration/etcd": 60.0,
+    "tests/integration/hosts": 120.0,
+    "tests/integration/jobs": 300.0,
+    "tests/integration/launchers": 120.0,
+    "tests/integration/ray": 300.0,
+    "tests/simulation": 60.0,
+    "tests/unit/chaos": 30.0,
+    "tests/unit/driver": 60.0,
+    "tests/unit/elastic": 60.0,
+    "tests/unit/horovod": 10.0,
+}
+TOO_MUCH = 1.5  # times the budget
+SLACK_S = 10.0  # a small folder may vary by more than half
+IDLE = 0.5  # at most as many others per core wait to run
+
+
+def folder_of(nodeid: str) -> str:
+    """``tests/unit/elastic`` of ``tests/unit/elastic/state/test_sampler.py::test_it``."""
+    parts = nodeid.partition("::")[0].split("/")[:-1]
+    return "/".join(parts[:3] if parts[1:2] in (["unit"], ["integration"]) else parts[:2])
+
+
+def too_dear(
+    costs_s: Mapping[str, float], budgets_s: Mapping[str, float]
+) -> tuple[float, list[str]]:
+    """By how much all folders are slower, at least 1, and a sentence for each that passes its budget all the same."""
+    ratios = [costs_s[folder] / budget for folder, budget in budgets_s.items() if folder in costs_s]
+    slower = max(1.0, statistics.median(ratios)) if ratios else 1.0
+    return slower, [
+        f"{folder} took {cost:.0f} s; its budget is {budgets_s[folder] * slower:.0f} s"
+        for folder, cost in sorted(costs_s.items())
+        if folder in budgets_s
+        and cost > slower * max(budgets_s[folder] * TOO_MUCH, budgets_s[folder] + SLACK_S)
+    ]
+
+
+class Costs:
+    """Adds up, in the process that reports."""
+
+    def __init__(self, enforced: bool) -> None:
+        self.enforced = enforced
+        self.busy = os.getloadavg()[0] / (os.cpu_count() or 1)
+        self.costs_s: Counter[str] = Counter()
+        self.slower = 1.0
+        self.trouble: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.costs_s[folder_of(report.nodeid)] += report.duration  # type: ignore[assignment]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self.slower, trouble = too_dear(self.costs_s, BUDGETS_S)
+        if self.enforced and self.busy <= IDLE:
+            self.trouble = trouble
+        if self.trouble and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self.lines():
+            terminalreporter.write_line(line)
+
+    def lines(self) -> Iterator[str]:
+        for folder, cost in sorted(self.costs_s.items()):
+            budget = f" of {BUDGETS_S[folder]:4.0f} s" if folder in BUDGETS_S else ""
+            yield f"{cost:7.1f} s{budget}  {folder}"
+        if self.slower > 1.0:
+            yield f"budgets are scaled by {self.slower:.1f}: most folders took that much longer"
+        if self.enforced and self.busy > IDLE:
+            yield f"budgets are not enforced: {self.busy:.1f} others per core wanted to run at first"
+        yield from (f"over budget: {sentence}" for sentence in self.trouble)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--budgets", action="store_true", help="fail where a folder of tests takes too long"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not in a process of pytest-xdist
+        config.pluginmanager.register(Costs(config.getoption("--budgets")), "costs")

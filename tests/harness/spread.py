@@ -1,0 +1,66 @@
+"""How tests are spread over the processes of pytest-xdist (``-n 2``), and what becomes of those of one that died."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Their tests start a job each, and share nothing.
+SPREAD = {
+    "test_endings",
+    "test_failure_phases",
+    "test_frozen",
+    "test_healthy",
+    "test_horovod_exceptions",
+    "test_horovod_scripts",
+    "test_join",
+    "test_launch",
+    "test_other_launchers",
+    "test_progress",
+    "test_recovery",
+    "test_stuck",
+    "test_traps",
+}
+
+
+def scope(nodeid: str) -> str:
+    """Tests that run in one process, one after another, where there are several.
+
+    The tests of a module share worlds of processes, those of `conformance` one for each size.
+    """
+    module = nodeid.partition("::")[0]
+    size = re.search(r"\d-ranks", nodeid)
+    if "/conformance/" in module:
+        return f"conformance {size[0]}" if size else "conformance"
+    return nodeid if Path(module).stem in SPREAD else module
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+        def remove_node(self, node: Any) -> str | None:
+            """As xdist's, but that the test at which a worker died is not run again: it would end one after another,
+            and the last of them leaves a run that never ends. The others of its scope still run.
+            """
+            units = self.assigned_work.pop(node)
+            left = [(unit, test) for unit in units.values() for test in unit if not unit[test]]
+            if not left:
+                return None
+            unit, died = left[0]
+            unit[died] = True
+            self.workqueue.update(
+                {name: unit for name, unit in units.items() if False in unit.values()}
+            )
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return str(died)
+
+    return Scheduler(config, log)

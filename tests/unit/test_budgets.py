@@ -1,0 +1,35 @@
+"""Which folders of tests are said to take too long."""
+
+from harness.budgets import folder_of, too_dear
+
+BUDGETS_S = {"a": 100.0, "b": 200.0, "c": 10.0}
+
+
+def test_a_test_counts_for_the_folder_of_its_subject():
+    assert folder_of("tests/unit/elastic/state/test_x.py::test_y[1/2]") == "tests/unit/elastic"
+    assert folder_of("tests/integration/ray/test_x.py::test_y") == "tests/integration/ray"
+    assert folder_of("tests/simulation/test_x.py::test_y") == "tests/simulation"
+    assert folder_of("tests/unit/test_layers.py::test_y") == "tests/unit"
+
+
+def test_a_folder_that_passes_its_budget_by_half_is_named():
+    assert too_dear({"a": 150.0, "b": 100.0, "c": 5.0}, BUDGETS_S) == (1.0, [])
+    slower, (sentence,) = too_dear({"a": 151.0, "b": 100.0, "c": 5.0}, BUDGETS_S)
+    assert slower == 1.0 and sentence == "a took 151 s; its budget is 100 s"
+
+
+def test_a_small_folder_has_some_seconds_more():
+    assert too_dear({"a": 90.0, "b": 100.0, "c": 20.0}, BUDGETS_S)[1] == []
+    assert len(too_dear({"a": 90.0, "b": 100.0, "c": 20.5}, BUDGETS_S)[1]) == 1
+
+
+def test_a_machine_that_makes_all_slower_is_no_fault_of_a_folder():
+    slow = {"a": 300.0, "b": 500.0, "c": 40.0}
+    assert too_dear(slow, BUDGETS_S) == (3.0, [])
+    slower, (sentence,) = too_dear(slow | {"b": 1300.0}, BUDGETS_S)
+    assert slower == 4.0 and sentence == "b took 1300 s; its budget is 800 s"
+
+
+def test_what_has_no_budget_and_what_did_not_run_count_for_nothing():
+    assert too_dear({"d": 9999.0}, BUDGETS_S) == (1.0, [])
+    assert too_dear({"a": 151.0}, BUDGETS_S)[0] == 1.51
