@@ -24,7 +24,7 @@ class Abortable(Protocol):
 
     def abort(self) -> None: ...
 
-    def forget(self) -> None: ...
+    def close_in_forked_child(self) -> None: ...
 
 
 class Connecting:
@@ -68,9 +68,9 @@ class Connecting:
         """Ends the connecting, or the group if it is connected. Any thread, any number of times, never blocks."""
         self.group.abort()
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         """In a forked child: holds none of the parent's sockets."""
-        self.group.forget()
+        self.group.close_in_forked_child()
 
 
 _Connect = Callable[[Store, str, str], Collectives]

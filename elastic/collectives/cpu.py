@@ -216,9 +216,9 @@ class CpuGroup:
         for part in list(self._parts):
             part.abort()
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         for part in list(self._parts):
-            part.forget()
+            part.close_in_forked_child()
 
 
 def _rows(words: Sequence[bytes]) -> list[Row]:
@@ -232,4 +232,4 @@ class _Part(Protocol):
 
     def close(self) -> None: ...
 
-    def forget(self) -> None: ...
+    def close_in_forked_child(self) -> None: ...

@@ -91,7 +91,7 @@ class FakeCollectives:
     def close(self) -> None:
         self.abort()
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         self._shared.broken = "this is a forked child"
 
     def _join(self, kind: str, *arguments: Any) -> Work:

@@ -54,7 +54,7 @@ class LocalCollectives:
     def close(self) -> None:
         self._aborted = True
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         self._aborted = True
 
     def _done(self) -> Work:

@@ -312,7 +312,7 @@ class NcclCollectives:
         """After `close` was called, by whatever thread: whether the GPU has its memory back, ``timeout_s`` at most."""
         return self._freed.wait(timeout_s)
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         # CUDA does not survive a fork, so the child can't use the group; its sockets are opened close-on-exec.
         self._failed = "this is a forked child, and groups stay with the parent"
 

@@ -480,7 +480,7 @@ class Engine:
             for offers in self._offers.values():
                 offers.drop()
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         """In a forked child."""
         if self._line is not None:
-            self._line.forget()
+            self._line.close_sockets()

@@ -121,5 +121,5 @@ class OwnLine:
     def close(self) -> None:
         self._hub.close()
 
-    def forget(self) -> None:
-        self._hub.forget()
+    def close_sockets(self) -> None:
+        self._hub.close_sockets()

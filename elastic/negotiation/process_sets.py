@@ -348,7 +348,7 @@ def _broadcast(group: Collectives, text: bytes) -> bytes:
     return received[_HEAD_BYTES:] + bytes(rest.tolist())
 
 
-def forget() -> None:
+def unregister_all() -> None:
     """After ``shutdown()``: nothing is registered."""
     global _dynamic
     _table.clear()

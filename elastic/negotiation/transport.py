@@ -165,9 +165,9 @@ class Peer:
 
     def close(self) -> None:
         self.abort()
-        self.forget()
+        self.close_sockets()
 
-    def forget(self) -> None:
+    def close_sockets(self) -> None:
         for held in (self._socket, self._woken, self._waker):
             held.close()
 
@@ -414,7 +414,7 @@ class Hub:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * LOOK_S)
 
-    def forget(self) -> None:
+    def close_sockets(self) -> None:
         for held in (self._listener, self._woken, self._waker, *list(self._buffers)):
             held.close()
         self._selector.close()

@@ -77,7 +77,7 @@ class AdasumDistributed(Distributed):
             del before
             self._reduce(parameters, list(deltas))
             torch._foreach_add_(parameters, deltas)
-        self._reducer.forget()
+        self._reducer.discard()
         return result
 
     # As in `Distributed`: the user's class runs its step hooks.
@@ -86,7 +86,7 @@ class AdasumDistributed(Distributed):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own, at any time: no gradient is ever under way."""
         super().zero_grad(set_to_none)
-        self._reducer.forget()
+        self._reducer.discard()
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
         """The user's optimizer's own step. With a GradScaler, it may be none."""
@@ -123,10 +123,10 @@ class AdasumDistributed(Distributed):
         """An optimizer may call its closure, and with it backward, many times in a step."""
 
         def forgetting() -> Any:
-            self._reducer.forget()
+            self._reducer.discard()
             with torch.enable_grad():
                 loss = closure()
-            self._reducer.forget()
+            self._reducer.discard()
             return loss
 
         return forgetting
@@ -198,7 +198,7 @@ class BackwardPasses:
 
     def set_passes(self, passes: int) -> None:
         self._passes = passes
-        self.forget()
+        self.discard()
 
     def install_hooks(self) -> None:
         """Have backward call us for every parameter that requires a gradient. Safe to repeat."""
@@ -206,7 +206,7 @@ class BackwardPasses:
         groups = [] if optimizer is None else optimizer.param_groups
         self._hooks.install(parameter for group in groups for parameter in group["params"])
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """A step begins anew."""
         self._counts.clear()
 
@@ -222,7 +222,7 @@ class BackwardPasses:
         if world.place.size == 1:
             return
         if self._generation != world.generation:  # an interrupted step is begun anew
-            self.forget()
+            self.discard()
             self._generation = world.generation
         count = self._counts.get(id(parameter), 0) + 1
         if count > self._passes:

@@ -146,13 +146,13 @@ class GradientReducer:
     def set_passes(self, passes: int) -> None:
         """Backward passes per step, from now on. What has been counted in this step is forgotten."""
         self._passes = passes
-        self.forget()
+        self.discard()
 
     def install_hooks(self) -> None:
         """Have backward call us for every parameter that requires a gradient. Safe to repeat."""
         self._hooks.install(self._parameters())
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Abandon the present step: counters, works under way, and the gradients that these may have garbled."""
         for slot in self._plan.slots:
             if slot.filled and slot.bucket is not None:
@@ -174,7 +174,7 @@ class GradientReducer:
         world = lifecycle.current()
         with world.guard(GRADIENTS), torch.no_grad():
             if self._generation != world.generation:
-                self.forget()
+                self.discard()
                 self._generation = world.generation
             included = self._locate(world)
             if self._reduced:
@@ -231,7 +231,7 @@ class GradientReducer:
         if world.place.size == 1 or world.broken:
             return
         if self._generation != world.generation:
-            self.forget()
+            self.discard()
         if not self._begun:
             try:
                 self._locate(world)

@@ -33,7 +33,7 @@ class Reducer(Protocol):
 
     def finish(self) -> None: ...
 
-    def forget(self) -> None: ...
+    def discard(self) -> None: ...
 
 
 class Distributed(torch.optim.Optimizer):
@@ -136,7 +136,7 @@ class Distributed(torch.optim.Optimizer):
 
     def _reset_passes(self) -> None:
         """Abandon the present step. `State.restore` calls this: no gradient of an aborted step is ever used."""
-        self._reducer.forget()
+        self._reducer.discard()
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True
 

@@ -188,12 +188,12 @@ class Store:
         elif self._listener is not None:
             self._listener.close()
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         """In a forked child: holds none of the parent's sockets."""
         for call in self._calls:
             call.close()
         if self._server is not None:
-            self._server.forget()
+            self._server.close_in_forked_child()
         elif self._listener is not None:
             self._listener.close()
 
@@ -312,7 +312,7 @@ class _Server:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         for held in (self._listener, *self._peers):
             held.close()
 

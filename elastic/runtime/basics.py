@@ -73,7 +73,7 @@ def _check_members(members: list[int]) -> None:
 
 def shutdown() -> None:
     """Leaves the world. ``init()`` may follow, on every worker. Idempotent."""
-    sets.forget()
+    sets.unregister_all()
     lifecycle.shutdown()
 
 

@@ -169,7 +169,7 @@ def _forget() -> None:
     if _runtime is not None:
         _inherited = position()
         _child_of_many = not _runtime.alone or _runtime.place.size > 1
-        _runtime.forget()
+        _runtime.close_in_forked_child()
     _runtime, _initialized = None, False
 
 

@@ -235,7 +235,7 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         """In a forked child: close the descriptors without ending the parent's connection."""
         self._closed = True
         self._socket.close()

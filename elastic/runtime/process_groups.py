@@ -367,12 +367,12 @@ class Groups:
         # In this order: what the engine carries out may begin a thread.
         return (engine is None or engine.rest(timeout_s)) and threads.finish(timeout_s)
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         """In a forked child: hold none of the parent's sockets."""
         if self._listener is not None:
             self._listener.close()
         for _, abortable in self._cuttable:
-            abortable.forget()
+            abortable.close_in_forked_child()
 
 
 def _did_not_come_back() -> DeviceLost:

@@ -145,8 +145,8 @@ class Runtime:
             self.session.groups.leave()
         self.session.groups.close()
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         """In a forked child (a DataLoader worker): hold none of the parent's sockets."""
         if self._link is not None:
-            self._link.forget()
-        self.session.groups.forget()
+            self._link.close_in_forked_child()
+        self.session.groups.close_in_forked_child()

@@ -280,7 +280,7 @@ class GlooCollectives:
         if any(not work.is_completed() for work in works):
             _left.append(_Left(backend, works))
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         """In a forked child: lets go of the sockets, so that the parent's death closes them."""
         self._failed = "this is a forked child, and groups stay with the parent"
         sockets.release_in_child(self._own, self._peers, self._sockets)

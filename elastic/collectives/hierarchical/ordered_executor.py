@@ -59,7 +59,7 @@ class InOrder:
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._running, timeout_s)
 
-    def forget(self, reason: str) -> None:
+    def close_in_forked_child(self, reason: str) -> None:
         """In a forked child: the thread stayed with the parent, and the lock may be taken for ever."""
         self.reason = reason
         self.forgotten = True

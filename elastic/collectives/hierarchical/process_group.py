@@ -39,7 +39,7 @@ _CLOSE_S = 0.1  # in which what is under way usually ends once it is aborted
 class Neighbours(Halves, Protocol):
     """The ranks of this host, in one group already."""
 
-    def forget(self) -> None: ...
+    def close_in_forked_child(self) -> None: ...
 
 
 class Lane(Collectives, Protocol):
@@ -50,7 +50,7 @@ class Lane(Collectives, Protocol):
     def look(self) -> None:
         """Fails the group if a connection is gone without a word."""
 
-    def forget(self) -> None: ...
+    def close_in_forked_child(self) -> None: ...
 
 
 class HierarchicalCollectives:
@@ -146,12 +146,12 @@ class HierarchicalCollectives:
             self._lane.close()
         self._host.close()
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         """In a forked child: holds none of the parent's sockets, nor the memory of its host."""
-        self._order.forget("this is a forked child, and groups stay with the parent")
-        self._host.forget()
+        self._order.close_in_forked_child("this is a forked child, and groups stay with the parent")
+        self._host.close_in_forked_child()
         if self._lane is not None:
-            self._lane.forget()
+            self._lane.close_in_forked_child()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -210,10 +210,10 @@ class SharedCollectives:
         if self._held and not self.drain(0.0):
             _lost.append(self._held)
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         """In a forked child, which has neither the thread nor the others' memory."""
         self._failed = _CHILD
-        self._native.forget()
+        self._native.close_in_forked_child()
 
     def failure(self) -> str:
         """Why a collective failed: what this rank was told, or what the group says."""
@@ -332,7 +332,7 @@ class _Native:
             if self.drain(_CLOSE_S) and self._library.elastic_detach(self.handle, _CLOSE_S):
                 self._let_go(True)
 
-    def forget(self) -> None:
+    def close_in_forked_child(self) -> None:
         self._forgotten = True
 
     def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:

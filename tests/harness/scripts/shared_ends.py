@@ -33,7 +33,7 @@ def join(rank: int, port: int) -> Collectives:
         bind_host="127.0.0.1",
         timeout_s=TIMEOUT_S,
     )
-    os.register_at_fork(after_in_child=connecting.forget)
+    os.register_at_fork(after_in_child=connecting.close_in_forked_child)
     return connecting.connect()
 
 

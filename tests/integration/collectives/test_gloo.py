@@ -345,7 +345,7 @@ def lose_a_peer(rank: int, size: int, address: Address, end: int, child: bool) -
         if (
             child and os.fork() == 0
         ):  # as a DataLoader's worker: it lives on and holds what it inherited
-            attempt.forget()
+            attempt.close_in_forked_child()
             time.sleep(5)
             os._exit(0)
         os.kill(os.getpid(), end)

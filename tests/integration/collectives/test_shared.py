@@ -548,7 +548,7 @@ def fork_one(
         if child == 0:
             signal.alarm(20)  # a child that hangs is a child that failed
             if forgets:
-                group.forget()
+                group.close_in_forked_child()
             os._exit(try_all(group, works[0]))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         go.barrier().wait()

@@ -53,7 +53,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(submission, "agree", lambda kind, name, text: [text] * world.place.size)
     basics.init(process_sets="dynamic")
     yield world
-    process_sets.forget()
+    process_sets.unregister_all()
 
 
 def refuses(sentence: str) -> Any:
@@ -113,7 +113,7 @@ def test_copies_of_a_registered_set_are_that_set(world):
 
 
 def test_init_registers_a_list_of_sets(world):
-    process_sets.forget()
+    process_sets.unregister_all()
     one, two = ProcessSet([0, 1]), ProcessSet(range(1, 4))
     basics.init(process_sets=[one, two])
     assert (one.process_set_id, two.process_set_id) == (1, 2)
@@ -125,7 +125,7 @@ def test_init_registers_a_list_of_sets(world):
 
 
 def test_the_environment_allows_changes_too(world):
-    process_sets.forget()
+    process_sets.unregister_all()
     world.env.dynamic_process_sets = True
     basics.init()
     assert add_process_set([0]).process_set_id == 1
@@ -225,7 +225,7 @@ def test_a_training_function_that_starts_anew_finds_its_set(world):
 
 
 def test_a_newcomer_is_promised_a_place_and_registers_what_it_likes(world, monkeypatch):
-    process_sets.forget()
+    process_sets.unregister_all()
     world.provisional, world.generation = True, 0
     world.place.size = 2
     monkeypatch.delattr(submission, "agree")  # the others train: nobody would answer
@@ -262,7 +262,7 @@ def test_who_lacks_the_newest_commit_takes_over_rank_0s_sets(world, sets):
     assert process_sets.bring(world, [1]) == []
     assert len(sent) == (1 if sets == 1 else 2)
 
-    process_sets.forget()
+    process_sets.unregister_all()
     world.provisional = True
     basics.init(process_sets="dynamic")
     mine = add_process_set([0, 99])

@@ -158,7 +158,7 @@ def test_a_forked_child_closes_nothing_of_its_parents(paths):
     with driving(paths) as driver, linked(driver, paths) as (link, told):
         pid = os.fork()
         if pid == 0:
-            link.forget()
+            link.close_in_forked_child()
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         link.send(protocol.Hello(A, 7))

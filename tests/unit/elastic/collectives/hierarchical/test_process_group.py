@@ -246,7 +246,7 @@ def test_a_forked_child_raises_instead_of_waiting_for_the_parents_thread():
     world = world_of([0, 1], [2, 3])
     group = world[0]
     work = group.barrier()
-    group.forget()
+    group.close_in_forked_child()
     with pytest.raises(CollectiveFailed, match="forked child"):
         work.wait()
     with pytest.raises(CollectiveFailed, match="forked child"):
