@@ -21,6 +21,7 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EVERY = [*INTEGERS, *FLOATS, torch.bool, torch.complex64]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+LONGEST = 150_000
 WAKE_S = 2.0  # generous: measured are milliseconds
 
 REFERENCE: dict[Op, Callable[[Any, Any], Any]] = {
@@ -38,6 +39,8 @@ def small(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 class CollectivesContract:
     """Tests run every rank in a thread of its own: ``self.on_all(world, function)``."""
+
+    longest = LONGEST  # elements, of many pieces
 
     def make(self) -> list[Collectives]:
         raise NotImplementedError
@@ -58,8 +61,11 @@ class CollectivesContract:
     @pytest.mark.parametrize("op", list(REFERENCE))
     @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
     def test_allreduce_is_exact_for_small_numbers(self, world, dtype, op):
+        self.is_exact(world, dtype, op, (0, 1, 7, 1000, self.longest))
+
+    def is_exact(self, world, dtype, op, lengths):
         def reduced(group):
-            tensors = [small(group.rank, length, dtype) for length in (0, 1, 7, 1000, 150_000)]
+            tensors = [small(group.rank, length, dtype) for length in lengths]
             works = [group.allreduce(tensor, op) for tensor in tensors]
             for work in works:
                 work.wait()

@@ -185,6 +185,7 @@ def test_what_nccl_reports_breaks_the_group(nccl):
         nccl.group.allreduce(torch.ones(3), Op.SUM)
 
 
+@pytest.mark.slow
 def test_a_collective_that_hangs_ends_at_the_timeout(nccl):
     nccl.group._collective_timeout_s = 0.0
     work = nccl.group.allreduce(torch.ones(3), Op.SUM)

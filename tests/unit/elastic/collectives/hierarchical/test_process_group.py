@@ -18,7 +18,7 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed
-from harness.collectives_contract import FLOATS, CollectivesContract, small
+from harness.collectives_contract import FLOATS, LONGEST, CollectivesContract, small
 
 Hosts = Sequence[Sequence[int]]
 
@@ -118,6 +118,7 @@ class Contract(CollectivesContract):
     """With chunks so small that a thousand elements make several."""
 
     hosts: Hosts
+    longest = 10_000  # of 20 chunks at least
 
     @pytest.fixture(autouse=True)
     def small_chunks(self, monkeypatch):
@@ -127,6 +128,11 @@ class Contract(CollectivesContract):
 
     def make(self) -> list[Collectives]:
         return list(world_of(*self.hosts))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.float64], ids=str)
+    def test_thousands_of_chunks(self, world, dtype):
+        self.is_exact(world, dtype, Op.SUM, (0, 1, 7, 1000, LONGEST))
 
     @pytest.mark.parametrize("dtype", [torch.int16, *FLOATS], ids=str)
     def test_tensors_inside_and_outside_of_the_arena_are_reduced_together(self, world, dtype):
