@@ -6,8 +6,6 @@ They are msgspec structs, so that the journal can write each as one JSON object 
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
 from elastic.protocol.messages import (
@@ -256,26 +254,11 @@ class StartWorker(Action):
     reason: str
 
 
-class Fence(enum.Enum):
-    """Why a worker is killed that others would wait for."""
-
-    FROZEN = "frozen"
-    STUCK = "stuck"
-    CUT_OFF = "cut off"
-    DIGEST = "digest"  # its parameters differ
-    GPU = "gpu"  # its GPU hangs, or has failed
-    LATE = "late"  # it did not call init(), or did not become ready
-
-
 class KillWorker(Action):
-    """SIGKILL the worker's whole process group; its exit comes back as WorkerExited.
-
-    ``fence`` is None for a kill that is no fence, as at the end of a job.
-    """
+    """SIGKILL the worker's whole process group; its exit comes back as WorkerExited."""
 
     worker: Worker
     reason: str
-    fence: Fence | None = None
 
 
 class ProbeWorkers(Action):
@@ -385,11 +368,10 @@ class EndJob(Action):
 
 
 class Report(Action):
-    """A line for the log. Levels: info, warning, error. ``unkillable``: who is given up with it."""
+    """A line for the log. Levels: info, warning, error."""
 
     level: str
     text: str
-    unkillable: Worker | None = None
 
 
 class ReportRecovery(Action):

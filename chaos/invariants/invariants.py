@@ -71,6 +71,7 @@ from elastic.protocol.messages import Worker
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
 EXPLAIN_S = 12.0  # a gathering that takes longer has said why
+IMMORTAL = "can't be killed"
 AFTER_THE_END = (LetGo, KillWorker, DumpStacks, Report)
 REPEATS = (WorkerReconnected, HostReported, DriverRestarted)  # answered with what holds already
 
@@ -214,11 +215,13 @@ class Invariants(JobEnd):
                 self._waits.end("end")
                 for worker in members:
                     self._leaves(worker, "had finished", None)
-            case Report(unkillable=worker):
+            case Report(_, text):
                 self._explained = True
-                if worker is not None and worker in self._workers:
-                    self._waits.end(("exit", worker))
-                    self._workers[worker].dismissed = True
+                if IMMORTAL in text:
+                    named = [w for w, k in self._workers.items() if k.going and str(w) in text]
+                    self._waits.end(*(("exit", worker) for worker in named))
+                    for worker in named:
+                        self._workers[worker].dismissed = True
             case EndJob():
                 self._ends(action)
 

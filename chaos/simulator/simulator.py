@@ -25,7 +25,6 @@ from elastic.driver.events import (
     Action,
     DumpStacks,
     Event,
-    Fence,
     HostsChanged,
     KillWorker,
     PublishWorld,
@@ -33,6 +32,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import tell
+from elastic.driver.monitoring.metrics import kind_of
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -256,11 +256,11 @@ class Simulation:
         """Nobody is killed for being slow, for a phase that was marked as long, or for another's GPU."""
         if isinstance(action, KillWorker):
             process = self.processes.get(action.worker)
-            hung = action.fence is Fence.GPU
+            hung = kind_of(action.reason) == "gpu"
             assert not hung or process is None or process.gpu_hangs, (
                 f"{action.worker} is killed, whose GPU is sound: {action.reason}"
             )
-            blamed = action.fence is Fence.STUCK
+            blamed = "while the others waited" in action.reason
             assert not (blamed and process is not None and process.innocent), (
                 f"{action.worker} is killed at {process and process.point!r}: {action.reason}"
             )

@@ -22,7 +22,6 @@ import msgspec
 
 from elastic.driver import events
 from elastic.driver.events import Action, Event
-from elastic.driver.journal.former_actions import completed
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
@@ -153,7 +152,7 @@ def decoded(line: bytes) -> Line:
         return Resumed(parts.resumed)
     if len(bytes(parts.snapshot)):
         return Snapshot(parts.snapshot, parts.at, parts.writer)
-    actions = [completed(_actions.decode(action)) for action in parts.actions]
+    actions = [_actions.decode(action) for action in parts.actions]
     return Entry(parts.at, _events.decode(parts.event), actions, parts.error, parts.digest)
 
 

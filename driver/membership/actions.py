@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from elastic.driver.events import Action, Report
-from elastic.protocol.messages import Worker
 
 
 class Orders:
@@ -19,8 +18,8 @@ class Orders:
     def do(self, action: Action) -> None:
         self.actions.append(action)
 
-    def say(self, level: str, text: str, *, unkillable: Worker | None = None) -> None:
-        self.do(Report(level, text, unkillable))
+    def say(self, level: str, text: str) -> None:
+        self.do(Report(level, text))
 
     def due(self, deadline: float | None) -> bool:
         return deadline is not None and deadline <= self.now

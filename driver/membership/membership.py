@@ -25,7 +25,6 @@ from elastic.driver.events import (
     Action,
     DriverRestarted,
     Event,
-    Fence,
     HostLost,
     HostReported,
     HostsChanged,
@@ -238,7 +237,7 @@ class Membership(Failures, Reconnections, Stuck):
         if found is not None:
             wrong, right = found
             reason = f"its parameters differ from {right}'s under commit {event.commit}"
-            self._staff.fence(self.roster[wrong], Fence.DIGEST, reason)
+            self._staff.fence(self.roster[wrong], reason)
 
     def _returned(self, event: WorkerReturned) -> None:
         standing = self.roster.get(event.worker)
@@ -367,8 +366,7 @@ class Membership(Failures, Reconnections, Stuck):
         for standing in list(self._gathering.missing(self.roster)):
             if standing.running:
                 within = f"{self.settings.elastic_timeout_s:g} s"
-                reason = f"it did not become ready within {within}"
-                self._staff.fence(standing, Fence.LATE, reason)
+                self._staff.fence(standing, f"it did not become ready within {within}")
             elif not self.settings.elastic:
                 waited = f"has not called init() again for {self.settings.elastic_timeout_s:g} s"
                 self._end(1, f"{self._named(standing)} {waited}, while others wait for it")

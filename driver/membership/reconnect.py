@@ -32,6 +32,7 @@ from elastic.driver.membership.gathering import Kind
 from elastic.driver.membership.roster import Stage, Standing
 from elastic.driver.membership.worlds import Phase, Worlds
 
+LOST = "its connection was lost"  # as `Workforce.disconnected` says it
 AWAY = "it did not come back to the restarted driver"
 
 
@@ -47,8 +48,8 @@ class Reconnections(Worlds):
         if event.generation > self.generation:
             reason = f"{event.worker} is in generation {event.generation}, of which the journal"
             self._end(1, f"{reason} that this driver goes on from knows nothing: it is incomplete")
-        if standing.away and not standing.killed_for:
-            standing.exit_by, standing.exit_why, standing.away = None, "", False
+        if standing.exit_why in (LOST, AWAY) and not standing.killed_for:
+            standing.exit_by, standing.exit_why = None, ""
         if standing.killed_for or standing.stage is Stage.DISMISSED:
             self._part_again(standing)
         elif standing.stage is Stage.STARTING or (
@@ -63,7 +64,7 @@ class Reconnections(Worlds):
     def _part_again(self, standing: Standing) -> None:
         worker = standing.worker
         if standing.killed_for:
-            self._staff.kill_again(standing)
+            self._orders.do(KillWorker(worker, standing.killed_for))
             self._orders.do(LetGo(worker, standing.killed_for, True))
         elif standing.rejected:
             self._orders.do(RejectWorker(worker, standing.layout, standing.rejected))
@@ -111,7 +112,7 @@ class Reconnections(Worlds):
             if standing is None:
                 self._orders.do(KillWorker(worker, "the job has gone on without it"))
             elif standing.killed_for:
-                self._staff.kill_again(standing)
+                self._orders.do(KillWorker(worker, standing.killed_for))
         ordered = here.keys() if event.ordered is None else set(event.ordered)
         for worker in [w for w in here if w not in running and w in ordered]:
             yield WorkerExited(
@@ -126,8 +127,7 @@ class Reconnections(Worlds):
                 if standing.exit_by is not None:
                     standing.exit_by = now + settings.leave_s
             elif standing.stage in (Stage.CONNECTED, Stage.READY, Stage.MEMBER, Stage.RETURNED):
-                standing.exit_by = now + settings.reconnect_s
-                standing.exit_why, standing.away = AWAY, True
+                standing.exit_by, standing.exit_why = now + settings.reconnect_s, AWAY
         self._gathering.begin_again(now)
         self._change.by = None if self._change.by is None else now + settings.elastic_timeout_s
         if self._ending_by is not None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.driver.events import Fence
 from elastic.protocol.messages import (
     Address,
     Commit,
@@ -57,9 +56,7 @@ class Standing:
     unlisted: bool = False  # leaving because its host left the list, so there is no hurry
     exit_by: float | None = None  # must be gone by then, or is killed
     exit_why: str = ""  # said when it is killed for that
-    away: bool = False  # that is because of its connection: all is well once it has another
     killed_for: str = ""  # why a kill was ordered; empty: none was
-    fenced_as: Fence | None = None  # what kind of a kill that was
     rejected: str = ""  # the digest of the layout that its own should have been
     readies: int = 0  # the number of its latest Ready
     frozen: str = ""  # how, as its agent sees it; empty: it runs

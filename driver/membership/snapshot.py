@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver.events import Action, Event, Fence, Member
+from elastic.driver.events import Action, Event, Member
 from elastic.driver.membership.actions import Orders
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
@@ -52,7 +52,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
     *(Slots, Cooldown, SlotRecord, Roster, Standing, Suspicions, Suspicion, Stragglers),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
-ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict, Fence)
+ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enums and tuples
     *(Worker, Commit, Address, Place, Launches, Member),
     *Event.__subclasses__(),

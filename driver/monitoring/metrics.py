@@ -26,7 +26,6 @@ from elastic.driver.events import (
     Action,
     EndJob,
     Event,
-    Fence,
     KillWorker,
     LetGo,
     PublishWorld,
@@ -49,6 +48,20 @@ VISIT_S = 5.0
 STAGES = ("starting", "connected", "ready", "training", "returned", "leaving", "killed")
 RANKS, NAMES = 64, 64  # of reported values: this many of the first ranks, and names of each
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histogram
+# How the reason of a kill begins that is a fence, and its kind.
+FENCES = {
+    "it is frozen": "frozen",
+    "it is stuck": "stuck",
+    "it is cut off": "cut off",
+    "its parameters differ": "digest",
+    "its GPU ": "gpu",
+    "it did not call init()": "late",
+}
+
+
+def kind_of(reason: str) -> str:
+    """The kind of a fence; empty for a kill that is none, as at the end of a job."""
+    return next((kind for begin, kind in FENCES.items() if reason.startswith(begin)), "")
 
 
 @dataclass
@@ -86,7 +99,7 @@ class Figures:
         self.generation = 0
         self.size = 0
         self.recoveries: dict[str, Durations] = defaultdict(Durations)  # by kind
-        self.fenced = Counter(dict.fromkeys(Fence, 0))
+        self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))  # by kind
         self.started = 0
         self.lost = 0
         self.waits: dict[Worker, Waits] = {}
@@ -156,9 +169,10 @@ class Figures:
             case LetGo(worker):
                 self._expected_to_go.add(worker)
                 self._move(worker, "leaving")
-            case KillWorker(worker, _, fence):
-                if fence is not None:
-                    self.fenced[fence] += 1
+            case KillWorker(worker, reason):
+                kind = kind_of(reason)
+                if kind:
+                    self.fenced[kind] += 1
                 else:
                     self._expected_to_go.add(worker)
                 self._move(worker, "killed")
@@ -215,7 +229,7 @@ def families(figures: Figures) -> Iterator[Metric]:
         "fenced_workers",
         "Workers killed so that the others can go on.",
         "reason",
-        ((kind.value, number) for kind, number in figures.fenced.items()),
+        figures.fenced.items(),
     )
     yield CounterMetricFamily(
         "elastic_started_workers", "Workers started.", value=float(figures.started)

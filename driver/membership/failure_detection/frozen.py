@@ -13,7 +13,7 @@ Given up: the world goes on without it. Should it ever wake, its generation is o
 
 from __future__ import annotations
 
-from elastic.driver.events import Fence, HostLost, WorkerFrozen, WorkerThawed
+from elastic.driver.events import HostLost, WorkerFrozen, WorkerThawed
 from elastic.driver.membership.give_up import counted
 from elastic.driver.membership.roster import AT_STAKE, Stage, Standing
 from elastic.driver.membership.worlds import Phase, Worlds
@@ -61,7 +61,7 @@ class Frozen(Worlds):
         for standing in [*self.roster.frozen.values()]:
             reason = f"it is frozen ({standing.frozen})"
             if self._has_company(standing):
-                self._staff.fence(standing, Fence.FROZEN, reason)
+                self._staff.fence(standing, reason)
             elif standing.worker not in self._alone_said:
                 self._alone_said.add(standing.worker)
                 text = f"{self._named(standing)} is frozen ({standing.frozen}); nobody else trains, so it is left alone"

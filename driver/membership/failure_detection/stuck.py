@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 
 from elastic.driver.events import (
     DumpStacks,
-    Fence,
     ProbeWorkers,
     WorkerPaced,
     WorkerProbed,
@@ -145,7 +144,7 @@ class Stuck(Frozen):
             if standing is not None:
                 reason = f"{suspicion.reason(self._now)} while the others waited {self._where}"
                 self._patience.was_stuck(self.generation)
-                self._staff.fence(standing, Fence.STUCK, reason)
+                self._staff.fence(standing, reason)
         if self._look_at is None:
             first = next(iter(self.roster.inside.values()), None)
             since = self._now if first is None else first.waits_since
@@ -391,7 +390,7 @@ class Stuck(Frozen):
     def _hung(self, finding: Finding) -> None:
         for worker in finding.blamed:
             self._patience.was_stuck(self.generation)
-            self._staff.fence(self.roster[worker], Fence.GPU, hang_reason(finding))
+            self._staff.fence(self.roster[worker], hang_reason(finding))
         if finding.blamed:
             return
         text = hang_line(finding, self._patience.worlds_hung)

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Sequence
 from math import inf
 
 from elastic.driver.events import (
-    Fence,
     KillWorker,
     LetGo,
     RejectWorker,
@@ -162,30 +161,25 @@ class Workforce:
         """It is part of no plan from here on, and must be gone in time."""
         standing.stage = Stage.DISMISSED
         standing.exit_by = self.orders.now + within_s
-        standing.exit_why, standing.away = why, False
+        standing.exit_why = why
 
     def disconnected(self, standing: Standing, *, silent: bool) -> None:
         """Its exit usually follows at once; ``silent``: its host can't be reached, so that none will."""
         if standing.in_plans and silent and not standing.killed_for:
-            reason = "it is cut off: its host acknowledges nothing any more"
-            self.fence(standing, Fence.CUT_OFF, reason)
+            self.fence(standing, "it is cut off: its host acknowledges nothing any more")
         elif standing.in_plans and standing.exit_by is None:
             standing.exit_by = self.orders.now + self.settings.disconnect_s
-            standing.exit_why, standing.away = "its connection was lost", True
+            standing.exit_why = "its connection was lost"
 
-    def fence(self, standing: Standing, kind: Fence, reason: str) -> None:
+    def fence(self, standing: Standing, reason: str) -> None:
         self.orders.say("error", f"fencing {standing.worker}: {reason}")
-        self.kill(standing, reason, kind)
+        self.kill(standing, reason)
 
-    def kill(self, standing: Standing, reason: str, kind: Fence | None = None) -> None:
+    def kill(self, standing: Standing, reason: str) -> None:
         if not standing.killed_for:
-            standing.killed_for, standing.fenced_as = reason, kind
+            standing.killed_for = reason
             standing.exit_by = self.orders.now + self._dies_within_s(standing)
-            self.kill_again(standing)
-
-    def kill_again(self, standing: Standing) -> None:
-        """Its host may not have heard of it."""
-        self.orders.do(KillWorker(standing.worker, standing.killed_for, standing.fenced_as))
+            self.orders.do(KillWorker(standing.worker, reason))
 
     def _dies_within_s(self, standing: Standing) -> float:
         """How long to wait for the exit of one that is killed. Where others wait with it, that is not long."""
@@ -258,14 +252,14 @@ class Workforce:
                 break  # those after it were started later
             if not standing.killed_for:
                 within = f"{self.settings.start_timeout_s:g} s"
-                self.fence(standing, Fence.LATE, f"it did not call init() within {within}")
+                self.fence(standing, f"it did not call init() within {within}")
         immortal = []
         for standing in self.roster.overdue(self.orders.now):
             if standing.killed_for:
                 standing.exit_by = None
                 within = f"{self._dies_within_s(standing):g} s"
                 text = f"{standing.worker} can't be killed within {within}: going on without it"
-                self.orders.say("error", text, unkillable=standing.worker)
+                self.orders.say("error", text)
                 immortal.append(standing)
             else:
                 self.kill(standing, standing.exit_why)

@@ -22,7 +22,6 @@ from elastic.chaos.fault_matrix.expectations import (
     shuts_connections,
 )
 from elastic.chaos.fault_matrix.journal_facts import JournalFacts
-from elastic.driver.events import Fence
 from elastic.errors import Invalid
 from elastic.failpoints.rules import parse
 
@@ -90,16 +89,16 @@ def test_how_a_cell_ends(victim, fault, phase, end):
 
 
 @pytest.mark.parametrize(
-    ("fault", "fence"),
+    ("fault", "reason"),
     [
-        (faults.STOP, Fence.FROZEN),
-        (faults.GIL, Fence.STUCK),
-        (faults.DROP, Fence.CUT_OFF),
-        (faults.KILL, None),
+        (faults.STOP, "frozen"),
+        (faults.GIL, "while the others waited"),
+        (faults.DROP, "cut off"),
+        (faults.KILL, ""),
     ],
 )
-def test_who_does_not_end_by_itself_is_fenced_and_the_kill_says_how(fault, fence):
-    assert expected(Cell(faults.LAST, fault, faults.FORWARD)).fenced is fence
+def test_who_does_not_end_by_itself_is_fenced_and_the_reason_says_so(fault, reason):
+    assert expected(Cell(faults.LAST, fault, faults.FORWARD)).fenced == reason
 
 
 # ---- rules ---------------------------------------------------------------------------------------

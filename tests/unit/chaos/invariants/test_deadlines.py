@@ -48,7 +48,7 @@ def test_who_is_killed_exits_or_is_said_to_be_immortal():
     said = killed().breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
     assert "expected h:0#1, which was killed, to exit by" in said
     killed().line(exited("h:0"), after=29.0).line(TimePassed(), after=31.0)
-    immortal = Report("error", "going on without it", worker("h:0"))
+    immortal = Report("error", "h:0#1 can't be killed: going on without it")
     killed().line(TimePassed(), immortal, after=29.0).line(TimePassed(), after=31.0)
 
 

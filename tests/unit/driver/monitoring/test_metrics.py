@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 
 from elastic.driver.events import (
     EndJob,
-    Fence,
     KillWorker,
     LetGo,
     Member,
@@ -26,11 +25,14 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerReturned,
 )
+from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Hang
+from elastic.driver.membership.wording import hang_reason
 from elastic.driver.monitoring.metrics import (
     NAMES,
     Figures,
     Metrics,
     families,
+    kind_of,
 )
 from elastic.errors import Invalid
 from elastic.protocol.messages import (
@@ -85,7 +87,7 @@ def test_workers_by_stage_and_the_world():
 
 def test_a_frozen_worker_is_fenced_and_lost_once():
     figures = training(A, B)
-    figures.note(TimePassed(), [KillWorker(B, "it is frozen (stopped by a signal)", Fence.FROZEN)])
+    figures.note(TimePassed(), [KillWorker(B, "it is frozen (stopped by a signal)")])
     assert 'elastic_workers{stage="killed"} 1.0' in lines(figures)
     figures.note(WorkerReady(B, 1, None, Address("h", 1)), [])  # its last words
     assert figures.stages[B] == "killed"
@@ -111,13 +113,14 @@ def test_who_was_asked_to_go_is_not_lost():
     assert sum(figures.fenced.values()) == 0
 
 
-def test_every_fence_counts_as_its_kind_and_a_lost_worker():
-    figures = training(A, B, C)
-    figures.note(TimePassed(), [KillWorker(A, "its GPU hangs", Fence.GPU)])
-    figures.note(WorkerExited(A, -9), [])
-    assert 'elastic_fenced_workers_total{reason="gpu"} 1.0' in lines(figures)
-    assert sum(figures.fenced.values()) == 1
-    assert "elastic_lost_workers_total 1.0" in lines(figures)
+def test_every_fence_has_its_kind():
+    assert kind_of("it is stuck: idle for 30 s while the others waited in 'loss'") == "stuck"
+    for hang in Hang:
+        assert kind_of(hang_reason(Finding(hang, "gradients", 7, 10.0))) == "gpu"
+    assert kind_of("it is cut off: its host acknowledges nothing any more") == "cut off"
+    assert kind_of("its parameters differ from localhost:0#1's under commit 1.2") == "digest"
+    assert kind_of("it did not call init() within 120 s") == "late"
+    assert kind_of("the job ends") == ""
 
 
 def test_recoveries_are_a_histogram():

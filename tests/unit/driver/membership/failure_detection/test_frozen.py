@@ -7,7 +7,6 @@ import pytest
 from elastic.driver.events import (
     BreakWorld,
     EndJob,
-    Fence,
     HostReported,
     KillWorker,
     LetGo,
@@ -45,7 +44,7 @@ def test_a_frozen_member_is_fenced_at_once_and_the_others_go_on():
     talk = running(4)
     actions = talk.tell(frozen("h:2"))
     assert the(KillWorker, actions) == KillWorker(
-        worker("h:2"), "it is frozen (stopped by a signal)", Fence.FROZEN
+        worker("h:2"), "it is frozen (stopped by a signal)"
     )
     assert not has(BreakWorld, actions)  # first the fence, then the shrink
     broken = the(BreakWorld, talk.tell(exited("h:2")))
