@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 import signal
 
+import msgspec
 from rich.console import Console
 
 from disturbed import Disturbed, options_of, table_of, write_json
+from elastic.driver.reasons import Reason
 
 LOOKS_S = 0.25  # between two looks at the processes: a worker is stopped anywhere between them
 
@@ -42,7 +44,8 @@ def main() -> None:
             resumed.append(strike.lasted_ms)
             ranks.append(strike.victim.rank)
         code = job.finish()
-        reasons = {kill["reason"] for kill in job.actions("KillWorker")}
+        kills = job.actions("KillWorker")
+        reasons = {str(msgspec.convert(kill["reason"], Reason)) for kill in kills}
 
     after = [all_ms - fence_ms for fence_ms, all_ms in zip(fenced, resumed, strict=True)]
     title = f"SIGSTOP of one of {options.workers} workers, default settings"

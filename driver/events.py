@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from elastic.driver.reasons import Reason
 from elastic.protocol.messages import (
     Address,
     Commit,
@@ -251,14 +252,14 @@ class StartWorker(Action):
 
     worker: Worker
     place: Place
-    reason: str
+    reason: Reason
 
 
 class KillWorker(Action):
     """SIGKILL the worker's whole process group; its exit comes back as WorkerExited."""
 
     worker: Worker
-    reason: str
+    reason: Reason
 
 
 class ProbeWorkers(Action):
@@ -271,7 +272,7 @@ class DumpStacks(Action):
     """Have the process write the Python stacks of all its threads to its stderr, whatever it is doing."""
 
     worker: Worker
-    reason: str
+    reason: Reason
 
 
 class BreakWorld(Action):
@@ -279,7 +280,7 @@ class BreakWorld(Action):
 
     generation: int
     members: list[Worker]
-    reason: str
+    reason: Reason
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -295,7 +296,7 @@ class PublishWorld(Action):
     store: Address
     holders: int
     commit: Commit | None
-    reason: str
+    reason: Reason
 
 
 class TellWorld(Action):
@@ -306,7 +307,7 @@ class TellWorld(Action):
     store: Address
     holders: int
     commit: Commit | None
-    reason: str
+    reason: Reason
 
 
 class WelcomeWorker(Action):
@@ -320,7 +321,7 @@ class PrepareChange(Action):
     generation: int
     change: int
     members: list[Worker]
-    reason: str
+    reason: Reason
 
 
 class StopMembersAt(Action):
@@ -334,14 +335,14 @@ class CallOffChange(Action):
     generation: int
     change: int
     members: list[Worker]
-    reason: str
+    reason: Reason
 
 
 class LetGo(Action):
     """Tell the worker to leave: it ends with exit code 0, or, if it was ``fenced``, with 1."""
 
     worker: Worker
-    reason: str
+    reason: Reason
     fenced: bool = False
 
 
@@ -364,14 +365,15 @@ class EndJob(Action):
     """
 
     code: int
-    reason: str
+    reason: Reason
 
 
 class Report(Action):
-    """A line for the log. Levels: info, warning, error."""
+    """A line for the log. Levels: info, warning, error. ``about``: the reason that it gives, where one asks."""
 
     level: str
     text: str
+    about: Reason | None = None
 
 
 class ReportRecovery(Action):
@@ -381,7 +383,7 @@ class ReportRecovery(Action):
 
     generation: int
     kind: str  # "recovery" or "change"
-    reason: str
+    reason: Reason
     size: int
     total_ms: float
     phases_ms: dict[str, float]

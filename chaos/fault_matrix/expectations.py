@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from elastic.chaos.fault_matrix import cells as faults
 from elastic.chaos.fault_matrix.cells import Cell
+from elastic.driver.reasons import Why
 
 WORKERS = 4
 GONE_S = 3.0  # for all processes of a job to be gone after its driver
@@ -69,11 +70,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Expected:
-    """``fenced``: what the reason of the kill says; empty: the victims are not killed by the driver."""
+    """``fenced``: what the reason of the kill may be; empty: the victims are not killed by the driver."""
 
     end: End
     why: str
-    fenced: str = ""
+    fenced: tuple[Why, ...] = ()
 
 
 def expected(cell: Cell) -> Expected:
@@ -90,13 +91,15 @@ def expected(cell: Cell) -> Expected:
         return Expected(End.LEAVES, "SIGTERM asks a worker to leave at its next commit")
     if fault == faults.STOP:
         return Expected(
-            End.RECOVERS, "others wait for it, and its lease is shorter than its pause", "frozen"
+            End.RECOVERS,
+            "others wait for it, and its lease is shorter than its pause",
+            (Why.FROZEN,),
         )
     if fault == faults.GIL:
         why = "it is idle while others wait for it"
-        return Expected(End.RECOVERS, why, "while the others waited")
+        return Expected(End.RECOVERS, why, (Why.IDLE, Why.BUSY))
     if fault == faults.DROP:
-        return Expected(End.RECOVERS, "its host acknowledges nothing any more", "cut off")
+        return Expected(End.RECOVERS, "its host acknowledges nothing any more", (Why.CUT_OFF,))
     if fault == faults.SHUT:
         return Expected(End.REGROUPS, "a collective broke, and everybody is still there")
     if fault == faults.SLOW:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import msgspec
 
 from elastic.chaos.fault_matrix import cells, expectations, outside_faults
 from elastic.chaos.fault_matrix.cells import Cell
@@ -17,6 +19,7 @@ from elastic.chaos.fault_matrix.expectations import (
 )
 from elastic.chaos.fault_matrix.job import MatrixJob, Unexpected
 from elastic.chaos.fault_matrix.journal_facts import COMMITS, named
+from elastic.driver.reasons import Reason
 
 FULL_S = 60.0  # for a job to have all its workers training
 CELL_S = 60.0  # for a cell to end as it should
@@ -126,19 +129,22 @@ def _check_exits(job: MatrixJob, wanted: Expected, victims: set[str], since: int
     story = job.story
     back = victims & set(story.members)
     job.must(not back, f"{_list(back)} has ended and is a member")
-    killed = {named(a["worker"]): a["reason"] for a in story.actions("KillWorker", since)}
+    kills = story.actions("KillWorker", since)
+    killed = {named(a["worker"]): msgspec.convert(a["reason"], Reason) for a in kills}
     for worker in victims:
-        reason = killed.pop(worker, "")
+        reason = killed.pop(worker, None)
         if wanted.fenced:
             found = reason or "it was not"
-            awaited = f"{worker} should have been fenced because {wanted.fenced!r}: {found}"
-            job.must(wanted.fenced in reason, awaited)
+            kinds = " or ".join(why.value for why in wanted.fenced)
+            awaited = f"{worker} should have been fenced as {kinds}: {found}"
+            job.must(reason is not None and reason.kind in wanted.fenced, awaited)
         else:
-            job.must(not reason, f"{worker} was killed: {reason}")
+            job.must(reason is None, f"{worker} was killed: {reason}")
         if wanted.end is End.LEAVES:
             code = story.exited[worker]
             job.must(code == 0, f"{worker} left with exit code {code}")
-    job.must(not killed, f"{_list(killed)} was killed for nothing: {list(killed.values())}")
+    reasons = ", ".join(map(str, killed.values()))
+    job.must(not killed, f"{_list(killed)} was killed for nothing: {reasons}")
 
 
 def _ends_with(job: MatrixJob, code: int, each_turn: Turn) -> None:
@@ -146,5 +152,5 @@ def _ends_with(job: MatrixJob, code: int, each_turn: Turn) -> None:
     job.must(found == code, f"elasticrun ended with exit code {found}, not {code}")
 
 
-def _list(workers: set[str] | dict[str, str]) -> str:
+def _list(workers: Iterable[str]) -> str:
     return ", ".join(sorted(workers))

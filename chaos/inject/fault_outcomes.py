@@ -92,7 +92,7 @@ def _happened(entries: Sequence[Entry]) -> _Happened:
         for action in entry.actions:
             match action:
                 case KillWorker(worker, reason):
-                    happened.kills.setdefault(worker, (entry.at, reason))
+                    happened.kills.setdefault(worker, (entry.at, str(reason)))
                 case BreakWorld(generation=generation):
                     happened.broken.append((entry.at, generation))
                 case PublishWorld(generation=generation, members=members):
@@ -101,7 +101,7 @@ def _happened(entries: Sequence[Entry]) -> _Happened:
                 case ReportRecovery():
                     happened.at_work.append((entry.at, action))
                 case EndJob(reason=reason):
-                    happened.ended = (entry.at, reason)
+                    happened.ended = (entry.at, str(reason))
     return happened
 
 

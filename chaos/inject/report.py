@@ -216,7 +216,7 @@ class _Reading:
                 case ReportRecovery():
                     self._trains(action, entry.at)
                 case EndJob(code, reason):
-                    self.ended = reason
+                    self.ended = str(reason)
                     if code:
                         self._world_breaks(entry.at)
                     self._training_ends(entry.at)
@@ -296,7 +296,7 @@ class _Reading:
                     at - self.began_at,
                     done.generation,
                     done.kind,
-                    done.reason,
+                    str(done.reason),
                     done.size,
                     done.total_ms,
                     done.phases_ms,

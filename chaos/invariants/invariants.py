@@ -64,6 +64,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.entries import Writer, describe
 from elastic.driver.journal.journal import recording
+from elastic.driver.reasons import Why
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
@@ -71,7 +72,6 @@ from elastic.protocol.messages import Worker
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
 EXPLAIN_S = 12.0  # a gathering that takes longer has said why
-IMMORTAL = "can't be killed"
 AFTER_THE_END = (LetGo, KillWorker, DumpStacks, Report)
 REPEATS = (WorkerReconnected, HostReported, DriverRestarted)  # answered with what holds already
 
@@ -215,10 +215,11 @@ class Invariants(JobEnd):
                 self._waits.end("end")
                 for worker in members:
                     self._leaves(worker, "had finished", None)
-            case Report(_, text):
+            case Report(_, _, about):
                 self._explained = True
-                if IMMORTAL in text:
-                    named = [w for w, k in self._workers.items() if k.going and str(w) in text]
+                if about is not None and about.kind is Why.CANT_BE_KILLED:
+                    undead = about.facts["worker"]
+                    named = [w for w, k in self._workers.items() if k.going and str(w) == undead]
                     self._waits.end(*(("exit", worker) for worker in named))
                     for worker in named:
                         self._workers[worker].dismissed = True

@@ -7,18 +7,14 @@ exit code of the worker whose exit has brought it about.
 
 from __future__ import annotations
 
-import re
-
 from elastic.chaos.invariants.worker_records import Known
 from elastic.chaos.invariants.world_sequence import WorldSequence
 from elastic.driver.events import EndJob, FinishWorld, HostReported, StopRequested, WorkerExited
 from elastic.driver.membership.root_cause import exit_code
+from elastic.driver.reasons import Reason, Why
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-NOBODY_LEFT = ("no survivor holds a commit", "nobody is left to go on from")
-ALL_RETURNED = re.compile(r"all (\d+) members? of generation (\d+) returned")
-RAN_TO_THEIR_END = re.compile(r"(\d+) workers? ended with exit code 0")
 VANISHED = exit_code(-9)  # of a worker that its host's agent does not know any more
 
 
@@ -46,18 +42,18 @@ class JobEnd(WorldSequence):
     def _ends(self, action: EndJob) -> None:
         self._end = action
         self._waits.end_all()
-        returned = ALL_RETURNED.fullmatch(action.reason)
-        ran = RAN_TO_THEIR_END.fullmatch(action.reason)
-        if action.code != 0:
-            what = f"exit code {action.code} for a success: {action.reason}"
-            self._must(returned is None and ran is None, "THE END", what)
-            self._fails(action)
-        elif returned is not None:
-            self._all_returned(int(returned[1]), int(returned[2]))
-        elif ran is not None:
-            self._all_ran_to_their_end(int(ran[1]))
-        else:
-            self._broken("THE END", f"success, for a reason that is none: {action.reason}")
+        match action.reason:
+            case Reason(Why.ALL_RETURNED | Why.ALL_EXITED) if action.code != 0:
+                what = f"exit code {action.code} for a success: {action.reason}"
+                self._broken("THE END", what)
+            case Reason() if action.code != 0:
+                self._fails(action)
+            case Reason(Why.ALL_RETURNED, {"members": int(number), "generation": int(generation)}):
+                self._all_returned(number, generation)
+            case Reason(Why.ALL_EXITED, {"workers": int(number)}):
+                self._all_ran_to_their_end(number)
+            case _:
+                self._broken("THE END", f"success, for a reason that is none: {action.reason}")
 
     # ---- success ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +99,7 @@ class JobEnd(WorldSequence):
         if self._finishes and live and all(known.finished for _, known in live):
             what = f"all {len(live)} members have returned, and the job fails: {action.reason}"
             self._must(isinstance(event, StopRequested), "THE END", what)
-        if any(reason in action.reason for reason in NOBODY_LEFT):
+        if action.reason.kind in (Why.ALL_LOST, Why.NO_COMMIT):
             self._nobody_is_left()
 
     def _nobody_is_left(self) -> None:

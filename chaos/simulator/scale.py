@@ -19,6 +19,7 @@ from elastic.chaos.simulator.simulator import (
     Violation,
 )
 from elastic.driver.membership.membership import Phase
+from elastic.driver.reasons import in_words
 
 SLOTS = 8
 STEP_S = 2.0
@@ -65,7 +66,7 @@ class Scale:
             raise Violation(f"seed {sim.seed}: {error}") from error
         return Outcome(
             0,
-            "",
+            in_words("it trains on"),
             membership.generation,
             sim.clock.now,
             sim.faults,

@@ -42,6 +42,7 @@ from elastic.driver.journal.journal import Entry, rebuilt
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.wording import event_of
 from elastic.driver.processes.leases import Leases
+from elastic.driver.reasons import Why, because
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 
@@ -142,13 +143,17 @@ class SimulatedDriver:
                 for host, there in hosts.items():
                     self._command(host, ProbeWorkers(there))
             case BreakWorld(generation, members, reason):
-                self._send(members, messages.Broken(generation, reason))
+                self._send(members, messages.Broken(generation, str(reason)))
             case PublishWorld(generation, members, store, holders, commit, reason):
                 for member in members:
-                    world = messages.World(generation, member.place, store, holders, commit, reason)
+                    world = messages.World(
+                        generation, member.place, store, holders, commit, str(reason)
+                    )
                     self._send([member.worker], world)
             case TellWorld(generation, member, store, holders, commit, reason):
-                world = messages.World(generation, member.place, store, holders, commit, reason)
+                world = messages.World(
+                    generation, member.place, store, holders, commit, str(reason)
+                )
                 self._send([member.worker], world)
             case WelcomeWorker(worker, place, newcomer, elastic):
                 self._send([worker], messages.Welcome(place, newcomer, elastic))
@@ -159,7 +164,7 @@ class SimulatedDriver:
             case CallOffChange(generation, change, members):
                 self._send(members, messages.Proceed(generation, change))
             case LetGo(worker, reason):
-                self._send([worker], messages.Leave(reason))
+                self._send([worker], messages.Leave(str(reason)))
             case RejectWorker(worker):
                 raise AssertionError(f"{worker} was rejected, but all states have one layout")
             case FinishWorld(generation, members):
@@ -167,7 +172,7 @@ class SimulatedDriver:
             case EndJob(code, reason):
                 self._ends(action)
                 if code:
-                    self._send([*self._workers], messages.End(reason))
+                    self._send([*self._workers], messages.End(str(reason)))
 
     def _ends(self, action: EndJob) -> None:
         if self.end is None:
@@ -179,7 +184,7 @@ class SimulatedDriver:
         """Whoever is still there a while after the end. Then the driver ends too."""
         if self.up:
             for worker in list(self.sim.processes):
-                self._command(worker.host, KillWorker(worker, "the job has ended"))
+                self._command(worker.host, KillWorker(worker, because(Why.JOB_ENDED)))
             self.sim.clock.after(LAST_S, self._leave)
 
     def _leave(self) -> None:

@@ -32,7 +32,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import tell
-from elastic.driver.monitoring.metrics import kind_of
+from elastic.driver.reasons import Reason, Why
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -46,7 +46,7 @@ class Outcome:
     """How a run ended."""
 
     code: int
-    reason: str
+    reason: Reason
     generation: int
     virtual_s: float
     faults: list[str] = field(default_factory=list)
@@ -256,11 +256,12 @@ class Simulation:
         """Nobody is killed for being slow, for a phase that was marked as long, or for another's GPU."""
         if isinstance(action, KillWorker):
             process = self.processes.get(action.worker)
-            hung = kind_of(action.reason) == "gpu"
+            why = action.reason.kind
+            hung = why in (Why.GPU_FAILED, Why.GPU_HANGS, Why.GPU_BEHIND)
             assert not hung or process is None or process.gpu_hangs, (
                 f"{action.worker} is killed, whose GPU is sound: {action.reason}"
             )
-            blamed = "while the others waited" in action.reason
+            blamed = why in (Why.IDLE, Why.BUSY)
             assert not (blamed and process is not None and process.innocent), (
                 f"{action.worker} is killed at {process and process.point!r}: {action.reason}"
             )

@@ -45,12 +45,12 @@ from elastic.driver.launch.environment import (
     without_secrets,
 )
 from elastic.driver.launch.starter import Bootstrap
-from elastic.driver.membership.give_up import counted
 from elastic.driver.network import choose_address, interfaces
 from elastic.driver.network.secret import derived
 from elastic.driver.network.server import WORKERS, Server
 from elastic.driver.processes.exit_ordering import Partings
 from elastic.driver.processes.supervisor import Agent
+from elastic.driver.reasons import counted
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid

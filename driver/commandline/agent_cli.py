@@ -21,11 +21,11 @@ from elastic.driver.commandline.multi_host_flags import add_etcd, add_security
 from elastic.driver.commandline.multi_host_options import etcd_access, tls_files
 from elastic.driver.etcd.keys import check_host, check_slots, job_root
 from elastic.driver.launch.starter import Bootstrap
-from elastic.driver.membership.give_up import counted
 from elastic.driver.network import choose_address
 from elastic.driver.network.hosts import parse_address
 from elastic.driver.network.secret import make_secret_file, read_secret
 from elastic.driver.processes.console import LEVELS, Console, is_terminal
+from elastic.driver.reasons import counted
 from elastic.errors import Invalid
 
 AGENT = """\

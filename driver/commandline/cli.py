@@ -26,7 +26,6 @@ from elastic.driver.job.job import Job
 from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
 from elastic.driver.launch.environment import threads_per_worker
-from elastic.driver.membership.give_up import counted
 from elastic.driver.network.hosts import (
     SLOTS_LIMIT,
     ThisHost,
@@ -36,6 +35,7 @@ from elastic.driver.network.hosts import (
 )
 from elastic.driver.network.interfaces import alone_address, worker_network
 from elastic.driver.processes.console import stand_in_for_closed
+from elastic.driver.reasons import counted
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 

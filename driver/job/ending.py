@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 from elastic.driver.events import Action, EndJob, KillWorker, Report, WorkerExited
 from elastic.driver.membership.membership import describe_exit
+from elastic.driver.reasons import Why, because
 from elastic.protocol.messages import Place, Worker
 
 GRACE_S = 1.0  # between the word that the job is over and the kill
@@ -110,7 +111,7 @@ class Ending:
             ending = self._remind_at is None
             if ending:
                 self._give_up_at = now + DEATH_S
-            reason = "the job is over" if ending else "it did not leave in time"
+            reason = because(Why.JOB_OVER if ending else Why.NOT_LEFT)
             doomed = self._alive if ending else self._alive - self._members.keys()
             actions += [KillWorker(worker, reason) for worker in sorted(doomed)]
         if self._give_up_at is not None and now >= self._give_up_at:

@@ -60,13 +60,13 @@ from elastic.driver.launch.environment import (
 )
 from elastic.driver.launch.interface import Launcher
 from elastic.driver.membership import layout_diff
-from elastic.driver.membership.root_cause import brief
 from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.wording import event_of, recovery_line
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.credentials import TlsFiles
 from elastic.driver.processes.exit_ordering import Partings
+from elastic.driver.reasons import Reason, Why, because, brief, in_one_line, in_words
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log
 from elastic.protocol import messages as protocol
@@ -321,7 +321,7 @@ class Driver:
             self._ending.stopped(code, self._now())
             self._server.broadcast(self._running, protocol.End(reason))
         elif not first:
-            self._end(EndJob(code, reason))
+            self._end(EndJob(code, in_words(reason)))
             assert self._ending is not None
             self._perform(self._ending.hurried(self._now()))
         self._post(StopRequested(reason))
@@ -415,7 +415,7 @@ class Driver:
         except Exception as error:
             self._buggy = True  # from here on it would only add to the confusion
             self._journal.record(now, event, error=f"{type(error).__name__}: {error}")
-            reason = f"a bug in the driver, please report it with the journal: {error!r}"
+            reason = because(Why.DRIVER_BUG, error=repr(error))
             self._log("error", f"{reason}; the latest events:\n{self._journal.story(last=30)}")
             return [EndJob(1, reason)]
         self._journal.record(now, event, actions)
@@ -453,13 +453,13 @@ class Driver:
             for index, action in enumerate(actions):
                 if isinstance(action, (BreakWorld, PublishWorld)) is urgent:
                     lines[index] = self._do(action)
-        told = [action.text for action in actions if isinstance(action, Report)]
-        self._log_workers("starting", [a for a in actions if isinstance(a, StartWorker)], told)
+        given = [action.about for action in actions if isinstance(action, Report)]
+        self._log_workers("starting", [a for a in actions if isinstance(a, StartWorker)], given)
         for index in range(len(actions)):
             if (line := lines[index]) is not None:
                 self._log(*line)
-        self._log_workers("killing", [a for a in actions if isinstance(a, KillWorker)], told)
-        self._log_workers("letting go", [a for a in actions if isinstance(a, LetGo)], told)
+        self._log_workers("killing", [a for a in actions if isinstance(a, KillWorker)], given)
+        self._log_workers("letting go", [a for a in actions if isinstance(a, LetGo)], given)
 
     def _do(self, action: Action) -> Line | None:
         """Perform one action. Returns what the log has to say of it."""
@@ -476,12 +476,13 @@ class Driver:
                 self._launcher.dump(worker)
                 return ("info", f"the stacks of {worker} follow: {brief(reason)}")
             case BreakWorld(generation, members, reason):
-                broadcast(members, protocol.Broken(generation, reason))
+                broadcast(members, protocol.Broken(generation, str(reason)))
                 return self._news(f"generation {generation} is over: {reason}")
             case PublishWorld():
                 return self._publish(action)
             case TellWorld(generation, member, store, holders, commit, reason):
-                word = protocol.World(generation, member.place, store, holders, commit, reason)
+                text = str(reason)
+                word = protocol.World(generation, member.place, store, holders, commit, text)
                 send(member.worker, word)
             case WelcomeWorker(worker, place, newcomer, elastic):
                 send(worker, protocol.Welcome(place, newcomer, elastic))
@@ -496,7 +497,7 @@ class Driver:
                 return self._news(f"generation {generation} goes on unchanged: {reason}")
             case LetGo(worker, reason, fenced):
                 self._let_go.add(worker)
-                send(worker, protocol.Leave(reason, fenced))
+                send(worker, protocol.Leave(str(reason), fenced))
             case RejectWorker(worker, layout, expected):
                 texts = (self._layouts.get(layout, ""), self._layouts.get(expected, ""))
                 words = layout_diff.difference(*texts)
@@ -552,19 +553,23 @@ class Driver:
         self._launcher.start(action.worker, self.job.command, env)
 
     def _log_workers(
-        self, verb: str, actions: Sequence[StartWorker | KillWorker | LetGo], told: Sequence[str]
+        self,
+        verb: str,
+        actions: Sequence[StartWorker | KillWorker | LetGo],
+        given: Sequence[Reason | None],
     ) -> None:
         """Workers to which the same is done for one reason share a line, unless a report has given the reason."""
         by_reason: dict[str, list[Worker]] = {}
         for action in actions:
-            if not any(action.reason in text for text in told):
-                by_reason.setdefault(action.reason, []).append(action.worker)
+            if action.reason not in given:
+                by_reason.setdefault(str(action.reason), []).append(action.worker)
         for reason, workers in by_reason.items():
             number = f"{len(workers)} workers, " if len(workers) > 1 else ""
             now = f" (generation {self.generation})" if self.generation else ""
             self._log("info", f"{verb} {number}{_some(workers)}: {reason}{now}")
 
     def _publish(self, world: PublishWorld) -> Line:
+        reason = str(world.reason)
         self._server.send_each(
             (
                 member.worker,
@@ -574,7 +579,7 @@ class Driver:
                     world.store,
                     world.holders,
                     world.commit,
-                    world.reason,
+                    reason,
                 ),
             )
             for member in world.members
@@ -584,7 +589,7 @@ class Driver:
         self._reports.keep({*self.places, *self._running, *self._partings.workers})
         self._promised.clear()
         noun = "worker" if len(world.members) == 1 else "workers"
-        text = f"generation {world.generation} has {len(world.members)} {noun}: {world.reason}"
+        text = f"generation {world.generation} has {len(world.members)} {noun}: {reason}"
         return ("info", text)
 
     def _end(self, outcome: EndJob) -> Line | None:
@@ -592,9 +597,9 @@ class Driver:
             return None
         if self._stop_code is not None:
             outcome = EndJob(self._stop_code, outcome.reason)
-        self.outcome = outcome.reason
+        reason = self.outcome = str(outcome.reason)
         if outcome.code != 0:
-            self._server.broadcast(self._running, protocol.End(outcome.reason))
+            self._server.broadcast(self._running, protocol.End(reason))
         self._ending = Ending(
             outcome,
             members={w: place for w, place in self.places.items() if w not in self._let_go},
@@ -603,13 +608,11 @@ class Driver:
             now=self._now(),
         )
         if outcome.code == 0:
-            return ("info", f"training has ended: {outcome.reason}")
+            return ("info", f"training has ended: {reason}")
         level = "info" if self._stop_code is not None else "error"
-        said = f"the job ends with exit code {outcome.code}: {outcome.reason}"
-        first, *more = outcome.reason.rstrip().splitlines() or [""]
-        if more:  # what a worker wrote may fill the screen, and its last line says most
-            ended = first.removesuffix("; it wrote:")
-            said += f"\nthe job ends with exit code {outcome.code}: {ended}: {more[-1].strip()}"
+        said = f"the job ends with exit code {outcome.code}: {reason}"
+        if line := in_one_line(outcome.reason):  # what a worker wrote may fill the screen
+            said += f"\nthe job ends with exit code {outcome.code}: {line}"
         return (level, said)
 
 

@@ -41,13 +41,13 @@ from elastic.driver.launch.ssh import SshStarter
 from elastic.driver.launch.starter import Bootstrap, Starter
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.membership import snapshot
-from elastic.driver.membership.give_up import GONE
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worlds import Phase
 from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.hosts import ThisHost, parse_address
 from elastic.driver.network.interfaces import listen_address
 from elastic.driver.network.server import Server
+from elastic.driver.reasons import GONE
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address
 from elastic.protocol.report_values import Report
@@ -77,7 +77,7 @@ async def start_fleet(
             stack.callback(archive.close)
         past = await _past(job, plan, leading, archive)
         if past is not None and past.ended is not None and not past.membership.roster:
-            code, reason = past.ended.code, past.ended.reason
+            code, reason = past.ended.code, str(past.ended.reason)
             again = "give --fresh to begin it anew" + (f". {GONE}" if code else "")
             around.console("info", f"this job has ended with exit code {code}: {reason}; {again}")
             return code, reason, [], {}

@@ -3,7 +3,7 @@
 One JSON object per line. The first is the header; then events with the actions that they led to, and between them
 what lets another driver go on without reading all of them: snapshots of the whole state, and who has taken over.
 
-    {"journal": 1, "date": ..., "settings": {...}, "job": ..., "command": [...], "folder": ..., "writer": {...}}
+    {"journal": 2, "date": ..., "settings": {...}, "job": ..., "command": [...], "folder": ..., "writer": {...}}
     {"at": seconds, "event": {...}, "actions": [...]}
     {"snapshot": {...}, "at": seconds, "writer": {...}}
     {"resumed": {"term": 2, "address": ..., ...}}
@@ -20,13 +20,18 @@ from typing import Any, Union
 
 import msgspec
 
-from elastic.driver import events
+from elastic.driver import events, old_reasons
 from elastic.driver.events import Action, Event
+from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (
+    1,
+    FORMAT,
+)  # until 1, reasons were sentences; see `old_reasons`. One journal may have both
 ABANDONED = 0  # in the place of the format: its driver could not go on writing it
 BEGINNING = b'{"journal":'  # of a header, and thus of a journal
 SNAPSHOT = b'{"snapshot":'  # of a line with one
@@ -66,7 +71,7 @@ class Header(msgspec.Struct, frozen=True):
                 "its driver could not write it to its end, as on a full disk, so that no other can go"
                 " on from it; end what is left of the job, and begin anew with --fresh"
             )
-        if self.journal != FORMAT:
+        if self.journal not in READABLE:
             raise Invalid(f"it has format {self.journal}; this version reads {FORMAT}")
         try:
             return Settings(**self.settings)
@@ -152,7 +157,7 @@ def decoded(line: bytes) -> Line:
         return Resumed(parts.resumed)
     if len(bytes(parts.snapshot)):
         return Snapshot(parts.snapshot, parts.at, parts.writer)
-    actions = [_actions.decode(action) for action in parts.actions]
+    actions = [_actions.decode(old_reasons.renewed(bytes(each))) for each in parts.actions]
     return Entry(parts.at, _events.decode(parts.event), actions, parts.error, parts.digest)
 
 
@@ -161,9 +166,26 @@ def same(one: Action | None, other: Action | None) -> bool:
     return one == other or _encoder.encode(one) == _encoder.encode(other)
 
 
+def same_as_then(recorded: Action | None, now: Action | None) -> bool:
+    """The same, where an older version may have recorded it: then it is compared in its words."""
+    if same(recorded, now):
+        return True
+    if recorded is None or now is None:
+        return False
+    then = old_reasons.as_then(recorded), old_reasons.as_then(now)
+    of_then = old_reasons.is_of_then(recorded) or isinstance(recorded, events.Report)
+    return of_then and _encoder.encode(then[0]) == _encoder.encode(then[1])
+
+
 def digest_of(actions: Sequence[Action]) -> int:
     """Tells whether two drivers have decided the same, where actions are left out."""
     return zlib.crc32(_encoder.encode(actions)) if actions else 0
+
+
+def digests_of(actions: Sequence[Action]) -> set[int]:
+    """The digests of any version that has decided the same."""
+    then = [old_reasons.as_then(action) for action in actions]
+    return {digest_of(actions), zlib.crc32(_encoder.encode(then)) if then else 0}
 
 
 # ---- told ----------------------------------------------------------------------------------------------------------
@@ -191,9 +213,11 @@ def describe(value: Any, *, limit: int = 160) -> str:
         fields = " ".join(
             f"{name}={describe(getattr(value, name))}"
             for name in value.__struct_fields__
-            if getattr(value, name) not in ("", None)
+            if getattr(value, name) not in ("", None) and name != "about"
         )
         return f"{type(value).__name__} {fields}".rstrip()
+    if isinstance(value, Reason):
+        return describe(str(value), limit=limit)
     if isinstance(value, events.Member):
         return str(value.worker)
     if isinstance(value, list):

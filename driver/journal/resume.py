@@ -28,6 +28,7 @@ from elastic.driver.journal.journal import ReplayDiffers, rebuilt
 from elastic.driver.journal.past import Past
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
+from elastic.driver.reasons import in_words
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 
@@ -82,7 +83,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> Past:
     if entries:
         at = max(at, entries[-1].at)
         if entries[-1].error:
-            ended = EndJob(1, f"a bug in the driver: {entries[-1].error}")
+            ended = EndJob(1, in_words(f"a bug in the driver: {entries[-1].error}"))
     return Past(
         header=header,
         settings=settings,

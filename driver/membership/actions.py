@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic.driver.events import Action, Report
+from elastic.driver.reasons import Reason
 
 
 class Orders:
@@ -18,8 +19,8 @@ class Orders:
     def do(self, action: Action) -> None:
         self.actions.append(action)
 
-    def say(self, level: str, text: str) -> None:
-        self.do(Report(level, text))
+    def say(self, level: str, text: str, about: Reason | None = None) -> None:
+        self.do(Report(level, text, about))
 
     def due(self, deadline: float | None) -> bool:
         return deadline is not None and deadline <= self.now

@@ -15,14 +15,12 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.root_cause import (
     Inquest,
-    brief,
     describe_exit,
     exit_code,
 )
 from elastic.driver.membership.roster import AT_STAKE, Stage, Standing
 from elastic.driver.membership.worlds import Phase, Worlds
-
-ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
+from elastic.driver.reasons import Reason, Why, because
 
 
 class Failures(Worlds):
@@ -33,29 +31,27 @@ class Failures(Worlds):
         if standing is None or event.generation != self.generation:
             return
         if not self.settings.elastic:
-            self._complain(standing, f"{self._named(standing)} lost a peer: {event.reason}")
+            who, text = self._named(standing), event.reason
+            self._complain(standing, because(Why.LOST_PEER, who=who, text=text))
         elif self.phase is not Phase.GATHERING:
             # Many workers report one failure; only the first of a generation comes this far.
-            self._break(f"a collective broke at {event.worker}: {event.reason}")
+            worker, text = str(event.worker), event.reason
+            self._break(because(Why.COLLECTIVE_BROKE, worker=worker, text=text))
 
     def _stranded(self, event: WorkerStranded) -> None:
         standing = self.roster.get(event.worker)
         if standing is None or event.generation != self.generation:
             return
-        verdict = (
-            f"{self._named(standing)} lost a peer outside elastic.run and can't recover"
-            f" ({event.reason}). {ADVICE}"
-        )
+        verdict = because(Why.LOST_PEER_OUTSIDE, who=self._named(standing), text=event.reason)
         if not self.settings.elastic:
-            self._complain(standing, f"{self._named(standing)} lost a peer: {event.reason}")
+            who, text = self._named(standing), event.reason
+            self._complain(standing, because(Why.LOST_PEER, who=who, text=text))
         elif any(s.running for s in self._live()):
             # Others are inside elastic.run: they go on, and it starts anew.
-            self._staff.dismiss(
-                standing, "it lost a peer outside elastic.run", self.settings.disconnect_s
-            )
-            self._lose(standing, f"{event.worker} lost a peer outside elastic.run")
+            self._staff.dismiss(standing, because(Why.STRANDED), self.settings.disconnect_s)
+            self._lose(standing, because(Why.LOST_STRANDED, worker=str(event.worker)))
         elif self.phase is Phase.GATHERING and self._gathering.somebody_lost:
-            self._end(1, f"{self._gathering.reason}; {verdict}")
+            self._end(1, because(Why.SEVERAL, causes=[self._gathering.reason, verdict]))
         else:
             self._complain(standing, verdict)
 
@@ -68,19 +64,28 @@ class Failures(Worlds):
         if not self.settings.elastic:
             if self._inquest is None:
                 by = self._now + self.settings.leave_s  # its exit brings the exit code
-                self._inquest = Inquest(by, by, "")
-            self._inquest.accuse(event.worker, f"{raised}:\n{trace}")
+                self._inquest = Inquest(by, by, None)
+            who, summary = self._named(standing), event.summary
+            verdict = because(Why.SCRIPT_RAISED, who=who, summary=summary, trace=trace)
+            self._inquest.accuse(event.worker, verdict)
             return
         if event.worker in self._world.places and not event.hardware:
             earlier = self._exceptions.repeats(event)
             if earlier is not None:
-                both = f"{earlier} and {event.worker} raised the same exception"
-                self._end(1, f"{both} at commit {event.commit or 'none'}:\n{trace}")
+                same = because(
+                    Why.SAME_EXCEPTION,
+                    first=str(earlier),
+                    worker=str(event.worker),
+                    commit=str(event.commit or "none"),
+                    trace=trace,
+                )
+                self._end(1, same)
         self._staff.last_output = trace
         blamed = ": its GPU failed, or NCCL, and not the script" if event.hardware else ""
         self._orders.say("error", f"{raised}{blamed}")
-        self._staff.dismiss(standing, "it raised an exception", self.settings.leave_s)
-        self._lose(standing, f"{event.worker} raised {event.summary}")
+        self._staff.dismiss(standing, because(Why.RAISED), self.settings.leave_s)
+        worker, summary = str(event.worker), event.summary
+        self._lose(standing, because(Why.LOST_RAISED, worker=worker, summary=summary))
 
     def _has_quit(self, event: WorkerQuit) -> None:
         """Its interpreter, with torch in it, takes seconds to end. The others, cut off from it, go on at once."""
@@ -91,18 +96,21 @@ class Failures(Worlds):
             return
         if not any(s.stage in AT_STAKE for s in self._live() if s is not standing):
             return  # nobody waits for it, so that it may take its time: its exit brings the end
-        self._staff.dismiss(standing, "it did not exit in time", self.settings.leave_s)
-        self._lose(standing, f"lost {event.worker} ({describe_exit(event.code)})")
+        self._staff.dismiss(standing, because(Why.NOT_EXITED), self.settings.leave_s)
+        worker, ended = str(event.worker), describe_exit(event.code)
+        self._lose(standing, because(Why.LOST_EXITED, worker=worker, exit=ended))
 
     def _exited(self, event: WorkerExited) -> None:
         standing = self.roster.remove(event.worker)
         if standing is None:
             return
-        what = ended = lost = event.reason or describe_exit(event.code)
-        if standing.killed_for:
+        exit_text = ended = event.reason or describe_exit(event.code)
+        worker = str(event.worker)
+        lost = because(Why.LOST_EXITED, worker=worker, exit=exit_text)
+        if standing.killed_for is not None:
             # The reason was given when it was killed. Only where its exit ends the job it is given again.
-            what = f"{what}, killed because {standing.killed_for}"
-            ended, lost = f"{ended}, as ordered", f"killed: {brief(standing.killed_for)}"
+            ended = f"{ended}, as ordered"
+            lost = because(Why.LOST_KILLED, worker=worker, killed_for=standing.killed_for)
         if event.output:
             self._staff.last_output = event.output.rstrip()
         if standing.stage is Stage.FINISHED:
@@ -114,52 +122,61 @@ class Failures(Worlds):
             self._slots.complete(standing.slot)
             self._completed.append(self._named(standing))
         elif not self.settings.elastic or self._inquest is not None:
-            self._exit_ends_the_job(standing, event, what)
+            self._exit_ends_the_job(standing, event, exit_text)
         elif standing.leaving and standing.stage is Stage.DISMISSED:
             self._orders.say("info", f"{event.worker} has left with {ended}: {standing.leaving}")
         else:
-            self._end_if_the_script_is_wrong(standing, event, what)
+            self._end_if_the_script_is_wrong(standing, event, exit_text)
             self._staff.punish(standing, ended)
             if standing.stage is not Stage.DISMISSED:
-                self._lose(standing, f"lost {event.worker} ({lost})")
+                self._lose(standing, lost)
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 
-    def _complain(self, standing: Standing, verdict: str) -> None:
+    def _complain(self, standing: Standing, verdict: Reason) -> None:
         """It can't go on because of another. Whose exit comes next explains it; if none does, this is the reason."""
         if self._inquest is None:
             if self._completed:
-                early = f"{', '.join(self._completed[:8])} ended with exit code 0 too early"
-                verdict = f"{early}: {verdict}"
+                early = ", ".join(self._completed[:8])
+                verdict = because(Why.ENDED_EARLY, workers=early, cause=verdict)
             moment = self.settings.disconnect_s
             self._inquest = Inquest(self._now + moment, self._now + 5 * moment, verdict)
         if self._inquest.culprit != standing.worker:
             self._inquest.witnesses.add(standing.worker)
 
-    def _exit_ends_the_job(self, standing: Standing, event: WorkerExited, what: str) -> None:
-        inquest = self._inquest
-        ended = f"{self._named(standing)} ended with {what}" + ("" if event.code else " too early")
+    def _exit_ends_the_job(self, standing: Standing, event: WorkerExited, exit_text: str) -> None:
+        inquest, early = self._inquest, not event.code
         if inquest is not None and not inquest.settles(event.worker):
             if next(self.roster.in_plans(), None) is None:
-                self._end(exit_code(event.code), f"{inquest.verdict or ended}")
+                ended = self._ended(standing, exit_text, early=early)
+                self._end(exit_code(event.code), inquest.verdict or ended)
             return
-        if inquest is not None and inquest.culprit == event.worker:
+        if inquest is not None and inquest.culprit == event.worker and inquest.verdict:
             self._end(exit_code(event.code), inquest.verdict)
-        if self.settings.elastic:
-            ended += f" while others were outside elastic.run. {ADVICE}"
-        wrote = f"; it wrote:\n{event.output.rstrip()}" if "\n" in event.output.strip() else ""
-        self._end(exit_code(event.code), f"{ended}{wrote}")
+        wrote = event.output.rstrip() if "\n" in event.output.strip() else ""
+        outside = self.settings.elastic
+        ended = self._ended(standing, exit_text, early=early, outside=outside, wrote=wrote)
+        self._end(exit_code(event.code), ended)
+
+    def _ended(self, standing: Standing, exit_text: str, **facts: bool | str) -> Reason:
+        who, killed_for = self._named(standing), standing.killed_for
+        return because(Why.ENDED, who=who, exit=exit_text, killed_for=killed_for, **facts)
 
     def _end_if_the_script_is_wrong(
-        self, standing: Standing, event: WorkerExited, what: str
+        self, standing: Standing, event: WorkerExited, exit_text: str
     ) -> None:
         outside = not standing.running and not self._world.running
         if outside and self._slots.completed:
-            self._end(exit_code(event.code), f"{self._named(standing)} ended with {what}")
+            self._end(exit_code(event.code), self._ended(standing, exit_text))
         self._slots.ended(standing.slot, -1 if standing.killed_for else event.code)
         if not self._trained and self._staff.all_fail():
-            ended = "every worker ended before training began"
-            self._end(1, f"{ended}, the last with {what}{self._staff.quoted()}")
+            fails = because(
+                Why.SCRIPT_FAILS,
+                exit=exit_text,
+                killed_for=standing.killed_for,
+                wrote=self._staff.last_output,
+            )
+            self._end(1, fails)
 
     def _ran_to_its_end(self, standing: Standing) -> bool:
         """A program without elastic.run, or without init() even, that came to its end."""

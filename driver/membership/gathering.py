@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic.driver.membership.roster import Roster, Stage, Standing
+from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -29,7 +30,7 @@ class Gathering:
     """Between two worlds. ``_by`` and ``_at`` are times on the caller's clock."""
 
     kind: Kind
-    reason: str
+    reason: Reason
     began_at: float
     settings: Settings
     somebody_lost: bool = False
@@ -37,7 +38,7 @@ class Gathering:
         False  # ``late_at`` has passed: old members outside elastic.run are no longer awaited
     )
     short_by: float | None = None  # too few, nobody awaited: until then
-    said: str = ""  # the last word about being short
+    said: tuple[int, int] | None = None  # the last word about being short: ready, and needed
     _more: int = 0  # lost, and not named in the reason
     remind_after_s: float = REMIND_S  # since it began: when to say next who is awaited
 
@@ -77,20 +78,19 @@ class Gathering:
         self.began_at = now
         self.remind_after_s = REMIND_S
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: Reason) -> None:
         """One more is gone. Who is lost explains a broken collective better than the worker that noticed."""
         if not self.somebody_lost:
             self.somebody_lost, self.reason = True, reason
-        elif self._more == 0 and self.reason.count("; ") < NAMED - 1:
-            self.reason = f"{self.reason}; {reason}"
+            return
+        known = self.reason.facts.get("causes")
+        causes = known if isinstance(known, list) else [self.reason]
+        if len(causes) < NAMED:
+            causes = [*causes, reason]
         else:
             # Every member is sent the reason: it must not grow with the number of those that are lost.
-            named = self.reason.removesuffix(self._and_more())
             self._more += 1
-            self.reason = f"{named}{self._and_more()}"
-
-    def _and_more(self) -> str:
-        return f"; and {self._more} more" if self._more else ""
+        self.reason = because(Why.SEVERAL, causes=causes, more=self._more)
 
     def awaited(self, roster: Roster) -> Iterator[Standing]:
         """Old members that it does not go on without."""

@@ -10,18 +10,9 @@ from elastic.driver.membership.gathering import Gathering, Kind
 from elastic.driver.membership.roster import AT_STAKE, Stage
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.world import World
+from elastic.driver.reasons import Reason, Why, because, counted
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit
-
-GONE = (
-    "Commits were in the workers' memory: begin anew, with --fresh where there is a journal, from a checkpoint that"
-    " the script has saved"
-)
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 worker``, ``2 workers``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Patience:
@@ -42,27 +33,31 @@ class Patience:
             return self._settings.np
         return 1 if self._staff.roster.at(Stage.FINISHED) else self._settings.workers_min
 
-    def failed_again(self) -> str:
+    def failed_again(self, reason: Reason) -> Reason | None:
         """A world broke."""
         self._failures += 1
         limit = self._settings.reset_limit
         reached = limit is not None and self._failures > limit
-        return f"--reset-limit {limit} is reached" if reached else ""
+        return because(Why.RESET_LIMIT, cause=reason, limit=limit) if reached else None
 
-    def all_lost(self, world: World, gathering: Gathering) -> str:
+    def all_lost(self, world: World, gathering: Gathering) -> Reason | None:
         """Newcomers know nothing of what was learned: going on with them would be starting over, unasked."""
         here = self._staff.roster.first_at(*AT_STAKE)
         if not world.trained or any(s.worker in world.places for s in here):
-            return ""
-        lost = f"all {counted(len(world.members), 'member')} of generation {world.generation}"
-        why = f"are lost, and nobody is left to go on from: {gathering.reason}"
-        return f"{lost} {why}. {GONE}{self._staff.quoted()}"
+            return None
+        return because(
+            Why.ALL_LOST,
+            members=len(world.members),
+            generation=world.generation,
+            cause=gathering.reason,
+            wrote=self._staff.last_output,
+        )
 
-    def nothing_held(self, world: World, gathering: Gathering) -> str:
+    def nothing_held(self, world: World, gathering: Gathering) -> Reason | None:
         """The same with survivors that had joined, but were not given the state yet. They hold no commit."""
         if world.running and (world.trained or world.commit is not None):
-            return f"no survivor holds a commit: {gathering.reason}"
-        return ""
+            return because(Why.NO_COMMIT, cause=gathering.reason)
+        return None
 
     def was_stuck(self, generation: int) -> None:
         """A member was fenced because it was stuck."""
@@ -77,7 +72,9 @@ class Patience:
         """With no new commit between."""
         return len(self._hung_in)
 
-    def in_circles(self, world: World, gathering: Gathering, commit: Commit | None) -> str:
+    def in_circles(
+        self, world: World, gathering: Gathering, commit: Commit | None
+    ) -> Reason | None:
         """The next world is about to begin with ``commit``: was there any progress in the last one?"""
         if commit is not None and commit.generation == world.generation and commit.number > 0:
             self._staff.slots.cooldown.clear((w.host, w.slot) for w in world.members)
@@ -85,51 +82,43 @@ class Patience:
             self._stuck_in.clear()
             self._hung_in.clear()
         elif len(self._stuck_in) >= self._settings.stranded_failures:
-            worlds = (
-                f"in {len(self._stuck_in)} worlds a worker was stuck, with no new commit between"
-            )
-            return f"{worlds}: {gathering.reason}"
+            worlds = len(self._stuck_in)
+            return because(Why.STUCK_AGAIN, worlds=worlds, cause=gathering.reason)
         elif gathering.somebody_lost:
             self._barren = 0
         elif gathering.kind is Kind.RECOVERY:
             self._barren += 1
             if self._barren >= self._settings.stranded_failures:
-                worlds = f"{self._barren} worlds in a row broke with nobody lost and no new commit"
-                return f"{worlds}: {gathering.reason}"
-        return ""
+                return because(Why.IN_CIRCLES, worlds=self._barren, cause=gathering.reason)
+        return None
 
-    def short(self, gathering: Gathering, have: int) -> str:
+    def short(self, gathering: Gathering, have: int) -> Reason | None:
         """Too few are ready, and nobody is awaited. Says what is awaited, once for each number."""
         slots, need = self._staff.slots, self.needed()
         if not slots.known:
-            return ""
+            return None
         if not self._settings.elastic and slots.completed:
-            ended = f"{counted(len(slots.completed), 'worker')} ended with exit code 0"
-            return f"{ended} while {counted(have, 'other')} waited in init()"
+            return because(Why.OTHERS_EXITED, exited=len(slots.completed), waiting=have)
         coming = any(s.stage is not Stage.READY for s in self._staff.roster.in_plans())
         if not coming and slots.spent():
             return self.spent()
         if gathering.short_by is None:
             gathering.short_by = self._orders.now + self._settings.elastic_timeout_s
-        said = f"{have} ready, {need} needed"
-        if said != gathering.said:
-            gathering.said = said
+        if gathering.said != (have, need):
+            gathering.said = (have, need)
             left = gathering.short_by - self._orders.now
             more = counted(max(1, need - have), "more worker")
-            self._orders.say("warning", f"waiting for {more}: {said}; giving up in {left:.0f} s")
-        return ""
+            said = f"{have} ready, {need} needed; giving up in {left:.0f} s"
+            self._orders.say("warning", f"waiting for {more}: {said}")
+        return None
 
-    def too_few(self) -> str:
+    def too_few(self) -> Reason:
         """They have waited long enough."""
         ready = len(self._staff.roster.at(Stage.READY))
-        waited = f"{self._settings.elastic_timeout_s:g} s"
-        return (
-            f"only {ready} of {counted(self.needed(), 'worker')} ready after {waited}:"
-            " start more hosts, or lower --min-np, or raise --elastic-timeout"
-        )
+        within_s = self._settings.elastic_timeout_s
+        return because(Why.TOO_FEW, ready=ready, needed=self.needed(), within_s=within_s)
 
-    def spent(self) -> str:
+    def spent(self) -> Reason:
         """No slot can give a worker any more."""
-        attempts = counted(self._settings.slot_attempts, "attempt")
-        need = counted(self.needed(), "worker")
-        return f"every slot was given up after {attempts}; {need} needed{self._staff.quoted()}"
+        attempts, wrote = self._settings.slot_attempts, self._staff.last_output
+        return because(Why.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)

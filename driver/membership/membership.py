@@ -55,9 +55,10 @@ from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.gathering import Kind
 from elastic.driver.membership.reconnect import Reconnections
-from elastic.driver.membership.root_cause import brief, describe_exit
+from elastic.driver.membership.root_cause import describe_exit
 from elastic.driver.membership.roster import Stage, Standing
 from elastic.driver.membership.worlds import Over, Phase
+from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 
 __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
@@ -148,7 +149,7 @@ class Membership(Failures, Reconnections, Stuck):
                 self._restarted()
                 self._watch_anew()
             case StopRequested():
-                self._end(1, event.reason)
+                self._end(1, in_words(event.reason))
             case TimePassed():
                 pass  # deadlines are looked at after every event
             case _:
@@ -177,9 +178,7 @@ class Membership(Failures, Reconnections, Stuck):
         if standing.stage is Stage.STARTING:
             raise self._illegal(event, "ready before it connected")
         if standing.stage is Stage.FINISHED:
-            self._staff.let_go(
-                standing, "it has returned from elastic.run, which a job enters once"
-            )
+            self._staff.let_go(standing, because(Why.RETURNED_BEFORE))
             return
         was_at_work = standing.stage in (Stage.MEMBER, Stage.RETURNED)
         standing.commit, standing.store = event.commit, event.store
@@ -194,11 +193,12 @@ class Membership(Failures, Reconnections, Stuck):
         standing.stage = Stage.READY
         if was_at_work and self.phase in (Phase.TRAINING, Phase.PREPARING, Phase.ENDING):
             if self._world.running:
-                self._break(f"{event.worker} fell out of the world", failure=False)
+                fell_out = because(Why.FELL_OUT, worker=str(event.worker))
+                self._break(fell_out, failure=False)
             else:
                 # The first of all to come back, from user code outside elastic.run. Nobody is interrupted.
-                entering = "entering elastic.run" if event.running else "init() was called again"
-                self._gather(Kind.START, entering)
+                why = Why.ENTERING if event.running else Why.INIT_AGAIN
+                self._gather(Kind.START, because(why))
 
     def _newcomer_ready(self, standing: Standing) -> None:
         if self.generation and not standing.running:
@@ -216,7 +216,7 @@ class Membership(Failures, Reconnections, Stuck):
     def _leaving(self, event: WorkerLeaving) -> None:
         standing = self.roster.get(event.worker)
         if standing is not None:
-            self._staff.leave(standing, event.reason, self._world.places)
+            self._staff.leave(standing, in_words(event.reason), self._world.places)
 
     def _has_resumed(self, event: WorkerResumed) -> None:
         standing = self.roster.get(event.worker)
@@ -236,8 +236,8 @@ class Membership(Failures, Reconnections, Stuck):
         found = self._world.digested(event, self.roster)
         if found is not None:
             wrong, right = found
-            reason = f"its parameters differ from {right}'s under commit {event.commit}"
-            self._staff.fence(self.roster[wrong], reason)
+            differs = because(Why.OTHER_DIGEST, right=str(right), commit=str(event.commit))
+            self._staff.fence(self.roster[wrong], differs)
 
     def _returned(self, event: WorkerReturned) -> None:
         standing = self.roster.get(event.worker)
@@ -250,10 +250,11 @@ class Membership(Failures, Reconnections, Stuck):
         standing.waits_since = self._now
         if self.phase is Phase.STOPPING and any(s.stage is Stage.READY for s in self._live()):
             # It ended where others have stopped: only a new world brings them together.
-            self._break(f"{event.worker} returned during a planned change", failure=False)
+            returned = because(Why.RETURNED_MEANWHILE, worker=str(event.worker))
+            self._break(returned, failure=False)
             return
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
-            self._call_off(f"{event.worker} returned")
+            self._call_off(because(Why.RETURNED, worker=str(event.worker)))
         if self.phase is Phase.TRAINING or (
             self.phase is Phase.ENDING and self._ending_by is None  # the first have been let go
         ):
@@ -271,9 +272,9 @@ class Membership(Failures, Reconnections, Stuck):
             case WorkerExited():
                 self.roster.remove(event.worker)
             case WorkerConnected() | WorkerReady() if event.worker in self.roster:
-                self._staff.let_go(self.roster[event.worker], "the job has ended")
+                self._staff.let_go(self.roster[event.worker], because(Why.JOB_ENDED))
             case WorkerReconnected():
-                self._orders.do(LetGo(event.worker, "the job has ended"))
+                self._orders.do(LetGo(event.worker, because(Why.JOB_ENDED)))
             case HostReported():
                 for gone in self._not_there(event):
                     self.roster.remove(gone.worker)
@@ -319,24 +320,31 @@ class Membership(Failures, Reconnections, Stuck):
         for standing in self._staff.overdue():
             if standing.stage is not Stage.DISMISSED:
                 standing.stage = Stage.DISMISSED
-                why = f"it had to be: {brief(standing.killed_for)}"
-                self._given_up(standing, f"lost {standing.worker}, which can't be killed ({why})")
+                alive = because(
+                    Why.LOST_ALIVE, worker=str(standing.worker), killed_for=standing.killed_for
+                )
+                self._given_up(standing, alive)
         self._give_up_hosts()
         self._fence_frozen()
         if self._inquest is not None and self._orders.due(self._inquest.by):
             suspects = (s.worker for s in self.roster.in_plans())
             if not self._inquest.wait_longer(suspects):
+                assert self._inquest.verdict is not None
                 self._end(1, self._inquest.verdict)
         match self.phase:
             case Phase.PREPARING if self._orders.due(self._change.by):
                 silent = ", ".join(map(str, sorted(self._change.silent)))
-                self._call_off(f"no answer from {silent}")
+                self._call_off(because(Why.NO_ANSWER, workers=silent))
                 self._change.put_off(self._now)
             case Phase.STOPPING if self._orders.due(self._change.by):
                 late = [str(s.worker) for s in self._live() if s.stage is not Stage.READY]
-                within = f"within {self.settings.elastic_timeout_s:g} s"
-                missed = f"did not reach check {self._change.check} {within}"
-                self._break(f"{', '.join(late)} {missed}")
+                missed = because(
+                    Why.NOT_STOPPED,
+                    workers=", ".join(late),
+                    check=self._change.check,
+                    within_s=self.settings.elastic_timeout_s,
+                )
+                self._break(missed)
             case Phase.ENDING if self._orders.due(self._ending_by):
                 self._ending_by = None
                 self._finish(
@@ -365,11 +373,11 @@ class Membership(Failures, Reconnections, Stuck):
         self._gathering.late = True
         for standing in list(self._gathering.missing(self.roster)):
             if standing.running:
-                within = f"{self.settings.elastic_timeout_s:g} s"
-                self._staff.fence(standing, f"it did not become ready within {within}")
+                late = because(Why.NOT_READY, within_s=self.settings.elastic_timeout_s)
+                self._staff.fence(standing, late)
             elif not self.settings.elastic:
-                waited = f"has not called init() again for {self.settings.elastic_timeout_s:g} s"
-                self._end(1, f"{self._named(standing)} {waited}, while others wait for it")
+                waited_s, who = self.settings.elastic_timeout_s, self._named(standing)
+                self._end(1, because(Why.NOT_ENTERED, who=who, for_s=waited_s))
 
     def _illegal(self, event: Event, why: str) -> IllegalEvent:
         story = "\n  ".join(map(str, self.story))

@@ -31,9 +31,9 @@ from elastic.driver.events import (
 from elastic.driver.membership.gathering import Kind
 from elastic.driver.membership.roster import Stage, Standing
 from elastic.driver.membership.worlds import Phase, Worlds
+from elastic.driver.reasons import Why, because
 
-LOST = "its connection was lost"  # as `Workforce.disconnected` says it
-AWAY = "it did not come back to the restarted driver"
+UNTIL_IT_IS_BACK = (Why.CONNECTION_LOST, Why.NOT_BACK)  # why it is to be killed
 
 
 class Reconnections(Worlds):
@@ -43,13 +43,15 @@ class Reconnections(Worlds):
         standing = self.roster.get(event.worker)
         if standing is None:
             # Given up and reported dead, and yet it lives: nobody trains with it.
-            self._orders.do(LetGo(event.worker, "the job has gone on without it", True))
+            self._orders.do(LetGo(event.worker, because(Why.GONE_ON_WITHOUT), True))
             return
         if event.generation > self.generation:
-            reason = f"{event.worker} is in generation {event.generation}, of which the journal"
-            self._end(1, f"{reason} that this driver goes on from knows nothing: it is incomplete")
-        if standing.exit_why in (LOST, AWAY) and not standing.killed_for:
-            standing.exit_by, standing.exit_why = None, ""
+            worker, generation = str(event.worker), event.generation
+            unknown = because(Why.JOURNAL_INCOMPLETE, worker=worker, generation=generation)
+            self._end(1, unknown)
+        why = standing.exit_why
+        if why is not None and why.kind in UNTIL_IT_IS_BACK and standing.killed_for is None:
+            standing.exit_by, standing.exit_why = None, None
         if standing.killed_for or standing.stage is Stage.DISMISSED:
             self._part_again(standing)
         elif standing.stage is Stage.STARTING or (
@@ -69,7 +71,9 @@ class Reconnections(Worlds):
         elif standing.rejected:
             self._orders.do(RejectWorker(worker, standing.layout, standing.rejected))
         else:
-            self._orders.do(LetGo(worker, standing.leaving or standing.exit_why))
+            reason = standing.leaving or standing.exit_why
+            assert reason is not None
+            self._orders.do(LetGo(worker, reason))
 
     def _tell_member(self, standing: Standing, event: WorkerReconnected) -> None:
         worker, generation, change = standing.worker, self.generation, self._change
@@ -99,7 +103,9 @@ class Reconnections(Worlds):
                 self._orders.do(StopMembersAt(generation, change.number, change.check, [worker]))
             case Phase.TRAINING | Phase.ENDING:
                 # It may be held at a change that was called off while nobody could tell it so.
-                self._orders.do(CallOffChange(generation, change.number, [worker], "reconnected"))
+                self._orders.do(
+                    CallOffChange(generation, change.number, [worker], because(Why.RECONNECTED))
+                )
 
     # ---- a whole host, or everybody --------------------------------------------------------------------------------
 
@@ -110,7 +116,7 @@ class Reconnections(Worlds):
         for worker in event.running:
             standing = here.get(worker)
             if standing is None:
-                self._orders.do(KillWorker(worker, "the job has gone on without it"))
+                self._orders.do(KillWorker(worker, because(Why.GONE_ON_WITHOUT)))
             elif standing.killed_for:
                 self._orders.do(KillWorker(worker, standing.killed_for))
         ordered = here.keys() if event.ordered is None else set(event.ordered)
@@ -127,7 +133,8 @@ class Reconnections(Worlds):
                 if standing.exit_by is not None:
                     standing.exit_by = now + settings.leave_s
             elif standing.stage in (Stage.CONNECTED, Stage.READY, Stage.MEMBER, Stage.RETURNED):
-                standing.exit_by, standing.exit_why = now + settings.reconnect_s, AWAY
+                standing.exit_by = now + settings.reconnect_s
+                standing.exit_why = because(Why.NOT_BACK)
         self._gathering.begin_again(now)
         self._change.by = None if self._change.by is None else now + settings.elastic_timeout_s
         if self._ending_by is not None:

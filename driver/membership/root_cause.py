@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic.driver.events import WorkerRaised
+from elastic.driver.reasons import Reason
 from elastic.protocol.messages import Commit, Worker
 
 
@@ -27,11 +28,6 @@ def describe_exit(code: int) -> str:
         return f"signal {-code} {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
-
-
-def brief(reason: str) -> str:
-    """The first words of a reason that was given before: ``it is frozen`` of ``it is frozen (stopped by a signal)``."""
-    return re.split(r": | \(", reason, maxsplit=1)[0]
 
 
 def exit_code(code: int) -> int:
@@ -48,11 +44,11 @@ class Inquest:
 
     by: float
     latest: float
-    verdict: str
+    verdict: Reason | None
     witnesses: set[Worker] = field(default_factory=set)
     culprit: Worker | None = None  # known already; its exit is awaited for the exit code
 
-    def accuse(self, worker: Worker, verdict: str) -> None:
+    def accuse(self, worker: Worker, verdict: Reason) -> None:
         """Its own exception explains everything; the first one counts."""
         if self.culprit is None and worker not in self.witnesses:
             self.culprit, self.verdict = worker, verdict

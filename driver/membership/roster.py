@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.driver.reasons import Reason
 from elastic.protocol.messages import (
     Address,
     Commit,
@@ -52,11 +53,11 @@ class Standing:
     layout: str = ""
     running: bool = False  # inside elastic.run
     resumed_at: float | None = None  # its first collective completed
-    leaving: str = ""  # why it wants or has to leave; empty: it stays
+    leaving: Reason | None = None  # why it wants or has to leave; None: it stays
     unlisted: bool = False  # leaving because its host left the list, so there is no hurry
     exit_by: float | None = None  # must be gone by then, or is killed
-    exit_why: str = ""  # said when it is killed for that
-    killed_for: str = ""  # why a kill was ordered; empty: none was
+    exit_why: Reason | None = None  # given when it is killed for that
+    killed_for: Reason | None = None  # why a kill was ordered; None: none was
     rejected: str = ""  # the digest of the layout that its own should have been
     readies: int = 0  # the number of its latest Ready
     frozen: str = ""  # how, as its agent sees it; empty: it runs
@@ -90,7 +91,7 @@ class Standing:
     @property
     def hurried(self) -> bool:
         """Whether it leaves however few stay."""
-        return bool(self.leaving) and not self.unlisted
+        return self.leaving is not None and not self.unlisted
 
     def moved(self, now: float) -> None:
         """It waits in no collective now, and no suspicion from before counts."""
@@ -154,9 +155,9 @@ class Roster(dict[Worker, Standing]):
                 del self._stages[before][worker]
             self._stages[standing.stage][worker] = standing
             self._stage_of[worker] = standing.stage
-        hale = not standing.killed_for
+        hale = standing.killed_for is None
         for index, belongs in (
-            (self.leavers, bool(standing.leaving)),
+            (self.leavers, standing.leaving is not None),
             (self.inside, bool(standing.inside) and hale and standing.stage is Stage.MEMBER),
             (self.frozen, bool(standing.frozen) and hale and standing.stage in AT_STAKE),
         ):

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from elastic.driver import old_reasons
 from elastic.driver.events import Action, Event, Member
 from elastic.driver.membership.actions import Orders
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
@@ -36,6 +37,7 @@ from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.world import World
 from elastic.driver.membership.worlds import Phase
+from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 from elastic.protocol.messages import (
@@ -52,9 +54,9 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
     *(Slots, Cooldown, SlotRecord, Roster, Standing, Suspicions, Suspicion, Stragglers),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
-ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict)
+ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict, Why)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enums and tuples
-    *(Worker, Commit, Address, Place, Launches, Member),
+    *(Worker, Commit, Address, Place, Launches, Member, Reason),
     *Event.__subclasses__(),
     *Action.__subclasses__(),
 )
@@ -109,6 +111,8 @@ def restored(data: bytes, settings: Settings) -> Membership:
         raise Invalid(f"this is no snapshot of a job: {error!r}") from error
     if not isinstance(found, Membership):
         raise Invalid(f"this is no snapshot of a job, but of {type(found).__name__}")
+    if all(name != Reason.__name__ for name, *_ in snapshot.kinds):
+        _read_sentences(found)
     return found
 
 
@@ -328,3 +332,25 @@ def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
                 f"the snapshot was taken by another version of this program: {name} differs in"
                 f" {', '.join(sorted(odd))}; resume with the version that wrote it"
             )
+
+
+def _read_sentences(membership: Membership) -> None:
+    """Where reasons were sentences yet: an older version has taken the snapshot."""
+    state: dict[str, Any] = vars(membership)
+    for each in (*membership.roster.values(), state["_inquest"]):
+        for name in ("leaving", "exit_why", "killed_for", "verdict"):
+            if isinstance(text := getattr(each, name, None), str):
+                setattr(each, name, old_reasons.read(text) if text else None)
+    for name in ("_published", "_verdict"):
+        if (action := state[name]) is not None:
+            reason = old_reasons.read(action.reason)
+            state[name] = msgspec.structs.replace(action, reason=reason)
+    gathering, world = state["_gathering"], state["_world"]
+    gathering.reason = old_reasons.read_several(gathering.reason, gathering._more)
+    gathering.said = old_reasons.read_ready(gathering.said)
+    world.reason = old_reasons.read(world.reason) if world.reason else because(Why.FIRST_START)
+    wish = state["_change_reason"]
+    state["_change_reason"] = old_reasons.read(wish) if wish else because(Why.NOT_WANTED)
+    state["_wished"] = None  # found again when it is asked for
+    awaited = state["_hosts_awaited"].items()
+    state["_hosts_awaited"] = {h: (by, old_reasons.read(text)) for h, (by, text) in awaited}

@@ -22,7 +22,6 @@ from elastic.driver.events import (
     WorkerReturned,
     WorkerStranded,
 )
-from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Hang
 from elastic.protocol import messages
 from elastic.protocol.messages import Worker
 
@@ -60,32 +59,6 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerReturned(worker, generation)
         case _:
             raise AssertionError(f"no event for {type(message).__name__}")
-
-
-def hang_reason(finding: Finding) -> str:
-    """Why a worker is fenced whose GPU explains that all wait."""
-    what = f"collective {finding.number} of {finding.group!r}"
-    match finding.hang:
-        case Hang.FAILED:
-            return f"its GPU failed: CUDA answers with an error, for {finding.for_s:.0f} s, while all wait in {what}"
-        case Hang.GPU:
-            return (
-                f"its GPU hangs: it has not come to {what}, which was launched,"
-                f" {finding.for_s:.0f} s after the others"
-            )
-    return f"its GPU hangs: it is not at the end of {what} {finding.for_s:.0f} s after the others, for the second time"
-
-
-def hang_line(finding: Finding, before: int) -> str:
-    """What is said where nobody is to blame. ``before``: worlds that hung since the last new commit."""
-    what = f"collective {finding.number} of {finding.group!r}"
-    if finding.hang is Hang.NETWORK:
-        lasts = f"it has not ended for {finding.for_s:.0f} s"
-        hung = f"all GPUs have come to {what}, and {lasts}: NCCL hangs, or the network"
-    else:
-        hung = f"all ranks have launched {what}, and most GPUs have not come to it for {finding.for_s:.0f} s"
-    again = f", as {before} before it since the last new commit" if before else ""
-    return f"{hung}{again}; nothing singles out a worker, so nobody is fenced and all form a new communicator"
 
 
 def recovery_line(report: ReportRecovery) -> str:

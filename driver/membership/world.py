@@ -8,6 +8,7 @@ from elastic.driver.events import Member, ReportRecovery, WorkerDigested, Worker
 from elastic.driver.membership.gathering import Kind
 from elastic.driver.membership.roster import Roster, Stage
 from elastic.driver.membership.scheduling import placement
+from elastic.driver.reasons import Reason, Why, because
 from elastic.protocol.messages import Commit, Place, Worker
 
 DIGESTS = 64  # commits whose digests are remembered
@@ -23,7 +24,7 @@ class World:
     commit: Commit | None = None  # the newest that a member held when it began
     layout: str = ""
     kind: Kind = Kind.START
-    reason: str = ""
+    reason: Reason = field(default_factory=lambda: because(Why.FIRST_START))
     cause_at: float = 0.0
     published_at: float = 0.0
     trained: bool = False  # somebody resumed in this world or in one before it

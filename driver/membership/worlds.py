@@ -22,13 +22,14 @@ from elastic.driver.events import (
 from elastic.driver.membership.actions import Orders
 from elastic.driver.membership.composition import Composition, compose
 from elastic.driver.membership.gathering import Gathering, Kind, candidates
-from elastic.driver.membership.give_up import Patience, counted
+from elastic.driver.membership.give_up import Patience
 from elastic.driver.membership.planned_change import Change
 from elastic.driver.membership.root_cause import Exceptions, Inquest
 from elastic.driver.membership.roster import Roster, Stage, Standing
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.world import World
+from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Place, Worker
 
@@ -63,10 +64,10 @@ class Worlds:
         self._world = World()
         self._published: PublishWorld | None = None  # the last one
         self._verdict: EndJob | None = None
-        self._wished: tuple[tuple[int, int, int], tuple[str, bool]] | None = None
-        self._gathering = Gathering(Kind.START, "first start", 0.0, settings)
+        self._wished: tuple[tuple[int, int, int], tuple[Reason | None, bool]] | None = None
+        self._gathering = Gathering(Kind.START, because(Why.FIRST_START), 0.0, settings)
         self._change = Change(settings)
-        self._change_reason = ""
+        self._change_reason = because(Why.NOT_WANTED)  # of the last change, if there was one
         self._exceptions = Exceptions()
         self._trained = False  # somebody has entered elastic.run
         self._inquest: Inquest | None = None
@@ -138,7 +139,7 @@ class Worlds:
             self._end(1, self._patience.spent())
         if self._staff.settings.elastic and not self.generation:
             self._orders.say("warning", NO_INIT)
-        self._end(0, f"{counted(len(self._slots.completed), 'worker')} ended with exit code 0")
+        self._end(0, because(Why.ALL_EXITED, workers=len(self._slots.completed)))
 
     def _try_to_publish(self) -> None:
         awaited = self._staff.starting()
@@ -150,6 +151,7 @@ class Worlds:
         old, new, others = candidates(ready, self.members)
         composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})
         for standing in composition.leaving:
+            assert standing.leaving is not None
             self._staff.let_go(standing, standing.leaving)
         for standing in composition.rejected:
             self._staff.reject(standing, composition.layout)
@@ -168,11 +170,15 @@ class Worlds:
         source = self.roster[arranged.order[0]]
         assert source.store is not None
         if before.generation:
-            old = f"{survivors} of {counted(len(before.members), 'old member')} ready"
-            new = f", {len(composition.joining)} new" if composition.joining else ""
-            reason = f"{gathering.reason}; {old}{new}"
+            reason = because(
+                Why.NEXT_WORLD,
+                cause=gathering.reason,
+                ready=survivors,
+                members=len(before.members),
+                new=len(composition.joining),
+            )
         else:
-            reason = f"first world: {counted(len(arranged.order), 'worker')} ready"
+            reason = because(Why.FIRST_WORLD, members=len(arranged.order))
         self.phase = Phase.TRAINING
         self._world = World(
             generation=before.generation + 1,
@@ -219,7 +225,7 @@ class Worlds:
         if not self.settings.elastic or not self._world.running:
             return  # a world of init() regroups by itself when elastic.run is entered
         wish, urgent = self._wish()
-        if not wish:
+        if wish is None:
             self._change.unwanted()
             return
         coming = any(
@@ -235,8 +241,8 @@ class Worlds:
         self._change_reason, self._cause_at = wish, self._now
         self._orders.do(PrepareChange(self.generation, self._change.number, members, wish))
 
-    def _wish(self) -> tuple[str, bool]:
-        """What would be different in a world of those who are here now, and whether somebody leaves. Empty: nothing."""
+    def _wish(self) -> tuple[Reason | None, bool]:
+        """What would be different in a world of those who are here now, and whether somebody leaves. None: nothing."""
         places = self._world.places
         joining = [
             s
@@ -244,41 +250,46 @@ class Worlds:
             if s.running and not s.leaving and not s.killed_for and s.worker not in places
         ]
         if not joining and not any(w in places for w in self.roster.leavers):
-            return "", False
+            return None, False
         # Looking at all members after each of very many answers would take too long where nothing has changed.
         basis = (self.generation, self.roster.shifts, self._slots.version)
         if self._wished is None or self._wished[0] != basis:
             self._wished = (basis, self._compose_wish(joining))
         return self._wished[1]
 
-    def _compose_wish(self, joining: list[Standing]) -> tuple[str, bool]:
+    def _compose_wish(self, joining: list[Standing]) -> tuple[Reason | None, bool]:
         live = self._live()
         same = Commit(self.generation, 1)  # where all stop together, all hold the same
         composition = self._compose(live, joining, {s.worker: same for s in live})
         joined = ", ".join(str(s.worker) for s in composition.joining)
-        parts = [f"{joined} joined"] if joined else []
-        parts += [f"{s.worker} leaves ({s.leaving})" for s in composition.leaving]
-        return "; ".join(parts), bool(composition.leaving)
+        causes = [because(Why.JOINED, workers=joined)] if joined else []
+        causes += [
+            because(Why.LEAVES, worker=str(s.worker), leaving=s.leaving)
+            for s in composition.leaving
+        ]
+        wish = because(Why.SEVERAL, causes=[*causes]) if len(causes) > 1 else None
+        return wish or next(iter(causes), None), bool(composition.leaving)
 
     def _try_to_stop(self) -> None:
-        if not self._wish()[0]:
-            self._call_off("nobody wants to join or leave any more")
+        if self._wish()[0] is None:
+            self._call_off(because(Why.NOT_WANTED))
         elif not self._change.silent:
             self.phase = Phase.STOPPING
             check = self._change.stop(self._now)
             live = [s.worker for s in self._live()]
             self._orders.do(StopMembersAt(self.generation, self._change.number, check, live))
 
-    def _call_off(self, reason: str) -> None:
+    def _call_off(self, reason: Reason) -> None:
         self.phase = Phase.TRAINING
         live = [s.worker for s in self._live()]
         self._orders.do(CallOffChange(self.generation, self._change.number, live, reason))
 
     def _try_to_finish(self) -> None:
         if not self.roster.any_at(Stage.MEMBER):
-            members = counted(len(self._live()), "member")
+            members = len(self._live())
             self._finish("")
-            self._end(0, f"all {members} of generation {self.generation} returned")
+            end = because(Why.ALL_RETURNED, members=members, generation=self.generation)
+            self._end(0, end)
 
     def _finish(self, because: str) -> None:
         """Returned workers need not be there for the others any more."""
@@ -291,7 +302,7 @@ class Worlds:
 
     # ---- losing members ------------------------------------------------------------------------------
 
-    def _lose(self, standing: Standing, reason: str) -> None:
+    def _lose(self, standing: Standing, reason: Reason) -> None:
         """A member is gone, or as good as gone: the world is over for the others."""
         if standing.worker not in self._world.places:
             return
@@ -310,10 +321,9 @@ class Worlds:
             return
         self._break(reason, lost=True)
 
-    def _break(self, reason: str, *, lost: bool = False, failure: bool = True) -> None:
-        limit = self._patience.failed_again() if failure else ""
-        if limit:
-            self._end(1, f"{reason}; {limit}")
+    def _break(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
+        if failure:
+            self._end_if(self._patience.failed_again(reason))
         at_work = [s for s in self._live() if s.stage in (Stage.MEMBER, Stage.RETURNED)]
         for standing in at_work:
             standing.stage = Stage.MEMBER
@@ -323,21 +333,21 @@ class Worlds:
         if lost:
             self._end_if(self._patience.all_lost(self._world, self._gathering))
 
-    def _gather(self, kind: Kind, reason: str) -> None:
+    def _gather(self, kind: Kind, reason: Reason) -> None:
         if kind is not Kind.CHANGE:
             self._cause_at = self._now
         self.phase = Phase.GATHERING
         self._gathering = Gathering(kind, reason, self._now, self.settings)
 
-    def _end_if(self, reason: str) -> None:
-        if reason:
+    def _end_if(self, reason: Reason | None) -> None:
+        if reason is not None:
             self._end(1, reason)
 
-    def _end(self, code: int, reason: str) -> NoReturn:
+    def _end(self, code: int, reason: Reason) -> NoReturn:
         """Decides the outcome. Members that have finished go on by themselves; on success all others are let go."""
         self.phase = Phase.DONE
         if code == 0:
-            self._staff.let_all_go("the job has ended")
+            self._staff.let_all_go(because(Why.JOB_ENDED))
         self._verdict = EndJob(code, reason)
         self._orders.do(self._verdict)
         raise Over

@@ -39,6 +39,7 @@ from elastic.driver.events import (
     WorkerReturned,
 )
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
+from elastic.driver.reasons import Why
 from elastic.errors import Invalid
 from elastic.protocol.messages import Commit, Worker
 from elastic.protocol.report_values import Report
@@ -48,20 +49,18 @@ VISIT_S = 5.0
 STAGES = ("starting", "connected", "ready", "training", "returned", "leaving", "killed")
 RANKS, NAMES = 64, 64  # of reported values: this many of the first ranks, and names of each
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histogram
-# How the reason of a kill begins that is a fence, and its kind.
+# Kills that are fences, and how they are counted.
 FENCES = {
-    "it is frozen": "frozen",
-    "it is stuck": "stuck",
-    "it is cut off": "cut off",
-    "its parameters differ": "digest",
-    "its GPU ": "gpu",
-    "it did not call init()": "late",
+    Why.FROZEN: "frozen",
+    Why.IDLE: "stuck",
+    Why.BUSY: "stuck",
+    Why.CUT_OFF: "cut off",
+    Why.OTHER_DIGEST: "digest",
+    Why.GPU_FAILED: "gpu",
+    Why.GPU_HANGS: "gpu",
+    Why.GPU_BEHIND: "gpu",
+    Why.NO_INIT: "late",
 }
-
-
-def kind_of(reason: str) -> str:
-    """The kind of a fence; empty for a kill that is none, as at the end of a job."""
-    return next((kind for begin, kind in FENCES.items() if reason.startswith(begin)), "")
 
 
 @dataclass
@@ -170,9 +169,8 @@ class Figures:
                 self._expected_to_go.add(worker)
                 self._move(worker, "leaving")
             case KillWorker(worker, reason):
-                kind = kind_of(reason)
-                if kind:
-                    self.fenced[kind] += 1
+                if reason.kind in FENCES:
+                    self.fenced[FENCES[reason.kind]] += 1
                 else:
                     self._expected_to_go.add(worker)
                 self._move(worker, "killed")

@@ -140,30 +140,30 @@ class Timeline:
     def _done(self, action: Action) -> list[str]:
         match action:
             case StartWorker(worker, _, reason):
-                return self._instant("workers", f"start {worker}", reason=reason)
+                return self._instant("workers", f"start {worker}", reason=str(reason))
             case KillWorker(worker, reason):
-                return self._instant("workers", f"fence {worker}", reason=reason)
+                return self._instant("workers", f"fence {worker}", reason=str(reason))
             case LetGo(worker, reason):
-                return self._instant("workers", f"let go {worker}", reason=reason)
+                return self._instant("workers", f"let go {worker}", reason=str(reason))
             case RejectWorker(worker):
                 return self._instant("workers", f"reject {worker}")
             case BreakWorld(_, _, reason):
-                return self._world_over(reason)
+                return self._world_over(str(reason))
             case FinishWorld():
                 return self._world_over("all have returned")
             case PublishWorld():
                 return self._publish(action)
             case PrepareChange(_, _, _, reason):
-                return self._begin(DRIVER, "changes", "planned change", reason=reason)
+                return self._begin(DRIVER, "changes", "planned change", reason=str(reason))
             case StopMembersAt(_, _, check):
                 return self._instant("changes", f"all stop at check {check}")
             case CallOffChange(_, _, _, reason):
-                called_off = self._instant("changes", "called off", reason=reason)
+                called_off = self._instant("changes", "called off", reason=str(reason))
                 return called_off + self._end(DRIVER, "changes")
             case ReportRecovery():
                 return self._recovered(action)
             case EndJob(code, reason):
-                return self._instant("workers", f"the job ends with {code}", reason=reason)
+                return self._instant("workers", f"the job ends with {code}", reason=str(reason))
             case Report(level, text) if level in ("warning", "error"):
                 return self._instant("warnings", text)
         return []
@@ -182,7 +182,7 @@ class Timeline:
         members = {str(m.place.rank): str(m.worker) for m in world.members[:MEMBERS_SHOWN]}
         noun = "worker" if size == 1 else "workers"
         name = f"generation {generation}: {size} {noun}"
-        lines = self._begin(DRIVER, "generations", name, reason=world.reason, ranks=members)
+        lines = self._begin(DRIVER, "generations", name, reason=str(world.reason), ranks=members)
         for member in world.members:
             key, rank = str(member.worker), member.place.rank
             lines += self._format.process(key, f"rank {rank} ({key})", rank + 1)
@@ -204,7 +204,7 @@ class Timeline:
         phases = {f"{phase}_ms": ms for phase, ms in report.phases_ms.items()}
         record = ("X", "recoveries", name, self._now_ns - ns, ns)
         args = {
-            "reason": report.reason,
+            "reason": str(report.reason),
             "workers": report.size,
             "total_ms": report.total_ms,
             "copied_bytes": report.copied_bytes,

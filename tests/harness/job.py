@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from elastic.chaos.invariants.invariants import Summary, check_journal
 from elastic.driver.journal.journal import read
+from elastic.driver.reasons import Reason
 from harness.program import Program, clean_environment
 
 MARK = "ELASTIC_TEST_JOB"
@@ -74,6 +77,11 @@ class Job(Program):
             for action in record.get("actions") or []
             if action["type"] == kind
         ]
+
+    def fences(self) -> dict[int, Reason]:
+        """Why the worker of a slot was killed, by slot."""
+        kills = self.actions("KillWorker")
+        return {kill["worker"][1]: msgspec.convert(kill["reason"], Reason) for kill in kills}
 
     def worlds(self) -> list[Json]:
         """Every world published so far, oldest first."""

@@ -20,6 +20,7 @@ from elastic.driver.events import (
     WorkerReturned,
 )
 from elastic.driver.membership.scheduling.placement import places
+from elastic.driver.reasons import Reason, Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Place, Worker
 from harness.conversation import (
@@ -36,7 +37,7 @@ PLACE = Place(0, 1, 0, 1, 0, 1)
 
 
 def started(name: str) -> StartWorker:
-    return StartWorker(worker(name), PLACE, "first start")
+    return StartWorker(worker(name), PLACE, because(Why.FIRST_START))
 
 
 def world(
@@ -45,15 +46,19 @@ def world(
     workers = [worker(name) for name in names]
     members = [Member(w, p) for w, p in zip(workers, places(workers), strict=True)]
     held = Commit(*commit) if commit else None
-    return PublishWorld(generation, members, store(names[0]), holders, held, "because")
+    return PublishWorld(generation, members, store(names[0]), holders, held, in_words("because"))
 
 
 def broken(generation: int, *names: str) -> BreakWorld:
-    return BreakWorld(generation, [worker(name) for name in names], "because")
+    return BreakWorld(generation, [worker(name) for name in names], in_words("because"))
 
 
 def digested(name: str, commit: tuple[int, int], digest: int = 0xA, **fields) -> Event:
     return WorkerDigested(worker(name), commit[0], Commit(*commit), digest, **fields)
+
+
+def returned_from(generation: int, *, members: int) -> Reason:
+    return because(Why.ALL_RETURNED, members=members, generation=generation)
 
 
 class Told:
@@ -82,7 +87,7 @@ class Told:
     def end(self, code: int = 0, reason: str = "") -> Summary:
         """With success, after all members have returned; or with this exit code."""
         if code:
-            self.line(TimePassed(), EndJob(code, reason))
+            self.line(TimePassed(), EndJob(code, in_words(reason)))
         else:
             self.all_return()
         self.invariants.finish()
@@ -94,11 +99,10 @@ class Told:
         *others, last = [member.worker for member in present.members if self.lives(member.worker)]
         for each in others:
             self.line(WorkerReturned(each, present.generation))
-        everybody = f"{len(others) + 1} member{'s' if others else ''}"
         return self.line(
             WorkerReturned(last, present.generation),
             FinishWorld(present.generation, [*others, last]),
-            EndJob(0, f"all {everybody} of generation {present.generation} returned"),
+            EndJob(0, returned_from(present.generation, members=len(others) + 1)),
         )
 
     def present(self) -> PublishWorld:

@@ -28,6 +28,7 @@ from elastic.driver.membership.scheduling.placement import Arrangement
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worlds import Phase, Worlds
 from elastic.driver.processes.leases import Leases
+from elastic.driver.reasons import Reason
 from elastic.protocol import messages
 from elastic.protocol.messages import Commit
 from elastic.runtime.recovery import Recovery
@@ -128,7 +129,7 @@ def fenced_may_return(original: Any) -> Any:
     def reconnected(self: Membership, event: Any) -> Any:
         standing = self.roster.get(event.worker)
         if standing is not None and standing.killed_for:
-            standing.killed_for, standing.exit_by, standing.stage = "", None, Stage.CONNECTED
+            standing.killed_for, standing.exit_by, standing.stage = None, None, Stage.CONNECTED
         return original(self, event)
 
     return reconnected
@@ -148,7 +149,7 @@ def lost_means_dead(original: Any) -> Any:
 def killed_means_dead(original: Any) -> Any:
     """An order to kill is taken for an exit."""
 
-    def kill(self: Workforce, standing: Any, reason: str) -> None:
+    def kill(self: Workforce, standing: Any, reason: Reason) -> None:
         fresh = not standing.killed_for
         original(self, standing, reason)
         if fresh:
@@ -178,7 +179,7 @@ def never_busy(original: Any) -> Any:
 
 
 def goes_on_after_the_end(original: Any) -> Any:
-    def end(self: Worlds, code: int, reason: str) -> Any:
+    def end(self: Worlds, code: int, reason: Reason) -> Any:
         try:
             original(self, code, reason)
         except worlds.Over:

@@ -45,7 +45,7 @@ def test_a_violation_prints_all_that_is_needed_to_see_it_again(tmp_path, capsys,
 def test_a_changed_decision_is_seen_by_replay(tmp_path, capsys):
     path = tmp_path / "seed.jsonl"
     main(["simulate", "--seed", "7", "--workers", "4", "--steps", "40", "--journal", str(path)])
-    path.write_text(path.read_text().replace("entering elastic.run; ", ""))
+    path.write_text(path.read_text().replace('"kind":"entering"', '"kind":"fell out"'))
     assert main(["replay", str(path)]) == 1
     assert "the replay differs: line" in capsys.readouterr().err
 

@@ -84,6 +84,8 @@ PURE = [
     "driver/job/ending.py",
     "driver/settings.py",
     "driver/events.py",
+    "driver/reasons.py",
+    "driver/old_reasons.py",
     "driver/etcd/availability.py",
     "driver/journal/entries.py",
     "driver/journal/segments.py",

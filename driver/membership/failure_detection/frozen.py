@@ -14,9 +14,9 @@ Given up: the world goes on without it. Should it ever wake, its generation is o
 from __future__ import annotations
 
 from elastic.driver.events import HostLost, WorkerFrozen, WorkerThawed
-from elastic.driver.membership.give_up import counted
 from elastic.driver.membership.roster import AT_STAKE, Stage, Standing
 from elastic.driver.membership.worlds import Phase, Worlds
+from elastic.driver.reasons import Reason, Why, because, counted
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -27,7 +27,7 @@ class Frozen(Worlds):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._alone_said: set[Worker] = set()
-        self._hosts_awaited: dict[str, tuple[float, str]] = {}  # until when, and why
+        self._hosts_awaited: dict[str, tuple[float, Reason]] = {}  # until when, and why
 
     def _has_frozen(self, event: WorkerFrozen) -> None:
         standing = self.roster.get(event.worker)
@@ -59,7 +59,7 @@ class Frozen(Worlds):
     def _fence_frozen(self) -> None:
         """Before anything else is decided: a world with a frozen member would only wait for it."""
         for standing in [*self.roster.frozen.values()]:
-            reason = f"it is frozen ({standing.frozen})"
+            reason = because(Why.FROZEN, how=standing.frozen)
             if self._has_company(standing):
                 self._staff.fence(standing, reason)
             elif standing.worker not in self._alone_said:
@@ -90,19 +90,21 @@ class Frozen(Worlds):
 
     def _host_lost(self, event: HostLost) -> None:
         """Nothing there can be killed, so nobody waits for an exit. Its slots stay taken until one is seen."""
-        host, reason = event.host, f"lost host {event.host}: {event.reason}"
+        host, text = event.host, event.reason
+        reason = because(Why.LOST_HOST, host=host, text=text)
         gone = [s for s in self.roster.hosts.get(host, {}).values() if s.in_plans]
         workers = counted(len(gone), "worker")
         if not gone:
-            self._orders.say("warning", reason)
+            self._orders.say("warning", str(reason))
         elif not self._all_there(host):
             self._orders.say("error", f"{reason}; going on without its {workers}")
-            self._without_host(host, f"{reason} ({workers})")
+            lost = because(Why.LOST_WITH_HOST, host=host, text=text, workers=len(gone))
+            self._without_host(host, lost)
         elif host not in self._hosts_awaited:
             by_s = self.settings.elastic_timeout_s
             self._hosts_awaited[host] = (self._now + by_s, reason)
-            text = f"all members are there, so it is awaited for {by_s:g} s (--elastic-timeout)"
-            self._orders.say("error", f"{reason}; {text}")
+            awaited = f"all members are there, so it is awaited for {by_s:g} s (--elastic-timeout)"
+            self._orders.say("error", f"{reason}; {awaited}")
 
     def _all_there(self, host: str) -> bool:
         """Whether nobody would be left to go on from without this host."""
@@ -120,7 +122,7 @@ class Frozen(Worlds):
                 del self._hosts_awaited[host]
                 self._without_host(host, reason)
 
-    def _without_host(self, host: str, reason: str) -> None:
+    def _without_host(self, host: str, reason: Reason) -> None:
         members = [s for s in self._live() if s.worker.host == host]
         for standing in [*self.roster.hosts.get(host, {}).values()]:
             if standing.in_plans:
@@ -130,8 +132,8 @@ class Frozen(Worlds):
         if members:
             self._given_up(members[0], reason)
 
-    def _given_up(self, standing: Standing, reason: str) -> None:
+    def _given_up(self, standing: Standing, reason: Reason) -> None:
         """It is not known to be dead, but nobody waits for that any longer."""
         if not self.settings.elastic:
-            self._end(1, f"{self._named(standing)} is lost: {reason}")
+            self._end(1, because(Why.LOST_FOR_GOOD, who=self._named(standing), cause=reason))
         self._lose(standing, reason)

@@ -23,6 +23,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Launches, Worker
 
@@ -91,3 +92,17 @@ def judge(witnesses: Sequence[Witness], settings: Settings, before: int) -> Find
 def _left_behind(witnesses: Sequence[Witness], number: int) -> list[Witness]:
     left = [witness for witness in witnesses if witness.launches.done < number]
     return left if 2 * len(left) < len(witnesses) else []
+
+
+def hang_of_one(finding: Finding) -> Reason:
+    """Why a worker is fenced whose GPU explains that all wait."""
+    kinds = {Hang.FAILED: Why.GPU_FAILED, Hang.GPU: Why.GPU_HANGS}
+    kind = kinds.get(finding.hang, Why.GPU_BEHIND)
+    return because(kind, for_s=finding.for_s, number=finding.number, group=finding.group)
+
+
+def hang_of_all(finding: Finding, before: int) -> Reason:
+    """Where nobody is to blame. ``before``: worlds that hung since the last new commit."""
+    kind = Why.NETWORK_HANGS if finding.hang is Hang.NETWORK else Why.GPUS_HANG
+    number, group, for_s = finding.number, finding.group, finding.for_s
+    return because(kind, for_s=for_s, number=number, group=group, before=before)

@@ -18,7 +18,13 @@ from elastic.driver.events import (
     WorkerProgressed,
 )
 from elastic.driver.membership.failure_detection.frozen import Frozen
-from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Witness, judge
+from elastic.driver.membership.failure_detection.gpu_hangs import (
+    Finding,
+    Witness,
+    hang_of_all,
+    hang_of_one,
+    judge,
+)
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.suspicion import (
     Next,
@@ -26,10 +32,9 @@ from elastic.driver.membership.failure_detection.suspicion import (
     Suspicions,
     probe_every_s,
 )
-from elastic.driver.membership.give_up import counted
 from elastic.driver.membership.roster import Stage, Standing
-from elastic.driver.membership.wording import hang_line, hang_reason
 from elastic.driver.membership.worlds import Phase
+from elastic.driver.reasons import Why, because, counted
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import (
     COPY,
@@ -142,7 +147,7 @@ class Stuck(Frozen):
         for suspicion in self._suspicions.to_fence(self._now):
             standing = self._still(suspicion)
             if standing is not None:
-                reason = f"{suspicion.reason(self._now)} while the others waited {self._where}"
+                reason = suspicion.reason(self._now, self._where)
                 self._patience.was_stuck(self.generation)
                 self._staff.fence(standing, reason)
         if self._look_at is None:
@@ -282,13 +287,13 @@ class Stuck(Frozen):
                     else "in no collective"
                 )
                 held = f"keeps the others waiting {self._where} for {now - suspicion.since:.0f} s"
-                what, _, end = suspicion.describe(self.settings, now).partition("; ")
+                what, end = suspicion.describe(self.settings, now)
                 text = f"{self._named(standing)} {held}: {what}, {last}"
                 self._orders.say("warning", f"{text}; {end}" if end else text)
             case Next.NAME:
                 self._unnamed += 1
             case Next.CONDEMN:
-                reason = f"{suspicion.reason(now)} while the others waited {self._where}"
+                reason = suspicion.reason(now, self._where)
                 self._orders.do(DumpStacks(standing.worker, reason))
             case _:
                 pass
@@ -323,17 +328,14 @@ class Stuck(Frozen):
             self._look_at = min(self._now + self._probe_s, due)
             return
         if self._completed and not any(s.running for s in inside):
-            early = f"{', '.join(self._completed[:8])} ended with exit code 0 too early"
-            cure = "all ranks must make the same calls; where their data are uneven, end with hvd.join()"
-            self._end(1, f"{early}: {self._where_all(inside)} for {patience:g} s; {cure}")
+            early = ", ".join(self._completed[:8])
+            uneven = because(Why.UNEVEN, where=self._where_all(inside), for_s=patience)
+            self._end(1, because(Why.ENDED_EARLY, workers=early, cause=uneven))
         returned = [s for s in waiters if s.stage is Stage.RETURNED]
         if returned and self.phase is Phase.ENDING:
             names = self._names(returned)
-            self._end(
-                1,
-                f"{names} returned from elastic.run {patience:g} s ago or more, while {self._where_all(inside)}:"
-                " the script is wrong, all members must make the same calls",
-            )
+            where = self._where_all(inside)
+            self._end(1, because(Why.RETURNED_ALONE, who=names, for_s=patience, where=where))
         if self.phase not in (Phase.TRAINING, Phase.PREPARING):
             return
         text = self._where_all(inside)
@@ -345,14 +347,13 @@ class Stuck(Frozen):
         if len(groups) > 1 and copying:
             self._orders.say("warning", f"{text} for {patience:g} s: is there so much to copy?")
         elif len(groups) > 1:
-            why = "these are not the same collective, so that nobody can go on: the script is wrong"
-            text = f"all members wait for {patience:g} s, but {text}: {why}"
-            self._orders.say("error", text)
+            wrong = because(Why.DIFFERENT_COLLECTIVES, for_s=patience, where=text)
+            self._orders.say("error", str(wrong))
             if len({s.inside for s in inside}) == 1:
                 return  # counted differently is no proof
             if not self.settings.elastic:
-                self._end(1, text)
-            self._break(text)
+                self._end(1, wrong)
+            self._break(wrong)
         else:
             why = "nobody is missing: is the network between them broken, or this much to send?"
             if any(s.inside == GRADIENTS for s in inside):
@@ -390,15 +391,15 @@ class Stuck(Frozen):
     def _hung(self, finding: Finding) -> None:
         for worker in finding.blamed:
             self._patience.was_stuck(self.generation)
-            self._staff.fence(self.roster[worker], hang_reason(finding))
+            self._staff.fence(self.roster[worker], hang_of_one(finding))
         if finding.blamed:
             return
-        text = hang_line(finding, self._patience.worlds_hung)
+        hung = hang_of_all(finding, self._patience.worlds_hung)
         self._patience.hung(self.generation)
         if not self.settings.elastic:
-            self._end(1, text)
-        self._orders.say("error", text)
-        self._break(text)
+            self._end(1, hung)
+        self._orders.say("error", str(hung))
+        self._break(hung)
 
     # ---- words -----------------------------------------------------------------------------------------------------
 

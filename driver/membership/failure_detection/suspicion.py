@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.driver.events import WorkerProbed
+from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -130,30 +131,32 @@ class Suspicion:
         self._named[self.verdict] = waited
         return Next.NAME
 
-    def describe(self, settings: Settings, now: float) -> str:
-        """``idle; it is fenced in 25 s (--idle-timeout)``: what it does, and what will be done about it."""
+    def describe(self, settings: Settings, now: float) -> tuple[str, str]:
+        """``idle``, ``it is fenced in 25 s (--idle-timeout)``: what it does, and what will be done about it, if
+        anything.
+        """
         due = self.fence_due(settings)
         left = "" if due is None else f"it is fenced in {due - now:.0f} s"
         match self.verdict:
             case Verdict.IDLE:
                 flag = "--busy-timeout" if self.patient else "--idle-timeout"
-                return f"idle; {left} ({flag})" if left else "idle"
+                return "idle", f"{left} ({flag})" if left else ""
             case Verdict.BUSY:
                 what = f"busy ({self.rates()})"
                 if not left:
-                    return what
-                return f"{what}; {left} (--busy-timeout), unless its code marks this as long"
+                    return what, ""
+                return what, f"{left} (--busy-timeout), unless its code marks this as long"
             case Verdict.EXCUSED if self.traced:
-                return "under a debugger: not taken for stuck"
+                return "under a debugger: not taken for stuck", ""
             case Verdict.EXCUSED:
-                return f"in {self.phase!r}, which its code marks as long: not taken for stuck"
-        return str(self.verdict.value)
+                return f"in {self.phase!r}, which its code marks as long: not taken for stuck", ""
+        return str(self.verdict.value), ""
 
-    def reason(self, now: float) -> str:
-        """Why it is fenced."""
+    def reason(self, now: float, where: str) -> Reason:
+        """Why it is fenced. ``where`` the others waited."""
         if self.verdict is Verdict.IDLE:
-            return f"it is stuck: idle for {now - self.idle_since:.0f} s"
-        return f"it is stuck: busy for {now - self.since:.0f} s ({self.rates()})"
+            return because(Why.IDLE, for_s=now - self.idle_since, where=where)
+        return because(Why.BUSY, for_s=now - self.since, rates=self.rates(), where=where)
 
     def rates(self) -> str:
         return f"CPU {max(0.0, self.cpu):.0%}, {max(0.0, self.io) / 1024:.0f} KiB/s"

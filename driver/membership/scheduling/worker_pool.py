@@ -25,6 +25,7 @@ from elastic.driver.membership.roster import (
 )
 from elastic.driver.membership.scheduling import placement
 from elastic.driver.membership.scheduling.slots import Slots
+from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -65,8 +66,8 @@ class Workforce:
         places = dict(zip(order, placement.places(order), strict=True)) if started else {}
         for worker in started:
             self.roster[worker] = Standing(worker, self.orders.now, places[worker])
-            why = "first start" if worker.incarnation == 1 else "its slot is free again"
-            self.orders.do(StartWorker(worker, places[worker], why))
+            why = Why.FIRST_START if worker.incarnation == 1 else Why.SLOT_IS_FREE
+            self.orders.do(StartWorker(worker, places[worker], because(why)))
 
     def welcome(self, standing: Standing, members: Sequence[Worker]) -> None:
         """It has called init(). Where a world exists without it, it goes on with a provisional place, never rank 0."""
@@ -114,21 +115,22 @@ class Workforce:
         for standing in self.roster.values():
             listed = self.slots.lists(standing.worker)
             if listed and standing.unlisted and standing.in_plans:
-                standing.leaving, standing.unlisted = "", False
+                standing.leaving, standing.unlisted = None, False
             elif not listed and not standing.leaving and standing.in_plans:
                 standing.unlisted = True
-                self._ask_to_leave(
-                    standing, f"{standing.worker.host} left the list of hosts", members
-                )
+                left = because(Why.HOST_NOT_LISTED, host=standing.worker.host)
+                self._ask_to_leave(standing, left, members)
 
-    def leave(self, standing: Standing, reason: str, members: Collection[Worker]) -> None:
+    def leave(self, standing: Standing, reason: Reason, members: Collection[Worker]) -> None:
         """It was asked to leave, and its slot stays empty."""
         if standing.in_plans and not standing.hurried:
             standing.unlisted = False
             self.slots.leave(standing.slot)
             self._ask_to_leave(standing, reason, members)
 
-    def _ask_to_leave(self, standing: Standing, reason: str, members: Collection[Worker]) -> None:
+    def _ask_to_leave(
+        self, standing: Standing, reason: Reason, members: Collection[Worker]
+    ) -> None:
         standing.leaving = reason
         if standing.stage is Stage.STARTING:
             self.dismiss(standing, reason, self.settings.leave_s)
@@ -136,13 +138,13 @@ class Workforce:
         elif standing.worker not in members:
             self.let_go(standing, reason)  # a member is let go at a planned change
 
-    def let_go(self, standing: Standing, reason: str) -> None:
+    def let_go(self, standing: Standing, reason: Reason) -> None:
         if standing.stage is not Stage.DISMISSED:
             standing.leaving = reason
-            self.dismiss(standing, "it did not leave in time", self.settings.leave_s)
+            self.dismiss(standing, because(Why.NOT_LEFT), self.settings.leave_s)
             self.orders.do(LetGo(standing.worker, reason))
 
-    def let_all_go(self, reason: str) -> None:
+    def let_all_go(self, reason: Reason) -> None:
         """All but those that have finished, which go by themselves."""
         for standing in [*self.roster.in_plans()]:
             if standing.stage is Stage.STARTING:
@@ -154,10 +156,10 @@ class Workforce:
         text = f"{standing.worker} is rejected: its state differs from the world's"
         self.orders.say("error", text)
         standing.rejected = expected
-        self.dismiss(standing, "it was rejected", self.settings.leave_s)
+        self.dismiss(standing, because(Why.REJECTED), self.settings.leave_s)
         self.orders.do(RejectWorker(standing.worker, standing.layout, expected))
 
-    def dismiss(self, standing: Standing, why: str, within_s: float) -> None:
+    def dismiss(self, standing: Standing, why: Reason, within_s: float) -> None:
         """It is part of no plan from here on, and must be gone in time."""
         standing.stage = Stage.DISMISSED
         standing.exit_by = self.orders.now + within_s
@@ -166,16 +168,16 @@ class Workforce:
     def disconnected(self, standing: Standing, *, silent: bool) -> None:
         """Its exit usually follows at once; ``silent``: its host can't be reached, so that none will."""
         if standing.in_plans and silent and not standing.killed_for:
-            self.fence(standing, "it is cut off: its host acknowledges nothing any more")
+            self.fence(standing, because(Why.CUT_OFF))
         elif standing.in_plans and standing.exit_by is None:
             standing.exit_by = self.orders.now + self.settings.disconnect_s
-            standing.exit_why = "its connection was lost"
+            standing.exit_why = because(Why.CONNECTION_LOST)
 
-    def fence(self, standing: Standing, reason: str) -> None:
-        self.orders.say("error", f"fencing {standing.worker}: {reason}")
+    def fence(self, standing: Standing, reason: Reason) -> None:
+        self.orders.say("error", f"fencing {standing.worker}: {reason}", reason)
         self.kill(standing, reason)
 
-    def kill(self, standing: Standing, reason: str) -> None:
+    def kill(self, standing: Standing, reason: Reason) -> None:
         if not standing.killed_for:
             standing.killed_for = reason
             standing.exit_by = self.orders.now + self._dies_within_s(standing)
@@ -251,16 +253,17 @@ class Workforce:
             if not self.orders.due(self._start_by(standing)):
                 break  # those after it were started later
             if not standing.killed_for:
-                within = f"{self.settings.start_timeout_s:g} s"
-                self.fence(standing, f"it did not call init() within {within}")
+                late = because(Why.NO_INIT, within_s=self.settings.start_timeout_s)
+                self.fence(standing, late)
         immortal = []
         for standing in self.roster.overdue(self.orders.now):
             if standing.killed_for:
                 standing.exit_by = None
-                within = f"{self._dies_within_s(standing):g} s"
-                text = f"{standing.worker} can't be killed within {within}: going on without it"
-                self.orders.say("error", text)
+                worker, within_s = str(standing.worker), self._dies_within_s(standing)
+                undead = because(Why.CANT_BE_KILLED, worker=worker, within_s=within_s)
+                self.orders.say("error", str(undead), undead)
                 immortal.append(standing)
             else:
+                assert standing.exit_why is not None
                 self.kill(standing, standing.exit_why)
         return immortal

@@ -14,6 +14,7 @@ import urllib.request
 import pytest
 
 from elastic.chaos.inject.network import PacketFilter, check_partition, sockets_of
+from elastic.driver.reasons import Why, because
 from elastic.errors import Invalid
 from harness.history import RETURN, History, pid_of, sizes, started
 from harness.job import Job
@@ -39,11 +40,6 @@ def let_end(training: Job) -> None:
     History(training).check()
 
 
-def fences(training: Job) -> dict[int, str]:
-    """Why the worker of a slot was killed."""
-    return {kill["worker"][1]: kill["reason"] for kill in training.actions("KillWorker")}
-
-
 def recoveries(training: Job) -> int:
     return len([r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"])
 
@@ -59,8 +55,8 @@ def test_stopped_workers_are_fenced_and_the_others_go_on(job, victims):
     training.wait_for_world(4 - len(victims))
     training.until(lambda: recoveries(training) > 0, "a recovery")
     let_end(training)
-    reason = "it is frozen (stopped by a signal, as SIGSTOP)"
-    assert fences(training) == dict.fromkeys(victims, reason)
+    reason = because(Why.FROZEN, how="stopped by a signal, as SIGSTOP")
+    assert training.fences() == dict.fromkeys(victims, reason)
 
 
 def test_a_frozen_container_is_as_bad_as_a_stopped_process(job):
@@ -69,7 +65,7 @@ def test_a_frozen_container_is_as_bad_as_a_stopped_process(job):
         cgroup.freeze(pid_of(training, 1))
         training.wait_for_world(2)
         let_end(training)
-        assert fences(training) == {1: "it is frozen (its cgroup is frozen)"}
+        assert training.fences() == {1: because(Why.FROZEN, how="its cgroup is frozen")}
 
 
 def test_a_stopped_worker_is_replaced_and_the_metrics_tell_it(job):
@@ -104,7 +100,7 @@ def test_a_stop_shorter_than_the_lease_changes_nothing(job):
     time.sleep(1.0)  # this is what it is about: half of the lease
     os.kill(pid, signal.SIGCONT)
     let_end(training)
-    assert fences(training) == {} and not training.events("WorkerFrozen")
+    assert training.fences() == {} and not training.events("WorkerFrozen")
     assert recoveries(training) == 0
 
 
@@ -116,7 +112,7 @@ def test_who_trains_alone_may_be_stopped_for_as_long_as_one_likes(job):
     os.kill(pid, signal.SIGCONT)
     training.wait_for("runs again")
     let_end(training)
-    assert fences(training) == {}
+    assert training.fences() == {}
 
 
 def test_a_driver_that_was_stopped_itself_blames_nobody(job):
@@ -129,7 +125,7 @@ def test_a_driver_that_was_stopped_itself_blames_nobody(job):
     for pid in everybody:
         os.kill(pid, signal.SIGCONT)
     let_end(training)
-    assert fences(training) == {}
+    assert training.fences() == {}
 
 
 # ---- can't be killed ------------------------------------------------------------------------------------------
@@ -214,7 +210,6 @@ def test_a_worker_that_the_network_does_not_reach_is_fenced(job, packets, victim
     training.wait_for_world(2)
     training.until(lambda: recoveries(training) > 0, "a recovery")
     let_end(training)
-    reason = "it is cut off: its host acknowledges nothing any more"
-    assert fences(training) == {victim: reason}
+    assert training.fences() == {victim: because(Why.CUT_OFF)}
     [lost] = [e for e in training.events("WorkerDisconnected") if e.get("silent")]
     assert lost["worker"][1] == victim

@@ -9,7 +9,7 @@ import pytest
 from harness.history import History, pid_of
 from harness.job import Job
 from harness.stalls import debugged
-from integration.jobs.test_stuck import STALLING, fences, stalling
+from integration.jobs.test_stuck import STALLING, stalling
 
 pytestmark = pytest.mark.forked
 
@@ -36,7 +36,7 @@ def let_end(training: Job) -> None:
     (training.folder / "go").touch()
     training.succeed()
     History(training).check()
-    assert fences(training) == {}
+    assert training.fences() == {}
     assert not [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
 
 

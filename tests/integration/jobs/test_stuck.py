@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.driver.reasons import Why
 from harness.history import SCRIPTS, STAY_AWAY, History, sizes
 from harness.job import Job
 
@@ -19,10 +20,6 @@ def stalling(job, np: int, stall: str, flags: str = SOON, **env: str) -> Job:
     env = {"ELASTIC_DIGESTS": "1", "STALL": stall} | env
     training: Job = job(f"-np {np} --min-np 1 {STAY_AWAY} {flags}", STALLING, env=env)
     return training
-
-
-def fences(training: Job) -> dict[int, str]:
-    return {kill["worker"][1]: kill["reason"] for kill in training.actions("KillWorker")}
 
 
 @pytest.mark.parametrize(
@@ -39,15 +36,15 @@ def test_a_worker_that_never_enters_the_collective_is_fenced(job, how, where):
     training.wait_for(rf"^\[\d\].*{where}$")
     training.succeed()
     assert sizes(training)[-1] == 2
-    [(slot, reason)] = fences(training).items()
-    assert slot == 1 and reason.startswith("it is stuck: idle for ") and "waited in '" in reason
+    [(slot, reason)] = training.fences().items()
+    assert slot == 1 and reason.kind is Why.IDLE and str(reason.facts["where"]).startswith("in '")
     History(training).check()
 
 
 def test_rank_0_is_no_exception(job):
     training = stalling(job, 3, "slot=0,step=4,place=backward,how=sleep")
     training.succeed()
-    assert list(fences(training)) == [0] and sizes(training)[-1] == 2
+    assert list(training.fences()) == [0] and sizes(training)[-1] == 2
     History(training).check()
 
 
@@ -55,11 +52,11 @@ def test_a_busy_worker_is_named_and_later_fenced(job):
     flags = "--idle-timeout 3 --busy-warning 3 --busy-timeout 8"
     training = stalling(job, 3, "slot=1,step=4,place=forward,how=loop", flags)
     training.wait_for(r"warning: rank \d \(localhost:1#1 .* keeps the others waiting .* busy \(CPU")
-    assert fences(training) == {}
+    assert training.fences() == {}
     training.wait_for(r"^\[\d\].*in loops$")
     training.succeed()
-    assert list(fences(training)) == [1]
-    assert "it is stuck: busy for " in fences(training)[1]
+    assert list(training.fences()) == [1]
+    assert training.fences()[1].kind is Why.BUSY
     History(training).check()
 
 
@@ -72,15 +69,15 @@ def test_who_does_not_come_to_a_recovery_is_fenced(job):
         DIE="slot=3,step=4,place=forward",
     )
     training.succeed()
-    assert list(fences(training)) == [1] and sizes(training)[-1] == 2
+    assert list(training.fences()) == [1] and sizes(training)[-1] == 2
     History(training).check()
 
 
 def test_who_never_returns_when_all_others_have_is_fenced(job):
     training = stalling(job, 3, "slot=2,place=end,how=sleep")
-    training.until(lambda: list(fences(training)) == [2], "a fence")
+    training.until(lambda: list(training.fences()) == [2], "a fence")
     training.wait()
-    assert "it is stuck: idle" in fences(training)[2]
+    assert training.fences()[2].kind is Why.IDLE
 
 
 def test_without_a_check_everybody_is_awaited(job):
@@ -88,12 +85,12 @@ def test_without_a_check_everybody_is_awaited(job):
     flags = "--no-stall-check --gloo-timeout-seconds 6"
     training = stalling(job, 2, "slot=1,step=4,place=forward,how=sleep", flags)
     training.wait_for("a collective broke at localhost:0#1")
-    assert fences(training) == {} and training.actions("DumpStacks") == []
+    assert training.fences() == {} and training.actions("DumpStacks") == []
     assert training.end() == []
 
 
 def test_the_straggler_is_named(job):
     training = stalling(job, 3, "slot=2,place=forward,how=slow", STEPS="2000")
     training.wait_for(r"warning: rank \d \(localhost:2#1 .*holds the others up", timeout=60)
-    assert fences(training) == {}
+    assert training.fences() == {}
     assert training.end() == []

@@ -22,6 +22,7 @@ from elastic.chaos.fault_matrix.expectations import (
     shuts_connections,
 )
 from elastic.chaos.fault_matrix.journal_facts import JournalFacts
+from elastic.driver.reasons import Why
 from elastic.errors import Invalid
 from elastic.failpoints.rules import parse
 
@@ -91,10 +92,10 @@ def test_how_a_cell_ends(victim, fault, phase, end):
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (faults.STOP, "frozen"),
-        (faults.GIL, "while the others waited"),
-        (faults.DROP, "cut off"),
-        (faults.KILL, ""),
+        (faults.STOP, (Why.FROZEN,)),
+        (faults.GIL, (Why.IDLE, Why.BUSY)),
+        (faults.DROP, (Why.CUT_OFF,)),
+        (faults.KILL, ()),
     ],
 )
 def test_who_does_not_end_by_itself_is_fenced_and_the_reason_says_so(fault, reason):

@@ -20,6 +20,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.entries import Entry, encoded
 from elastic.driver.journal.file import FileJournal
+from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import (
     Address,
@@ -36,7 +37,7 @@ def world(generation: int, *workers: Worker) -> PublishWorld:
         Member(worker, Place(rank, len(workers), rank, len(workers), 0, 1))
         for rank, worker in enumerate(workers)
     ]
-    return PublishWorld(generation, places, Address("127.0.0.1", 1), 0, None, "ready")
+    return PublishWorld(generation, places, Address("127.0.0.1", 1), 0, None, in_words("ready"))
 
 
 class Written:
@@ -111,7 +112,7 @@ def test_the_end_shows_before_it_is_there(tmp_path):
         [
             (WorkerReturned(A, 2), ()),
             (StopRequested("Ctrl-C"), ()),
-            (TimePassed(), (EndJob(1, "too few"),)),
+            (TimePassed(), (EndJob(1, in_words("too few")),)),
         ]
     ):
         folder = tmp_path / str(number)

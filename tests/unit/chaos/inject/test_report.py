@@ -31,6 +31,7 @@ from elastic.driver.events import (
     WorkerReturned,
 )
 from elastic.driver.journal.journal import Entry
+from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import (
     Address,
@@ -60,11 +61,13 @@ class Told:
         size = len(workers)
         members = [Member(w, Place(r, size, r, size, 0, 1)) for r, w in enumerate(workers)]
         event = TimePassed()
-        self.event(at, event, PublishWorld(generation, members, STORE, 0, commit, "ready"))
+        self.event(
+            at, event, PublishWorld(generation, members, STORE, 0, commit, in_words("ready"))
+        )
 
     def at_work(self, at: float, generation: int, size: int, *, kind: str, ms: float = 50) -> None:
         phases = {"gathered": ms / 2, "raised": ms / 10}
-        done = ReportRecovery(generation, kind, "because", size, ms, phases, 0)
+        done = ReportRecovery(generation, kind, in_words("because"), size, ms, phases, 0)
         self.event(at, WorkerResumed(A, generation, phases), done)
 
     def commit(self, at: float, generation: int, number: int, *workers: Worker, digest=7) -> None:
@@ -73,10 +76,16 @@ class Told:
             self.event(at, WorkerDigested(worker, generation, commit, digest))
 
     def lost(self, at: float, worker: Worker, generation: int, *left: Worker, code=-9) -> None:
-        self.event(at, WorkerExited(worker, code), BreakWorld(generation, list(left), "lost"))
+        self.event(
+            at, WorkerExited(worker, code), BreakWorld(generation, list(left), in_words("lost"))
+        )
 
     def ends(self, at: float, *, code: int = 0) -> None:
-        self.event(at, WorkerReturned(A, 9) if not code else TimePassed(), EndJob(code, "the end"))
+        self.event(
+            at,
+            WorkerReturned(A, 9) if not code else TimePassed(),
+            EndJob(code, in_words("the end")),
+        )
 
     def fault(self, at: float, kind: str, worker: Worker, *, until=None) -> None:
         number = len(self.injected) + 1
@@ -216,7 +225,9 @@ def test_a_planned_change_costs_the_time_from_the_stop_to_the_next_first_collect
 def test_a_frozen_worker_is_fenced():
     told = Told()
     told.fault(110.0, "freeze", B, until=118.0)
-    told.event(112.0, WorkerFrozen(B, "stopped by SIGSTOP"), KillWorker(B, "it is frozen"))
+    told.event(
+        112.0, WorkerFrozen(B, "stopped by SIGSTOP"), KillWorker(B, in_words("it is frozen"))
+    )
     told.lost(112.02, B, 2, A, C)
     told.world(112.04, 3, A, C)
     told.at_work(112.06, 3, 2, kind="recovery")
@@ -255,7 +266,7 @@ def test_a_long_gap_without_a_fault_in_it_is_the_scripts_own():
 def test_a_cut_breaks_the_ring_of_the_same_workers():
     told = Told()
     told.fault(110.0, "cut", B)
-    told.event(110.01, WorkerFailed(C, 2, "reset"), BreakWorld(2, [A, B, C], "reset"))
+    told.event(110.01, WorkerFailed(C, 2, "reset"), BreakWorld(2, [A, B, C], in_words("reset")))
     told.world(110.02, 3, A, B, C)
     told.at_work(110.03, 3, 3, kind="recovery")
     told.ends(111.0)
@@ -284,7 +295,7 @@ def test_a_second_fault_before_the_recovery_is_over():
 def test_a_kill_that_ends_the_job():
     told = Told()
     told.fault(110.0, "kill", B)
-    told.event(110.01, WorkerExited(B, -9), EndJob(1, "too few workers"))
+    told.event(110.01, WorkerExited(B, -9), EndJob(1, in_words("too few workers")))
     (fate,) = told.report(code=1).faults
     assert fate.outcome == "lost; no world trained afterwards, the job ended: too few workers"
     assert fate.back_ms is None
@@ -301,7 +312,9 @@ def test_who_exits_after_the_end_has_come_to_its_end():
 
 def test_a_job_that_never_trained_has_a_report_too():
     settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
-    found = report(settings, [Entry(1.0, TimePassed(), [EndJob(1, "no slots")])], [], code=1)
+    found = report(
+        settings, [Entry(1.0, TimePassed(), [EndJob(1, in_words("no slots"))])], [], code=1
+    )
     assert found.goodput.share == 0.0
     assert found.steps.kept == 0
     assert found.ended == "exit code 1: no slots"
@@ -315,7 +328,9 @@ def shown(found) -> str:
 
 def test_where_no_training_was_seen_nothing_was_tested():
     settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
-    found = report(settings, [Entry(1.0, TimePassed(), [EndJob(0, "the end")])], [], code=0)
+    found = report(
+        settings, [Entry(1.0, TimePassed(), [EndJob(0, in_words("the end"))])], [], code=0
+    )
     assert found.exit_code == 1
     assert "no training was seen: nothing was tested" in shown(found)
     told = Told()

@@ -18,6 +18,7 @@ from elastic.driver.events import (
     TimePassed,
     WorkerReconnected,
 )
+from elastic.driver.reasons import Why, because, in_words
 from harness.conversation import (
     checked,
     connected,
@@ -43,18 +44,21 @@ def test_the_job_ends():
 
 def test_who_is_killed_exits_or_is_said_to_be_immortal():
     def killed() -> Told:
-        return training().line(TimePassed(), KillWorker(worker("h:0"), "it is stuck"))
+        return training().line(TimePassed(), KillWorker(worker("h:0"), in_words("it is stuck")))
 
     said = killed().breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
     assert "expected h:0#1, which was killed, to exit by" in said
     killed().line(exited("h:0"), after=29.0).line(TimePassed(), after=31.0)
-    immortal = Report("error", "h:0#1 can't be killed: going on without it")
+    undead = because(Why.CANT_BE_KILLED, worker="h:0#1", within_s=1.0)
+    immortal = Report("error", str(undead), undead)
     killed().line(TimePassed(), immortal, after=29.0).line(TimePassed(), after=31.0)
 
 
 def test_a_lost_host_is_gone_unless_all_members_are_there():
     def ready_without_g(names: list[str]) -> Told:
-        told = training(names=names).line(TimePassed(), KillWorker(worker("g:0"), "it is stuck"))
+        told = training(names=names).line(
+            TimePassed(), KillWorker(worker("g:0"), in_words("it is stuck"))
+        )
         told.line(HostLost("g", "no word from it"), broken(2, *names[:2]))
         told.line(TimePassed(), Report("warning", "waiting"), after=31.0)
         return told.line(ready(names[0], 2, (2, 5)))
@@ -80,13 +84,13 @@ def test_a_host_is_awaited_for_a_member_that_is_being_killed_too():
     told.line(ready("h:1", 0, running=False), world(1, "h:0", "h:1"))
     told.line(exited("h:0"), broken(1, "h:1")).line(TimePassed(), started("h:0#2"))
     told.lines_of(connected("h:0#2"), ready("h:0#2", 0))
-    told.line(TimePassed(), KillWorker(worker("h:1"), "it is stuck"))
+    told.line(TimePassed(), KillWorker(worker("h:1"), in_words("it is stuck")))
     told.line(HostLost("h", "no word from it"))
     told.line(exited("h:1"), world(2, "h:0#2"))
 
 
 def test_who_is_told_to_leave_or_loses_its_connection_is_gone_in_time():
-    told = training().line(leaving("h:0"), LetGo(worker("h:0"), "SIGTERM"))
+    told = training().line(leaving("h:0"), LetGo(worker("h:0"), in_words("SIGTERM")))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
     told = training().line(raised("h:0", 2, (2, 4)), broken(2, "h:1", "h:2"))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
@@ -114,12 +118,12 @@ def test_who_starts_calls_init_in_time_once_somebody_waits():
 
 def test_a_planned_change_comes_to_an_end():
     everybody = [worker("h:0"), worker("h:1"), worker("h:2")]
-    told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, "h:2 leaves"))
-    told.line(TimePassed(), CallOffChange(2, 1, everybody, "no answer"), after=4.9)
+    told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
+    told.line(TimePassed(), CallOffChange(2, 1, everybody, in_words("no answer")), after=4.9)
     told.line(TimePassed(), after=10.0)
-    told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, "h:2 leaves"))
+    told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=5.1)
-    told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, "h:2 leaves"))
+    told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
     told.line(checked("h:2", 2, 4), StopMembersAt(2, 1, 5, everybody))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=601.0)
 

@@ -23,6 +23,7 @@ from elastic.driver.events import (
     WorkerReconnected,
 )
 from elastic.driver.journal.file import FileJournal
+from elastic.driver.reasons import Why, because, in_words
 from elastic.protocol.messages import Commit
 from harness.conversation import (
     checked,
@@ -36,7 +37,17 @@ from harness.conversation import (
     returned,
     worker,
 )
-from harness.told import PLACE, Told, broken, digested, gathering, started, training, world
+from harness.told import (
+    PLACE,
+    Told,
+    broken,
+    digested,
+    gathering,
+    returned_from,
+    started,
+    training,
+    world,
+)
 
 # ---- one generation ------------------------------------------------------------------------------------------------
 
@@ -68,7 +79,7 @@ def test_nobody_is_left_behind_in_the_old_world():
 
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
-    told.line(TimePassed(), KillWorker(worker("h:0"), "it is late"))
+    told.line(TimePassed(), KillWorker(worker("h:0"), in_words("it is late")))
     told.line(ready("h:1", 2, (2, 5)), world(3, "h:1", holders=1, commit=(2, 5)))
 
 
@@ -94,7 +105,7 @@ def test_no_commit_comes_from_an_older_world():
     """h:0 is outside the world that went on without it, and still commits."""
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
-    told.line(TimePassed(), KillWorker(worker("h:0"), "it is late"))
+    told.line(TimePassed(), KillWorker(worker("h:0"), in_words("it is late")))
     told.line(ready("h:1", 2, (2, 5)), world(3, "h:1", holders=1, commit=(2, 5)))
     told.line(digested("h:0", (2, 7)))  # it is being killed: nobody listens
 
@@ -193,7 +204,7 @@ def told_to_stop(check: int) -> Told:
     """They have passed 4, 5 and 4 checks."""
     everybody = [worker("h:0"), worker("h:1"), worker("h:2")]
     told = training()
-    told.line(leaving("h:2"), PrepareChange(2, 1, everybody, "h:2 leaves"))
+    told.line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
     told.lines_of(checked("h:0", 2, 4), checked("h:1", 2, 5))
     return told.line(checked("h:2", 2, 4), StopMembersAt(2, 1, check, everybody))
 
@@ -201,7 +212,7 @@ def told_to_stop(check: int) -> Told:
 def test_all_stop_in_one_place():
     told = told_to_stop(6).lines_of(ready("h:0", 2, (2, 6)), ready("h:1", 2, (2, 6)))
     after = world(3, "h:0", "h:1", holders=2, commit=(2, 6))
-    told.line(ready("h:2", 2, (2, 6)), LetGo(worker("h:2"), "SIGTERM"), after)
+    told.line(ready("h:2", 2, (2, 6)), LetGo(worker("h:2"), in_words("SIGTERM")), after)
 
     with pytest.raises(BrokenInvariant, match="stop at check 5, which one that has passed 5 can't"):
         told_to_stop(5)
@@ -210,7 +221,10 @@ def test_all_stop_in_one_place():
     assert "h:1#1 has stopped with commit 2.5, expected 2.6, like all others" in said
 
     told = told_to_stop(6).lines_of(ready("h:0", 2, (2, 6)), ready("h:2", 2, (2, 6)))
-    torn = (LetGo(worker("h:2"), "SIGTERM"), world(3, "h:0", "h:1", holders=1, commit=(2, 6)))
+    torn = (
+        LetGo(worker("h:2"), in_words("SIGTERM")),
+        world(3, "h:0", "h:1", holders=1, commit=(2, 6)),
+    )
     said = told.breaks("NEVER BACK", ready("h:1", 2, None), *torn)
     assert "2 members had stopped in one place, 1 hold its commit" in said
 
@@ -314,7 +328,7 @@ def test_old_members_keep_their_order_and_newcomers_come_last():
 
 
 def test_the_job_does_not_end_for_want_of_rank_0():
-    lost = "all 3 members of generation 2 are lost, and nobody is left to go on from"
+    lost = because(Why.ALL_LOST)
     told = training().line(exited("h:0"), broken(2, "h:1", "h:2"))
     assert "h:1#1 holds 2.0" in told.breaks("RANK 0 IS NO OTHER", TimePassed(), EndJob(1, lost))
     told = training().lines_of(exited("h:0"), exited("h:1"))
@@ -341,19 +355,22 @@ def test_who_was_fenced_or_let_go_is_in_no_later_world():
 
     both = world(3, "h:0", "h:1", holders=2, commit=(2, 5))
     gone(Report("info", "nothing")).line(TimePassed(), both)
-    for action in (KillWorker(worker("h:1"), "stuck"), LetGo(worker("h:1"), "SIGTERM")):
+    for action in (
+        KillWorker(worker("h:1"), in_words("stuck")),
+        LetGo(worker("h:1"), in_words("SIGTERM")),
+    ):
         gone(action).breaks("FENCED STAYS OUT", TimePassed(), both)
     dead = world(3, "h:0", "h:2", holders=1, commit=(2, 5))
     gone(Report("info", "nothing")).breaks("FENCED STAYS OUT", TimePassed(), dead)
 
 
 def test_nothing_follows_the_end():
-    told = training().line(TimePassed(), EndJob(1, "enough"))
-    told.line(exited("h:0"), LetGo(worker("h:1"), "the job has ended"))
+    told = training().line(TimePassed(), EndJob(1, in_words("enough")))
+    told.line(exited("h:0"), LetGo(worker("h:1"), in_words("the job has ended")))
     said = told.breaks("THE END", exited("h:1"), started("h:1#2"))
     assert "StartWorker worker=h:1#2" in said and "after EndJob" in said
     welcome = WelcomeWorker(worker("h:0"), PLACE, True, True)
-    training().breaks("THE END", TimePassed(), EndJob(1, "enough"), welcome)
+    training().breaks("THE END", TimePassed(), EndJob(1, in_words("enough")), welcome)
 
 
 def test_success_is_what_returned():
@@ -376,10 +393,6 @@ def test_success_is_what_returned():
     told.breaks("THE END", returned("h:0", 2), released("h:0"))
 
 
-def returned_from(generation: int, *, members: int) -> str:
-    return f"all {members} members of generation {generation} returned"
-
-
 def released(*names: str) -> FinishWorld:
     return FinishWorld(2, [worker(name) for name in names])
 
@@ -393,9 +406,12 @@ def all_but_the_last_have_returned() -> Told:
     [
         (EndJob(0, returned_from(2, members=2)), "2 members are said to have returned, expected 3"),
         (EndJob(0, returned_from(1, members=3)), "of generation 1 returned, and 2 is active"),
-        (EndJob(0, "enough"), "success, for a reason that is none: enough"),
+        (EndJob(0, in_words("enough")), "success, for a reason that is none: enough"),
         (EndJob(3, returned_from(2, members=3)), "exit code 3 for a success"),
-        (EndJob(1, "lost h:2#1"), "all 3 members have returned, and the job fails: lost h:2#1"),
+        (
+            EndJob(1, in_words("lost h:2#1")),
+            "all 3 members have returned, and the job fails: lost h:2#1",
+        ),
     ],
 )
 def test_code_and_reason_agree_with_the_returns(end, said):
@@ -405,12 +421,12 @@ def test_code_and_reason_agree_with_the_returns(end, said):
 
 
 def test_the_code_of_a_failure_is_that_of_the_exit():
-    training().line(exited("h:0", 3), EndJob(3, "it ended with exit code 3"))
-    training().line(exited("h:0", -9), EndJob(137, "it ended with signal 9"))
-    training().line(exited("h:0", 3), EndJob(1, "--reset-limit 0 is reached"))
-    said = training().breaks("THE END", exited("h:0", 3), EndJob(4, "it ended"))
+    training().line(exited("h:0", 3), EndJob(3, in_words("it ended with exit code 3")))
+    training().line(exited("h:0", -9), EndJob(137, in_words("it ended with signal 9")))
+    training().line(exited("h:0", 3), EndJob(1, in_words("--reset-limit 0 is reached")))
+    said = training().breaks("THE END", exited("h:0", 3), EndJob(4, in_words("it ended")))
     assert "exit code 4, expected 1 or 3" in said
-    training().breaks("THE END", TimePassed(), EndJob(3, "it has ended"))
+    training().breaks("THE END", TimePassed(), EndJob(3, in_words("it has ended")))
 
 
 def outside_elastic_run() -> Told:
@@ -422,15 +438,15 @@ def outside_elastic_run() -> Told:
 
 def test_programs_end_one_by_one():
     told = outside_elastic_run().line(exited("h:0", 0))
-    told.line(exited("h:1", 0), EndJob(0, "2 workers ended with exit code 0"))
+    told.line(exited("h:1", 0), EndJob(0, because(Why.ALL_EXITED, workers=2)))
 
     told = outside_elastic_run()
-    said = told.breaks("THE END", exited("h:0", 0), EndJob(0, "1 worker ended with exit code 0"))
+    said = told.breaks("THE END", exited("h:0", 0), EndJob(0, because(Why.ALL_EXITED, workers=1)))
     assert "all have come to their end, and h:1#1 has not" in said
 
     for number, code in ((1, 0), (2, 3)):
         told = outside_elastic_run().line(exited("h:0", 0))
-        end = EndJob(0, f"{number} worker{'s' * (number > 1)} ended with exit code 0")
+        end = EndJob(0, because(Why.ALL_EXITED, workers=number))
         told.breaks("THE END", exited("h:1", code), end)
 
 

@@ -12,6 +12,7 @@ from elastic.driver.job.ending import (
     Ending,
 )
 from elastic.driver.membership.layout_diff import difference
+from elastic.driver.reasons import in_words
 from elastic.protocol.messages import Place, Worker
 
 A, B, SPARE = Worker("h1", 0), Worker("h1", 1), Worker("h1", 2)
@@ -19,7 +20,9 @@ MEMBERS = {A: Place(0, 2, 0, 2, 0, 1), B: Place(1, 2, 1, 2, 0, 1)}
 
 
 def ending(code: int = 0, alive=(A, B, SPARE), now: float = 100.0) -> Ending:
-    return Ending(EndJob(code, "because"), members=MEMBERS, alive=alive, leave_s=10.0, now=now)
+    return Ending(
+        EndJob(code, in_words("because")), members=MEMBERS, alive=alive, leave_s=10.0, now=now
+    )
 
 
 def report(actions) -> Report:

@@ -29,6 +29,7 @@ from elastic.driver.journal.journal import Journal, replay
 from elastic.driver.launch.fake import FakeLauncher
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.wording import event_of, recovery_line
+from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Commit, Worker
@@ -242,7 +243,9 @@ async def test_nothing_is_kept_of_workers_that_are_gone(s):
     async def come_and_go(worker: Worker) -> None:
         for _ in range(5):
             worker = worker.next()
-            s.driver._perform([StartWorker(worker, place, "again"), LetGo(worker, "enough")])
+            s.driver._perform(
+                [StartWorker(worker, place, in_words("again")), LetGo(worker, in_words("enough"))]
+            )
             assert worker in s.driver._let_go
             await s.exit(worker)
 
@@ -270,7 +273,7 @@ async def test_members_are_told_before_anything_is_started(s):
 
     s.server.send, s.launcher.start = send, starts
     place = s.driver.places[A]
-    s.driver._perform([StartWorker(C, place, "x"), BreakWorld(1, [A], "lost")])
+    s.driver._perform([StartWorker(C, place, in_words("x")), BreakWorld(1, [A], in_words("lost"))])
     assert performed == ["Broken", "start"]
     s.launcher.exit(C, 0)
 
@@ -278,7 +281,9 @@ async def test_members_are_told_before_anything_is_started(s):
 @story()
 async def test_what_is_seen_of_processes_becomes_events(s):
     await s.train(A, B)
-    s.driver._perform([ProbeWorkers([A, B]), DumpStacks(B, "it is stuck")])
+    s.driver._perform(
+        [ProbeWorkers([A, B]), DumpStacks(B, because(Why.IDLE, for_s=30.0, where="for the end"))]
+    )
     assert s.launcher.probed == [A, B] and s.launcher.dumped == [B]
     assert s.log[-1] == "info: the stacks of localhost:1#1 follow: it is stuck"
     s.launcher.noticed(WorkerFrozen(B, "stopped by a signal"))
@@ -353,7 +358,7 @@ async def test_a_signal_while_all_is_closed_is_not_lost(s):
 
     s.server.close = close
     await s.train(A, B)
-    s.driver._end(EndJob(1, "rank 0 ended"))
+    s.driver._end(EndJob(1, in_words("rank 0 ended")))
     for worker in (A, B):
         await s.exit(worker, 1)
     assert await s.code() == 130
@@ -371,7 +376,7 @@ async def test_a_signal_after_the_last_turn_of_the_loop_is_not_lost(s):
 
     s.driver._journal.close = closed
     await s.train(A, B)
-    s.driver._end(EndJob(1, "rank 0 ended"))
+    s.driver._end(EndJob(1, in_words("rank 0 ended")))
     for worker in (A, B):
         await s.exit(worker, 1)
     assert await s.code() == 130
@@ -380,9 +385,12 @@ async def test_a_signal_after_the_last_turn_of_the_loop_is_not_lost(s):
 @story()
 async def test_what_a_worker_wrote_does_not_come_last(s):
     await s.train(A, B)
-    _, said = s.driver._end(EndJob(1, "rank 0 ended; it wrote:\nTraceback\nKeyError: 'x'\n"))
-    assert said.splitlines()[0] == "the job ends with exit code 1: rank 0 ended; it wrote:"
-    assert said.splitlines()[-1] == "the job ends with exit code 1: rank 0 ended: KeyError: 'x'"
+    wrote = "Traceback\nKeyError: 'x'\n"
+    ended = because(Why.ENDED, who="rank 0", exit="exit code 1", killed_for=None, wrote=wrote)
+    _, said = s.driver._end(EndJob(1, ended))
+    first, *_, last = said.splitlines()
+    ends = "the job ends with exit code 1: rank 0 ended with exit code 1"
+    assert (first, last) == (f"{ends}; it wrote:", f"{ends}: KeyError: 'x'")
     for worker in (A, B):
         await s.exit(worker, 1)
     assert await s.code() == 1
@@ -539,7 +547,7 @@ def test_a_recovery_is_one_line():
     report = ReportRecovery(
         generation=5,
         kind="recovery",
-        reason="lost localhost:2#1 (signal 9 SIGKILL)",
+        reason=in_words("lost localhost:2#1 (signal 9 SIGKILL)"),
         size=3,
         total_ms=83.4,
         phases_ms={"gathered": 9.2, "formed": 41.0, "copied": 0.25},

@@ -50,6 +50,7 @@ from elastic.driver.journal.journal import (
 )
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import NotTaken, taken
+from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import (
@@ -62,7 +63,7 @@ from elastic.protocol.messages import (
 A, B = Worker("h1", 0), Worker("h2", 0, 3)
 PLACE = Place(0, 2, 0, 1, 0, 2)
 WORLD = PublishWorld(
-    4, [Member(A, PLACE)], Address("127.0.0.1", 4711), 1, Commit(3, 17), "1 of 2 ready"
+    4, [Member(A, PLACE)], Address("127.0.0.1", 4711), 1, Commit(3, 17), in_words("1 of 2 ready")
 )
 
 
@@ -79,15 +80,18 @@ class Script:
     def handle(self, event, now):
         match event:
             case HostsChanged():
-                return [StartWorker(A, PLACE, "first start"), StartWorker(B, PLACE, "first start")]
+                return [
+                    StartWorker(A, PLACE, in_words("first start")),
+                    StartWorker(B, PLACE, in_words("first start")),
+                ]
             case WorkerReady():
                 return [WORLD]
             case WorkerExited():
-                return [BreakWorld(4, [A], f"lost at {now}")]
+                return [BreakWorld(4, [A], in_words(f"lost at {now}"))]
             case TimePassed():
                 raise AssertionError("too late")
             case _:
-                return [EndJob(1, "asked")]
+                return [EndJob(1, in_words("asked"))]
 
 
 CONVERSATION = [
@@ -118,7 +122,7 @@ def test_replay_returns_events_and_actions(tmp_path):
     path = written(tmp_path / "j", Script(settings()))
     pairs = replay(path, Script)
     assert [event for event, _ in pairs] == [event for _, event in CONVERSATION]
-    assert pairs[2][1] == [BreakWorld(4, [A], "lost at 7.25")]
+    assert pairs[2][1] == [BreakWorld(4, [A], in_words("lost at 7.25"))]
 
 
 def test_replay_agrees_with_membership_itself(tmp_path):
@@ -135,7 +139,7 @@ def test_replay_names_the_first_difference(tmp_path):
     class Changed(Script):
         def handle(self, event, now):
             if isinstance(event, WorkerExited):
-                return [BreakWorld(4, [A], "another reason")]
+                return [BreakWorld(4, [A], in_words("another reason"))]
             return super().handle(event, now)
 
     with pytest.raises(ReplayDiffers, match=r"line 4, WorkerExited.*'lost at 7.25'.*another"):
@@ -195,7 +199,7 @@ def test_the_story_has_the_latest_events(tmp_path):
     log = Journal()
     assert log.story() == "no events yet"
     for n in range(300):
-        log.record(float(n), StopRequested(f"n{n}"), [EndJob(1, "x")])
+        log.record(float(n), StopRequested(f"n{n}"), [EndJob(1, in_words("x"))])
     story = log.story()
     assert "n99'" not in story and "n100'" in story and "n299'" in story
     assert "-> EndJob code=1 reason='x'" in story

@@ -14,6 +14,7 @@ from elastic.driver.journal.journal import Journal, Upkeep
 from elastic.driver.journal.past import Past
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
+from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
 from harness.journal_contract import PLACES, InEtcd
 
@@ -199,7 +200,7 @@ async def test_a_job_that_has_ended_is_told_from_one_that_has_not(place, setting
     first.kill()
     second = Drive(place, settings)
     past = await second.begin("next")
-    assert past is not None and past.ended == EndJob(1, "Ctrl-C")
+    assert past is not None and past.ended == EndJob(1, in_words("Ctrl-C"))
     second.kill()
     past = await Drive(place, settings).go_on()
     assert (past.job, past.ended, past.replayed) == ("next", None, 0), (
@@ -229,7 +230,7 @@ async def test_a_job_that_a_bug_has_ended(place, settings, entries):
     finally:
         Membership.handle = right  # type: ignore[method-assign]
     assert past is not None and past.ended == EndJob(
-        1, "a bug in the driver: AssertionError: never"
+        1, in_words("a bug in the driver: AssertionError: never")
     )
 
 

@@ -19,6 +19,7 @@ from elastic.driver.journal.resume import (
     writer_here,
 )
 from elastic.driver.membership.membership import Membership
+from elastic.driver.reasons import in_words
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 
@@ -92,7 +93,7 @@ def meant(found, command=COMMAND, *, resume=False, fresh=False):
 
 
 def ended(code=0) -> Past:
-    return dataclasses.replace(past(), ended=EndJob(code, "because"))
+    return dataclasses.replace(past(), ended=EndJob(code, in_words("because")))
 
 
 def test_a_job_that_has_not_ended_is_gone_on_with_only_if_that_is_meant():

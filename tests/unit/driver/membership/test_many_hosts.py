@@ -46,6 +46,7 @@ from elastic.driver.journal.file import FileArchive, FileJournal
 from elastic.driver.journal.journal import recording, replay
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import taken
+from elastic.driver.reasons import in_words
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place
 from elastic.protocol.messages import Worker as Name
@@ -250,7 +251,7 @@ def told(adoptions: Adoptions, event: Event, *actions: PublishWorld) -> int:
 def world(*names: Name) -> PublishWorld:
     place = Place(0, len(names), 0, 1, 0, len(names))
     members = [Member(name, place) for name in names]
-    return PublishWorld(1, members, Address("127.0.0.1", 1), 0, None, "ready")
+    return PublishWorld(1, members, Address("127.0.0.1", 1), 0, None, in_words("ready"))
 
 
 def adopting() -> Adoptions:

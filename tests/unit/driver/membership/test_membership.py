@@ -19,6 +19,7 @@ from elastic.driver.events import (
     WelcomeWorker,
 )
 from elastic.driver.membership.membership import IllegalEvent, Phase
+from elastic.driver.reasons import Why, because, in_words
 from elastic.protocol.messages import Commit, Place
 from harness.conversation import (
     Talk,
@@ -48,9 +49,9 @@ from harness.conversation import (
 def test_the_first_world_is_formed_when_all_that_were_started_are_ready():
     talk = Talk(np=3)
     assert talk.tell(hosts(h1=2, h2=2)) == [
-        StartWorker(worker("h1:0"), Place(0, 3, 0, 2, 0, 2), "first start"),
-        StartWorker(worker("h1:1"), Place(1, 3, 1, 2, 0, 1), "first start"),
-        StartWorker(worker("h2:0"), Place(2, 3, 0, 1, 1, 2), "first start"),
+        StartWorker(worker("h1:0"), Place(0, 3, 0, 2, 0, 2), because(Why.FIRST_START)),
+        StartWorker(worker("h1:1"), Place(1, 3, 1, 2, 0, 1), because(Why.FIRST_START)),
+        StartWorker(worker("h2:0"), Place(2, 3, 0, 1, 1, 2), because(Why.FIRST_START)),
     ]
     welcome = the(WelcomeWorker, talk.connect("h1:0"))
     assert (welcome.place.rank, welcome.newcomer) == (0, False)
@@ -60,7 +61,7 @@ def test_the_first_world_is_formed_when_all_that_were_started_are_ready():
     assert order(world) == ["h1:0#1", "h1:1#1", "h2:0#1"]
     assert (world.generation, world.holders, world.commit) == (1, 0, None)
     assert world.store == store("h1:0")
-    assert world.reason == "first world: 3 workers ready"
+    assert str(world.reason) == "first world: 3 workers ready"
 
 
 def test_entering_elastic_run_forms_a_world_and_interrupts_nobody():
@@ -103,7 +104,7 @@ def test_no_wait_for_workers_is_without_an_end():
     talk.ready("h:0", running=False)
     end = the(EndJob, talk.wait(61))
     assert end.code == 1
-    assert end.reason.startswith("only 1 of 2 workers ready after 60 s: start more hosts, or")
+    assert str(end.reason).startswith("only 1 of 2 workers ready after 60 s: start more hosts, or")
 
 
 def test_a_worker_that_hangs_before_init_is_killed_once_somebody_waits_for_it():
@@ -145,7 +146,7 @@ def test_a_program_that_fails_where_another_has_succeeded_fails_the_job():
     talk.tell(hosts(h=2))
     talk.tell(exited("h:0", 0))
     end = the(EndJob, talk.tell(exited("h:1", 3)))
-    assert end.code == 3 and "(h:1#1 on h) ended with exit code 3" in end.reason
+    assert end.code == 3 and "(h:1#1 on h) ended with exit code 3" in str(end.reason)
 
 
 def test_a_program_that_failed_first_is_tried_again_before_the_job_is_done():
@@ -162,7 +163,7 @@ def test_a_script_that_fails_everywhere_ends_at_once_with_its_output():
     talk.tell(hosts(h=2))
     talk.tell(exited("h:0", 1))
     end = the(EndJob, talk.tell(exited("h:1", 1, "Traceback\nImportError: no module x\n")))
-    assert end.reason == (
+    assert str(end.reason) == (
         "every worker ended before training began, the last with exit code 1;"
         " it wrote:\nTraceback\nImportError: no module x"
     )
@@ -173,7 +174,9 @@ def test_a_script_that_fails_after_init_on_every_slot_is_not_tried_five_times():
     talk.tell(exited("h:0", 1))  # a file that it opens between init() and elastic.run is missing
     assert names(talk.wait(1)) == ["h:0#2"]
     end = the(EndJob, talk.tell(exited("h:1", 1, "FileNotFoundError: data")))
-    assert "ended before training began" in end.reason and "FileNotFoundError: data" in end.reason
+    assert "ended before training began" in str(end.reason) and "FileNotFoundError: data" in str(
+        end.reason
+    )
 
 
 def test_a_slot_that_comes_further_at_its_second_try_gives_hope():
@@ -184,7 +187,7 @@ def test_a_slot_that_comes_further_at_its_second_try_gives_hope():
     assert not has(EndJob, talk.tell(exited("h:1", 1)))
     assert names(talk.wait(1)) == ["h:1#2"]
     end = the(EndJob, talk.tell(exited("h:0#2", 1)))  # so it was not better than the first
-    assert "ended before training began" in end.reason
+    assert "ended before training began" in str(end.reason)
 
 
 def test_a_single_worker_gets_a_second_try_at_a_script_that_fails():
@@ -192,7 +195,7 @@ def test_a_single_worker_gets_a_second_try_at_a_script_that_fails():
     talk.tell(hosts(h=1))
     assert not has(EndJob, talk.tell(exited("h:0", 1)))
     assert names(talk.wait(1)) == ["h:0#2"]
-    assert "ended before training began" in the(EndJob, talk.tell(exited("h:0#2", 1))).reason
+    assert "ended before training began" in str(the(EndJob, talk.tell(exited("h:0#2", 1))).reason)
 
 
 def test_signals_and_failures_of_a_job_that_has_trained_say_nothing_about_the_script():
@@ -202,8 +205,8 @@ def test_signals_and_failures_of_a_job_that_has_trained_say_nothing_about_the_sc
     assert not has(EndJob, talk.tell(exited("h:1", -9)))
     talk = running(2)
     end = the(EndJob, talk.tell(exited("h:0", 1), exited("h:1", 1)))
-    assert "nobody is left to go on from" in end.reason
-    assert "from a checkpoint that the script has saved" in end.reason
+    assert "nobody is left to go on from" in str(end.reason)
+    assert "from a checkpoint that the script has saved" in str(end.reason)
 
 
 def test_ready_before_connected_is_a_bug_and_tells_the_story():
@@ -234,8 +237,8 @@ def test_a_collective_that_breaks_outside_elastic_run_ends_the_job_and_names_the
     talk = started(3)
     assert talk.tell(stranded("h:0", 1)) == []  # a moment before the exit is known
     end = the(EndJob, talk.tell(exited("h:1", -11)))
-    assert end.reason.startswith("rank 1 (h:1#1 on h) ended with signal 11 SIGSEGV while")
-    assert "@elastic.run" in end.reason
+    assert str(end.reason).startswith("rank 1 (h:1#1 on h) ended with signal 11 SIGSEGV while")
+    assert "@elastic.run" in str(end.reason)
     assert end.code == 139
 
 
@@ -243,7 +246,9 @@ def test_the_same_when_the_exit_is_known_first():
     talk = started(3)
     talk.tell(exited("h:1"))
     end = the(EndJob, talk.tell(stranded("h:0", 1)))
-    assert end.reason.startswith("lost h:1#1 (signal 9 SIGKILL); rank 0 (h:0#1 on h) lost a peer")
+    assert str(end.reason).startswith(
+        "lost h:1#1 (signal 9 SIGKILL); rank 0 (h:0#1 on h) lost a peer"
+    )
 
 
 def test_who_is_stranded_while_others_are_inside_starts_anew():
@@ -283,7 +288,7 @@ def test_who_never_comes_to_elastic_run_is_left_outside():
     world = the(PublishWorld, talk.wait(61))
     assert order(world) == ["h:0#1", "h:1#1"]
     prepare = the(PrepareChange, talk.ready("h:2", generation=1))
-    assert prepare.reason == "h:2#1 joined"
+    assert str(prepare.reason) == "h:2#1 joined"
 
 
 # ---- losing members -----------------------------------------------------------------------------
@@ -292,14 +297,16 @@ def test_who_never_comes_to_elastic_run_is_left_outside():
 def test_a_lost_worker():
     talk = running(4)
     assert the(BreakWorld, talk.tell(exited("h:1"))) == BreakWorld(
-        2, [worker("h:0"), worker("h:2"), worker("h:3")], "lost h:1#1 (signal 9 SIGKILL)"
+        2,
+        [worker("h:0"), worker("h:2"), worker("h:3")],
+        because(Why.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
     )
     assert talk.tell(failed("h:0", 2), failed("h:2", 2)) == []  # the same failure
     assert talk.tell(ready("h:0", 2, (2, 8)), ready("h:3", 2, (2, 9))) == []
     world = the(PublishWorld, talk.tell(ready("h:2", 2, (2, 9))))
     assert order(world) == ["h:2#1", "h:3#1", "h:0#1"]  # the holders of the newest commit first
     assert (world.holders, world.commit) == (2, Commit(2, 9))
-    assert world.reason == "lost h:1#1 (signal 9 SIGKILL); 3 of 4 old members ready"
+    assert str(world.reason) == "lost h:1#1 (signal 9 SIGKILL); 3 of 4 old members ready"
     report = the(ReportRecovery, talk.resume())
     assert (report.kind, report.size) == ("recovery", 3)
     assert talk.tell(failed("h:0", 2)) == []  # stale
@@ -308,10 +315,10 @@ def test_a_lost_worker():
 def test_a_survivor_may_notice_before_the_exit_is_known():
     talk = running(4)
     broken = the(BreakWorld, talk.tell(failed("h:0", 2)))
-    assert broken.reason == "a collective broke at h:0#1: connection closed by peer"
+    assert str(broken.reason) == "a collective broke at h:0#1: connection closed by peer"
     talk.tell(exited("h:1"))
     world = the(PublishWorld, talk.ready("h:0", "h:2", "h:3", commit=(2, 1)))
-    assert world.reason.startswith("lost h:1#1 (signal 9 SIGKILL); 3 of 4")
+    assert str(world.reason).startswith("lost h:1#1 (signal 9 SIGKILL); 3 of 4")
 
 
 def test_two_at_once_and_another_while_the_survivors_gather():
@@ -320,14 +327,14 @@ def test_two_at_once_and_another_while_the_survivors_gather():
     talk.tell(ready("h:1", 2, (2, 5)))
     world = the(PublishWorld, talk.tell(exited("h:3")))
     assert order(world) == ["h:1#1"]
-    assert "lost h:0#1" in world.reason and "lost h:3#1" in world.reason
+    assert "lost h:0#1" in str(world.reason) and "lost h:3#1" in str(world.reason)
 
 
 def test_what_everybody_is_told_does_not_grow_with_the_number_of_those_that_are_lost():
     talk = running(20)
     talk.tell(*(exited(f"h:{slot}") for slot in range(15)))
     left = [f"h:{slot}" for slot in range(15, 20)]
-    reason = the(PublishWorld, talk.ready(*left, commit=(2, 5))).reason
+    reason = str(the(PublishWorld, talk.ready(*left, commit=(2, 5))).reason)
     assert reason.startswith("lost h:0#1 (signal 9 SIGKILL); lost h:1#1 (signal 9 SIGKILL); ")
     assert "lost h:7#1 (signal 9 SIGKILL); and 7 more; 5 of 20 old members ready" in reason
 
@@ -338,7 +345,9 @@ def test_many_that_cannot_be_killed_are_gone_on_without_all_at_once():
         assert names(talk.tell(disconnected(f"h:{slot}", silent=True)), KillWorker)
         talk.wait(0.1)
     assert not has(BreakWorld, talk.wait(0.65))
-    assert the(BreakWorld, talk.wait(0.1)).reason.startswith("lost h:1#1, which can't be killed")
+    assert str(the(BreakWorld, talk.wait(0.1)).reason).startswith(
+        "lost h:1#1, which can't be killed"
+    )
     talk.wait(0.3)
     world = the(PublishWorld, talk.ready("h:0", "h:4", "h:5", commit=(2, 5)))
     assert order(world) == ["h:0#1", "h:4#1", "h:5#1"]
@@ -360,8 +369,8 @@ def test_when_all_that_have_learned_are_lost_the_job_ends():
     talk.tell(exited("h:0"), exited("h:1"))
     end = the(EndJob, talk.tell(exited("h:2", -11, "core\ndumped")))
     assert end.code == 1
-    assert end.reason.startswith("all 3 members of generation 2 are lost, and nobody is left")
-    assert end.reason.endswith("it wrote:\ncore\ndumped")
+    assert str(end.reason).startswith("all 3 members of generation 2 are lost, and nobody is left")
+    assert str(end.reason).endswith("it wrote:\ncore\ndumped")
 
 
 def test_survivors_that_hold_nothing_are_nobody_to_go_on_from():
@@ -373,7 +382,7 @@ def test_survivors_that_hold_nothing_are_nobody_to_go_on_from():
     talk.stop_all()
     talk.tell(exited("h:1"), exited("h:2"))
     end = the(EndJob, talk.tell(ready("h:0#2", 4, None)))
-    assert end.reason.startswith("no survivor holds a commit: lost h:1#1")
+    assert str(end.reason).startswith("no survivor holds a commit: lost h:1#1")
 
 
 def test_below_the_minimum_survivors_wait_for_newcomers():
@@ -391,7 +400,7 @@ def test_below_the_minimum_for_too_long_ends_the_job():
     talk = running(3, workers_min=3, elastic_timeout_s=30)
     talk.tell(hosts(h=2), exited("h:2"))
     talk.ready("h:0", "h:1", commit=(2, 5))
-    assert "only 2 of 3 workers ready after 30 s" in the(EndJob, talk.wait(31)).reason
+    assert "only 2 of 3 workers ready after 30 s" in str(the(EndJob, talk.wait(31)).reason)
 
 
 def test_who_holds_everybody_up_is_named_within_seconds():
@@ -427,7 +436,7 @@ def test_a_lost_connection_without_an_exit_is_fenced():
     assert talk.tell(disconnected("h:3")) == []
     assert names(talk.wait(2), KillWorker) == ["h:3#1"]
     broken = the(BreakWorld, talk.tell(exited("h:3")))
-    assert broken.reason == "lost h:3#1 (killed: its connection was lost)"
+    assert str(broken.reason) == "lost h:3#1 (killed: its connection was lost)"
 
 
 def test_exit_code_0_inside_elastic_run_is_a_loss():
@@ -457,7 +466,7 @@ def test_the_reset_limit_counts_failures_only():
     names_left = [n for n in talk.members if n != "h:0#1"]
     assert has(PublishWorld, talk.ready(*names_left, commit=(talk.m.generation, 9)))
     end = the(EndJob, talk.tell(failed(names_left[0], talk.m.generation)))
-    assert end.reason.endswith("; --reset-limit 1 is reached")
+    assert str(end.reason).endswith("; --reset-limit 1 is reached")
 
 
 def test_worlds_that_break_again_and_again_for_nothing_end_the_job():
@@ -467,7 +476,7 @@ def test_worlds_that_break_again_and_again_for_nothing_end_the_job():
         assert has(PublishWorld, talk.ready("h:0", "h:1", commit=(generation, 0)))
     talk.tell(failed("h:0", 4))
     end = the(EndJob, talk.ready("h:0", "h:1", commit=(4, 0)))
-    assert end.reason.startswith("3 worlds in a row broke with nobody lost and no new commit")
+    assert str(end.reason).startswith("3 worlds in a row broke with nobody lost and no new commit")
 
 
 def test_worlds_that_never_come_as_far_as_copying_are_no_progress():
@@ -490,7 +499,7 @@ def test_replicas_that_differ_under_one_commit():
     actions = talk.tell(WorkerDigested(worker("h:0"), 2, commit, 78))
     kill = the(KillWorker, actions)
     assert kill.worker == worker("h:2")  # the higher rank is wrong
-    assert kill.reason == "its parameters differ from h:0#1's under commit 2.4"
+    assert str(kill.reason) == "its parameters differ from h:0#1's under commit 2.4"
     assert not has(KillWorker, talk.tell(WorkerDigested(worker("h:1"), 2, commit, 78)))
 
 
@@ -550,12 +559,14 @@ def test_when_every_slot_is_given_up_nothing_is_waited_for():
     talk.ready("h:0", commit=(2, 0))
     talk.wait(1)
     talk.tell(exited("h:1#2", 1))
-    assert "only 1 of 2 workers ready" in the(EndJob, talk.wait(601)).reason
+    assert "only 1 of 2 workers ready" in str(the(EndJob, talk.wait(601)).reason)
     talk = Talk(np=1, workers_min=1, slot_attempts=2)
     talk.tell(hosts(h=1), exited("h:0", -11))
     talk.wait(1)
     end = the(EndJob, talk.tell(exited("h:0#2", 2, "bad\nflag")))
-    assert end.reason.startswith("every slot was given up after 2 attempts; 1 worker needed; it")
+    assert str(end.reason).startswith(
+        "every slot was given up after 2 attempts; 1 worker needed; it"
+    )
 
 
 # ---- the end ------------------------------------------------------------------------------------
@@ -567,7 +578,7 @@ def test_who_returns_first_does_not_end_the_job_for_the_others():
     assert talk.m.phase is Phase.ENDING
     actions = talk.tell(returned("h:0", 2))
     assert the(FinishWorld, actions).members == [worker("h:0"), worker("h:1")]
-    assert the(EndJob, actions) == EndJob(0, "all 2 members of generation 2 returned")
+    assert the(EndJob, actions) == EndJob(0, because(Why.ALL_RETURNED, members=2, generation=2))
     assert talk.m.over and talk.m.next_deadline() is None
 
 
@@ -626,7 +637,7 @@ def test_a_stop_ends_the_job_from_anywhere():
     from elastic.driver.events import StopRequested
 
     for talk in (Talk(), started(), running()):
-        assert talk.tell(StopRequested("Ctrl-C")) == [EndJob(1, "Ctrl-C")]
+        assert talk.tell(StopRequested("Ctrl-C")) == [EndJob(1, in_words("Ctrl-C"))]
 
 
 def test_what_dead_workers_have_said_is_dropped():

@@ -22,6 +22,7 @@ from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership, Phase
 from elastic.driver.membership.roster import Roster
 from elastic.driver.membership.snapshot import NotTaken, restored, taken
+from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Launches, Worker
@@ -67,7 +68,7 @@ def test_what_is_shared_stays_shared():
     twin = restored(taken(running(3).m), running(3).m.settings)
     standing = twin.roster[worker("h:1")]
     assert twin.roster.hosts["h"][worker("h:1")] is standing
-    standing.leaving = "told to"  # the roster files it
+    standing.leaving = in_words("told to")  # the roster files it
     assert twin.roster.leavers == {worker("h:1"): standing}
     assert twin._staff.orders is twin._orders and twin._patience._staff is twin._staff
 

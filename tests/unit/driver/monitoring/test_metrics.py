@@ -25,15 +25,14 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerReturned,
 )
-from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Hang
-from elastic.driver.membership.wording import hang_reason
+from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Hang, hang_of_one
 from elastic.driver.monitoring.metrics import (
     NAMES,
     Figures,
     Metrics,
     families,
-    kind_of,
 )
+from elastic.driver.reasons import Why, because, in_words
 from elastic.errors import Invalid
 from elastic.protocol.messages import (
     Address,
@@ -49,12 +48,14 @@ PLACE = Place(0, 3, 0, 3, 0, 1)
 
 def published(*workers: Worker, generation: int = 1) -> PublishWorld:
     members = [Member(worker, PLACE) for worker in workers]
-    return PublishWorld(generation, members, Address("h", 1), 0, None, "first world")
+    return PublishWorld(generation, members, Address("h", 1), 0, None, in_words("first world"))
 
 
 def training(*workers: Worker) -> Figures:
     figures = Figures()
-    figures.note(TimePassed(), [StartWorker(worker, PLACE, "first start") for worker in workers])
+    figures.note(
+        TimePassed(), [StartWorker(worker, PLACE, in_words("first start")) for worker in workers]
+    )
     for worker in workers:
         figures.note(WorkerConnected(worker, 7), [])
     figures.note(WorkerReady(workers[0], 0, None, Address("h", 1)), [published(*workers)])
@@ -87,7 +88,7 @@ def test_workers_by_stage_and_the_world():
 
 def test_a_frozen_worker_is_fenced_and_lost_once():
     figures = training(A, B)
-    figures.note(TimePassed(), [KillWorker(B, "it is frozen (stopped by a signal)")])
+    figures.note(TimePassed(), [KillWorker(B, because(Why.FROZEN, how="stopped by a signal"))])
     assert 'elastic_workers{stage="killed"} 1.0' in lines(figures)
     figures.note(WorkerReady(B, 1, None, Address("h", 1)), [])  # its last words
     assert figures.stages[B] == "killed"
@@ -105,28 +106,32 @@ def test_a_frozen_worker_is_fenced_and_lost_once():
 
 def test_who_was_asked_to_go_is_not_lost():
     figures = training(A, B, C)
-    figures.note(TimePassed(), [LetGo(A, "its host left"), KillWorker(B, "the host left the list")])
+    figures.note(
+        TimePassed(),
+        [LetGo(A, in_words("its host left")), KillWorker(B, in_words("the host left the list"))],
+    )
     figures.note(WorkerExited(A, 1), [])
-    figures.note(WorkerExited(B, -9), [EndJob(0, "done")])
+    figures.note(WorkerExited(B, -9), [EndJob(0, in_words("done"))])
     figures.note(WorkerExited(C, -15), [])
     assert "elastic_lost_workers_total 0.0" in lines(figures)
     assert sum(figures.fenced.values()) == 0
 
 
 def test_every_fence_has_its_kind():
-    assert kind_of("it is stuck: idle for 30 s while the others waited in 'loss'") == "stuck"
+    figures = training(A)
     for hang in Hang:
-        assert kind_of(hang_reason(Finding(hang, "gradients", 7, 10.0))) == "gpu"
-    assert kind_of("it is cut off: its host acknowledges nothing any more") == "cut off"
-    assert kind_of("its parameters differ from localhost:0#1's under commit 1.2") == "digest"
-    assert kind_of("it did not call init() within 120 s") == "late"
-    assert kind_of("the job ends") == ""
+        hung = hang_of_one(Finding(hang, "gradients", 7, 10.0))
+        figures.note(TimePassed(), [KillWorker(A, hung)])
+    for why in (Why.IDLE, Why.BUSY, Why.CUT_OFF, Why.OTHER_DIGEST, Why.NO_INIT, Why.JOB_ENDED):
+        figures.note(TimePassed(), [KillWorker(A, because(why))])
+    counted = {"frozen": 0, "stuck": 2, "cut off": 1, "digest": 1, "gpu": len(Hang), "late": 1}
+    assert figures.fenced == counted
 
 
 def test_recoveries_are_a_histogram():
     figures = training(A, B)
     for ms in (20.0, 80.0, 40_000.0):
-        report = ReportRecovery(2, "recovery", "lost b", 1, ms, {}, 0)
+        report = ReportRecovery(2, "recovery", in_words("lost b"), 1, ms, {}, 0)
         figures.note(TimePassed(), [report])
     assert {
         'elastic_recovery_seconds_bucket{kind="recovery",le="0.01"} 0.0',
@@ -209,7 +214,7 @@ def test_reported_numbers_are_gauges_and_bounded():
 
 def test_they_are_served_on_loopback_until_the_end():
     metrics = Metrics("127.0.0.1", 0)
-    metrics.note(TimePassed(), [StartWorker(A, PLACE, "first start")])
+    metrics.note(TimePassed(), [StartWorker(A, PLACE, in_words("first start"))])
     url = f"http://127.0.0.1:{metrics.port}/metrics"
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert b'elastic_workers{stage="starting"} 1.0' in answer.read()

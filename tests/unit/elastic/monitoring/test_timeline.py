@@ -19,6 +19,7 @@ from elastic.driver.events import (
     TimePassed,
 )
 from elastic.driver.monitoring.timeline import Timeline
+from elastic.driver.reasons import in_words
 from elastic.errors import Invalid
 from elastic.monitoring import timeline, trace_sending
 from elastic.monitoring.clock_offset import ClockOffset
@@ -406,7 +407,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch, path):
 def world(generation, *workers):
     size = len(workers)
     members = [Member(w, Place(r, size, r, size, 0, 1)) for r, w in enumerate(workers)]
-    return PublishWorld(generation, members, Address("h", 1), 0, None, f"{size} ready")
+    return PublishWorld(generation, members, Address("h", 1), 0, None, in_words(f"{size} ready"))
 
 
 def told(lines):
@@ -429,10 +430,12 @@ def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
     lines = job.begin(0, 0)
     lines += job.noted(TimePassed(), [world(1, A, B)], 1 * S)
     lines += job.noted(
-        TimePassed(), [BreakWorld(1, [A], "lost h:1#1"), KillWorker(B, "stuck")], 2 * S
+        TimePassed(),
+        [BreakWorld(1, [A], in_words("lost h:1#1")), KillWorker(B, in_words("stuck"))],
+        2 * S,
     )
     lines += job.noted(TimePassed(), [world(2, A, C)], 3 * S)
-    report = ReportRecovery(2, "recovery", "lost h:1#1", 2, 1500.0, {"gathered": 3.0}, 0)
+    report = ReportRecovery(2, "recovery", in_words("lost h:1#1"), 2, 1500.0, {"gathered": 3.0}, 0)
     lines += job.noted(TimePassed(), [report], 4 * S)
     lines += job.end(5 * S)
     found = told(lines)
@@ -464,12 +467,14 @@ def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
 
 def test_a_file_that_begins_later_shows_the_present_world():
     job = Timeline()
-    assert job.noted(TimePassed(), [StartWorker(A, Place(0, 1, 0, 1, 0, 1), "x")], S) == []
+    assert (
+        job.noted(TimePassed(), [StartWorker(A, Place(0, 1, 0, 1, 0, 1), in_words("x"))], S) == []
+    )
     assert job.noted(TimePassed(), [world(3, A, B)], 2 * S) == []
     found = told(job.begin(5 * S, 0))
     assert ("driver", "B", "generations", "generation 3: 2 workers") in found
     job.end(6 * S)
-    job.noted(TimePassed(), [BreakWorld(3, [A, B], "x")], 7 * S)
+    job.noted(TimePassed(), [BreakWorld(3, [A, B], in_words("x"))], 7 * S)
     assert told(job.begin(8 * S, 0)) == []
 
 

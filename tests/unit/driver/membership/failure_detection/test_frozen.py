@@ -14,6 +14,7 @@ from elastic.driver.events import (
     StartWorker,
 )
 from elastic.driver.membership.membership import Phase
+from elastic.driver.reasons import Why, because
 from harness.conversation import (
     Talk,
     checked,
@@ -44,11 +45,11 @@ def test_a_frozen_member_is_fenced_at_once_and_the_others_go_on():
     talk = running(4)
     actions = talk.tell(frozen("h:2"))
     assert the(KillWorker, actions) == KillWorker(
-        worker("h:2"), "it is frozen (stopped by a signal)"
+        worker("h:2"), because(Why.FROZEN, how="stopped by a signal")
     )
     assert not has(BreakWorld, actions)  # first the fence, then the shrink
     broken = the(BreakWorld, talk.tell(exited("h:2")))
-    assert broken.reason == "lost h:2#1 (killed: it is frozen)"
+    assert str(broken.reason) == "lost h:2#1 (killed: it is frozen)"
     world = the(PublishWorld, talk.ready("h:0", "h:1", "h:3", commit=(2, 5)))
     assert order(world) == ["h:0#1", "h:1#1", "h:3#1"]
 
@@ -188,7 +189,7 @@ def test_a_job_that_is_not_elastic_ends_and_names_it():
     talk = static(3)
     assert names(talk.tell(frozen("h:1")), KillWorker) == ["h:1#1"]
     end = the(EndJob, talk.tell(exited("h:1")))
-    assert end.reason == (
+    assert str(end.reason) == (
         "rank 1 (h:1#1 on h) ended with signal 9 SIGKILL,"
         " killed because it is frozen (stopped by a signal)"
     )
@@ -205,7 +206,7 @@ def test_who_does_not_die_within_a_second_is_gone_on_without():
     assert "h:1#1 can't be killed within 1 s: going on without it" in said(actions)
     broken = the(BreakWorld, actions)
     assert broken.members == [worker("h:0"), worker("h:2")]
-    assert broken.reason == "lost h:1#1, which can't be killed (it had to be: it is frozen)"
+    assert str(broken.reason) == "lost h:1#1, which can't be killed (it had to be: it is frozen)"
     assert order(the(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 5)))) == ["h:0#1", "h:2#1"]
 
 
@@ -225,7 +226,9 @@ def test_a_job_that_is_not_elastic_does_not_wait_for_an_exit_either():
     talk = static(2)
     talk.tell(frozen("h:1"))
     end = the(EndJob, talk.wait(2))
-    assert end.reason.startswith("rank 1 (h:1#1 on h) is lost: lost h:1#1, which can't be killed")
+    assert str(end.reason).startswith(
+        "rank 1 (h:1#1 on h) is lost: lost h:1#1, which can't be killed"
+    )
 
 
 def test_those_told_to_leave_keep_their_time():
@@ -242,7 +245,7 @@ def test_those_told_to_leave_keep_their_time():
 def test_a_worker_whose_host_acknowledges_nothing_is_fenced_at_once():
     talk = running(3)
     actions = talk.tell(disconnected("h:2", silent=True))
-    assert the(KillWorker, actions).reason == (
+    assert str(the(KillWorker, actions).reason) == (
         "it is cut off: its host acknowledges nothing any more"
     )
     assert has(BreakWorld, talk.wait(1.1))  # the kill did not reach it either
@@ -275,7 +278,7 @@ def test_a_lost_host_takes_its_workers_with_it_at_once():
     talk = spread()
     actions = talk.tell(host_lost("g"))
     broken = the(BreakWorld, actions)
-    assert broken.reason == "lost host g: its agent was not heard of for 2 s (2 workers)"
+    assert str(broken.reason) == "lost host g: its agent was not heard of for 2 s (2 workers)"
     assert broken.members == [worker("h:0"), worker("h:1")]
     assert not has(KillWorker, actions)  # nobody would hear it
     world = the(PublishWorld, talk.ready("h:0", "h:1", commit=(2, 5)))
@@ -323,7 +326,7 @@ def test_but_not_for_ever():
     talk.tell(host_lost("g"), host_lost("h"))
     assert not has(EndJob, talk.wait(599))
     end = the(EndJob, talk.wait(2))
-    assert end.reason.startswith("all 4 members of generation 2 are lost")
+    assert str(end.reason).startswith("all 4 members of generation 2 are lost")
 
 
 def test_a_host_that_runs_nobody_is_only_named():
@@ -334,7 +337,7 @@ def test_a_host_that_runs_nobody_is_only_named():
 def test_a_lost_host_ends_a_job_that_is_not_elastic():
     talk = spread(elastic=False, workers_min=4)
     end = the(EndJob, talk.tell(host_lost("h")))
-    assert end.reason.startswith("rank 2 (h:0#1 on h) is lost: lost host h: its agent was not")
+    assert str(end.reason).startswith("rank 2 (h:0#1 on h) is lost: lost host h: its agent was not")
 
 
 def test_of_members_that_are_all_frozen_one_stays_and_can_be_continued():

@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.driver.events import BreakWorld, EndJob, Event, KillWorker, WorkerProgressed
-from elastic.driver.membership.failure_detection.gpu_hangs import Hang, Witness, judge
-from elastic.driver.membership.wording import hang_line, hang_reason
+from elastic.driver.membership.failure_detection.gpu_hangs import (
+    Hang,
+    Witness,
+    hang_of_all,
+    hang_of_one,
+    judge,
+)
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import GRADIENTS, Launches, Worker
 from harness.conversation import (
@@ -146,7 +151,7 @@ def test_whatever_they_say(ranks, before, for_s):
     explains = {w.worker for w in witnesses if w.launches.failed or w.launches.arrived < number}
     if explains and len(explains) * 2 <= len(witnesses):
         assert found.blamed and set(found.blamed) <= explains
-    assert hang_reason(found) and hang_line(found, before)
+    assert str(hang_of_one(found)) and str(hang_of_all(found, before))
 
 
 # ---- in a job ------------------------------------------------------------------------------------------------------
@@ -207,7 +212,7 @@ def test_a_network_that_hangs_costs_a_world_twice_and_ends_the_job_the_third_tim
     actions = told(talk, WAITS, WAITS, WAITS, WAITS, for_s=130)
     actions += talk.ready(*talk.members, commit=(2, 0))
     assert the(EndJob, actions).code == 1
-    assert "3 worlds in a row broke" in the(EndJob, actions).reason
+    assert "3 worlds in a row broke" in str(the(EndJob, actions).reason)
 
 
 def test_a_commit_between_makes_it_the_first_time_again():
@@ -230,4 +235,6 @@ def test_what_was_said_in_an_old_world_does_not_count_in_a_new_one():
 
 def test_a_job_of_a_fixed_size_ends_and_says_why():
     talk = static(2)
-    assert "NCCL hangs, or the network" in the(EndJob, told(talk, WAITS, WAITS, for_s=40)).reason
+    assert "NCCL hangs, or the network" in str(
+        the(EndJob, told(talk, WAITS, WAITS, for_s=40)).reason
+    )

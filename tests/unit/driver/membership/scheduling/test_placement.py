@@ -13,6 +13,7 @@ from elastic.driver.membership.scheduling.placement import (
     places,
     slots,
 )
+from elastic.driver.reasons import in_words
 from elastic.protocol.messages import Commit, Place, Worker
 from harness.conversation import worker
 
@@ -61,7 +62,8 @@ def test_slots_are_dealt_host_by_host_in_the_order_of_the_list():
 
 def standing(who: Worker, *, leaving: str = "", unlisted: bool = False) -> Standing:
     made = Standing(who, 0.0, Place(0, 1, 0, 1, 0, 1), layout="x", running=True)
-    made.leaving, made.unlisted = leaving, unlisted
+    made.leaving = in_words(leaving) if leaving else None
+    made.unlisted = unlisted
     return made
 
 

@@ -1,0 +1,330 @@
+"""Why something was decided: a kind, and the facts. And the words for it, which nothing is decided by. Pure.
+
+    because(Why.FROZEN, how="stopped by a signal")      str() of it: it is frozen (stopped by a signal)
+
+Who wants to know what happened asks for the kind. What stands in SENTENCES is for people: logs, errors, what a worker
+is told. It may be worded anew at any time. The names of kinds and facts may not: journals have them.
+"""
+
+from __future__ import annotations
+
+import enum
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Union
+
+import msgspec
+
+ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
+GONE = (
+    "Commits were in the workers' memory: begin anew, with --fresh where there is a journal, from a checkpoint that"
+    " the script has saved"
+)
+
+
+class Why(enum.Enum):
+    """What led to an action."""
+
+    TOLD = "told"  # somebody else's own words
+    UNKNOWN = "unknown"  # of a sentence that an older version of this program has written
+    # A worker is started.
+    FIRST_START = "first start"
+    SLOT_IS_FREE = "slot is free"
+    # It is fenced: it holds the others up, or would spoil what they do.
+    FROZEN = "frozen"
+    CUT_OFF = "cut off"
+    IDLE = "idle"
+    BUSY = "busy"
+    GPU_FAILED = "gpu failed"
+    GPU_HANGS = "gpu hangs"
+    GPU_BEHIND = "gpu behind"
+    OTHER_DIGEST = "other digest"
+    NO_INIT = "no init"
+    NOT_READY = "not ready"
+    # It is let go, or killed because it did not go.
+    HOST_NOT_LISTED = "host not listed"
+    RETURNED_BEFORE = "returned before"
+    JOB_ENDED = "job ended"
+    JOB_OVER = "job over"
+    GONE_ON_WITHOUT = "gone on without"
+    NOT_LEFT = "not left"
+    REJECTED = "rejected"
+    CONNECTION_LOST = "connection lost"
+    NOT_BACK = "not back"
+    STRANDED = "stranded"
+    RAISED = "raised"
+    NOT_EXITED = "not exited"
+    CANT_BE_KILLED = "can't be killed"
+    # A world ends, and another begins.
+    INIT_AGAIN = "init again"
+    ENTERING = "entering"
+    FELL_OUT = "fell out"
+    COLLECTIVE_BROKE = "collective broke"
+    LOST_EXITED = "lost, exited"
+    LOST_KILLED = "lost, killed"
+    LOST_ALIVE = "lost, alive"
+    LOST_STRANDED = "lost, stranded"
+    LOST_RAISED = "lost, raised"
+    LOST_HOST = "lost host"
+    LOST_WITH_HOST = "lost with host"
+    NOT_STOPPED = "not stopped"
+    NETWORK_HANGS = "network hangs"
+    GPUS_HANG = "gpus hang"
+    DIFFERENT_COLLECTIVES = "different collectives"
+    SEVERAL = "several"
+    FIRST_WORLD = "first world"
+    NEXT_WORLD = "next world"
+    # A planned change, and why it is called off.
+    JOINED = "joined"
+    LEAVES = "leaves"
+    NOT_WANTED = "not wanted"
+    NO_ANSWER = "no answer"
+    RETURNED = "returned"
+    RETURNED_MEANWHILE = "returned meanwhile"
+    RECONNECTED = "reconnected"
+    # The job ends: all went well ...
+    ALL_RETURNED = "all returned"
+    ALL_EXITED = "all exited"
+    # ... or there is nobody to go on with ...
+    ALL_LOST = "all lost"
+    NO_COMMIT = "no commit"
+    SLOTS_SPENT = "slots spent"
+    TOO_FEW = "too few"
+    OTHERS_EXITED = "others exited"
+    # ... or it is not worth going on ...
+    RESET_LIMIT = "reset limit"
+    STUCK_AGAIN = "stuck again"
+    IN_CIRCLES = "in circles"
+    # ... or somebody is to blame.
+    LOST_PEER = "lost peer"
+    LOST_PEER_OUTSIDE = "lost peer outside"
+    ENDED_EARLY = "ended early"
+    ENDED = "ended"
+    SCRIPT_FAILS = "script fails"
+    SCRIPT_RAISED = "script raised"
+    SAME_EXCEPTION = "same exception"
+    NOT_ENTERED = "not entered"
+    LOST_FOR_GOOD = "lost for good"
+    UNEVEN = "uneven"
+    RETURNED_ALONE = "returned alone"
+    JOURNAL_INCOMPLETE = "journal incomplete"
+    DRIVER_BUG = "driver bug"
+
+
+Fact = Union[str, int, float, None, "Reason", list["Reason"]]
+
+
+class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``facts`` are those that its sentence names; workers as in ``h:2#1``, times in seconds."""
+
+    kind: Why
+    facts: dict[str, Fact] = {}
+    said: str = ""  # the sentence, where an older version of this program kept only that
+
+    def __str__(self) -> str:
+        return self.said or "".join(_parts(self))
+
+
+def because(kind: Why, **facts: Fact) -> Reason:
+    """A reason of this kind."""
+    return Reason(kind, facts)
+
+
+def in_words(text: str) -> Reason:
+    """Somebody else has given it, in these words."""
+    return Reason(Why.TOLD, {"text": text})
+
+
+def brief(reason: Reason | None) -> str:
+    """The first words of a reason that was given before: ``it is frozen`` of ``it is frozen (stopped by a signal)``."""
+    if reason is None:
+        return ""
+    if reason.said:
+        return str(reason.facts["brief"])
+    return _parts(reason)[0]
+
+
+def in_one_line(reason: Reason) -> str:
+    """Its first line, and the last of what a worker wrote, which says most; empty where it is one line anyway."""
+    lines = str(reason).rstrip().splitlines()
+    if len(lines) < 2:
+        return ""
+    if reason.facts.get("wrote"):
+        silent = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
+        lines[0] = str(silent).splitlines()[0]
+    return f"{lines[0]}: {lines[-1].strip()}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------
+
+
+class _Words(string.Formatter):
+    """Beside the usual formats: ``{n:+worker}`` is counted, ``{x:brief}`` a reason in its first words, ``{x:wrote}``
+    the last words of a worker, and ``{x:because}`` why it
+    was killed, if there is any.
+    """
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("+"):
+            return counted(value, format_spec[1:])
+        if format_spec == "brief":
+            return brief(value)
+        if format_spec == "because":
+            return f", killed because {value}" if value else ""
+        if format_spec == "wrote":
+            return f"; it wrote:\n{value}" if value else ""
+        return format(value if value is not None else "", format_spec)
+
+
+Sentence = str | tuple[str, str] | Callable[[Mapping[str, Any]], str]
+_words = _Words()
+
+
+def _parts(reason: Reason) -> Sequence[str]:
+    """What a brief word has of it, and the rest. A journal may have been changed: facts that don't fit are shown."""
+    sentence = SENTENCES[reason.kind]
+    try:
+        if callable(sentence):
+            return (sentence(reason.facts),)
+        parts = sentence if isinstance(sentence, tuple) else (sentence,)
+        return [_words.vformat(part, (), reason.facts) for part in parts]
+    except (LookupError, TypeError, ValueError):
+        return (f"{reason.kind.value}: {reason.facts}",)
+
+
+def _several(facts: Mapping[str, Any]) -> str:
+    more = [f"and {facts['more']} more"] if facts.get("more") else []
+    return "; ".join([*map(str, facts["causes"]), *more])
+
+
+def _next_world(facts: Mapping[str, Any]) -> str:
+    ready = f"{facts['ready']} of {counted(facts['members'], 'old member')} ready"
+    new = f", {facts['new']} new" if facts["new"] else ""
+    return f"{facts['cause']}; {ready}{new}"
+
+
+def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
+    """Where nobody is to blame. ``before``: worlds that hung since the last new commit."""
+
+    def sentence(facts: Mapping[str, Any]) -> str:
+        before = facts["before"]
+        again = f", as {before} before it since the last new commit" if before else ""
+        end = "nothing singles out a worker, so nobody is fenced and all form a new communicator"
+        return f"{_words.vformat(begin, (), facts)}{again}; {end}"
+
+    return sentence
+
+
+def _ended(facts: Mapping[str, Any]) -> str:
+    """A worker's exit ends the job."""
+    said = _words.vformat("{who} ended with {exit}{killed_for:because}", (), facts)
+    early = " too early" if facts.get("early") else ""
+    outside = f" while others were outside elastic.run. {ADVICE}" if facts.get("outside") else ""
+    return f"{said}{early}{outside}{_words.format_field(facts.get('wrote'), 'wrote')}"
+
+
+SENTENCES: dict[Why, Sentence] = {
+    Why.TOLD: "{text}",
+    Why.UNKNOWN: "{text}",
+    Why.FIRST_START: "first start",
+    Why.SLOT_IS_FREE: "its slot is free again",
+    Why.FROZEN: ("it is frozen", " ({how})"),
+    Why.CUT_OFF: ("it is cut off", ": its host acknowledges nothing any more"),
+    Why.IDLE: ("it is stuck", ": idle for {for_s:.0f} s while the others waited {where}"),
+    Why.BUSY: ("it is stuck", ": busy for {for_s:.0f} s ({rates}) while the others waited {where}"),
+    Why.GPU_FAILED: (
+        "its GPU failed",
+        ": CUDA answers with an error, for {for_s:.0f} s, while all wait in collective {number} of {group!r}",
+    ),
+    Why.GPU_HANGS: (
+        "its GPU hangs",
+        ": it has not come to collective {number} of {group!r}, which was launched, {for_s:.0f} s after the others",
+    ),
+    Why.GPU_BEHIND: (
+        "its GPU hangs",
+        ": it is not at the end of collective {number} of {group!r} {for_s:.0f} s after the others,"
+        " for the second time",
+    ),
+    Why.OTHER_DIGEST: "its parameters differ from {right}'s under commit {commit}",
+    Why.NO_INIT: "it did not call init() within {within_s:g} s",
+    Why.NOT_READY: "it did not become ready within {within_s:g} s",
+    Why.HOST_NOT_LISTED: "{host} left the list of hosts",
+    Why.RETURNED_BEFORE: "it has returned from elastic.run, which a job enters once",
+    Why.JOB_ENDED: "the job has ended",
+    Why.JOB_OVER: "the job is over",
+    Why.GONE_ON_WITHOUT: "the job has gone on without it",
+    Why.NOT_LEFT: "it did not leave in time",
+    Why.REJECTED: "it was rejected",
+    Why.CONNECTION_LOST: "its connection was lost",
+    Why.NOT_BACK: "it did not come back to the restarted driver",
+    Why.STRANDED: "it lost a peer outside elastic.run",
+    Why.RAISED: "it raised an exception",
+    Why.NOT_EXITED: "it did not exit in time",
+    Why.CANT_BE_KILLED: "{worker} can't be killed within {within_s:g} s: going on without it",
+    Why.INIT_AGAIN: "init() was called again",
+    Why.ENTERING: "entering elastic.run",
+    Why.FELL_OUT: "{worker} fell out of the world",
+    Why.COLLECTIVE_BROKE: "a collective broke at {worker}: {text}",
+    Why.LOST_EXITED: "lost {worker} ({exit})",
+    Why.LOST_KILLED: "lost {worker} (killed: {killed_for:brief})",
+    Why.LOST_ALIVE: "lost {worker}, which can't be killed (it had to be: {killed_for:brief})",
+    Why.LOST_STRANDED: "{worker} lost a peer outside elastic.run",
+    Why.LOST_RAISED: "{worker} raised {summary}",
+    Why.LOST_HOST: ("lost host {host}", ": {text}"),
+    Why.LOST_WITH_HOST: ("lost host {host}", ": {text} ({workers:+worker})"),
+    Why.NOT_STOPPED: "{workers} did not reach check {check} within {within_s:g} s",
+    Why.NETWORK_HANGS: _hang(
+        "all GPUs have come to collective {number} of {group!r}, and it has not ended for {for_s:.0f} s:"
+        " NCCL hangs, or the network"
+    ),
+    Why.GPUS_HANG: _hang(
+        "all ranks have launched collective {number} of {group!r}, and most GPUs have not come to it for {for_s:.0f} s"
+    ),
+    Why.DIFFERENT_COLLECTIVES: (
+        "all members wait for {for_s:g} s, but {where}: these are not the same collective, so that nobody can go on:"
+        " the script is wrong"
+    ),
+    Why.SEVERAL: _several,
+    Why.FIRST_WORLD: "first world: {members:+worker} ready",
+    Why.NEXT_WORLD: _next_world,
+    Why.JOINED: "{workers} joined",
+    Why.LEAVES: "{worker} leaves ({leaving})",
+    Why.NOT_WANTED: "nobody wants to join or leave any more",
+    Why.NO_ANSWER: "no answer from {workers}",
+    Why.RETURNED: "{worker} returned",
+    Why.RETURNED_MEANWHILE: "{worker} returned during a planned change",
+    Why.RECONNECTED: "reconnected",
+    Why.ALL_RETURNED: "all {members:+member} of generation {generation} returned",
+    Why.ALL_EXITED: "{workers:+worker} ended with exit code 0",
+    Why.ALL_LOST: "all {members:+member} of generation {generation} are lost,"
+    f" and nobody is left to go on from: {{cause}}. {GONE}{{wrote:wrote}}",
+    Why.NO_COMMIT: "no survivor holds a commit: {cause}",
+    Why.SLOTS_SPENT: "every slot was given up after {attempts:+attempt}; {needed:+worker} needed{wrote:wrote}",
+    Why.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s:"
+    " start more hosts, or lower --min-np, or raise --elastic-timeout",
+    Why.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
+    Why.RESET_LIMIT: "{cause}; --reset-limit {limit} is reached",
+    Why.STUCK_AGAIN: "in {worlds} worlds a worker was stuck, with no new commit between: {cause}",
+    Why.IN_CIRCLES: "{worlds} worlds in a row broke with nobody lost and no new commit: {cause}",
+    Why.LOST_PEER: "{who} lost a peer: {text}",
+    Why.LOST_PEER_OUTSIDE: f"{{who}} lost a peer outside elastic.run and can't recover ({{text}}). {ADVICE}",
+    Why.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
+    Why.ENDED: _ended,
+    Why.SCRIPT_FAILS: "every worker ended before training began, the last with {exit}{killed_for:because}{wrote:wrote}",
+    Why.SCRIPT_RAISED: "{who} raised {summary}:\n{trace}",
+    Why.SAME_EXCEPTION: "{first} and {worker} raised the same exception at commit {commit}:\n{trace}",
+    Why.NOT_ENTERED: "{who} has not called init() again for {for_s:g} s, while others wait for it",
+    Why.LOST_FOR_GOOD: "{who} is lost: {cause}",
+    Why.UNEVEN: "{where} for {for_s:g} s; all ranks must make the same calls;"
+    " where their data are uneven, end with hvd.join()",
+    Why.RETURNED_ALONE: "{who} returned from elastic.run {for_s:g} s ago or more, while {where}:"
+    " the script is wrong, all members must make the same calls",
+    Why.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, of which the journal that this driver goes on from"
+    " knows nothing: it is incomplete",
+    Why.DRIVER_BUG: "a bug in the driver, please report it with the journal: {error}",
+}

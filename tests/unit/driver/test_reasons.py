@@ -1,0 +1,133 @@
+"""Every kind of reason has its words, and what an older version wrote in words alone has its kind."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elastic.driver import old_reasons
+from elastic.driver.events import BreakWorld, KillWorker, Report
+from elastic.driver.reasons import (
+    SENTENCES,
+    Fact,
+    Reason,
+    Why,
+    because,
+    brief,
+    in_one_line,
+    in_words,
+)
+from elastic.protocol.messages import Worker
+
+WORKER = Worker("h", 1)
+FROZEN = because(Why.FROZEN, how="stopped by a signal")
+
+
+def test_every_kind_has_a_sentence():
+    assert SENTENCES.keys() == set(Why)
+
+
+def test_reasons_in_reasons_survive_json():
+    lost = because(Why.LOST_KILLED, worker="h:1#1", killed_for=FROZEN)
+    several = because(Why.SEVERAL, causes=[lost, in_words("more")], more=2)
+    assert msgspec.json.decode(msgspec.json.encode(several), type=Reason) == several
+    assert str(several) == "lost h:1#1 (killed: it is frozen); more; and 2 more"
+
+
+def test_facts_that_do_not_fit_are_shown():
+    odd: list[dict[str, Fact]] = [{}, {"within_s": "soon"}, {"within_s": None}]
+    for facts in odd:
+        assert str(Reason(Why.NO_INIT, facts)) == f"no init: {facts}"
+
+
+def test_what_a_worker_wrote_is_one_line_of_a_summary():
+    facts = {"who": "rank 1", "exit": "exit code 3", "killed_for": None}
+    assert in_one_line(because(Why.ENDED, **facts)) == ""
+    wrote = because(Why.ENDED, **facts, wrote="Traceback\n  KeyError: 'x'")
+    assert in_one_line(wrote) == "rank 1 ended with exit code 3: KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "kind"),
+    [
+        ("it is frozen (stopped by a signal)", Why.FROZEN),
+        ("it is stuck: busy for 600 s (CPU 98%, 0 KiB/s) while the others waited in 'x'", Why.BUSY),
+        ("its connection was lost", Why.CONNECTION_LOST),
+        ("its connection was lost, they say", Why.UNKNOWN),
+        ("no survivor holds a commit: lost h:1#1 (exit code 3)", Why.NO_COMMIT),
+    ],
+)
+def test_an_old_sentence_has_its_kind_and_stays(sentence, kind):
+    found = old_reasons.read(sentence)
+    assert found.kind is kind and str(found) == sentence
+
+
+def test_an_old_sentence_is_as_brief_as_it_was():
+    assert (
+        brief(old_reasons.read("it is cut off: its host acknowledges nothing")) == "it is cut off"
+    )
+    lost = because(Why.LOST_ALIVE, worker="h:1#1", killed_for=old_reasons.read(str(FROZEN)))
+    assert str(lost) == "lost h:1#1, which can't be killed (it had to be: it is frozen)"
+
+
+def test_the_numbers_in_an_old_end_are_facts():
+    found = old_reasons.read("all 1 member of generation 12 returned")
+    assert found.kind is Why.ALL_RETURNED
+    assert (found.facts["members"], found.facts["generation"]) == (1, 12)
+
+
+def test_old_actions_are_renewed_and_new_ones_left_alone():
+    old = b'{"type":"KillWorker","worker":["h",1,1],"reason":"it is frozen (stopped)"}'
+    kill = msgspec.json.decode(old_reasons.renewed(old), type=KillWorker)
+    assert kill.reason.kind is Why.FROZEN and old_reasons.as_then(kill) == msgspec.json.decode(old)
+    said = Report("info", 'a line with "reason":"in it"')
+    for action in (KillWorker(WORKER, FROZEN), BreakWorld(2, [], in_words('"reason":"x"')), said):
+        text = msgspec.json.encode(action)
+        assert old_reasons.renewed(text) == text
+
+
+def test_an_old_line_about_one_that_can_not_be_killed_says_which():
+    text = "h:1#1 can't be killed within 1 s: going on without it"
+    old = msgspec.json.encode({"type": "Report", "level": "error", "text": text})
+    about = msgspec.json.decode(old_reasons.renewed(old), type=Report).about
+    assert about is not None and about.kind is Why.CANT_BE_KILLED
+    assert about.facts["worker"] == str(WORKER)
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        (
+            because(Why.BUSY, for_s=600.2, rates="CPU 98%, 0 KiB/s", where="in 'x'"),
+            "it is stuck: busy for 600 s (CPU 98%, 0 KiB/s) while the others waited in 'x'",
+        ),
+        (
+            because(Why.GPU_FAILED, for_s=10.0, number=7, group="gradients"),
+            "its GPU failed: CUDA answers with an error, for 10 s, while all wait in collective 7 of 'gradients'",
+        ),
+        (
+            because(Why.GPU_BEHIND, for_s=10.0, number=7, group="gradients"),
+            "its GPU hangs: it is not at the end of collective 7 of 'gradients' 10 s after the others, for the second"
+            " time",
+        ),
+        (
+            because(Why.GPUS_HANG, for_s=10.0, number=7, group="gradients", before=2),
+            "all ranks have launched collective 7 of 'gradients', and most GPUs have not come to it for 10 s, as 2"
+            " before it since the last new commit; nothing singles out a worker, so nobody is fenced and all form a"
+            " new communicator",
+        ),
+        (because(Why.REJECTED), "it was rejected"),
+        (because(Why.STRANDED), "it lost a peer outside elastic.run"),
+        (
+            because(Why.RETURNED_BEFORE),
+            "it has returned from elastic.run, which a job enters once",
+        ),
+        (because(Why.JOB_OVER), "the job is over"),
+        (
+            because(Why.DRIVER_BUG, error="KeyError('x')"),
+            "a bug in the driver, please report it with the journal: KeyError('x')",
+        ),
+    ],
+)
+def test_sentences_that_no_kept_journal_has(reason, sentence):
+    assert str(reason) == sentence
