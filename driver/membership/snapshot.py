@@ -346,7 +346,7 @@ def _read_sentences(membership: Membership) -> None:
             reason = old_reasons.read(action.reason)
             state[name] = msgspec.structs.replace(action, reason=reason)
     gathering, world = state["_gathering"], state["_world"]
-    gathering.reason = old_reasons.read_several(gathering.reason, gathering._more)
+    gathering.reason = old_reasons.read_several(gathering.reason, vars(gathering)["_more"])
     gathering.said = old_reasons.read_ready(gathering.said)
     world.reason = old_reasons.read(world.reason) if world.reason else because(Why.FIRST_START)
     wish = state["_change_reason"]
