@@ -111,7 +111,7 @@ class Why(enum.Enum):
     DRIVER_BUG = "driver bug"
 
 
-Fact = Union[str, int, float, None, "Reason", list["Reason"]]
+Fact = Union[str, bool, int, float, None, "Reason", list["Reason"]]
 
 
 class Reason(msgspec.Struct, frozen=True, omit_defaults=True):

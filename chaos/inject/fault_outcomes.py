@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,8 +23,17 @@ from elastic.driver.journal.journal import Entry
 from elastic.protocol.messages import Worker
 
 EARLY_S = 0.02  # the driver may have seen it before we had noted the time
-COLLECTIVE = "its broken collective"
 AFTERMATH_S = 10.0  # an exit later than this after the end of a fault is not its doing
+
+
+class Sign(enum.Enum):
+    """By what the driver noticed that something is wrong with a worker, as a report names it."""
+
+    EXIT = "its exit"
+    FROZEN = "frozen"
+    SILENCE = "its silence"
+    COLLECTIVE = "its broken collective"
+    WISH = "its wish"
 
 
 @dataclass
@@ -50,7 +60,7 @@ class _Happened:
 
     exits: dict[Worker, tuple[float, int]] = field(default_factory=dict)
     kills: dict[Worker, tuple[float, str]] = field(default_factory=dict)
-    noticed: dict[Worker, list[tuple[float, str]]] = field(default_factory=dict)
+    noticed: dict[Worker, list[tuple[float, Sign]]] = field(default_factory=dict)
     broken: list[tuple[float, int]] = field(default_factory=list)
     worlds: list[tuple[float, int, frozenset[Worker]]] = field(default_factory=list)
     at_work: list[tuple[float, ReportRecovery]] = field(default_factory=list)
@@ -73,22 +83,22 @@ def outcomes(
 def _happened(entries: Sequence[Entry]) -> _Happened:
     happened = _Happened()
 
-    def note(worker: Worker, at: float, what: str) -> None:
+    def note(worker: Worker, at: float, what: Sign) -> None:
         happened.noticed.setdefault(worker, []).append((at, what))
 
     for entry in entries:
         match entry.event:
             case WorkerExited(worker=worker, code=code):
                 happened.exits[worker] = (entry.at, code)
-                note(worker, entry.at, "its exit")
+                note(worker, entry.at, Sign.EXIT)
             case WorkerFrozen(worker=worker):
-                note(worker, entry.at, "frozen")
+                note(worker, entry.at, Sign.FROZEN)
             case WorkerDisconnected(worker=worker):
-                note(worker, entry.at, "its silence")
+                note(worker, entry.at, Sign.SILENCE)
             case WorkerFailed(worker=worker):
-                note(worker, entry.at, COLLECTIVE)
+                note(worker, entry.at, Sign.COLLECTIVE)
             case WorkerLeaving(worker=worker):
-                note(worker, entry.at, "its wish")
+                note(worker, entry.at, Sign.WISH)
         for action in entry.actions:
             match action:
                 case KillWorker(worker, reason):
@@ -121,7 +131,8 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     noticed = [
         (at, what)
         for at, what in happened.noticed.get(each.worker, [])
-        if since <= at <= until and (what != COLLECTIVE or each.kind in ("cut", "partition"))
+        if since <= at <= until
+        and (what is not Sign.COLLECTIVE or each.kind in ("cut", "partition"))
     ]
     if noticed:
         outcome.noticed_ms = _ms(noticed[0][0] - each.at)
@@ -137,10 +148,10 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
         outcome.outcome = "the job ended meanwhile"
     elif each.kind in ("kill", "leave"):
         outcome.outcome = "it did not go"
-    elif any(what == "frozen" for _, what in noticed):
+    elif any(what is Sign.FROZEN for _, what in noticed):
         outcome.outcome = "was seen as frozen, nobody waited for it, and it went on afterwards"
     elif noticed:
-        outcome.outcome = f"noticed by {noticed[0][1]}; it went on afterwards"
+        outcome.outcome = f"noticed by {noticed[0][1].value}; it went on afterwards"
     elif each.kind == "slow":
         outcome.outcome = "training went on, slower"
     else:

@@ -182,10 +182,12 @@ def digest_of(actions: Sequence[Action]) -> int:
     return zlib.crc32(_encoder.encode(actions)) if actions else 0
 
 
-def digests_of(actions: Sequence[Action]) -> set[int]:
-    """The digests of any version that has decided the same."""
+def is_digest(digest: int, actions: Sequence[Action]) -> bool:
+    """Whether it is that of these actions, as this version or an older one has written it."""
+    if digest == digest_of(actions):
+        return True
     then = [old_reasons.as_then(action) for action in actions]
-    return {digest_of(actions), zlib.crc32(_encoder.encode(then)) if then else 0}
+    return digest == zlib.crc32(_encoder.encode(then))
 
 
 # ---- told ----------------------------------------------------------------------------------------------------------

@@ -109,6 +109,10 @@ def show(hosts: dict[str, int]) -> str:
     return (",".join(entries[:8]) or "none") + more
 
 
+class _Unresolved(Exception):
+    """Nobody knows where a name leads, for now."""
+
+
 class ThisHost:
     """Tells which names mean this machine: loopback in every spelling, its addresses, its name, what resolves to them.
 
@@ -134,13 +138,14 @@ class ThisHost:
     def elsewhere(self, host: str) -> str | None:
         """None if ``host`` is this machine, else a clause that says why it is not. Blocks up to ``resolve_s``."""
         if host not in self._known:
-            reason = self._judge(host)
-            if reason is not None and reason.startswith("it could not be resolved"):
-                return reason  # A name server may come back: ask again next time.
-            self._known[host] = reason
+            try:
+                self._known[host] = self._judge(host)
+            except _Unresolved as error:
+                return str(error)  # A name server may come back: ask again next time.
         return self._known[host]
 
     def _judge(self, host: str) -> str | None:
+        """Raises _Unresolved."""
         if host.lower().rstrip(".") in self._names:
             return None
         address = literal_address(host)
@@ -159,9 +164,9 @@ class ThisHost:
         thread.start()
         thread.join(self._resolve_s)
         if not answer:
-            return f"it could not be resolved within {self._resolve_s:g} s"
+            raise _Unresolved(f"it could not be resolved within {self._resolve_s:g} s")
         if isinstance(answer[0], str):
-            return f"it could not be resolved: {answer[0]}"
+            raise _Unresolved(f"it could not be resolved: {answer[0]}")
         here = any(self._is_here(address) for address in answer[0])
         return None if here else f"it is another machine ({', '.join(answer[0][:3])})"
 

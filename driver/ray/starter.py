@@ -240,11 +240,10 @@ class RayStarter:
                 if type(error).__name__ == "ActorUnavailableError":  # it may come back
                     await asyncio.sleep(UNAVAILABLE_S)
                     continue
-                lines, ended = [], f"warning: {why_gone(held.host, str(error))}"
+                lines, ended = [], ("warning", why_gone(held.host, str(error)))
             for level, text in lines:
                 self._log(level, f"the agent on {held.host}: {text}")
-        level, _, text = ended.partition(": ")
-        self._log(level, text)
+        self._log(*ended)
         if self._held.get(held.host) is held:
             del self._held[held.host]
 

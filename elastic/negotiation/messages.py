@@ -137,7 +137,10 @@ def mismatch(requests: Mapping[int, Request]) -> str:
     aspects = (
         ("the number of tensors", lambda r: [f"{len(r.tensors)}"]),
         ("the dtype", lambda r: [dtype for dtype, _ in r.tensors]),
-        ("the shape", functools.partial(_shapes, ragged=ragged)),
+        (
+            "the shape beyond the first dimension" if ragged else "the shape",
+            functools.partial(_shapes, ragged=ragged),
+        ),
         ("the reduction", lambda r: [_OPS[r.op]]),
         ("the root rank", lambda r: [f"{r.root}"]),
         ("prescale_factor", lambda r: [repr(r.scales[0])]),
@@ -149,13 +152,12 @@ def mismatch(requests: Mapping[int, Request]) -> str:
         for rank, request in requests.items():
             values.setdefault(tuple(of(request)), []).append(rank)
         if len(values) > 1:
-            beyond = " beyond the first dimension" if ragged and what == "the shape" else ""
             shown = _where_they_differ([*values])
             who = ", ".join(
                 f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
                 for value, ranks in zip(shown, values.values(), strict=True)
             )
-            return f"{first.name}: mismatched tensors, the ranks differ in {what}{beyond}: {who}"
+            return f"{first.name}: mismatched tensors, the ranks differ in {what}: {who}"
     return ""
 
 

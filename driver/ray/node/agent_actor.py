@@ -130,7 +130,7 @@ class AgentActor:
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
         self._number = 0  # of lines so far
         self._left = SAID_LINES
-        self._ended: str | None = None  # why
+        self._ended: Line | None = None  # why
         self._fetched = False  # and it has been told
         self._news: asyncio.Event | None = None  # another for each piece
         self._clearing: asyncio.Task[None] | None = None
@@ -168,7 +168,7 @@ class AgentActor:
             self._unused.cancel()
         return why
 
-    async def news(self, after: int) -> tuple[int, list[Line], str | None]:
+    async def news(self, after: int) -> tuple[int, list[Line], Line | None]:
         """Waits for lines of the agent's log beyond that number, or its end; the number, the lines, why it ended."""
         while self._number <= after and self._ended is None:
             assert self._news is not None, "start() comes first"
@@ -306,7 +306,7 @@ class AgentActor:
         self._engine.leave()
 
     async def _say_last(self, level: str, why: str) -> None:
-        self._ended = f"{level}: {why}"
+        self._ended = (level, why)
         self._wake()
         deadline = asyncio.get_running_loop().time() + FETCHED_S
         while not self._fetched and asyncio.get_running_loop().time() < deadline:

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from elastic.chaos.invariants.invariants import check_journal
-from elastic.driver.journal.entries import BEGINNING, SNAPSHOT, decoded_header
+from elastic.driver.journal.entries import (
+    BEGINNING,
+    SNAPSHOT,
+    Entry,
+    decoded,
+    decoded_header,
+    digest_of,
+    encoded,
+)
 from elastic.driver.journal.journal import read, replay
 from elastic.driver.journal.resume import past_of
 
@@ -51,3 +59,24 @@ def test_another_driver_goes_on_from_it(path):
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_the_invariants_hold_in_it(path):
     assert check_journal(path, ended=False).worlds > 0
+
+
+@pytest.mark.parametrize("name", ["conversations", "digests", "snapshots"])
+def test_one_journal_may_have_lines_of_both(name, tmp_path):
+    """A newer driver has gone on with the job in the middle, and yet another goes on after it."""
+    [path] = FOLDER.glob(f"{name}.*")
+    for text in journals_in(path)[::3]:
+        header, *lines = text.split(b"\n")[:-1]
+        half = (len(lines) + 1) // 2
+        past = past_of(decoded_header(header), lines[:half])
+        later = [line for line in map(decoded, lines[half:]) if isinstance(line, Entry)]
+        for entry in later:
+            entry.actions = past.membership.handle(entry.event, entry.at)
+            entry.digest = digest_of(entry.actions) if name == "digests" else None
+            if name == "digests":
+                entry.actions = []
+        whole = [*lines[:half], *(encoded(entry).rstrip(b"\n") for entry in later)]
+        assert past_of(decoded_header(header), whole).replayed == past.replayed + len(later)
+        journal = tmp_path / "journal.jsonl"
+        journal.write_bytes(b"\n".join([header, *whole, b""]))
+        assert len(replay(journal)) == past.replayed + len(later)
