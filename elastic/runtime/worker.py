@@ -59,7 +59,6 @@ from elastic.runtime.recovery_phases import Phases
 HOLD_S = 60.0  # at a check, for the driver's word; it withdraws a change itself long before
 WAIT_SAID_S = 30.0  # how often a long wait says what it waits for
 ASLEEP_S = 3.0  # the link thread, which wakes once a second: the process did not run
-ABORTED = "aborted"  # what a collective says that was cut
 DRAIN_S = 1.0  # for aborted collectives to end; they take milliseconds
 
 
@@ -588,7 +587,7 @@ class Runtime:
     def _why(self, error: CollectiveFailed) -> str:
         """What was cut says only that: why it was is known here."""
         reason = self._recovery.reason
-        return reason if ABORTED in str(error) and reason else str(error)
+        return reason if error.aborted and reason else str(error)
 
     @contextlib.contextmanager
     def _inside(self, generation: int, name: str) -> Iterator[None]:
