@@ -85,8 +85,19 @@ class DriverLost(ElasticError):
 class CollectiveFailed(HorovodInternalError):
     """A collective of one group broke or was aborted. The runtime turns it into ``PeerLost`` where a job can recover.
 
-    In a world of a fixed size it reaches the script: nobody replaces the lost worker there.
+    In a world of a fixed size it reaches the script: nobody replaces the lost worker there. ``aborted``: the group was
+    aborted, here or by another rank, so that the error does not know why. ``ended``: the rank whose process has ended,
+    where that is seen.
     """
+
+    def __init__(self, *args: object, aborted: bool = False, ended: int | None = None) -> None:
+        super().__init__(*args)
+        self.aborted = aborted
+        self.ended = ended
+
+    def again(self) -> CollectiveFailed:
+        """The same once more: each one that waits raises its own."""
+        return CollectiveFailed(*self.args, aborted=self.aborted, ended=self.ended)
 
 
 class TensorMismatch(ElasticError, HorovodInternalError):

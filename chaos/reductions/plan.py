@@ -103,12 +103,13 @@ def _call(pick: random.Random, size: int, element_bytes: dict[str, int]) -> Call
 @dataclass(frozen=True)
 class Told:
     """By one rank that lives, of one round. ``late_s``: to the error, from the kill or the abort, or from its own call
-    where that came later.
+    where that came later. ``ended``: the rank that the error says has died.
     """
 
     right: int = 0
     wrong: tuple[str, ...] = ()  # which calls, and what was wrong
     error: str = ""
+    ended: int | None = None
     late_s: float = 0.0
     undrained: bool = False  # it was told at first that another rank may still write
     written: bool = False  # into its tensor, after it was told that nobody does
@@ -149,10 +150,7 @@ class ReductionTally:
                 self.found(f"round {number}: {done.fault.value}, and no error")
                 continue
             self.errors_s[done.fault].append(each.late_s)
-            if (
-                done.fault is ReductionFault.KILL
-                and f"process of rank {done.victim} of" not in each.error
-            ):
+            if done.fault is ReductionFault.KILL and each.ended != done.victim:
                 self.found(f"round {number}: rank {done.victim} was killed, and: {each.error}")
             if each.late_s > LATE_S:
                 self.late += 1

@@ -163,7 +163,7 @@ class _Attempt:
     def run(self, group: Collectives) -> Told:
         right = 0
         wrong: list[str] = []
-        error = ""
+        error, ended = "", None
         tensors: list[torch.Tensor] = []
         try:
             while not error:
@@ -189,7 +189,7 @@ class _Attempt:
                     return Told(right, tuple(wrong))
         except CollectiveFailed as failed:
             self.failed_at = time.monotonic()
-            error = str(failed)
+            error, ended = str(failed), failed.ended
         group.abort()
         undrained = not group.drain(0.0)
         written = not group.drain(TIMEOUT_S)  # the frozen one is killed meanwhile
@@ -197,7 +197,7 @@ class _Attempt:
             tensor.fill_(_MARK)
         time.sleep(0.001)
         written |= any(bool((tensor != _MARK).any()) for tensor in tensors)
-        return Told(right, tuple(wrong), error, undrained=undrained, written=written)
+        return Told(right, tuple(wrong), error, ended, undrained=undrained, written=written)
 
     def _start(
         self, group: Collectives, call: Call, put_in: torch.Tensor

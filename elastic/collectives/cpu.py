@@ -171,6 +171,7 @@ class CpuGroup:
                 offer.map(rows, ranks, self._rank),
                 self._collective_timeout_s,
                 oversubscribed=topology.cores(rows, ranks) < len(ranks),
+                ranks=ranks,
             )
         except (Unreachable, CollectiveFailed) as error:
             return None, f"rank {self._rank}: {error}"
@@ -182,7 +183,7 @@ class CpuGroup:
 
     def _swap(self, store: Store, key: str, blob: bytes, timeout_s: float) -> list[bytes]:
         if self._aborted:
-            raise CollectiveFailed("aborted")
+            raise CollectiveFailed("aborted", aborted=True)
         return store.exchange(key, self._rank, self._size, blob, timeout_s, self._swapping)
 
     def _say(self, plan: Plan) -> None:

@@ -45,10 +45,12 @@ class _Shared:
         self.changed = threading.Condition()
         self.rounds: dict[int, _Round] = {}
         self.broken: str | None = None
+        self.aborted = False  # that is why
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, aborted: bool = False) -> None:
         with self.changed:
-            self.broken = self.broken or reason
+            if self.broken is None:
+                self.broken, self.aborted = reason, aborted
             self.changed.notify_all()
 
 
@@ -83,7 +85,7 @@ class FakeCollectives:
         return self._join("barrier")
 
     def abort(self) -> None:
-        self._shared.fail("aborted")
+        self._shared.fail("aborted", aborted=True)
 
     def drain(self, timeout_s: float) -> bool:
         return True
@@ -98,7 +100,7 @@ class FakeCollectives:
         shared = self._shared
         with shared.changed:
             if shared.broken is not None:
-                raise CollectiveFailed(shared.broken)
+                raise CollectiveFailed(shared.broken, aborted=shared.aborted)
             number, self._calls = self._calls, self._calls + 1
             joined = shared.rounds.setdefault(number, _Round(kind))
             if joined.kind != kind:
@@ -132,7 +134,7 @@ class _FakeWork:
             if not self._shared.changed.wait_for(self.done, self._shared.timeout_s):
                 self._shared.fail(f"{self._joined.kind} timed out")
         if not self._joined.complete:
-            raise CollectiveFailed(str(self._shared.broken))
+            raise CollectiveFailed(str(self._shared.broken), aborted=self._shared.aborted)
 
 
 def _compute(joined: _Round) -> None:

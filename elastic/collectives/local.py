@@ -59,7 +59,7 @@ class LocalCollectives:
 
     def _done(self) -> Work:
         if self._aborted:
-            raise CollectiveFailed("aborted")
+            raise CollectiveFailed("aborted", aborted=True)
         return _DONE
 
 

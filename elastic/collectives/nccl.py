@@ -78,6 +78,7 @@ class NcclCollectives:
         self._device = own_gpu.device()
         self._backend: Any = None
         self._failed: str | None = None
+        self._aborted = False  # that is why
         self._invalid: Invalid | None = None  # what the script has to change
         self._lock = threading.Lock()
         self._building: threading.Thread | None = None
@@ -229,7 +230,7 @@ class NcclCollectives:
                 work = NcclWork(self, getattr(backend, name)(*arguments), then)
         except RuntimeError as error:
             self._fail(str(error))
-            raise CollectiveFailed(str(error)) from None
+            raise CollectiveFailed(str(error), aborted=self._aborted) from None
         work.is_launched(self._launched + 1, arrived)
         while self._under_way and self._under_way[0].done():
             self._spare += self._under_way.popleft().event_back()
@@ -262,7 +263,7 @@ class NcclCollectives:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        self._fail("aborted")
+        self._fail("aborted", aborted=True)
 
     def drain(self, timeout_s: float) -> bool:
         """After `abort`: whether no collective's kernel runs any more, and nobody is about to start one."""
@@ -316,8 +317,9 @@ class NcclCollectives:
         # CUDA does not survive a fork, so the child can't use the group; its sockets are opened close-on-exec.
         self._failed = "this is a forked child, and groups stay with the parent"
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, aborted: bool = False) -> None:
         if self._failed is None:
+            self._aborted = aborted
             self._failed = reason
         with self._lock:
             if self._backend is not None and self._stopping is None:
@@ -354,7 +356,7 @@ class NcclCollectives:
 
     def _raise_if_failed(self) -> None:
         if self._failed is not None:
-            raise CollectiveFailed(self._failed)
+            raise CollectiveFailed(self._failed, aborted=self._aborted)
 
     def _heed_error(self) -> None:
         """Fails where NCCL has noticed an error. Torch's `Work.wait` would free the communicator at once for it."""
@@ -438,7 +440,7 @@ class NcclWork:
         except RuntimeError as error:
             self._group._communicator = 0  # torch has freed it
             self._group._fail(str(error))
-            raise CollectiveFailed(str(error)) from None
+            raise CollectiveFailed(str(error), aborted=self._group._aborted) from None
         then, self._then = self._then, None
         if then is not None:
             then()

@@ -100,7 +100,7 @@ class Engine:
         self._changed = threading.Condition()
         self._resting = False
         self._line: Peer | OwnLine | None = None
-        self._failure = ""
+        self._failure: CollectiveFailed | None = None
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
         self._left = False
@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        return bool(self._failure)
+        return self._failure is not None
 
     # ---- submitting ------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Engine:
         members = pending.members
         with self._lock:
             if self._failure:
-                raise CollectiveFailed(self._failure)
+                raise self._failure.again()
             if not pending.name:
                 number = self._unnamed.get((members, pending.kind), 0)
                 self._unnamed[members, pending.kind] = number + 1
@@ -152,8 +152,7 @@ class Engine:
             start_standing(group, pending)
         except Exception as error:
             # The others start it too, and would wait for this rank.
-            self.fail(f"{pending.name}: {error}")
-            raise CollectiveFailed(self._failure) from error
+            raise self.fail(f"{pending.name}: {error}") from error
         if offers.hurried:
             self.report(pending)
 
@@ -238,13 +237,13 @@ class Engine:
     def _drive(self, done: Callable[[], bool]) -> None:
         while not done():
             if self._failure:
-                raise CollectiveFailed(self._failure)
+                raise self._failure.again()
             if self._driving.acquire(blocking=False):
                 try:
                     while not done():
                         self._turn()
                 except CollectiveFailed as error:
-                    self.fail(str(error))
+                    self._fail(error)
                     raise
                 except BaseException as error:  # Ctrl-C, or what a signal handler raised
                     if self._midway:
@@ -443,15 +442,21 @@ class Engine:
         if not self._resting:
             self._broken(reason)
 
-    def fail(self, reason: str) -> None:
-        """Whoever waits, now or later, raises CollectiveFailed. Not from the link thread."""
-        self._failure = self._failure or reason
+    def fail(self, reason: str) -> CollectiveFailed:
+        """Whoever waits, now or later, raises CollectiveFailed, as the caller may: the first failure counts. Not from
+        the link thread.
+        """
+        return self._fail(CollectiveFailed(reason))
+
+    def _fail(self, failure: CollectiveFailed) -> CollectiveFailed:
+        self._failure = self._failure or failure.again()
         self._wake.put(None)
         self._tell()
+        return self._failure.again()
 
     def abort(self) -> None:
         """As `fail`, from any thread, never blocks: who drives is woken, and wakes the others."""
-        self._failure = self._failure or "aborted"
+        self._failure = self._failure or CollectiveFailed("aborted", aborted=True)
         self._wake.put(None)
         if self._line is not None:
             self._line.abort()

@@ -103,7 +103,7 @@ class OwnLine:
             self._hub.own.put(None)  # for whoever asks next
             decisions += [each for each in rest if isinstance(each, Decision)]
             if not decisions:
-                raise CollectiveFailed("aborted")
+                raise CollectiveFailed("aborted", aborted=True)
         return decisions
 
     def _waiting(self) -> list[Decision | str | None]:

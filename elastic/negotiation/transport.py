@@ -120,7 +120,7 @@ class Peer:
         try:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError as error:
-            raise CollectiveFailed(self._why(error)) from error
+            raise self._failure(error) from error
 
     def receive(self) -> list[Decision]:
         """Blocks until there is one, or a nudge: then the list is empty.
@@ -136,7 +136,7 @@ class Peer:
                 # Counted, not timed: where all were stopped together, and go on, nobody was silent.
                 self._in_vain += 1
                 if self._in_vain >= _LISTENS:
-                    raise CollectiveFailed(self._why(f"no word for {self._silence_s:g} s"))
+                    raise self._failure(f"no word for {self._silence_s:g} s")
                 continue
             if all(fd == self._woken.fileno() for fd, _ in ready) and not self._aborted:
                 self._woken.recv(_READ_BYTES)
@@ -144,9 +144,9 @@ class Peer:
             try:
                 part = self._socket.recv(_READ_BYTES)
             except OSError as error:
-                raise CollectiveFailed(self._why(error)) from error
+                raise self._failure(error) from error
             if not part:
-                raise CollectiveFailed(self._why("the connection was closed"))
+                raise self._failure("the connection was closed")
             self._buffer += part
             self._in_vain = 0
 
@@ -155,8 +155,10 @@ class Peer:
         with contextlib.suppress(OSError):  # full: it will wake all the same
             self._waker.send(b"!")
 
-    def _why(self, error: object) -> str:
-        return "aborted" if self._aborted else f"rank 0, where collectives are negotiated: {error}"
+    def _failure(self, error: object) -> CollectiveFailed:
+        if self._aborted:
+            return CollectiveFailed("aborted", aborted=True)
+        return CollectiveFailed(f"rank 0, where collectives are negotiated: {error}")
 
     def abort(self) -> None:
         self._aborted = True

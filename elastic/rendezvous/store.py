@@ -146,7 +146,9 @@ class Store:
             return reply.blobs
         except (OSError, msgspec.MsgspecError) as error:
             if call.aborted:
-                raise CollectiveFailed(f"aborted while waiting for {awaited}") from None
+                raise CollectiveFailed(
+                    f"aborted while waiting for {awaited}", aborted=True
+                ) from None
             raise CollectiveFailed(
                 f"gave up waiting for {awaited} at the store"
                 f" {self.address}: {error or type(error).__name__}"

@@ -32,7 +32,6 @@ from elastic.runtime.recovery_phases import Phases
 
 WAIT_SAID_S = 30.0  # how often a long wait says what it waits for
 ASLEEP_S = 3.0  # the link thread, which wakes once a second: the process did not run
-ABORTED = "aborted"  # what a collective says that was cut
 ENDED = (Phase.BROKEN, Phase.OVER)
 
 
@@ -178,7 +177,7 @@ class Session:
     def why(self, error: CollectiveFailed) -> str:
         """What was cut says only that: why it was is known here."""
         reason = self.recovery.reason
-        return reason if ABORTED in str(error) and reason else str(error)
+        return reason if error.aborted and reason else str(error)
 
     def told(self, generation: int) -> None:
         """User code is about to be told that this generation is over; who is stranded by that says so, once."""

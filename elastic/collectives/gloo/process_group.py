@@ -88,6 +88,7 @@ class GlooCollectives:
         self._peers: frozenset[Endpoint] = frozenset()
         self._sockets: frozenset[int] | None = None  # inodes, once connected
         self._failed: str | None = None
+        self._aborted = False  # that is why
         self._built = threading.Event()  # or given up
         self._swapping = Call()
         self._word = b""
@@ -243,7 +244,7 @@ class GlooCollectives:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        self._fail("aborted")
+        self._fail("aborted", aborted=True)
 
     def drain(self, timeout_s: float) -> bool:
         """See `Collectives.drain`."""
@@ -285,9 +286,10 @@ class GlooCollectives:
         self._failed = "this is a forked child, and groups stay with the parent"
         sockets.release_in_child(self._own, self._peers, self._sockets)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, aborted: bool = False) -> None:
         # Whoever notices first cuts its own sockets too: else the peers that wait for this rank wait out the timeout.
         if self._failed is None:
+            self._aborted = aborted
             self._failed = reason
         sockets.cut(self._own, self._peers, self._sockets)
         self._swapping.abort()
@@ -319,13 +321,14 @@ class GlooCollectives:
     def _connections(self) -> int:
         return sockets.count(self._own, self._peers, self._sockets)
 
-    def failure(self, error: str) -> str:
+    def failure(self, error: str) -> CollectiveFailed:
         """Why a collective failed: the first cause that this rank saw, then what Gloo says."""
-        return error if self._failed in (None, error) else f"{self._failed}: {error}"
+        said = error if self._failed in (None, error) else f"{self._failed}: {error}"
+        return CollectiveFailed(said, aborted=self._aborted)
 
     def _raise_if_failed(self) -> None:
         if self._failed is not None:
-            raise CollectiveFailed(self._failed)
+            raise CollectiveFailed(self._failed, aborted=self._aborted)
 
 
 class _Left:
@@ -396,7 +399,7 @@ class GlooWork:
             self._work.wait()
         except RuntimeError as error:
             self._group._fail(_short(error))
-            raise CollectiveFailed(self._group.failure(_short(error))) from None
+            raise self._group.failure(_short(error)) from None
 
 
 class _Addresses(c10d.Store):

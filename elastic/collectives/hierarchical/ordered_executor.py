@@ -29,13 +29,13 @@ class InOrder:
             collections.deque()
         )  # its first is being carried out
         self._running = False
-        self.reason = ""  # why nothing is carried out any more
+        self.failure: CollectiveFailed | None = None  # why nothing is carried out any more
         self.forgotten = False
 
     def submit(self, run: Callable[[], None]) -> Ordered:
         """Carried out after what was submitted before. Raises CollectiveFailed after `stop`."""
-        if self.reason:
-            raise CollectiveFailed(self.reason)
+        if self.failure is not None:
+            raise self.failure.again()
         work = Ordered(self, run)
         with self._changed:
             self._queue.append(work)
@@ -46,9 +46,9 @@ class InOrder:
                 threads.begin(self._name, self._work)
         return work
 
-    def stop(self, reason: str) -> None:
-        """What has not ended fails for this reason; the first one counts. Any thread, takes no lock."""
-        self.reason = self.reason or reason
+    def stop(self, failure: CollectiveFailed) -> None:
+        """What has not ended fails with it; the first one counts. Any thread, takes no lock."""
+        self.failure = self.failure or failure.again()
         self._wake()
 
     def drain(self, timeout_s: float) -> bool:
@@ -61,7 +61,7 @@ class InOrder:
 
     def close_in_forked_child(self, reason: str) -> None:
         """In a forked child: the thread stayed with the parent, and the lock may be taken for ever."""
-        self.reason = reason
+        self.failure = CollectiveFailed(reason)
         self.forgotten = True
 
     def _work(self) -> None:
@@ -76,7 +76,7 @@ class InOrder:
     def _next(self) -> Ordered | None:
         """None: the thread ends."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._queue or self.reason), _LINGER_S)
+            self._changed.wait_for(lambda: bool(self._queue or self.failure), _LINGER_S)
             if self._queue:
                 return self._queue[0]
             self._running = False
@@ -85,17 +85,18 @@ class InOrder:
 
     def _carry_out(self, work: Ordered) -> None:
         try:
-            if self.reason:
-                raise CollectiveFailed(self.reason)
+            if self.failure is not None:
+                raise self.failure.again()
             work.run()
         except threads.Ending:
             raise
         except (
             BaseException
         ) as error:  # whatever it is, it must reach who waits, here and on the other ranks
-            known = isinstance(error, CollectiveFailed)
-            self.stop(str(error) if known else f"{type(error).__name__}: {error}")
-            work.error = self.reason
+            if not isinstance(error, CollectiveFailed):
+                error = CollectiveFailed(f"{type(error).__name__}: {error}")
+            self.stop(error)
+            work.error = self.failure
         work.conclude()
         with self._changed:
             self._queue.popleft()
@@ -108,7 +109,7 @@ class Ordered:
         self._order = order
         self._over = threading.Event()
         self.run = run
-        self.error = ""
+        self.error: CollectiveFailed | None = None
 
     def conclude(self) -> None:
         del self.run  # it holds tensors, and who waits may keep this object for long
@@ -120,11 +121,11 @@ class Ordered:
     def within(self, timeout_s: float) -> bool:
         if not self._over.wait(timeout_s):
             return False
-        if self.error:
-            raise CollectiveFailed(self.error)
+        if self.error is not None:
+            raise self.error.again()
         return True
 
     def wait(self) -> None:
         while not self.within(_SLICE_S):
-            if self._order.forgotten:
-                raise CollectiveFailed(self._order.reason)
+            if self._order.forgotten and self._order.failure is not None:
+                raise self._order.failure.again()

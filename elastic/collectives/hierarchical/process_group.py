@@ -31,6 +31,7 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
 from elastic.collectives.reducing import check
 from elastic.collectives.shared_memory import arena
+from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Store
 
 _CLOSE_S = 0.1  # in which what is under way usually ends once it is aborted
@@ -80,8 +81,8 @@ class HierarchicalCollectives:
         self._order = InOrder("elastic-hierarchy", end_parts)
         self._steps = Steps(
             seats,
-            GroupPart(host, seats.neighbours),
-            None if lane is None else GroupPart(lane, seats.across, lane.look),
+            GroupPart(host),
+            None if lane is None else GroupPart(lane, lane.look),
             None if isinstance(host, LocalCollectives) else host,
         )
 
@@ -122,7 +123,7 @@ class HierarchicalCollectives:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        self._order.stop("aborted")
+        self._order.stop(CollectiveFailed("aborted", aborted=True))
 
     def drain(self, timeout_s: float) -> bool:
         """See `Collectives.drain`."""

@@ -29,9 +29,10 @@ _CLOSE_S = 0.1  # that closing waits for others to stop writing
 
 _FAILED, _NOT_YET, _DONE = -1, 0, 1
 
+_LEFT, _ENDED = 1, 2
 _REASONS = {
-    1: "rank {rank} of this group left it or aborted it",
-    2: "the process of rank {rank} of this group has ended",
+    _LEFT: "rank {rank} of this group left it or aborted it",
+    _ENDED: "the process of rank {rank} of this group has ended",
     3: "rank {rank} of this group did not come within {timeout_s:g} s",
     4: "rank {rank} of this group called another collective, or one of another size",
 }
@@ -56,6 +57,7 @@ class SharedCollectives:
     """One group of one generation, on CPU tensors, connected. `abort` works at any time, from any thread.
 
     ``timeout_s`` bounds each wait for another rank. ``oversubscribed``: there are more ranks on this host than cores.
+    ``ranks``: what errors call its ranks, where it is a part of another group; None: as it does itself.
     """
 
     scales_inside = True
@@ -69,9 +71,11 @@ class SharedCollectives:
         timeout_s: float,
         *,
         oversubscribed: bool,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
+        self._ranks = range(size) if ranks is None else ranks
         self._timeout_s = timeout_s
         self._native = _Native(library, rank, size, memory, timeout_s, oversubscribed)
         self._library = library
@@ -79,6 +83,7 @@ class SharedCollectives:
         # What native code may still read or write, by ticket: the caller may drop its handle and its tensors.
         self._held: collections.deque[tuple[int, object]] = collections.deque()
         self._failed: str | None = None
+        self._aborted = False
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
@@ -191,6 +196,7 @@ class SharedCollectives:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
+        self._aborted = True
         self._failed = self._failed or "aborted"
         self._native.abort()
 
@@ -215,19 +221,24 @@ class SharedCollectives:
         self._failed = _CHILD
         self._native.close_in_forked_child()
 
-    def failure(self) -> str:
+    def failure(self) -> CollectiveFailed:
         """Why a collective failed: what this rank was told, or what the group says."""
         if self._native.elsewhere:
-            return _CHILD
+            return CollectiveFailed(_CHILD)
         status = self._library.elastic_status(self._native.handle)
         reason, rank = status >> 8, status & 0xFF
         if self._failed is not None and (reason, rank) in ((0, 0), (1, self.rank)):
-            return self._failed
-        return _REASONS[reason].format(rank=rank, timeout_s=self._timeout_s)
+            return CollectiveFailed(self._failed, aborted=self._aborted)
+        named = self._ranks[rank]
+        said = _REASONS[reason].format(rank=named, timeout_s=self._timeout_s)
+        ended = named if reason == _ENDED else None
+        return CollectiveFailed(said, aborted=reason == _LEFT, ended=ended)
 
     def _raise_if_failed(self) -> None:
-        if self._failed is not None or self._native.elsewhere:
-            raise CollectiveFailed(self._failed or _CHILD)
+        if self._native.elsewhere:
+            raise CollectiveFailed(_CHILD)
+        if self._failed is not None:
+            raise CollectiveFailed(self._failed, aborted=self._aborted)
 
 
 class SharedWork:
@@ -253,7 +264,7 @@ class SharedWork:
             if left_s <= 0:
                 return False
         if verdict == _FAILED:
-            raise CollectiveFailed(self._group.failure())
+            raise self._group.failure()
         self._group._let_go_of_what_is_over()
         return True
 

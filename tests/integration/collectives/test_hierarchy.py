@@ -201,7 +201,7 @@ def lose_a_rank(rank: int, size: int, address: Address, hosts: str, lost: int) -
                 assert bool((buffer == 10.0).all())
             completed += 1
     except CollectiveFailed as error:
-        reason = str(error)
+        reason, ended = str(error), error.ended
     raised_at = time.monotonic()
     group.abort()
     assert group.drain(WAKE_S)
@@ -211,7 +211,7 @@ def lose_a_rank(rank: int, size: int, address: Address, hosts: str, lost: int) -
     group.close()
     ranks.kept.pop("store").close()
     assert all(bool((buffer == 7.0).all()) for buffer in buffers)
-    return {"completed": completed, "raised_at": raised_at, "reason": reason}
+    return {"completed": completed, "raised_at": raised_at, "reason": reason, "ended": ended}
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,9 @@ def test_a_killed_rank_ends_the_others_on_all_hosts_and_no_result_is_wrong(doome
     for result in others.values():
         assert isinstance(result, dict), result
         assert 5 <= result["completed"] <= 6
+        # By its rank in the whole group, where a neighbour has seen it.
+        assert result["ended"] is None or f"the process of rank {lost} of" in result["reason"]
+        assert result["ended"] in (None, lost)
     times = [result["raised_at"] for result in others.values()]
     print(f"raised within {(max(times) - min(times)) * 1e3:.1f} ms of each other", others)
     assert max(times) - min(times) < WAKE_S

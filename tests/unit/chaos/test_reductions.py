@@ -130,19 +130,21 @@ def found(done: Round, *told: Told) -> list[str]:
 
 def test_right_results_and_errors_that_are_due_are_no_findings():
     assert found(PEACE, Told(right=3)) == []
-    assert found(KILL, Told(right=3, error=KILLED, late_s=0.02)) == []
+    assert found(KILL, Told(right=3, error=KILLED, ended=1, late_s=0.02)) == []
     assert found(FREEZE, Told(error="aborted", late_s=0.02, undrained=True)) == []
 
 
 def test_each_trouble_is_a_finding():
     assert found(PEACE, Told(wrong=("wrong numbers",))) == ["round 7: wrong numbers"]
-    assert found(PEACE, Told(error=KILLED)) == [
+    assert found(PEACE, Told(error=KILLED, ended=1)) == [
         f"round 7: nothing was done to it, and yet: {KILLED}"
     ]
     assert found(KILL, Told(right=1)) == ["round 7: kill, and no error"]
     assert found(FREEZE, Told(right=1)) == ["round 7: freeze, and no error"]
     assert found(KILL, Told(error="aborted")) == ["round 7: rank 1 was killed, and: aborted"]
-    assert found(KILL, Told(error=KILLED, late_s=0.12)) == ["round 7: the error came 120 ms late"]
+    assert found(KILL, Told(error=KILLED, ended=1, late_s=0.12)) == [
+        "round 7: the error came 120 ms late"
+    ]
     assert found(FREEZE, Told(error="aborted", written=True)) == [
         "round 7: a tensor was written into after the drain"
     ]
@@ -151,7 +153,7 @@ def test_each_trouble_is_a_finding():
 def test_what_was_tried_is_counted():
     tally = ReductionTally()
     tally.note(1, replace(PEACE, calls=(call(), call(Kind.GATHER))), [Told(right=2)] * 3)
-    tally.note(2, KILL, [Told(error=KILLED, late_s=0.2), Told(right=1, wrong=("x", "y"))])
+    tally.note(2, KILL, [Told(error=KILLED, ended=1, late_s=0.2), Told(right=1, wrong=("x", "y"))])
     tally.note(3, FREEZE, [Told(error="aborted", late_s=0.01, undrained=True, written=True)])
     assert tally.rounds == {
         ReductionFault.NONE: 1,
