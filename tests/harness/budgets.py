@@ -18,18 +18,18 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 BUDGETS_S = {
-    "tests/conformance": 100.0,
-    "tests/integration/collectives": 200.0,
+    "tests/conformance": 50.0,
+    "tests/integration/collectives": 250.0,
     "tests/integration/etcd": 60.0,
     "tests/integration/hosts": 120.0,
-    "tests/integration/jobs": 400.0,
-    "tests/integration/launchers": 120.0,
-    "tests/integration/ray": 300.0,
+    "tests/integration/jobs": 550.0,
+    "tests/integration/launchers": 170.0,
+    "tests/integration/ray": 450.0,
     "tests/simulation": 60.0,
     "tests/unit": 40.0,
     "tests/unit/chaos": 30.0,
     "tests/unit/driver": 60.0,
-    "tests/unit/elastic": 120.0,
+    "tests/unit/elastic": 180.0,
     "tests/unit/horovod": 10.0,
 }
 TOO_MUCH = 1.5  # times the budget
