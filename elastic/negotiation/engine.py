@@ -243,7 +243,7 @@ class Engine:
                     while not done():
                         self._turn()
                 except CollectiveFailed as error:
-                    self._fail(error)
+                    self.fail(error)
                     raise
                 except BaseException as error:  # Ctrl-C, or what a signal handler raised
                     if self._midway:
@@ -442,14 +442,12 @@ class Engine:
         if not self._resting:
             self._broken(reason)
 
-    def fail(self, reason: str) -> CollectiveFailed:
+    def fail(self, reason: str | CollectiveFailed) -> CollectiveFailed:
         """Whoever waits, now or later, raises CollectiveFailed, as the caller may: the first failure counts. Not from
         the link thread.
         """
-        return self._fail(CollectiveFailed(reason))
-
-    def _fail(self, failure: CollectiveFailed) -> CollectiveFailed:
-        self._failure = self._failure or failure.again()
+        failure = CollectiveFailed(reason) if isinstance(reason, str) else reason.again()
+        self._failure = self._failure or failure
         self._wake.put(None)
         self._tell()
         return self._failure.again()
