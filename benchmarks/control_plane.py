@@ -27,13 +27,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from elastic.chaos.load.agents import (
-    Adopted,
-    Count,
-    Counted,
-    Lose,
-    Together,
-)
+from elastic.chaos.load.agents import Adopted, Count, Counted, Lose, Together
 from elastic.chaos.load.job import LightJob
 
 SMALL = (10, 80, 800)  # workers of the worlds beside it

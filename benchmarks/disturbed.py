@@ -116,17 +116,13 @@ class Disturbed:
         tail = (self.directory / "log").read_text()[-3000:]
         raise SystemExit(f"waited {timeout_s:g} s in vain for {what}; the job's log ends:\n{tail}")
 
-    def strike(
-        self, number: signal.Signals, rng: random.Random, *, within_s: float = 0.0
-    ) -> Strike:
-        """Sends a signal to a random worker, up to ``within_s`` after all have trained for a while, and waits until all
-        others train without it.
+    def strike(self, number: signal.Signals, rng: random.Random) -> Strike:
+        """Sends a signal to a random worker once all have trained for a while, and waits until all others train
+        without it.
         """
         last = self.wait("a full world", lambda: self.full(20), 60)
         victim = rng.choice(last)
         survivors = {s.pid for s in last} - {victim.pid}
-        if within_s:
-            time.sleep(rng.uniform(0.0, within_s))
         at = time.monotonic()
         os.kill(victim.pid, number)
 

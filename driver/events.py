@@ -9,14 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from elastic.driver.reasons import Reason
-from elastic.protocol.messages import (
-    Address,
-    Commit,
-    Finite,
-    Launches,
-    Place,
-    Worker,
-)
+from elastic.protocol.messages import Address, Commit, Finite, Launches, Place, Worker
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -170,6 +163,7 @@ class WorkerRaised(Event):
     summary: str
     traceback: str
     hardware: bool = False  # a GPU or NCCL has failed, and not the script
+    final: bool = False  # whoever tries it again ends in the same way
 
 
 class WorkerQuit(Event):
@@ -237,6 +231,24 @@ class StopRequested(Event):
     """Ctrl-C or SIGTERM at the driver, or a caller's request."""
 
     reason: str
+
+
+class CheckpointMade(Event):
+    """A commit is in the storage, whole: no failure can take it away any more."""
+
+    commit: Commit
+
+
+class WorkerDiffers(Event):
+    """Its ``parts`` of a commit are not those of ``equal`` others, that were the same in all of them before: its memory
+    was damaged.
+    """
+
+    worker: Worker
+    generation: int
+    commit: Commit
+    parts: list[str]
+    equal: int
 
 
 class TimePassed(Event):

@@ -39,6 +39,7 @@ class Why(enum.Enum):
     GPU_HANGS = "gpu hangs"
     GPU_BEHIND = "gpu behind"
     OTHER_DIGEST = "other digest"
+    DAMAGED = "damaged"
     NO_INIT = "no init"
     NOT_READY = "not ready"
     # It is let go, or killed because it did not go.
@@ -72,6 +73,8 @@ class Why(enum.Enum):
     GPUS_HANG = "gpus hang"
     DIFFERENT_COLLECTIVES = "different collectives"
     SEVERAL = "several"
+    FROM_CHECKPOINT = "from checkpoint"
+    NO_RESUME = "no resume"
     FIRST_WORLD = "first world"
     NEXT_WORLD = "next world"
     # A planned change, and why it is called off.
@@ -93,6 +96,7 @@ class Why(enum.Enum):
     OTHERS_EXITED = "others exited"
     # ... or it is not worth going on ...
     RESET_LIMIT = "reset limit"
+    RESTARTS_SPENT = "restarts spent"
     STUCK_AGAIN = "stuck again"
     IN_CIRCLES = "in circles"
     # ... or somebody is to blame.
@@ -251,6 +255,8 @@ SENTENCES: dict[Why, Sentence] = {
         " for the second time",
     ),
     Why.OTHER_DIGEST: "its parameters differ from {right}'s under commit {commit}",
+    Why.DAMAGED: "its {parts} under commit {commit} differs from that of {equal} others, and did not before: its memory"
+    " or its processor has changed bits, so have its host tested",
     Why.NO_INIT: "it did not call init() within {within_s:g} s",
     Why.NOT_READY: "it did not become ready within {within_s:g} s",
     Why.HOST_NOT_LISTED: "{host} left the list of hosts",
@@ -299,6 +305,8 @@ SENTENCES: dict[Why, Sentence] = {
     Why.RETURNED: "{worker} returned",
     Why.RETURNED_MEANWHILE: "{worker} returned during a planned change",
     Why.RECONNECTED: "reconnected",
+    Why.FROM_CHECKPOINT: "nobody holds a commit in memory, so training goes on from the newest checkpoint"
+    " (restart {restart} of {limit} since the last one): {cause}",
     Why.ALL_RETURNED: "all {members:+member} of generation {generation} returned",
     Why.ALL_EXITED: "{workers:+worker} ended with exit code 0",
     Why.ALL_LOST: "all {members:+member} of generation {generation} are lost,"
@@ -308,6 +316,8 @@ SENTENCES: dict[Why, Sentence] = {
     Why.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s:"
     " start more hosts, or lower --min-np, or raise --elastic-timeout",
     Why.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
+    Why.NO_RESUME: "training can't go on from the checkpoint: {text}",
+    Why.RESTARTS_SPENT: "{cause}; --restarts {limit} is reached, with no new checkpoint between",
     Why.RESET_LIMIT: "{cause}; --reset-limit {limit} is reached",
     Why.STUCK_AGAIN: "in {worlds} worlds a worker was stuck, with no new commit between: {cause}",
     Why.IN_CIRCLES: "{worlds} worlds in a row broke with nobody lost and no new commit: {cause}",

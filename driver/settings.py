@@ -46,6 +46,9 @@ class Settings:
     gpu_limit_s: float = 180.0  # a collective that all have launched, where it is not clear why
     dump_s: float = 0.5  # for the stacks of a stuck worker to be written before it is killed
     kill_s: float = 1.0  # from a kill to the exit; who lives longer can't be killed
+    restarts: int | None = (
+        None  # from a checkpoint, with no newer one between; None: there are no checkpoints
+    )
     timeline: str | None = None  # absolute path of the file that tells what all ranks did when
     env: dict[str, str] = field(default_factory=dict)  # extra environment of every worker
 
@@ -87,6 +90,8 @@ class Settings:
             raise Invalid(f"kill_s is {self.kill_s:g}; give a positive number of seconds")
         if self.reset_limit is not None and self.reset_limit < 0:
             raise Invalid(f"--reset-limit is {self.reset_limit}; give 0 or more")
+        if self.restarts is not None and self.restarts < 0:
+            raise Invalid(f"--restarts is {self.restarts}; give 0 or more")
         if self.slot_attempts < 1:
             raise Invalid(f"--slot-attempts is {self.slot_attempts}; give 1 or more")
         if self.host_attempts is not None and self.host_attempts < 1:

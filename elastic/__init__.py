@@ -16,6 +16,7 @@ _MODULES = {
         " is_homogeneous long_phase"
     ),
     "elastic.run_loop": "run",
+    "elastic.checkpoints.on_request": "Checkpoints",
     "elastic.state": "State ObjectState TorchState ElasticSampler",
     "elastic.optimizer.distributed_optimizer": "DistributedOptimizer",
     "elastic.api.compression": "Compression",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from elastic.api.compression import Compression as Compression
     from elastic.api.ops import *  # noqa: F403
     from elastic.api.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from elastic.checkpoints.on_request import Checkpoints as Checkpoints
     from elastic.errors import *  # noqa: F403
     from elastic.launcher.launch_function import launch as launch
     from elastic.monitoring.reporting import Report as Report

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from elastic.checkpoints import durable
 from elastic.errors import (
     CollectiveFailed,
     DeviceLost,
@@ -68,7 +69,7 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
         rt = lifecycle.current()
         rt.training.enter()
         try:
-            with host_updates.told(state):
+            with host_updates.told(state), durable.commits(rt, state):
                 return _train(rt, func, state, args, kwargs)
         except LeaveRequested as end:
             if rt.session.unheard:
@@ -111,6 +112,7 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             _enter_world(rt, state, beside, first=first)
             first = False
             value = func(state, *args, **kwargs)
+            durable.finish(rt, state)
             rt.training.returned()
             return value
         except WorldChanging:
@@ -142,11 +144,13 @@ def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None
     """
     if rt.alone:
         if first:
+            durable.resume(rt, state)
             state.sync()
         return
     text = "\n".join(filter(None, (state.layout(), beside)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
     world = rt.worlds.next(digest, text)
+    durable.entered(rt, world)
     for news in process_sets.bring(rt, _lacking(world)):
         print(f"elastic: {news}", file=sys.stderr)
     if first:
@@ -154,6 +158,8 @@ def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None
     else:
         state.on_reset()
     copied = 0
+    if world.holders == 0:
+        durable.resume(rt, state)
     if has_custom_sync(state):
         state.sync()
     else:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic.chaos.harness.processes import MarkedProcess
 from harness.fake_cuda import start as made_up
 from harness.job import Job
-from harness.program import Process
 
 pytest_plugins = ["harness.budgets", "harness.spread"]
 
@@ -137,7 +137,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[...
         return started[-1]
 
     yield start
-    left: list[Process] = [process for each in started for process in each.end()]
+    left: list[MarkedProcess] = [process for each in started for process in each.end()]
     assert not left, f"these processes outlived their job: {left}"
     for each in started:
         each.check_invariants()

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic.chaos.fault_matrix.expectations import GONE_S, WORKERS
-from elastic.chaos.fault_matrix.journal_facts import JournalFacts, Json
+from elastic.chaos.fault_matrix.journal_facts import JournalFacts
+from elastic.chaos.harness.journal_tail import Follower, Json
+from elastic.chaos.harness.processes import clean_environment, kill_all, marked
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 
 MARK = "ELASTIC_MATRIX_JOB"
@@ -45,12 +47,10 @@ class MatrixJob:
         self, folder: Path, *, small_disk: bool = False, shared_memory: bool = True
     ) -> None:
         self.folder = folder
-        self.story = JournalFacts()
         self.over = folder / "over"  # its existence ends the training
         self._shared_memory = shared_memory
         self._rules = folder / "rules"
         self._mark = uuid.uuid4().hex
-        self._offset = 0
         self._driver: subprocess.Popen[bytes] | None = None
         self._disk = folder / "disk" if small_disk else None
         if self._disk is not None:
@@ -58,11 +58,12 @@ class MatrixJob:
             size = f"size={SMALL_DISK_BYTES}"
             subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", self._disk], check=True)
         self.journal = (self._disk or folder) / "journal.jsonl"
+        self.story = JournalFacts()
+        self._follower = Follower(self.journal, self.story)
         self.arm([])
 
     def start(self) -> None:
         """The driver, which starts the workers."""
-        clean = {n: v for n, v in os.environ.items() if not n.startswith(("ELASTIC_", "HOROVOD_"))}
         told = {"ELASTIC_FAILPOINTS": f"@{self._rules}", "ELASTIC_DIGESTS": "1", MARK: self._mark}
         if not self._shared_memory:
             told["ELASTIC_NATIVE"] = "0"
@@ -75,7 +76,7 @@ class MatrixJob:
                     str(self.over),
                 ],
                 cwd=self.folder,
-                env=clean | {"OMP_NUM_THREADS": "1"} | told,
+                env=clean_environment() | told,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -136,14 +137,7 @@ class MatrixJob:
 
     def look(self) -> None:
         """Reads what the journal has more than before."""
-        with contextlib.suppress(FileNotFoundError), self.journal.open("rb") as file:
-            file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-            self._offset += len(whole) + len(newline)
-            for line in whole.splitlines():
-                entry = json.loads(line)
-                if "event" in entry:
-                    self.story.hear(entry)
+        self._follower.look()
 
     def must(self, true: bool, trouble: str) -> None:
         """Raises Unexpected."""
@@ -185,7 +179,7 @@ class MatrixJob:
     def nothing_left(self) -> None:
         """Raises Unexpected if processes outlive the driver."""
         deadline = time.monotonic() + GONE_S
-        while left := list(self._processes()):
+        while left := list(marked(f"{MARK}={self._mark}")):
             self.must(time.monotonic() < deadline, f"processes are left: {left}")
             time.sleep(LOOK_S)
 
@@ -211,27 +205,8 @@ class MatrixJob:
 
     def close(self) -> None:
         """Nothing of the job is left after this."""
-        deadline = time.monotonic() + END_S
-        while (left := list(self._processes())) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(LOOK_S)
+        kill_all(lambda: marked(f"{MARK}={self._mark}"))
         if self._driver is not None:
             self._driver.wait(END_S)
         if self._disk is not None and os.path.ismount(self._disk):
             subprocess.run(["umount", self._disk], check=True)
-
-    def _processes(self) -> Iterator[int]:
-        """Whoever has inherited this job's mark, wherever it stands in the tree."""
-        wanted = f"{MARK}={self._mark}".encode()
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdecimal():
-                continue
-            try:
-                found = wanted in (folder / "environ").read_bytes().split(b"\0")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue  # it has ended meanwhile
-            if found and state not in "ZX":
-                yield int(folder.name)

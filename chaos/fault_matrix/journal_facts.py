@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.chaos.fault_matrix.expectations import WORKERS
+from elastic.chaos.harness.journal_tail import Json
 
 COMMITS = 2  # in a world, until it counts as training
-Json = dict[str, Any]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from elastic.chaos.fault_matrix import cells, expectations
 from elastic.chaos.fault_matrix.cells import Cell
 from elastic.chaos.fault_matrix.expectations import HOLD_S, MOMENT_S
 from elastic.chaos.fault_matrix.job import END_S, LOOK_S, MatrixJob
-from elastic.chaos.fault_matrix.journal_facts import Json
+from elastic.chaos.harness.journal_tail import Json
 from elastic.chaos.inject.network import PacketFilter, Socket, sockets_of
 
 Turn = Callable[[], None]

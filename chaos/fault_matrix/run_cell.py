@@ -10,13 +10,7 @@ import msgspec
 
 from elastic.chaos.fault_matrix import cells, expectations, outside_faults
 from elastic.chaos.fault_matrix.cells import Cell
-from elastic.chaos.fault_matrix.expectations import (
-    MOMENT_S,
-    WORKERS,
-    End,
-    Expected,
-    Result,
-)
+from elastic.chaos.fault_matrix.expectations import MOMENT_S, WORKERS, End, Expected, Result
 from elastic.chaos.fault_matrix.job import MatrixJob, Unexpected
 from elastic.chaos.fault_matrix.journal_facts import COMMITS, named
 from elastic.driver.reasons import Reason

@@ -1,36 +1,23 @@
-"""When a further driver has the workers of a job again, by its journal. Pure: lines in, a number out."""
+"""When a further driver has the workers of a job again, by its journal. Pure: entries in, a number out."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
-from elastic.chaos.inject.journal_tail import Story
+from elastic.chaos.harness.journal_tail import Json, Story
 from elastic.protocol.messages import Worker
-
-_decode = msgspec.json.Decoder().decode
 
 
 class Adoptions(Story):
     """``done``: how many drivers that went on with the job have heard of every worker that was in its world."""
 
     def __init__(self, members: list[Worker] | None = None) -> None:
-        """``members``: of the world of before, where the lines do not tell."""
+        """``members``: of the world of before, where the entries do not tell."""
         super().__init__(members=list(members or ()))
         self.done = 0
         self._awaited: set[Worker] = set()
 
-    def hear(self, line: bytes) -> None:
-        super().hear(line)
-        try:
-            entry = _decode(line)
-        except msgspec.MsgspecError:
-            return
-        if isinstance(entry, dict) and isinstance(entry.get("event"), dict):
-            self._follow(entry["event"])
-
-    def _follow(self, event: dict[str, Any]) -> None:
+    def hear(self, entry: Json) -> None:
+        super().hear(entry)
+        event = entry["event"]
         before = bool(self._awaited)
         match event["type"]:
             case "DriverRestarted":

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from elastic.chaos.harness.journal_tail import Follower, Story
 from elastic.chaos.hosts import sshd, steps
 from elastic.chaos.hosts.adoption import Adoptions
 from elastic.chaos.hosts.merge_journals import join, term_of
@@ -20,7 +21,6 @@ from elastic.chaos.hosts.namespaces import Network
 from elastic.chaos.hosts.programs import Program, wait_until
 from elastic.chaos.hosts.report import Mark, Measured, ScenarioOutcome
 from elastic.chaos.hosts.steps import Note, WorkerNotes
-from elastic.chaos.inject.journal_tail import Follower
 from elastic.chaos.inject.report import report
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 from elastic.driver.events import WorkerConnected
@@ -191,9 +191,9 @@ class HostedJob:
         """To be called before a driver is hurt. What it returns waits until another driver has heard of every member
         of the world, and says how many milliseconds that was after the time that it is given.
         """
-        before = Follower(self._by_term()[-1]).look()
+        before = Follower(self._by_term()[-1], Story()).look()
         later = Adoptions(before.members)
-        followers = [Follower(journal) for journal in self.journals]
+        followers: list[Follower[Story]] = [Follower(path, Story()) for path in self.journals]
         for follower in followers:
             follower.look()
             follower.story = later

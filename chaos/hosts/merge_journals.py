@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic.driver.journal.entries import (
-    Entry,
-    Resumed,
-    Snapshot,
-    encoded,
-)
+from elastic.driver.journal.entries import Entry, Resumed, Snapshot, encoded
 from elastic.driver.journal.journal import recording
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership

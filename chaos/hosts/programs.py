@@ -5,15 +5,14 @@ Every wait has a deadline, and fails with `Late`, which shows the end of what th
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from elastic.chaos.harness.processes import clean_environment
 from elastic.chaos.hosts.namespaces import Host
 from elastic.errors import ElasticError
 
@@ -43,7 +42,11 @@ class Program:
         self.said = folder / f"{name}.log"
         with self.said.open("ab") as output:
             self.process = host.popen(
-                words, cwd=folder, env=environment(env or {}), stdout=output, stderr=output
+                words,
+                cwd=folder,
+                env=clean_environment() | dict(env or {}),
+                stdout=output,
+                stderr=output,
             )
 
     @property
@@ -106,10 +109,3 @@ def wait_until(
             raise Late(f"waited {timeout:g} s for {awaited}\n{story()}")
         time.sleep(LOOK_S)
     return time.monotonic()
-
-
-def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Ours, without traces of another job, with the programs of this Python and one thread for each process."""
-    clean = {n: v for n, v in os.environ.items() if not n.startswith(("ELASTIC_", "HOROVOD_"))}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
-    return {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **extra}

@@ -14,14 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.chaos.hosts import scenarios
-from elastic.chaos.hosts.cluster import (
-    DRIVER,
-    ETCD,
-    HOSTS,
-    STANDBY,
-    Bench,
-    HostedJob,
-)
+from elastic.chaos.hosts.cluster import DRIVER, ETCD, HOSTS, STANDBY, Bench, HostedJob
 from elastic.chaos.hosts.programs import Late
 from elastic.chaos.hosts.report import ScenarioOutcome
 from elastic.chaos.inject.faulty_job import say

@@ -11,14 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from elastic.chaos.hosts.cluster import (
-    DRIVER,
-    HOSTS,
-    STANDBY,
-    START_S,
-    Bench,
-    HostedJob,
-)
+from elastic.chaos.hosts.cluster import DRIVER, HOSTS, STANDBY, START_S, Bench, HostedJob
 from elastic.chaos.hosts.report import Mark, ScenarioOutcome
 
 Scenario = Callable[[Bench], ScenarioOutcome]

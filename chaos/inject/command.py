@@ -16,21 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from elastic.chaos.inject import network, tables
-from elastic.chaos.inject.faulty_job import (
-    FaultyJob,
-    Job,
-    say,
-    under_fire,
-)
+from elastic.chaos.inject.faulty_job import FaultyJob, Job, say, under_fire
 from elastic.chaos.inject.injection import RUN_S
-from elastic.chaos.inject.plan import (
-    KINDS,
-    MEAN_LEAST_S,
-    SECONDS_MAX,
-    Chance,
-    Plan,
-    draw,
-)
+from elastic.chaos.inject.plan import KINDS, MEAN_LEAST_S, SECONDS_MAX, Chance, Plan, draw
 from elastic.chaos.inject.plan_file import read_plan
 from elastic.chaos.inject.report import Report, report
 from elastic.chaos.invariants.check import broken_invariants

@@ -20,15 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from elastic.chaos.harness.journal_tail import Follower, Story
 from elastic.chaos.inject.injection import MARK, Injector, NotOurs
-from elastic.chaos.inject.journal_tail import Follower, Story
-from elastic.chaos.inject.plan import (
-    Fault,
-    Injected,
-    Plan,
-    Schedule,
-    choose,
-)
+from elastic.chaos.inject.plan import Fault, Injected, Plan, Schedule, choose
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
@@ -89,7 +83,7 @@ def under_fire(
     except OSError as error:
         raise Invalid(f"cannot start {job.words[0]}: {error.strerror}") from None
     fire = _Fire(plan, Injector(mark, say))
-    follower = Follower(job.journal)
+    follower = Follower(job.journal, Story())
     try:
         with _stopping(process) as stop:
             while process.poll() is None:

@@ -40,7 +40,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.chaos.invariants.job_end import JobEnd
-from elastic.chaos.invariants.worker_records import BrokenInvariant, Known
+from elastic.chaos.invariants.job_so_far import BrokenInvariant, JobSoFar, Known
+from elastic.chaos.invariants.worker_records import WorkerRecords
+from elastic.chaos.invariants.world_sequence import WorldSequence
 from elastic.driver.events import (
     Action,
     BreakWorld,
@@ -86,20 +88,24 @@ class Summary:
     samples_counted: int
 
 
-class Invariants(JobEnd):
+class Invariants:
     """``samples``: how many the dataset has, if it is known that the job trains whole epochs."""
 
     def __init__(self, settings: Settings, *, samples: int = 0) -> None:
-        super().__init__(settings, samples)
+        self.job = JobSoFar(settings, samples)
+        self._workers = WorkerRecords(self.job)
+        self._sequence = WorldSequence(self.job)
+        self._job_end = JobEnd(self.job)
         self._explained = False
-        self._repeating = False
         self._recoveries = 0
         self._term = 0  # of the driver that writes
         self._resumed_at = 0  # the line of another driver that has said nothing yet
 
     @property
     def summary(self) -> Summary:
-        return Summary(self._worlds, self._recoveries, self._compared, self._samples.counted)
+        return Summary(
+            self._sequence.worlds, self._recoveries, self.job.compared, self.job.samples.counted
+        )
 
     def begun(self, writer: Writer) -> None:
         """The first driver of the job; without a word about it any other may follow."""
@@ -107,69 +113,69 @@ class Invariants(JobEnd):
 
     def resumed(self, writer: Writer, line: int | None = None) -> None:
         """Another driver goes on with the journal. Raises BrokenInvariant."""
-        self._line, self._event = line or self._line + 1, None
+        self.job.line, self.job.event = line or self.job.line + 1, None
         what = f"a driver of term {writer.term} follows one of term {self._term}"
-        self._must(writer.term > self._term, "ONE DRIVER", what)
-        self._term, self._resumed_at = writer.term, self._line
+        self.job.must(writer.term > self._term, "ONE DRIVER", what)
+        self._term, self._resumed_at = writer.term, self.job.line
 
     def saw(
         self, at: float, event: Event, actions: Iterable[Action], line: int | None = None
     ) -> None:
         """One entry of the journal. Raises BrokenInvariant."""
-        self._line = line or self._line + 1
-        before, self._now, self._event = self._now, at, event
+        self.job.line = line or self.job.line + 1
+        before, self.job.now, self.job.event = self.job.now, at, event
         if at < before:
-            self._broken("TIME", f"the line before was at {before:.3f}")
+            self.job.broken("TIME", f"the line before was at {before:.3f}")
         if self._resumed_at:
             what = f"the driver that goes on from line {self._resumed_at} does not say so first"
-            self._must(isinstance(event, DriverRestarted), "ONE DRIVER", what)
+            self.job.must(isinstance(event, DriverRestarted), "ONE DRIVER", what)
             self._resumed_at = 0
-        self._repeating = isinstance(event, REPEATS)
+        self.job.repeating = isinstance(event, REPEATS)
         answer = list(actions)
-        if self._end is not None:
+        if self.job.end is not None:
             self._nothing_after_the_end(answer)
             return
-        self._heard(event)
+        self._workers.heard(event)
         let_go = {a.worker for a in answer if isinstance(a, LetGo | RejectWorker)}
-        self._finishes = any(isinstance(action, FinishWorld) for action in answer)
+        self._job_end.finishes = any(isinstance(action, FinishWorld) for action in answer)
         for action in answer:
             self._did(action, let_go)
-        if self._end is None:
+        if self.job.end is None:
             self._nobody_waits_too_long()
 
     def raised(self, error: str) -> None:
         """What handling the last event raised."""
-        self._broken(
+        self.job.broken(
             "THE END", f"the driver raised {error}, expected it to go on or to end the job"
         )
 
     def finish(self, *, ended: bool = True) -> None:
         """The journal is over. Raises BrokenInvariant, also if the job should have ``ended`` and has not."""
-        self._event = None
-        if ended and self._end is None:
-            self._broken("EVERY WAIT ENDS", "the job did not end; expected EndJob")
-        complete = self._end is not None and self._end.code == 0
-        wrong = self._samples.finish(complete=complete)
+        self.job.event = None
+        if ended and self.job.end is None:
+            self.job.broken("EVERY WAIT ENDS", "the job did not end; expected EndJob")
+        complete = self.job.end is not None and self.job.end.code == 0
+        wrong = self.job.samples.finish(complete=complete)
         if wrong:
-            self._broken("EACH SAMPLE ONCE", wrong)
+            self.job.broken("EACH SAMPLE ONCE", wrong)
 
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     def _did(self, action: Action, let_go: set[Worker]) -> None:
-        if self._end is not None:
-            self._broken("THE END", f"{describe(action)} follows EndJob")
+        if self.job.end is not None:
+            self.job.broken("THE END", f"{describe(action)} follows EndJob")
         match action:
             case StartWorker(worker):
                 self._starts(worker)
             case KillWorker(worker):
-                self._waits.end(("init", worker))
+                self.job.waits.end(("init", worker))
                 self._leaves(worker, "was killed", self._dies_within_s(worker))
             case LetGo(worker) | RejectWorker(worker):
-                self._leaves(worker, "was told to leave", self.settings.leave_s)
-                if worker in self._workers:
-                    self._workers[worker].dismissed = True
+                self._leaves(worker, "was told to leave", self.job.settings.leave_s)
+                if worker in self.job.workers:
+                    self.job.workers[worker].dismissed = True
             case PublishWorld():
-                self._publishes(action, let_go)
+                self._sequence.publishes(action, let_go)
             case TellWorld():
                 pass
             case (
@@ -178,101 +184,103 @@ class Invariants(JobEnd):
                 | StopMembersAt(members=members)
                 | CallOffChange(members=members)
                 | FinishWorld(members=members)
-            ) if isinstance(self._event, WorkerReconnected) and members == [self._event.worker]:
+            ) if isinstance(self.job.event, WorkerReconnected) and members == [
+                self.job.event.worker
+            ]:
                 pass  # what holds already, said again
             case BreakWorld(generation, members):
                 self._concerns(action, generation, members)
                 self._recoveries += 1
-                self._stop_at = None
-                if self._broken_at is None:
-                    self._broken_at, self._explained = self._now, False
-                    self._gathers()
-                self._waits.end("stop", "end")
+                self.job.stop_at = None
+                if self.job.broken_at is None:
+                    self.job.broken_at, self._explained = self.job.now, False
+                    self.job.gathers()
+                self.job.waits.end("stop", "end")
             case PrepareChange(generation, _, members):
                 self._concerns(action, generation, members)
-                self._checks = {}
-                by = self._now + self.settings.prepare_s
-                self._waits.begin(
+                self.job.checks = {}
+                by = self.job.now + self.job.settings.prepare_s
+                self.job.waits.begin(
                     "stop", by, "expected the planned change to stop or be called off"
                 )
             case StopMembersAt(generation, _, check, members):
                 self._concerns(action, generation, members)
-                passed = max(self._checks.values(), default=-1)
+                passed = max(self.job.checks.values(), default=-1)
                 what = f"all are to stop at check {check}, which one that has passed {passed} can't"
-                self._must(check > passed, "NEVER BACK", what)
-                self._stop_at = check
-                by = self._now + self.settings.elastic_timeout_s
-                self._waits.begin(
+                self.job.must(check > passed, "NEVER BACK", what)
+                self.job.stop_at = check
+                by = self.job.now + self.job.settings.elastic_timeout_s
+                self.job.waits.begin(
                     "stop", by, f"expected all members to have stopped at check {check}"
                 )
             case CallOffChange(generation, _, members):
                 self._concerns(action, generation, members)
-                self._stop_at = None
-                self._waits.end("stop")
+                self.job.stop_at = None
+                self.job.waits.end("stop")
             case FinishWorld(generation, members):
                 self._concerns(action, generation, members)
-                self._have_returned(action)
-                self._waits.end("end")
+                self._job_end.have_returned(action)
+                self.job.waits.end("end")
                 for worker in members:
                     self._leaves(worker, "had finished", None)
             case Report(_, _, about):
                 self._explained = True
                 if about is not None and about.kind is Why.CANT_BE_KILLED:
                     undead = about.facts["worker"]
-                    named = [w for w, k in self._workers.items() if k.going and str(w) == undead]
-                    self._waits.end(*(("exit", worker) for worker in named))
+                    named = [w for w, k in self.job.workers.items() if k.going and str(w) == undead]
+                    self.job.waits.end(*(("exit", worker) for worker in named))
                     for worker in named:
-                        self._workers[worker].dismissed = True
+                        self.job.workers[worker].dismissed = True
             case EndJob():
-                self._ends(action)
+                self._job_end.ends(action)
 
     def _concerns(self, action: Action, generation: int, members: list[Worker]) -> None:
-        what = f"{type(action).__name__} is about generation {generation}, and {self._generation} is active"
-        self._must(generation == self._generation, "ONE GENERATION", what)
-        event = self._event
+        what = f"{type(action).__name__} is about generation {generation}, and {self.job.generation} is active"
+        self.job.must(generation == self.job.generation, "ONE GENERATION", what)
+        event = self.job.event
         for worker in members:
             if isinstance(event, HostReported) and worker.host == event.host:
                 continue  # several are found to be gone at once, one after the other
-            if worker not in self._members or worker not in self._workers:
+            if worker not in self.job.members or worker not in self.job.workers:
                 what = f"{type(action).__name__} goes to {worker}, no live member of generation"
-                self._broken("ONE GENERATION", f"{what} {generation}")
+                self.job.broken("ONE GENERATION", f"{what} {generation}")
 
     def _leaves(self, worker: Worker, why: str, exit_within: float | None) -> None:
-        known = self._workers.get(worker)
-        if known is not None and not (self._repeating and known.going):
-            self._goes(worker, known, why, exit_within=exit_within)
+        known = self.job.workers.get(worker)
+        if known is not None and not (self.job.repeating and known.going):
+            self.job.goes(worker, known, why, exit_within=exit_within)
 
     def _dies_within_s(self, worker: Worker) -> float:
-        known = self._workers.get(worker)
-        if worker in self._members and known is not None and not known.going:
-            return self.settings.kill_s  # others wait with it
-        return max(self.settings.leave_s, self.settings.kill_s)
+        known = self.job.workers.get(worker)
+        if worker in self.job.members and known is not None and not known.going:
+            return self.job.settings.kill_s  # others wait with it
+        return max(self.job.settings.leave_s, self.job.settings.kill_s)
 
     def _starts(self, worker: Worker) -> None:
         slot = (worker.host, worker.slot)
-        living = self._slots.get(slot)
+        living = self.job.slots.get(slot)
         what = f"{worker} is started while {living} was not seen to exit"
-        self._must(living is None, "ONE PER SLOT", what)
-        last = self._incarnations.get(slot, 0)
+        self.job.must(living is None, "ONE PER SLOT", what)
+        last = self.job.incarnations.get(slot, 0)
         what = f"{worker} is started after incarnation {last}"
-        self._must(worker.incarnation > last, "ONE PER SLOT", what)
-        self._slots[slot], self._incarnations[slot] = worker, worker.incarnation
-        self._workers[worker] = Known()
-        if self._first_ready_at is not None:
-            self._awaits_init(worker, self._workers[worker])
+        self.job.must(worker.incarnation > last, "ONE PER SLOT", what)
+        self.job.slots[slot], self.job.incarnations[slot] = worker, worker.incarnation
+        self.job.workers[worker] = Known()
+        if self.job.first_ready_at is not None:
+            self.job.awaits_init(worker, self.job.workers[worker])
 
     def _nobody_waits_too_long(self) -> None:
-        overdue = self._waits.overdue(self._now)
-        self._must(not overdue, "EVERY WAIT ENDS", overdue)
-        since = self._broken_at
-        if since is not None and self._now > since + EXPLAIN_S and not self._explained:
-            self._broken("SIZE", f"no world since {since:.3f}, and not a word why")
+        overdue = self.job.waits.overdue(self.job.now)
+        self.job.must(not overdue, "EVERY WAIT ENDS", overdue)
+        since = self.job.broken_at
+        if since is not None and self.job.now > since + EXPLAIN_S and not self._explained:
+            self.job.broken("SIZE", f"no world since {since:.3f}, and not a word why")
 
     def _nothing_after_the_end(self, actions: list[Action]) -> None:
         for action in actions:
-            again = self._repeating and action == self._end
+            again = self.job.repeating and action == self.job.end
             what = f"{describe(action)} after EndJob"
-            self._must(again or isinstance(action, AFTER_THE_END), "THE END", what)
+            self.job.must(again or isinstance(action, AFTER_THE_END), "THE END", what)
 
 
 def check_journal(path: Path, *, samples: int = 0, ended: bool = True) -> Summary:

@@ -7,45 +7,42 @@ exit code of the worker whose exit has brought it about.
 
 from __future__ import annotations
 
-from elastic.chaos.invariants.worker_records import Known
-from elastic.chaos.invariants.world_sequence import WorldSequence
+from elastic.chaos.invariants.job_so_far import JobSoFar, Known
 from elastic.driver.events import EndJob, FinishWorld, HostReported, StopRequested, WorkerExited
 from elastic.driver.membership.root_cause import exit_code
 from elastic.driver.reasons import Reason, Why
-from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
 VANISHED = exit_code(-9)  # of a worker that its host's agent does not know any more
 
 
-class JobEnd(WorldSequence):
+class JobEnd:
     """The last lines of one journal."""
 
-    def __init__(self, settings: Settings, samples: int) -> None:
-        super().__init__(settings, samples)
-        self._end: EndJob | None = None
-        self._finishes = False  # the answer to this event releases members
+    def __init__(self, job: JobSoFar) -> None:
+        self.job = job
+        self.finishes = False  # the answer to this event releases members
 
-    def _have_returned(self, action: FinishWorld) -> None:
+    def have_returned(self, action: FinishWorld) -> None:
         """Who is released has said that it returned, in a world that still holds."""
-        self._finished = True
+        self.job.finished = True
         broken = f"generation {action.generation} is finished, and was broken before"
-        self._must(self._broken_at is None, "THE END", broken)
+        self.job.must(self.job.broken_at is None, "THE END", broken)
         for worker in action.members:
-            known = self._workers.get(worker)
+            known = self.job.workers.get(worker)
             if known is None:
                 continue
             what = f"{worker} is released from generation {action.generation}, and has not returned"
-            self._must(known.returned == action.generation, "THE END", what)
+            self.job.must(known.returned == action.generation, "THE END", what)
             known.finished = True
 
-    def _ends(self, action: EndJob) -> None:
-        self._end = action
-        self._waits.end_all()
+    def ends(self, action: EndJob) -> None:
+        self.job.end = action
+        self.job.waits.end_all()
         match action.reason:
             case Reason(Why.ALL_RETURNED | Why.ALL_EXITED) if action.code != 0:
                 what = f"exit code {action.code} for a success: {action.reason}"
-                self._broken("THE END", what)
+                self.job.broken("THE END", what)
             case Reason() if action.code != 0:
                 self._fails(action)
             case Reason(Why.ALL_RETURNED, {"members": int(number), "generation": int(generation)}):
@@ -53,39 +50,41 @@ class JobEnd(WorldSequence):
             case Reason(Why.ALL_EXITED, {"workers": int(number)}):
                 self._all_ran_to_their_end(number)
             case _:
-                self._broken("THE END", f"success, for a reason that is none: {action.reason}")
+                self.job.broken("THE END", f"success, for a reason that is none: {action.reason}")
 
     # ---- success ---------------------------------------------------------------------------------------------------
 
     def _all_returned(self, number: int, generation: int) -> None:
-        what = f"the members of generation {generation} returned, and {self._generation} is active"
-        self._must(generation == self._generation, "THE END", what)
+        what = (
+            f"the members of generation {generation} returned, and {self.job.generation} is active"
+        )
+        self.job.must(generation == self.job.generation, "THE END", what)
         live = self._live_members()
         for worker, known in live:
             what = f"the job ends with success, and {worker} has not returned"
-            self._must(known.finished, "THE END", what)
+            self.job.must(known.finished, "THE END", what)
         what = f"{number} members are said to have returned, expected {len(live)}"
-        self._must(number == len(live) > 0, "THE END", what)
+        self.job.must(number == len(live) > 0, "THE END", what)
 
     def _all_ran_to_their_end(self, number: int) -> None:
-        for worker, known in self._workers.items():
+        for worker, known in self.job.workers.items():
             what = f"all have come to their end, and {worker} has not"
-            self._must(bool(known.going), "THE END", what)
+            self.job.must(bool(known.going), "THE END", what)
         # Who was about to leave counts for nothing, and only the driver knows when that was taken back.
-        sure = [s for s, k in self._ended_well.items() if self._ran(s, k)]
-        what = f"{number} workers are said to have ended with exit code 0, {len(self._ended_well)} have"
-        self._must(max(1, len(sure)) <= number <= len(self._ended_well), "THE END", what)
+        sure = [s for s, k in self.job.ended_well.items() if self._ran(s, k)]
+        what = f"{number} workers are said to have ended with exit code 0, {len(self.job.ended_well)} have"
+        self.job.must(max(1, len(sure)) <= number <= len(self.job.ended_well), "THE END", what)
 
     def _ran(self, slot: tuple[str, int], known: Known) -> bool:
         """Whether it certainly was a program that came to its end outside elastic.run."""
-        listed = slot[1] < self._hosts.get(slot[0], 0)
-        placed = known.placed == self._generation
+        listed = slot[1] < self.job.hosts.get(slot[0], 0)
+        placed = known.placed == self.job.generation
         return listed and placed and not (known.running or known.asked_to_leave)
 
     # ---- failure ---------------------------------------------------------------------------------------------------
 
     def _fails(self, action: EndJob) -> None:
-        event, code = self._event, action.code
+        event, code = self.job.event, action.code
         match event:
             case WorkerExited():
                 codes = {1, exit_code(event.code)}
@@ -94,22 +93,22 @@ class JobEnd(WorldSequence):
             case _:
                 codes = {1}
         expected = " or ".join(map(str, sorted(codes)))
-        self._must(code in codes, "THE END", f"exit code {code}, expected {expected}")
+        self.job.must(code in codes, "THE END", f"exit code {code}, expected {expected}")
         live = self._live_members()
-        if self._finishes and live and all(known.finished for _, known in live):
+        if self.finishes and live and all(known.finished for _, known in live):
             what = f"all {len(live)} members have returned, and the job fails: {action.reason}"
-            self._must(isinstance(event, StopRequested), "THE END", what)
+            self.job.must(isinstance(event, StopRequested), "THE END", what)
         if action.reason.kind in (Why.ALL_LOST, Why.NO_COMMIT):
             self._nobody_is_left()
 
     def _nobody_is_left(self) -> None:
-        for worker in self._members:
-            known = self._workers.get(worker)
+        for worker in self.job.members:
+            known = self.job.workers.get(worker)
             if known is None or known.going or known.stranded or known.holds is None:
                 continue
             what = f"the job ends because nobody holds its state, but {worker} holds {known.holds}"
-            self._broken("RANK 0 IS NO OTHER", what)
+            self.job.broken("RANK 0 IS NO OTHER", what)
 
     def _live_members(self) -> list[tuple[Worker, Known]]:
         """Of the present world, as the driver counts them: those that run, and were not told to leave."""
-        return [(worker, known) for worker, known in self._here() if not known.dismissed]
+        return [(worker, known) for worker, known in self.job.here() if not known.dismissed]

@@ -11,12 +11,7 @@ from pathlib import Path
 
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 from elastic.driver.events import EndJob
-from elastic.driver.journal.journal import (
-    ReplayDiffers,
-    recording,
-    replay,
-    story_of,
-)
+from elastic.driver.journal.journal import ReplayDiffers, recording, replay, story_of
 
 DESCRIPTION = """Feeds the events of a journal to a new driver, compares what it decides with what was recorded, and
 checks every invariant. Exit code 1 if either does not hold."""

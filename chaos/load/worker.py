@@ -11,13 +11,7 @@ from collections.abc import Callable
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Message, Worker
 from elastic.runtime.progress import ProgressCounter
-from elastic.runtime.recovery import (
-    Action,
-    Phase,
-    Recovery,
-    Send,
-    Verdict,
-)
+from elastic.runtime.recovery import Action, Phase, Recovery, Send, Verdict
 
 LAYOUT = messages.Layout(
     "light", "\n".join(f"layer.{n}.weight float32 [512, 512]" for n in range(40))

@@ -36,14 +36,7 @@ from elastic.chaos.reductions.plan import (
     draw,
     quantile,
 )
-from elastic.chaos.reductions.worker import (
-    CallOutcome,
-    Cut,
-    Formed,
-    ReductionWorker,
-    Rested,
-    Task,
-)
+from elastic.chaos.reductions.worker import CallOutcome, Cut, Formed, ReductionWorker, Rested, Task
 from elastic.chaos.soak import resources
 from elastic.collectives.shared_memory import native_library
 from elastic.collectives.topology import MOST_LOCAL

@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic.chaos.reductions.plan import (
-    DTYPES,
-    MOST_BYTES,
-    Call,
-    Kind,
-)
+from elastic.chaos.reductions.plan import DTYPES, MOST_BYTES, Call, Kind
 from elastic.collectives.interface import Op
 
 _COMBINE: dict[Op, Callable[[Any, Any], Any]] = {

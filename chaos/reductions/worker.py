@@ -16,13 +16,7 @@ from pathlib import Path
 import torch
 
 from elastic.chaos.reductions.numbers import Numbers, same
-from elastic.chaos.reductions.plan import (
-    Call,
-    Kind,
-    ReductionFault,
-    Round,
-    Told,
-)
+from elastic.chaos.reductions.plan import Call, Kind, ReductionFault, Round, Told
 from elastic.collectives.construct import Connecting, Store, StoreListener, listen
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena, peer_memory

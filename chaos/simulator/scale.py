@@ -12,12 +12,7 @@ import time
 from dataclasses import dataclass
 
 from elastic.chaos.simulator.simulated_faults import Weather
-from elastic.chaos.simulator.simulator import (
-    LIVENESS_S,
-    Outcome,
-    Simulation,
-    Violation,
-)
+from elastic.chaos.simulator.simulator import LIVENESS_S, Outcome, Simulation, Violation
 from elastic.driver.membership.membership import Phase
 from elastic.driver.reasons import in_words
 

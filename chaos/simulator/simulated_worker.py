@@ -14,21 +14,10 @@ from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_training import Collective, State
 from elastic.errors import DeviceLost, LeaveRequested, PeerLost, WorldChanging
 from elastic.protocol import messages
-from elastic.protocol.messages import (
-    Address,
-    Commit,
-    Message,
-    Worker,
-)
+from elastic.protocol.messages import Address, Commit, Message, Worker
 from elastic.runtime import recovery
 from elastic.runtime.progress import REPEAT_S
-from elastic.runtime.recovery import (
-    Cut,
-    Phase,
-    Recovery,
-    Send,
-    Verdict,
-)
+from elastic.runtime.recovery import Cut, Phase, Recovery, Send, Verdict
 
 HOLD_S = 60.0
 DEVICE_S = 10.0

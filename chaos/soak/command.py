@@ -18,9 +18,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from elastic.chaos.harness.journal_tail import Story
 from elastic.chaos.inject import command, network, tables
 from elastic.chaos.inject.faulty_job import Job, say, under_fire
-from elastic.chaos.inject.journal_tail import Story
 from elastic.chaos.inject.plan import KINDS, Chance, Plan
 from elastic.chaos.soak import page, resources
 from elastic.chaos.soak.growth import QUANTITIES, Curve

@@ -40,13 +40,7 @@ from elastic.driver.agents.messages import (
     from_agent,
 )
 from elastic.driver.agents.partition import Reach
-from elastic.driver.events import (
-    Event,
-    HostLost,
-    HostReported,
-    WorkerDisconnected,
-    WorkerExited,
-)
+from elastic.driver.events import Event, HostLost, HostReported, WorkerDisconnected, WorkerExited
 from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
 from elastic.driver.network.address_check import Agreement
 from elastic.driver.network.server import Callers, Server

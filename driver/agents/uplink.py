@@ -22,12 +22,7 @@ from typing import Any
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 
 from elastic.driver.agents import messages
-from elastic.driver.agents.messages import (
-    AgentAnswer,
-    AgentMessage,
-    Heard,
-    HostAgent,
-)
+from elastic.driver.agents.messages import AgentAnswer, AgentMessage, Heard, HostAgent
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.keepalive import expect_signs_of_life
 from elastic.protocol.framing import NONCE_BYTES, Wire, proof

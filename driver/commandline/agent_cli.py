@@ -9,13 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.driver.agents import agent_process
-from elastic.driver.commandline.arguments import (
-    LOG_LEVELS,
-    Names,
-    Parser,
-    log_level,
-    whole,
-)
+from elastic.driver.commandline.arguments import LOG_LEVELS, Names, Parser, log_level, whole
 from elastic.driver.commandline.flags import Options
 from elastic.driver.commandline.multi_host_flags import add_etcd, add_security
 from elastic.driver.commandline.multi_host_options import etcd_access, tls_files

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from elastic.driver.commandline import check_build, flags
 from elastic.driver.commandline.arguments import seconds
+from elastic.driver.commandline.checkpoint_options import checkpoint_plan
 from elastic.driver.commandline.command import check_command
 from elastic.driver.commandline.config_file import read_config
 from elastic.driver.commandline.flags import Options
@@ -26,13 +27,7 @@ from elastic.driver.job.job import Job
 from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
 from elastic.driver.launch.environment import threads_per_worker
-from elastic.driver.network.hosts import (
-    SLOTS_LIMIT,
-    ThisHost,
-    parse_hosts,
-    read_hostfile,
-    show,
-)
+from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost, parse_hosts, read_hostfile, show
 from elastic.driver.network.interfaces import alone_address, worker_network
 from elastic.driver.processes.console import stand_in_for_closed
 from elastic.driver.reasons import counted
@@ -54,6 +49,9 @@ _FROM_ENVIRONMENT = {
     "HOROVOD_TIMELINE": "--timeline-filename",
     "HOROVOD_AUTOTUNE_LOG": "--autotune-log-file",
     "HOROVOD_NUM_NCCL_STREAMS": "--num-nccl-streams",
+    "ELASTIC_CHECKPOINT_DIR": "--checkpoint-dir",
+    "ELASTIC_CHECKPOINT_EVERY": "--checkpoint-every",
+    "ELASTIC_CHECKPOINT_KEEP": "--checkpoint-keep",
 }
 # Switches: 1 is the flag, 0 or nothing says nothing.
 _SWITCHES = {
@@ -77,7 +75,6 @@ _SAYS_NOTHING = {
 NAMES = ("elasticrun", "horovodrun")
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
-_GLOO_S = 30.0
 _SLACK_S = 60.0  # a collective gives up by itself only when its worker has long been judged
 
 
@@ -100,6 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from elastic.driver.commandline import agent_cli
 
             return agent_cli.main(arguments, environ)
+        if arguments and arguments[0] == "checkpoints":
+            from elastic.driver.commandline import checkpoints_cli
+
+            return checkpoints_cli.main(arguments[1:])
         options = read_options(arguments, environ)
         if options.version:
             print(check_build.version())
@@ -220,8 +221,9 @@ def make_job(
         )
     bind = "" if fleet.needed else alone_address(options.network_interfaces or ())
     timeline = _writable_place(options.timeline_filename)
-    env = _worker_additions(options, timeline)
-    notes = _notes(options, elastic=elastic)
+    checkpoints = checkpoint_plan(options, elastic=elastic)
+    env = _worker_additions(options, timeline) | checkpoints.env
+    notes = _notes(options, elastic=elastic) + checkpoints.notes
     # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.
     if "OMP_NUM_THREADS" not in environ and not fleet.needed and hosts is not None:
         cores = cores or len(os.sched_getaffinity(0))
@@ -254,6 +256,7 @@ def make_job(
             busy_s=patience.busy_s,
             gpu_hang_s=patience.gpu_hang_s,
             gpu_limit_s=_own_timeout_s(options, environ) or Settings.gpu_limit_s,
+            restarts=checkpoints.restarts,
             timeline=timeline,
             env=env,
         ),
@@ -266,6 +269,7 @@ def make_job(
             **(worker_network(bind, environ) if bind and options.network_interfaces else {}),
         },
         bind=bind,
+        gloo_timeout_s=_given(options.gloo_timeout_seconds, Job.gloo_timeout_s),
         collective_timeout_s=_collective_timeout_s(options, environ),
         journal=_writable_file(options.journal),
         metrics=_metrics(options),
@@ -279,7 +283,9 @@ def make_job(
 
 def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
     """What flags add to the environment of every worker, under Horovod's names. They win over what is inherited."""
-    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, _GLOO_S):g}"}
+    env = {
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, Job.gloo_timeout_s):g}"
+    }
     if options.tcp:
         env["NCCL_IB_DISABLE"] = "1"
     if options.fusion_threshold_mb is not None:

@@ -48,6 +48,12 @@ _FLAGS: dict[str, dict[str, str | tuple[str, str]]] = {
         "thread_affinity": "--thread-affinity",
         "gloo_timeout_seconds": "--gloo-timeout-seconds",
     },
+    "checkpoint": {
+        "dir": "--checkpoint-dir",
+        "every": "--checkpoint-every",
+        "keep": "--checkpoint-keep",
+        "restarts": "--restarts",
+    },
     "logging": {
         "level": "--log-level",
         "with_timestamp": ("--log-with-timestamp", "--log-without-timestamp"),

@@ -26,6 +26,7 @@ from elastic.driver.commandline.arguments import (
     whole,
 )
 from elastic.driver.commandline.multi_host_flags import (
+    add_checkpoints,
     add_failover,
     add_security,
     add_several_hosts,
@@ -111,6 +112,11 @@ class Options:
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: str | None = None
+    checkpoint_keep: int | None = None
+    begin_from: str | None = None
+    restarts: int | None = None
     resume: bool = False
     standby: bool = False
     fresh: bool = False
@@ -158,6 +164,12 @@ def build_parser() -> Parser:
             "several hosts",
             "Hosts of a list that are not this machine are reached over ssh; those of --etcd run"
             "\n  the program `elasticrun agent`. See docs/many-hosts.md.",
+        )
+    )
+    add_checkpoints(
+        parser.group(
+            "checkpoints",
+            "What is committed outlives all workers, and the driver. See docs/checkpoints.md.",
         )
     )
     add_failover(

@@ -1,13 +1,8 @@
-"""The flags for other hosts, for drivers that follow each other, and for security. Only names and help."""
+"""The flags for other hosts, for checkpoints, for drivers that follow each other, and for security. Names and help."""
 
 from __future__ import annotations
 
-from elastic.driver.commandline.arguments import (
-    Group,
-    Names,
-    seconds,
-    whole,
-)
+from elastic.driver.commandline.arguments import Group, Names, seconds, whole
 
 
 def add_several_hosts(add: Group) -> None:
@@ -63,7 +58,7 @@ def add_failover(add: Group) -> None:
         None,
         None,
         "Go on with the job of --journal or --etcd if there is one, else begin it. Commits are in the workers' memory:"
-        " when all die at once, only a checkpoint that the script saves is left.",
+        " when all die at once, only what --checkpoint-dir, or the script, has saved is left.",
     )
     add(
         "--standby",
@@ -89,6 +84,37 @@ def add_failover(add: Group) -> None:
         "PORT",
         whole(1),
         "Listen for agents on this port (default: any free one).",
+    )
+
+
+def add_checkpoints(add: Group) -> None:
+    add(
+        "--checkpoint-dir",
+        "DIR",
+        str,
+        "Write commits here in the background, and go on from the newest one when all workers are gone: a folder that"
+        " all hosts share, or a URL of fsspec such as s3://bucket/folder (default: ELASTIC_CHECKPOINT_DIR).",
+    )
+    add(
+        "--checkpoint-every",
+        "EVERY",
+        str,
+        "How often: 60s, 10m, 1h, 500commits, or manual, when the script asks (default: 60s)."
+        " The last commit of a training becomes durable in any case.",
+    )
+    add("--checkpoint-keep", "N", whole(1), "Keep the newest N, remove older ones (default: 3).")
+    add(
+        "--from",
+        "DIR@COMMIT",
+        str,
+        "Begin from this commit of that folder; `elasticrun checkpoints DIR` lists them.",
+        dest="begin_from",
+    )
+    add(
+        "--restarts",
+        "N",
+        whole(0),
+        "Start all workers again at most N times with no new checkpoint between (default: 3).",
     )
 
 

@@ -10,18 +10,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
-from elastic.driver.etcd.connection import (
-    EtcdConnection,
-    LeaseGone,
-    Rejected,
-    Unavailable,
-)
-from elastic.driver.etcd.endpoints import (
-    CALL_S,
-    GRACE_S,
-    Log,
-    Members,
-)
+from elastic.driver.etcd.connection import EtcdConnection, LeaseGone, Rejected, Unavailable
+from elastic.driver.etcd.endpoints import CALL_S, GRACE_S, Log, Members
 from elastic.driver.etcd.keys import ROOT
 from elastic.driver.network.credentials import EtcdAccess
 

@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from elastic.driver.journal.entries import (
-    Header,
-    Resumed,
-    Writer,
-    encoded,
-)
+from elastic.driver.journal.entries import Header, Resumed, Writer, encoded
 from elastic.driver.journal.journal import Upkeep
 from elastic.driver.journal.past import Past
 from elastic.driver.journal.records import PendingRecord
@@ -155,7 +150,7 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         self._next = number
         self._obsolete.extend(obsolete)
         self._counting = list(counting)
-        self._waiting.append(PendingRecord(bytearray(encoded(Resumed(self._writer)))))
+        self.waiting.append(PendingRecord(bytearray(encoded(Resumed(self.writer)))))
         await self.settle()
 
     async def _put(self, record: PendingRecord) -> None:

@@ -14,20 +14,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastic.driver.etcd.client import (
-    Etcd,
-    Item,
-    Put,
-    Unchanged,
-)
+from elastic.driver.etcd.client import Etcd, Item, Put, Unchanged
 from elastic.driver.etcd.connection import LeaseGone, Rejected, Unavailable
 from elastic.driver.etcd.endpoints import Log
-from elastic.driver.etcd.keys import (
-    SeatRecord,
-    job_root,
-    read_seat,
-    split_address,
-)
+from elastic.driver.etcd.keys import SeatRecord, job_root, read_seat, split_address
 from elastic.driver.etcd.lease_guard import LeaseGuard
 from elastic.errors import ElasticError, Invalid
 

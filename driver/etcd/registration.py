@@ -13,12 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
 
-from elastic.driver.etcd.client import (
-    Etcd,
-    Item,
-    Put,
-    Unchanged,
-)
+from elastic.driver.etcd.client import Etcd, Item, Put, Unchanged
 from elastic.driver.etcd.connection import LeaseGone, Rejected, Unavailable
 from elastic.driver.etcd.endpoints import Log
 from elastic.driver.etcd.keys import (

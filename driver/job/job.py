@@ -43,6 +43,7 @@ class Job:
     )
     begun: Callable[[Stoppable], object] | None = None  # is given the driver, once there is one
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
+    gloo_timeout_s: float = 30.0  # for a group to form
     collective_timeout_s: float = 660.0  # when a collective gives up by itself
     output_dir: str | None = None  # exists, and can be written to
     prefix_timestamps: bool = False

@@ -19,11 +19,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from elastic.checkpoints.options import RUN
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.events import (
     Action,
     BreakWorld,
     CallOffChange,
+    CheckpointMade,
     DriverRestarted,
     DumpStacks,
     EndJob,
@@ -47,9 +49,13 @@ from elastic.driver.events import (
     TimePassed,
     WelcomeWorker,
     WorkerConnected,
+    WorkerDiffers,
     WorkerDisconnected,
     WorkerExited,
 )
+from elastic.driver.job import checkpoint_shares
+from elastic.driver.job.checkpoint_lines import CheckpointLines
+from elastic.driver.job.checkpoint_shares import CheckpointShares
 from elastic.driver.job.ending import Ending
 from elastic.driver.journal.journal import Journal
 from elastic.driver.launch.environment import (
@@ -59,9 +65,9 @@ from elastic.driver.launch.environment import (
     worker_environment,
 )
 from elastic.driver.launch.interface import Launcher
-from elastic.driver.membership import layout_diff
 from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.wording import event_of, recovery_line
+from elastic.driver.membership.worlds import layout_diff
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.credentials import TlsFiles
@@ -188,8 +194,11 @@ class Driver:
         self._journal = journal
         self._log = log
         self._noted = noted
+        self._checkpoint_run = int(job.settings.env.get(RUN, 0))
         self._tracing = tracing or Tracing(log)
         self._reports = Reports(reported, log)
+        self._checkpoints = CheckpointShares()
+        self._about_checkpoints = CheckpointLines(self._now, self._log)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None
@@ -294,6 +303,10 @@ class Driver:
     def _heard(self, worker: Worker, message: Any) -> None:
         if self._tracing.heard(worker, message) or self._reports.heard(worker, message):
             return
+        about_checkpoints = self._checkpoints.handle(worker, message)
+        if about_checkpoints is not None:
+            self._bring_together(about_checkpoints)
+            return
         match message:
             case protocol.Layout(digest, text):
                 self._layouts[digest] = text
@@ -301,6 +314,21 @@ class Driver:
                 self.results[worker] = blob
             case _:
                 self._post(event_of(worker, message))
+
+    def _bring_together(self, actions: Sequence[checkpoint_shares.Action]) -> None:
+        for action in actions:
+            match action:
+                case checkpoint_shares.TellRanks(workers, message):
+                    self._server.broadcast(workers, message)
+                case checkpoint_shares.Made():
+                    self._about_checkpoints.made(action)
+                    self._post(CheckpointMade(action.commit))
+                case checkpoint_shares.Failed():
+                    self._about_checkpoints.failed(action)
+                case checkpoint_shares.NotEqual():
+                    self._about_checkpoints.not_equal(action)
+                case checkpoint_shares.Damaged(worker, generation, commit, parts, equal):
+                    self._post(WorkerDiffers(worker, generation, commit, parts, equal))
 
     def _connection_gone(self, worker: Worker, silent: bool) -> None:
         self._tracing.gone(worker)
@@ -481,8 +509,8 @@ class Driver:
             case PublishWorld():
                 return self._publish(action)
             case TellWorld(generation, member, store, holders, commit, reason):
-                text = str(reason)
-                word = protocol.World(generation, member.place, store, holders, commit, text)
+                text, run = str(reason), self._checkpoint_run
+                word = protocol.World(generation, member.place, store, holders, commit, text, run)
                 send(member.worker, word)
             case WelcomeWorker(worker, place, newcomer, elastic):
                 send(worker, protocol.Welcome(place, newcomer, elastic))
@@ -580,11 +608,13 @@ class Driver:
                     world.holders,
                     world.commit,
                     reason,
+                    self._checkpoint_run,
                 ),
             )
             for member in world.members
         )
         self.generation = world.generation
+        self._checkpoints.world(world.generation, [member.worker for member in world.members])
         self.places = {member.worker: member.place for member in world.members}
         self._reports.keep({*self.places, *self._running, *self._partings.workers})
         self._promised.clear()

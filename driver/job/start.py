@@ -100,7 +100,7 @@ async def _alone(
             tls=files,
             interface=bind,
             bind=bind,
-            gloo_timeout_s=float(job.settings.env.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30")),
+            gloo_timeout_s=job.gloo_timeout_s,
             collective_timeout_s=job.collective_timeout_s,
         ),
         membership=membership,

@@ -42,7 +42,7 @@ from elastic.driver.launch.starter import Bootstrap, Starter
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.worlds import Phase
+from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.hosts import ThisHost, parse_address
 from elastic.driver.network.interfaces import listen_address

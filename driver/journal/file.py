@@ -121,7 +121,7 @@ class FileJournal(Journal):
     ) -> None:
         super().__init__(upkeep, entries=entries)
         self._archive = archive
-        self._writer = first.writer if isinstance(first, Header) else first.resumed
+        self.writer = first.writer if isinstance(first, Header) else first.resumed
         if stat.S_ISREG(os.fstat(archive.fd).st_mode):
             os.ftruncate(archive.fd, at)
             os.lseek(archive.fd, at, os.SEEK_SET)
@@ -144,7 +144,7 @@ class FileJournal(Journal):
         return len(line)
 
     def keep_snapshot(self, data: bytes, at: float) -> None:
-        self._write(encoded(Snapshot(msgspec.Raw(data), at, self._writer)))
+        self._write(encoded(Snapshot(msgspec.Raw(data), at, self.writer)))
 
     def _write(self, line: bytes) -> None:
         if self._archive.fd < 0:
@@ -156,11 +156,11 @@ class FileJournal(Journal):
         except OSError as error:
             path = repr(str(self._archive.path))
             followed = ""
-            if self._take is not None:
+            if self.take is not None:
                 self._abandon()
                 followed = "; no other driver can go on with this job after this one"
             self.close()
-            self._failed(f"the journal {path} ends here: {error.strerror}{followed}")
+            self.failed(f"the journal {path} ends here: {error.strerror}{followed}")
 
     def _abandon(self) -> None:
         """In place, for which there is room: the next driver must not take the beginning of a story for all of it."""

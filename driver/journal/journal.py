@@ -85,8 +85,8 @@ class Journal:
 
     def __init__(self, upkeep: Upkeep | None = None, *, entries: int = 0) -> None:
         upkeep = upkeep or Upkeep()
-        self._failed = upkeep.failed
-        self._take = upkeep.take
+        self.failed = upkeep.failed
+        self.take = upkeep.take
         self._every = upkeep.snapshot_every
         self._suits = upkeep.suits
         self._entries = entries  # since the last snapshot
@@ -103,7 +103,7 @@ class Journal:
         self._bytes += self._keep(entry)
         self._entries += 1
         if error:
-            self._take = None  # nothing is known of a state in which a bug has shown
+            self.take = None  # nothing is known of a state in which a bug has shown
         elif self._due(FORCED):
             self._snapshot()
 
@@ -134,17 +134,17 @@ class Journal:
         """Of the state after the entry that was kept last."""
 
     def _due(self, patience: int) -> bool:
-        if self._take is None or self._entries < patience * self._every:
+        if self.take is None or self._entries < patience * self._every:
             return False
         return self._bytes >= patience * self._snapshot_bytes
 
     def _snapshot(self) -> None:
-        assert self._take is not None
+        assert self.take is not None
         try:
-            data = self._take()
+            data = self.take()
         except NotTaken as error:  # a bug; without snapshots a resume only takes longer
-            self._take = None
-            self._failed(f"the journal has no snapshots from here on: {error}")
+            self.take = None
+            self.failed(f"the journal has no snapshots from here on: {error}")
             return
         self._entries = self._bytes = 0
         self._snapshot_bytes = len(data)

@@ -12,13 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from elastic.driver.journal.entries import (
-    Entry,
-    Snapshot,
-    Writer,
-    digest_of,
-    encoded,
-)
+from elastic.driver.journal.entries import Entry, Snapshot, Writer, digest_of, encoded
 from elastic.driver.journal.journal import Journal, Upkeep
 from elastic.driver.journal.records import PendingRecord
 
@@ -33,16 +27,16 @@ class RecordJournal(Journal, Generic[R]):
     ) -> None:
         super().__init__(upkeep, entries=entries)
         self._make = make
-        self._writer = writer
-        self._waiting: deque[R] = deque()
+        self.writer = writer
+        self.waiting: deque[R] = deque()
         self._settling = asyncio.Lock()
 
     async def settle(self) -> None:
         """What was recorded is in the store. Raises Deposed if another driver leads: nothing may be done about it."""
         async with self._settling:
-            while self._waiting:
-                await self._put(self._waiting[0])
-                self._waiting.popleft()
+            while self.waiting:
+                await self._put(self.waiting[0])
+                self.waiting.popleft()
 
     async def _put(self, record: R) -> None:
         """All its pieces. Those that are written already are not written again."""
@@ -51,14 +45,14 @@ class RecordJournal(Journal, Generic[R]):
     def _keep(self, entry: Entry) -> int:
         digest = digest_of(entry.actions)
         line = encoded(Entry(entry.at, entry.event, [], entry.error, digest))
-        if not (self._waiting and self._waiting[-1].takes(line)):
-            self._waiting.append(self._make(bytearray()))
-        self._waiting[-1].data += line
+        if not (self.waiting and self.waiting[-1].takes(line)):
+            self.waiting.append(self._make(bytearray()))
+        self.waiting[-1].data += line
         return len(line)
 
     def keep_snapshot(self, data: bytes, at: float) -> None:
-        line = encoded(Snapshot(msgspec.Raw(data), at, self._writer))
-        self._waiting.append(self._make(bytearray(self._before_snapshot() + line), begins=True))
+        line = encoded(Snapshot(msgspec.Raw(data), at, self.writer))
+        self.waiting.append(self._make(bytearray(self._before_snapshot() + line), begins=True))
 
     def _before_snapshot(self) -> bytes:
         """What stands before each in its record."""

@@ -16,14 +16,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.driver.events import EndJob
-from elastic.driver.journal.entries import (
-    Entry,
-    Header,
-    Resumed,
-    Snapshot,
-    Writer,
-    decoded,
-)
+from elastic.driver.journal.entries import Entry, Header, Resumed, Snapshot, Writer, decoded
 from elastic.driver.journal.journal import ReplayDiffers, rebuilt
 from elastic.driver.journal.past import Past
 from elastic.driver.membership import snapshot

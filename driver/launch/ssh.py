@@ -8,10 +8,8 @@ to know that we live, and notices a connection that has broken without a word.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import subprocess
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ from elastic.driver.launch.child_processes import Attendance, Attended
 from elastic.driver.launch.ssh_failures import (
     NO_PYTHON,
     SSH_FAILED,
-    Route,
     no_ssh,
     why_ended,
     why_no_agent,
@@ -35,7 +32,6 @@ from elastic.version import __version__
 
 AT_ONCE = 32  # ssh processes that log in at a time; those that have done so don't count
 CLOSE_S = 10.0
-_ROUTE_S = 5.0
 
 # Any login shell takes these words: a quoted text without quotes, backslashes, newlines or exclamation marks in it.
 REMOTE = (
@@ -150,7 +146,7 @@ class SshStarter:
 
     async def _explain(self, host: str, process: Attended, release: str | None) -> str:
         if process.code == SSH_FAILED:
-            return why_ssh_failed(host, process.said(), await self._route(host))
+            return why_ssh_failed(host, process.said(), shlex.join([*self._options.words(), host]))
         return why_no_agent(
             host,
             process.code,
@@ -159,23 +155,3 @@ class SshStarter:
             release=release,
             limit_s=self._options.ready_s,
         )
-
-    async def _route(self, host: str) -> Route:
-        by_hand = ["ssh", *self._options.words(), host]
-        command = [self._options.program, *self._options.words(), "-G", "--", host]
-        text = ""
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = await asyncio.to_thread(
-                partial(
-                    subprocess.run,
-                    command,
-                    env=dict(self._environ),
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    errors="replace",
-                    timeout=_ROUTE_S,
-                )
-            )
-            text = done.stdout
-        return Route.told(by_hand, text)

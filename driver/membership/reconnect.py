@@ -22,68 +22,56 @@ from elastic.driver.events import (
     LetGo,
     Member,
     PrepareChange,
-    RejectWorker,
     StopMembersAt,
     TellWorld,
     WorkerExited,
     WorkerReconnected,
 )
-from elastic.driver.membership.gathering import Kind
+from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import Stage, Standing
-from elastic.driver.membership.worlds import Phase, Worlds
+from elastic.driver.membership.worlds.gathering import Kind
+from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Why, because
 
 UNTIL_IT_IS_BACK = (Why.CONNECTION_LOST, Why.NOT_BACK)  # why it is to be killed
 
 
-class Reconnections(Worlds):
+class Reconnections(Part):
     """What holds for one worker, said again."""
 
-    def _reconnected(self, event: WorkerReconnected) -> None:
+    def reconnected(self, event: WorkerReconnected) -> None:
         standing = self.roster.get(event.worker)
         if standing is None:
             # Given up and reported dead, and yet it lives: nobody trains with it.
-            self._orders.do(LetGo(event.worker, because(Why.GONE_ON_WITHOUT), True))
+            self.orders.do(LetGo(event.worker, because(Why.GONE_ON_WITHOUT), True))
             return
-        if event.generation > self.generation:
+        if event.generation > self.worlds.generation:
             worker, generation = str(event.worker), event.generation
             unknown = because(Why.JOURNAL_INCOMPLETE, worker=worker, generation=generation)
-            self._end(1, unknown)
+            self.worlds.end(1, unknown)
         why = standing.exit_why
         if why is not None and why.kind in UNTIL_IT_IS_BACK and standing.killed_for is None:
             standing.exit_by, standing.exit_why = None, None
         if standing.killed_for or standing.stage is Stage.DISMISSED:
-            self._part_again(standing)
+            self.staff.part_again(standing)
         elif standing.stage is Stage.STARTING or (
             standing.stage is Stage.CONNECTED and not event.welcomed
         ):
-            self._staff.welcome(standing, self.members)
+            self.staff.welcome(standing, self.worlds.members)
         elif standing.stage is Stage.FINISHED:
-            self._orders.do(FinishWorld(event.generation, [event.worker]))
-        elif standing.worker in self._world.places:
+            self.orders.do(FinishWorld(event.generation, [event.worker]))
+        elif standing.worker in self.worlds.world.places:
             self._tell_member(standing, event)
 
-    def _part_again(self, standing: Standing) -> None:
-        worker = standing.worker
-        if standing.killed_for:
-            self._orders.do(KillWorker(worker, standing.killed_for))
-            self._orders.do(LetGo(worker, standing.killed_for, True))
-        elif standing.rejected:
-            self._orders.do(RejectWorker(worker, standing.layout, standing.rejected))
-        else:
-            reason = standing.leaving or standing.exit_why
-            assert reason is not None
-            self._orders.do(LetGo(worker, reason))
-
     def _tell_member(self, standing: Standing, event: WorkerReconnected) -> None:
-        worker, generation, change = standing.worker, self.generation, self._change
-        published = self._published
+        worker, generation, change = standing.worker, self.worlds.generation, self.worlds.change
+        published = self.worlds.published
         assert published is not None
         if event.generation < generation:
-            self._orders.do(
+            self.orders.do(
                 TellWorld(
                     generation,
-                    Member(worker, self._world.places[worker]),
+                    Member(worker, self.worlds.world.places[worker]),
                     published.store,
                     published.holders,
                     published.commit,
@@ -91,43 +79,43 @@ class Reconnections(Worlds):
                 )
             )
         at_work = standing.stage in (Stage.MEMBER, Stage.RETURNED)
-        match self.phase:
+        match self.worlds.phase:
             case Phase.GATHERING if at_work:
-                planned = self._gathering.kind is not Kind.RECOVERY
-                if not planned or self._gathering.somebody_lost:
-                    self._orders.do(BreakWorld(generation, [worker], self._gathering.reason))
+                planned = self.worlds.gathering.kind is not Kind.RECOVERY
+                if not planned or self.worlds.gathering.somebody_lost:
+                    self.orders.do(BreakWorld(generation, [worker], self.worlds.gathering.reason))
             case Phase.PREPARING:
-                wish = self._change_reason
-                self._orders.do(PrepareChange(generation, change.number, [worker], wish))
+                wish = self.worlds.change_reason
+                self.orders.do(PrepareChange(generation, change.number, [worker], wish))
             case Phase.STOPPING if at_work:
-                self._orders.do(StopMembersAt(generation, change.number, change.check, [worker]))
+                self.orders.do(StopMembersAt(generation, change.number, change.check, [worker]))
             case Phase.TRAINING | Phase.ENDING:
                 # It may be held at a change that was called off while nobody could tell it so.
-                self._orders.do(
+                self.orders.do(
                     CallOffChange(generation, change.number, [worker], because(Why.RECONNECTED))
                 )
 
     # ---- a whole host, or everybody --------------------------------------------------------------------------------
 
-    def _not_there(self, event: HostReported) -> Iterator[WorkerExited]:
+    def not_there(self, event: HostReported) -> Iterator[WorkerExited]:
         """Who should run on the host and does not. Who runs there and should not is killed, again if it was before."""
         running = set(event.running)
         here = self.roster.hosts.get(event.host, {})
         for worker in event.running:
             standing = here.get(worker)
             if standing is None:
-                self._orders.do(KillWorker(worker, because(Why.GONE_ON_WITHOUT)))
+                self.orders.do(KillWorker(worker, because(Why.GONE_ON_WITHOUT)))
             elif standing.killed_for:
-                self._orders.do(KillWorker(worker, standing.killed_for))
+                self.orders.do(KillWorker(worker, standing.killed_for))
         ordered = here.keys() if event.ordered is None else set(event.ordered)
         for worker in [w for w in here if w not in running and w in ordered]:
             yield WorkerExited(
                 worker, -9, "an end that nobody saw: its host's agent does not run it"
             )
 
-    def _restarted(self) -> None:
+    def restarted(self) -> None:
         """Nobody is late only because there was no driver."""
-        now, settings = self._now, self.settings
+        now, settings = self.orders.now, self.settings
         for standing in self.roster.values():
             if standing.killed_for or standing.stage is Stage.DISMISSED:
                 if standing.exit_by is not None:
@@ -135,7 +123,3 @@ class Reconnections(Worlds):
             elif standing.stage in (Stage.CONNECTED, Stage.READY, Stage.MEMBER, Stage.RETURNED):
                 standing.exit_by = now + settings.reconnect_s
                 standing.exit_why = because(Why.NOT_BACK)
-        self._gathering.begin_again(now)
-        self._change.by = None if self._change.by is None else now + settings.elastic_timeout_s
-        if self._ending_by is not None:
-            self._ending_by = now + settings.elastic_timeout_s

@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.driver.reasons import Reason
-from elastic.protocol.messages import (
-    Address,
-    Commit,
-    Launches,
-    Place,
-    Worker,
-)
+from elastic.protocol.messages import Address, Commit, Launches, Place, Worker
 
 INDEXED = ("stage", "leaving", "exit_by", "killed_for", "frozen", "inside")
 

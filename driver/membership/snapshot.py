@@ -24,33 +24,49 @@ import msgspec
 from elastic.driver import old_reasons
 from elastic.driver.events import Action, Event, Member
 from elastic.driver.membership.actions import Orders
+from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
+from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
-from elastic.driver.membership.gathering import Gathering, Kind
-from elastic.driver.membership.give_up import Patience
+from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.planned_change import Change
+from elastic.driver.membership.reconnect import Reconnections
 from elastic.driver.membership.root_cause import Exceptions, Inquest
 from elastic.driver.membership.roster import Roster, Stage, Standing
 from elastic.driver.membership.scheduling.cooldown import Cooldown, SlotRecord
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import Workforce
-from elastic.driver.membership.world import World
-from elastic.driver.membership.worlds import Phase
+from elastic.driver.membership.worker_reports import WorkerReports
+from elastic.driver.membership.worlds.deadlines import Deadlines
+from elastic.driver.membership.worlds.gathering import Gathering, Kind
+from elastic.driver.membership.worlds.give_up import Patience
+from elastic.driver.membership.worlds.planned_change import Change
+from elastic.driver.membership.worlds.world import World
+from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
-from elastic.protocol.messages import (
-    Address,
-    Commit,
-    Launches,
-    Place,
-    Value,
-    Worker,
-)
+from elastic.protocol.messages import Address, Commit, Launches, Place, Value, Worker
 
 OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not the same
-    *(Membership, Orders, Workforce, Patience, World, Gathering, Change, Exceptions, Inquest),
+    *(
+        Membership,
+        Worlds,
+        WorkerReports,
+        Failures,
+        Reconnections,
+        Frozen,
+        Stuck,
+        Deadlines,
+        Orders,
+        Workforce,
+        Patience,
+        World,
+        Gathering,
+        Change,
+        Exceptions,
+        Inquest,
+    ),
     *(Slots, Cooldown, SlotRecord, Roster, Standing, Suspicions, Suspicion, Stragglers),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
@@ -111,6 +127,8 @@ def restored(data: bytes, settings: Settings) -> Membership:
         raise Invalid(f"this is no snapshot of a job: {error!r}") from error
     if not isinstance(found, Membership):
         raise Invalid(f"this is no snapshot of a job, but of {type(found).__name__}")
+    if "worlds" not in vars(found):
+        _compose(found)
     if all(name != Reason.__name__ for name, *_ in snapshot.kinds):
         _read_sentences(found)
     return found
@@ -302,6 +320,8 @@ class _Making:
     def _fill(made: Any, kind: type, names: list[str], values: list[Any]) -> None:
         if names:
             vars(made).update(zip(names, values, strict=False))
+            for name, value in ADDED.get(kind.__name__, {}).items():
+                vars(made).setdefault(name, value)
             for name in names:
                 if (kind, name) in PASSING:
                     setattr(made, name, PASSING[kind, name]())
@@ -317,6 +337,45 @@ class _Making:
             made.update(values)
 
 
+# Fields that older snapshots lack, and what they mean without them.
+ADDED: dict[str, dict[str, Any]] = {
+    "Patience": {"_restarts": 0},
+    "Gathering": {"anew": False},
+    "WorkerRaised": {"final": False},
+}
+
+
+# Where the parts of a membership were not objects yet, their fields were its own, under these names.
+_FLAT: dict[str, dict[str, str]] = {
+    "worlds": {
+        **{"settings": "settings", "phase": "phase"},
+        **{f"_{name}": name for name in ("orders", "staff", "patience", "world", "published")},
+        **{f"_{name}": name for name in ("verdict", "gathering", "change", "change_reason")},
+        **{f"_{name}": name for name in ("exceptions", "trained", "inquest", "completed")},
+        **{f"_{name}": name for name in ("look_again_at", "ending_by")},
+        **{name: name for name in ("_wished", "_cause_at")},
+    },
+    "frozen": {name: name for name in ("_alone_said", "_hosts_awaited")},
+    "stuck": {
+        **{name: name for name in ("_suspicions", "_stragglers", "_probe_s", "_look_at")},
+        **{name: name for name in ("_repeated_at", "_watched", "_where", "_lines")},
+        **{name: name for name in ("_unnamed", "_all_inside_said")},
+    },
+}
+_WAS_FLAT = {"story", *(name for fields in _FLAT.values() for name in fields)}
+
+
+def _compose(membership: Membership) -> None:
+    """From the fields of an older version, all in one object."""
+    flat = dict(vars(membership))
+    vars(membership).clear()
+    worlds = Worlds.__new__(Worlds)
+    vars(worlds).update({new: flat[old] for old, new in _FLAT["worlds"].items()})
+    membership.compose(worlds, flat["story"])
+    for part in ("frozen", "stuck"):
+        vars(getattr(membership, part)).update({new: flat[old] for old, new in _FLAT[part].items()})
+
+
 def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
     """Another version of this program may know of more, or of less. Raises Invalid."""
     expected = {name: set(names) for name, *names in _Taking(Membership(settings)).snapshot.kinds}
@@ -326,7 +385,9 @@ def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
         elif issubclass(cls, msgspec.Struct):
             expected[cls.__name__] = set(cls.__struct_fields__)
     for name, *names in kinds:
-        odd = expected.get(name, set()) ^ set(names)
+        if name == Membership.__name__ and "worlds" not in names:
+            expected[name] = _WAS_FLAT
+        odd = (expected.get(name, set()) ^ set(names)) - ADDED.get(name, {}).keys()
         if odd:
             raise Invalid(
                 f"the snapshot was taken by another version of this program: {name} differs in"
@@ -336,21 +397,22 @@ def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
 
 def _read_sentences(membership: Membership) -> None:
     """Where reasons were sentences yet: an older version has taken the snapshot."""
-    state: dict[str, Any] = vars(membership)
-    for each in (*membership.roster.values(), state["_inquest"]):
+    worlds, awaited = membership.worlds, vars(membership.frozen)["_hosts_awaited"]
+    for each in (*membership.roster.values(), worlds.inquest):
         for name in ("leaving", "exit_why", "killed_for", "verdict"):
             if isinstance(text := getattr(each, name, None), str):
                 setattr(each, name, old_reasons.read(text) if text else None)
-    for name in ("_published", "_verdict"):
-        if (action := state[name]) is not None:
+    for name in ("published", "verdict"):
+        if (action := getattr(worlds, name)) is not None:
             reason = old_reasons.read(action.reason)
-            state[name] = msgspec.structs.replace(action, reason=reason)
-    gathering, world = state["_gathering"], state["_world"]
+            setattr(worlds, name, msgspec.structs.replace(action, reason=reason))
+    state: dict[str, Any] = vars(worlds)
+    gathering, world = state["gathering"], state["world"]
     gathering.reason = old_reasons.read_several(gathering.reason, vars(gathering)["_more"])
     gathering.said = old_reasons.read_ready(gathering.said)
     world.reason = old_reasons.read(world.reason) if world.reason else because(Why.FIRST_START)
-    wish = state["_change_reason"]
-    state["_change_reason"] = old_reasons.read(wish) if wish else because(Why.NOT_WANTED)
+    wish = state["change_reason"]
+    state["change_reason"] = old_reasons.read(wish) if wish else because(Why.NOT_WANTED)
     state["_wished"] = None  # found again when it is asked for
-    awaited = state["_hosts_awaited"].items()
-    state["_hosts_awaited"] = {h: (by, old_reasons.read(text)) for h, (by, text) in awaited}
+    for host, (by, text) in awaited.items():
+        awaited[host] = by, old_reasons.read(text)

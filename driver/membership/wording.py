@@ -51,8 +51,8 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerPaced(worker, generation, collectives, waited_s, over_s, commits, commit)
         case messages.Digested(generation, commit, digest, buffers, samples, epoch):
             return WorkerDigested(worker, generation, commit, digest, buffers, samples, epoch)
-        case messages.Raised(generation, commit, summary, traceback, hardware):
-            return WorkerRaised(worker, generation, commit, summary, traceback, hardware)
+        case messages.Raised(generation, commit, summary, traceback, hardware, final):
+            return WorkerRaised(worker, generation, commit, summary, traceback, hardware, final)
         case messages.Quit(generation, code):
             return WorkerQuit(worker, generation, code)
         case messages.Returned(generation):

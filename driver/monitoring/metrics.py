@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from elastic.driver.events import (
     Action,
+    CheckpointMade,
     EndJob,
     Event,
     KillWorker,
@@ -56,6 +57,7 @@ FENCES = {
     Why.BUSY: "stuck",
     Why.CUT_OFF: "cut off",
     Why.OTHER_DIGEST: "digest",
+    Why.DAMAGED: "digest",
     Why.GPU_FAILED: "gpu",
     Why.GPU_HANGS: "gpu",
     Why.GPU_BEHIND: "gpu",
@@ -106,6 +108,8 @@ class Figures:
         self.commit: Commit | None = None
         self.committed_at = 0.0  # seconds since 1970: when the driver heard of it
         self.commits = 0  # of the whole job
+        self.durable = 0
+        self.durable_at = 0.0  # seconds since 1970
         self.commits_per_s = 0.0
         self.reported: dict[int, dict[str, float]] = {}  # by rank and name
         self.over = False
@@ -142,6 +146,8 @@ class Figures:
                 self._committed(commit)
             case WorkerPaced():
                 self._paced(event)
+            case CheckpointMade():
+                self.durable, self.durable_at = self.durable + 1, self._now
             case WorkerExited(worker, code):
                 if self.stages.pop(worker, None) is None:
                     return
@@ -253,6 +259,15 @@ def families(figures: Figures) -> Iterator[Metric]:
     ):
         yield _counter(name, text, "worker", values)
     yield CounterMetricFamily("elastic_commits", "Commits of the job.", value=figures.commits)
+    yield CounterMetricFamily(
+        "elastic_durable_commits", "Commits that became durable.", value=figures.durable
+    )
+    if figures.durable:
+        yield GaugeMetricFamily(
+            "elastic_last_durable_commit_timestamp_seconds",
+            "When the newest durable commit was complete, in seconds since 1970.",
+            value=figures.durable_at,
+        )
     if figures.commit is not None:
         for name, text, value in (
             (

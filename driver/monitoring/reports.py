@@ -11,12 +11,7 @@ from typing import Any
 
 from elastic.driver.monitoring.report_ledger import ReportLedger
 from elastic.driver.sinks import Log
-from elastic.protocol.messages import (
-    Message,
-    Place,
-    Reported,
-    Worker,
-)
+from elastic.protocol.messages import Message, Place, Reported, Worker
 from elastic.protocol.report_values import Report, unpacked
 
 ANSWER_S = 0.05  # within which workers are told what was taken

@@ -16,13 +16,7 @@ import msgspec
 
 from elastic.driver.network.keepalive import expect_signs_of_life
 from elastic.protocol.framing import NONCE_BYTES, Wire
-from elastic.protocol.messages import (
-    HANDSHAKE_LIMIT,
-    Address,
-    Challenge,
-    ProtocolError,
-    encoded,
-)
+from elastic.protocol.messages import HANDSHAKE_LIMIT, Address, Challenge, ProtocolError, encoded
 from elastic.protocol.tls import FLAGS, Endpoint
 
 HANDSHAKE_S = 5.0

@@ -34,13 +34,7 @@ from elastic.driver.ray.cluster import (
     present,
 )
 from elastic.driver.ray.cluster import Wanted as Wanted
-from elastic.driver.ray.placement_groups import (
-    Claim,
-    Claims,
-    ClaimStage,
-    Condition,
-    Decision,
-)
+from elastic.driver.ray.placement_groups import Claim, Claims, ClaimStage, Condition, Decision
 from elastic.errors import Invalid
 
 LOOK_S = 0.25

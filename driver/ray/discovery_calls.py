@@ -14,13 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from elastic.driver.ray.cluster import (
-    Group,
-    Node,
-    Unanswered,
-    prefix_of,
-    present,
-)
+from elastic.driver.ray.cluster import Group, Node, Unanswered, prefix_of, present
 from elastic.driver.ray.placement_groups import held
 
 _untyped: Any = ray

@@ -30,24 +30,12 @@ import msgspec
 from elastic.driver.discovery.interface import Log
 from elastic.driver.etcd.keys import ROOT, job_root
 from elastic.driver.etcd.leadership import Deposed
-from elastic.driver.journal.entries import (
-    Header,
-    Resumed,
-    Writer,
-    decoded_header,
-    encoded,
-)
+from elastic.driver.journal.entries import Header, Resumed, Writer, decoded_header, encoded
 from elastic.driver.journal.journal import Upkeep
 from elastic.driver.journal.past import Past
 from elastic.driver.journal.remote_journal import RecordJournal
 from elastic.driver.journal.resume import past_of
-from elastic.driver.journal.segments import (
-    Piecewise,
-    Place,
-    chapter_name,
-    counting,
-    writer_of,
-)
+from elastic.driver.journal.segments import Piecewise, Place, chapter_name, counting, writer_of
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.ray.kv import Insistent, KeyValues
 from elastic.errors import Invalid
@@ -240,12 +228,12 @@ class RayJournal(RecordJournal[Piecewise]):
 
     async def begin(self) -> None:
         """A new job."""
-        self._waiting.append(Piecewise(bytearray(encoded(self._header)), begins=True))
+        self.waiting.append(Piecewise(bytearray(encoded(self._header)), begins=True))
         await self.settle()
 
     async def go_on(self, after: Place) -> None:
         """The job goes on."""
-        self._waiting.append(Piecewise(bytearray(encoded(Resumed(self._writer))), after=after))
+        self.waiting.append(Piecewise(bytearray(encoded(Resumed(self.writer))), after=after))
         await self.settle()
 
     def _before_snapshot(self) -> bytes:

@@ -41,6 +41,12 @@ def launch(
     gloo_timeout: float | None = None,
     output_filename: str | None = None,
     journal: str | None = None,
+    checkpoint_dir: str | None = None,
+    checkpoint_every: str | None = None,
+    checkpoint_keep: int | None = None,
+    restarts: int | None = None,
+    begin_from: str | None = None,
+    fresh: bool = False,
     log_level: str | None = None,
     verbose: bool = False,
     env: Mapping[str, str] | None = None,
@@ -49,8 +55,8 @@ def launch(
 ) -> list[Any]:
     """Calls ``func(*args, **kwargs)`` on every worker; returns the values by rank of the last world.
 
-    The arguments are those of ``elasticrun``, seconds where they are times; giving ``min_np``,
-    ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with
+    The arguments are those of ``elasticrun`` (``begin_from`` is ``--from``), seconds where they are times; giving
+    ``min_np``, ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with
     cloudpickle; to hosts that do not share this one's TMPDIR up to 512 KiB of it are sent, over the job's own
     connections. ``env`` replaces the environment that workers inherit (default: this process's).
     ``on_report`` is called here with a `Report` for each `elastic.report` of a worker, one after the other; it holds up
@@ -86,6 +92,11 @@ def launch(
         "--gloo-timeout-seconds": gloo_timeout,
         "--output-filename": output_filename,
         "--journal": journal,
+        "--checkpoint-dir": checkpoint_dir,
+        "--checkpoint-every": checkpoint_every,
+        "--checkpoint-keep": checkpoint_keep,
+        "--restarts": restarts,
+        "--from": begin_from,
         "--log-level": log_level,
     }
     for flag, value in given.items():
@@ -93,6 +104,8 @@ def launch(
             flags += [flag, str(value)]
     if cooldown_range is not None:
         flags += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
+    if fresh:
+        flags.append("--fresh")
     if verbose:
         flags.append("--verbose")
     environ = dict(os.environ if env is None else env)

@@ -10,17 +10,12 @@ requests that they stand for. Names are never given another number behind the ba
 old one: a name's number changes only in the decision in which all its members took part. When the numbers are used up,
 all are forgotten at once, in a new epoch; bits of the epoch before are understood until every member has taken notice.
 
-A number that has run alone five times becomes a *standing order* (`cached_allreduce`), about which nobody is told any
-more. While one stands, no number is forgotten, and there are eight times as many.
-
 A rank that joined has no more data: the others' reductions no longer wait for it. When all have joined, all are told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-import msgspec
 
 from elastic.negotiation.message_table import OneSet, bits
 from elastic.negotiation.messages import (
@@ -55,10 +50,7 @@ class Coordinator:
         """What can run now that this rank has offered this. Each decision goes to all its members."""
         requests = tuple(r for r in offer.requests if r.kind not in (JOIN, LEAVE))
         said = {r.kind for r in offer.requests} - {r.kind for r in requests}
-        nothing = Offer(offer.members, offer.epoch)
-        made = []
-        if requests or msgspec.structs.replace(offer, requests=()) != nothing:
-            made = self._offer(rank, offer, requests)
+        made = self._offer(rank, offer, requests) if requests or offer.known else []
         if LEAVE in said:
             made += self.leave(rank, "shut down")
         elif JOIN in said:
@@ -80,27 +72,9 @@ class Coordinator:
             known &= ~by_name
             requests = (*(each.asked(n, rank) for n in bits(by_name)), *requests)
         each.offered[rank] |= known
-        for number, run in offer.ended:
-            if each.orders.withdraw(number, rank, run):
-                self._waits_no_more(each, each.name_of(number))
-        catch_up = []
-        for number, run in offer.late:
-            if number not in each.orders:
-                continue  # it has failed, and the group with it
-            name = each.entries[number].request.name
-            others = each.waiting.get(name, {}).values()
-            if self._lacks(each) or any(other.after == run - 1 for other in others):
-                requests = (*requests, each.asked(number, rank))
-                continue
-            each.orders.report(number, rank, run)
-            if self._joined:
-                catch_up.append((number, run))
         for request in requests:
             each.ask(rank, request)
-        made = self._decide(each, [request.name for request in requests])
-        if catch_up:
-            made.append(Decision(each.named_as, each.epoch, catch_up=tuple(catch_up)))
-        return made
+        return self._decide(each, [request.name for request in requests])
 
     def _lacks(self, each: OneSet) -> bool:
         """Whether one of its ranks is gone, so that nothing of it can run."""
@@ -141,8 +115,7 @@ class Coordinator:
                 settled.append(settle(asked, each.members))
         if ready:
             known = ready.to_bytes((ready.bit_length() + 7) // 8, "little")
-            order = self._standing_order(each, ready) if not settled else -1
-            made.append(Decision(each.named_as, each.epoch, known, standing=order))
+            made.append(Decision(each.named_as, each.epoch, known))
         for name in dict.fromkeys(names):
             epoch = each.epoch
             found = self._settled(each, name)
@@ -153,23 +126,10 @@ class Coordinator:
                 settled = []
             settled.append(found)
         if settled and made and not made[-1].settled and made[-1].epoch == each.epoch:
-            first = made[-1]
-            made[-1] = Decision(
-                each.named_as, each.epoch, first.known, tuple(settled), standing=first.standing
-            )
+            made[-1] = Decision(each.named_as, each.epoch, made[-1].known, tuple(settled))
         elif settled:
             made.append(Decision(each.named_as, each.epoch, settled=tuple(settled)))
         return made
-
-    def _standing_order(self, each: OneSet, ready: int) -> int:
-        """The number that becomes a standing order with this decision, or -1."""
-        if self._joined:
-            return -1
-        if ready & (ready - 1) or each.waiting or any(each.offered.values()):
-            each.orders.ran_in_company(bits(ready))  # or as the rest of it
-            return -1
-        number = ready.bit_length() - 1
-        return number if each.orders.ran_alone(number, each.entries[number].request) else -1
 
     def _active(self, each: OneSet) -> list[int]:
         if not self._joined:
@@ -200,7 +160,6 @@ class Coordinator:
             gone = [rank for rank in each.members if rank in self._gone]
             self._take(each, name)
             why = self._gone[gone[0]]
-            each.end_order(name, failed=True)
             return Settled(
                 next(iter(asked.values())),
                 error=f"{name} can't run: {ranks_in_words(gone)} {why}",
@@ -209,9 +168,7 @@ class Coordinator:
         if any(rank not in asked for rank in self._active(each)):
             return None
         self._take(each, name)
-        found = each.numbered(settle(asked, each.members), 0 if self._joined else self._capacity)
-        each.end_order(name, failed=bool(found.error))
-        return found
+        return each.numbered(settle(asked, each.members), 0 if self._joined else self._capacity)
 
     # ---- joining and leaving ---------------------------------------------------------------------------------------
 
@@ -229,9 +186,6 @@ class Coordinator:
             if rank not in each.offered:
                 continue
             made += self._decide(each, list(each.waiting))
-            late = tuple((n, max(runs.values())) for n, runs in each.orders.late())
-            if late:
-                made.append(Decision(each.named_as, each.epoch, catch_up=late))
         return made
 
     def _what_is_left(self) -> list[Decision]:
@@ -265,9 +219,6 @@ class Coordinator:
                 for number in bits(offered):
                     each.ask(other, each.asked(number, other))
                 each.offered[other] = 0
-            for number, runs in [*each.orders.late()]:
-                for other in [*runs]:
-                    each.ask(other, each.asked(number, other))
             decisions += self._decide(each, list(each.waiting))
         return decisions
 
@@ -328,9 +279,6 @@ class Coordinator:
 
     def _end(self, each: OneSet, name: str, after_s: float) -> Settled:
         number = each.numbers.get(name)
-        for order, runs in [*each.orders.late()]:
-            for other in [*runs] if order == number else ():
-                each.ask(other, each.asked(order, other))
         if name not in each.waiting and number is not None:
             for rank, offered in each.offered.items():
                 if offered >> number & 1:
@@ -338,7 +286,6 @@ class Coordinator:
         asked = each.waiting[name]
         missing = [rank for rank in self._active(each) if rank not in asked]
         self._take(each, name)
-        each.end_order(name, failed=True)
         return Settled(
             next(iter(asked.values())),
             error=f"{name} was given up after {after_s:g} s: {ranks_in_words(missing)} never submitted it",

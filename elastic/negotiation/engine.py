@@ -7,8 +7,6 @@ Whoever waits drives: a thread in `Pending.wait` sends what was submitted, recei
 so that a blocking call costs no switch of threads. While nobody waits, a thread of the engine's does it, a cycle time
 after the first submission: what is submitted meanwhile travels in one message and one buffer. One thread drives at a
 time, and decisions are carried out in the order in which they come, on every rank.
-
-A standing order (see `coordinator`) is started by whoever submits it, and told of later.
 """
 
 from __future__ import annotations
@@ -23,42 +21,22 @@ from collections.abc import Callable
 import torch
 
 from elastic.collectives.interface import Collectives
-from elastic.errors import CollectiveFailed, TensorMismatch
+from elastic.errors import CollectiveFailed
 from elastic.monitoring import timeline
 from elastic.negotiation import fusion
-from elastic.negotiation.execution import (
-    add_zeros,
-    error_of,
-    start,
-    start_standing,
-)
+from elastic.negotiation.execution import start
 from elastic.negotiation.local_transport import OwnLine, silence_s
-from elastic.negotiation.messages import (
-    ALL,
-    JOIN,
-    LEAVE,
-    Decision,
-    Members,
-    Offer,
-    Request,
-)
+from elastic.negotiation.messages import ALL, JOIN, LEAVE, Decision, Members, Offer, Request
 from elastic.negotiation.pending import Pending
 from elastic.negotiation.response_cache import Offers
-from elastic.negotiation.transport import (
-    Peer,
-    encode_rules,
-    fetch_rules,
-    rules_of,
-)
+from elastic.negotiation.transport import Peer, encode_rules, fetch_rules, rules_of
 from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
 
-_CPU = torch.device("cpu")
 LEAVE_S = 0.3  # to reach rank 0 with a last word
 _MOST_CYCLES = 5  # that a growing batch is waited for
 LAST_WORD_S = 0.2  # for a thread that was woken to carry out what it was told
-HEAR_S = 0.5  # for the word on a standing order that others have ended
 _SLICE_S = 0.05  # between two looks of a thread that waits while another one drives
 
 
@@ -127,61 +105,13 @@ class Engine:
             offers = self._offers.get(members)
             if offers is None:
                 offers = self._offers[members] = Offers(members)
-            order = offers.standing_order(pending)
-            if order is None:
-                offers.submit(pending)
-                self._fresh.add(members)
-                self._undecided += 1
-        if order is not None:
-            self._start_order(offers, order, pending)
-            return
+            offers.submit(pending)
+            self._fresh.add(members)
+            self._undecided += 1
         if timeline.on:
             timeline.begin(pending.row(), f"NEGOTIATE_{pending.kind.upper()}")
         if not soon:
             self._nudge()
-
-    def _start_order(self, offers: Offers[Pending], order: int, pending: Pending) -> None:
-        group = self._order_group(order, pending.members)
-        with self._lock:
-            before = offers.in_flight.get(pending.name)  # reported, over, and never waited for
-        if before is not None:
-            self.withdraw(before)
-        try:
-            with self._lock:
-                offers.begin_run(pending)
-            start_standing(group, pending)
-        except Exception as error:
-            # The others start it too, and would wait for this rank.
-            raise self.fail(f"{pending.name}: {error}") from error
-        if offers.hurried:
-            self.report(pending)
-
-    def report(self, pending: Pending) -> None:
-        """It was started as a standing order and takes long: the coordinator may know why."""
-        with self._lock:
-            if not self._offers[pending.members].report(pending):
-                return
-            self._fresh.add(pending.members)
-            self._undecided += 1
-        self._nudge()
-
-    def hear(self, pending: Pending) -> None:
-        """A standing order failed. Another rank may have been told first that it can't end, and have ended it for all:
-        then the same word is on its way here. Where the world is over nobody waits for it.
-        """
-        self.report(pending)
-        until = time.monotonic() + HEAR_S
-        while pending.error is None and not self._failure and time.monotonic() < until:
-            time.sleep(0.0005)
-
-    def withdraw(self, pending: Pending) -> None:
-        """It has ended, and may have been reported."""
-        with self._lock:
-            if not self._offers[pending.members].withdraw(pending):
-                return
-            self._fresh.add(pending.members)
-            self._undecided -= 1
-        self._nudge()
 
     def _nudge(self) -> None:
         if self._nudged:
@@ -273,9 +203,6 @@ class Engine:
                     while self._undecided and not (self._failure or self._resting):
                         if not self._turn():
                             self._let_grow()
-                    # The end of a standing order that was reported, say: nobody answers that.
-                    if self._fresh and not self._failure:
-                        self._send_fresh()
                 except CollectiveFailed as error:
                     self._give_up(str(error))
                     return
@@ -383,17 +310,8 @@ class Engine:
                 if joined is not None:
                     joined.settled(decision.last_joined)
                     self._undecided -= 1
-                for each in self._offers.values():
-                    each.hurried = False
             if decision.joined == self._place.rank and JOIN in offers.in_flight:
                 offers.in_flight[JOIN].noted = True
-            orders = [(s, p) for s, p in found if p is not None and p.standing is not None]
-            found = [(s, p) for s, p in found if p is None or p.standing is None]
-            self._undecided -= len(orders)
-        for settled, order in orders:
-            order.fail_order(error_of(settled) or TensorMismatch(f"{order.name} was mixed up"))
-        if decision.catch_up:
-            self._catch_up(decision)
         for indices in fusion.batches([settled for settled, _ in found], self._limits):
             batch = [found[index] for index in indices]
             asked = [pending for _, pending in batch if pending is not None]
@@ -411,28 +329,6 @@ class Engine:
             finally:
                 with self._lock:
                     self._undecided -= len(asked)
-        if decision.standing >= 0:
-            # The order's group is made here, where all ranks come by in the same order.
-            self._order_group(offers.orders - 1, decision.members)
-
-    def _catch_up(self, decision: Decision) -> None:
-        """On a rank that has joined: takes part in runs of standing orders, with zeros."""
-        with self._lock:
-            offers = self._offers[decision.members]
-            offers.hurried = True
-            everybody = self._offers.get(ALL)
-            if everybody is None or JOIN not in everybody.in_flight:
-                return
-            missed = [
-                each
-                for number, run in decision.catch_up
-                for each in offers.runs_missed(number, run)
-            ]
-        for order, settled in missed:
-            add_zeros(self._order_group(order, decision.members), settled.request)
-
-    def _order_group(self, order: int, members: Members) -> Collectives:
-        return self._group_for(f"standing order {order}", _CPU, members)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

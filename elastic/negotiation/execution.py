@@ -16,17 +16,8 @@ from elastic.collectives.algorithms import reductions
 from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.monitoring import timeline
-from elastic.negotiation.messages import (
-    AGREE,
-    ALLREDUCE,
-    BARRIER,
-    Members,
-    Request,
-    Settled,
-)
+from elastic.negotiation.messages import AGREE, ALLREDUCE, BARRIER, Members, Request, Settled
 from elastic.negotiation.pending import Batch, Pending
-
-_CPU = torch.device("cpu")
 
 
 def start(
@@ -74,27 +65,6 @@ def error_of(settled: Settled) -> BaseException | None:
     if not settled.error:
         return None
     return (CollectiveFailed if settled.refused else TensorMismatch)(settled.error)
-
-
-def start_standing(group: Collectives, pending: Pending) -> None:
-    """An allreduce of one tensor that needs no decision, on a group of its own."""
-    rows = [pending.row()] if timeline.on else []
-    for row in rows:
-        timeline.begin(row, pending.kind.upper())
-    with torch.no_grad():
-        started = reductions.allreduce_one(
-            group, pending.tensors[0], Op(pending.op), *pending.scales, pending.in_place
-        )
-    pending.started_as_order(
-        Batch(started, rows, "GLOO_ALLREDUCE", timeline.now_ns() if rows else 0), group
-    )
-
-
-def add_zeros(group: Collectives, request: Request) -> None:
-    """This rank's part in a standing order that others have started, once it has joined."""
-    (tensor,) = _zeros(request, _CPU)
-    with torch.no_grad():
-        reductions.allreduce_one(group, tensor, Op(request.op), *request.scales, True)
 
 
 def _start_allreduce(

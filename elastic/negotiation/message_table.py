@@ -8,15 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from elastic.negotiation.cached_allreduce import StandingOrders
-from elastic.negotiation.messages import (
-    ALLREDUCE,
-    Members,
-    Request,
-    Settled,
-)
-
-ORDERS_STRETCH = 8
+from elastic.negotiation.messages import ALLREDUCE, Members, Request, Settled
 
 
 @dataclass
@@ -37,9 +29,6 @@ class OneSet:
     before: list[Settled] = field(default_factory=list)  # the entries of the epoch before
     unaware: set[int] = field(default_factory=set)  # ranks that have not taken notice of this epoch
     lacking: int = -1  # a rank that lacked something the last time
-
-    def __post_init__(self) -> None:
-        self.orders = StandingOrders(len(self.members))
 
     def name_of(self, number: int) -> str:
         return self.entries[number].request.name
@@ -67,14 +56,6 @@ class OneSet:
                         self.offered[other] = offered & ~bit
                         asked[other] = self.asked(number, other)
         asked[rank] = request
-        for number in [n for n, _ in self.orders.late() if self.name_of(n) == request.name]:
-            for other, run in self.orders.forget_late(number).items():
-                if run == request.after + 1:  # instead of this run; an earlier one is over
-                    asked.setdefault(other, self.asked(number, other))
-
-    def end_order(self, name: str, failed: bool) -> None:
-        """Of this name, if it is one: it could not run, or means something else from now on."""
-        self.orders.end([n for n in self.orders if self.name_of(n) == name], failed)
 
     def take(self, name: str) -> None:
         """Nobody waits for it any more."""
@@ -97,9 +78,8 @@ class OneSet:
             if len(self.seen) > 64 * capacity:
                 self.seen.clear()
             return found
-        room = capacity * (ORDERS_STRETCH if self.orders else 1)
-        if len(self.entries) >= room:
-            if self.unaware or self.orders:
+        if len(self.entries) >= capacity:
+            if self.unaware:
                 return found
             self.forget_numbers()
         number = len(self.entries)
@@ -120,7 +100,6 @@ class OneSet:
             self.offered[rank] = 0
         self.before, self.entries, self.numbers = self.entries, [], {}
         self.reducible = self.by_request = self.watched = 0
-        self.orders.forget_numbers()
         self.epoch += 1
         self.unaware = set(self.members)
 
@@ -133,8 +112,6 @@ class OneSet:
         """Everything that some have offered and some have not, with those that have."""
         for name, asked in self.waiting.items():
             yield name, set(asked)
-        for number, runs in self.orders.late():
-            yield self.name_of(number), set(runs)
         union = 0
         for offered in self.offered.values():
             union |= offered

@@ -46,7 +46,6 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     splits: tuple[int, ...] = ()  # of alltoall: rows for each member
     payload: str = ""  # of agree
     lasting: bool = False  # it was given a name, so that the same will come again
-    after: int = 0  # runs of the standing order of this name, which is not what is meant now
 
     @property
     def size_bytes(self) -> int:
@@ -88,10 +87,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     epoch: int  # in which ``known`` were given their numbers
     known: bytes = b""  # a bit for each number, the lowest first
     requests: tuple[Request, ...] = ()
-    late: tuple[
-        tuple[int, int], ...
-    ] = ()  # standing orders that don't end: number, and the how-manieth run it is
-    ended: tuple[tuple[int, int], ...] = ()  # and those that did after all
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -102,9 +97,6 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     known: bytes = b""
     settled: tuple[Settled, ...] = ()
     last_joined: int = -1  # every rank of the world has joined, this one last
-    standing: int = -1  # who submits this number starts it at once, from now on; -1: no news
-    # Who has joined runs these standing orders, with zeros, up to this run.
-    catch_up: tuple[tuple[int, int], ...] = ()
     joined: int = -1  # this rank's join has been heard: whoever joins now does so after it
 
 

@@ -6,7 +6,6 @@ What is started, and when, is decided by `engine`; here is what a thread that wa
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -17,14 +16,8 @@ from elastic.collectives.algorithms.reductions import Started
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.monitoring import timeline
-from elastic.negotiation.messages import (
-    ALLTOALL,
-    Members,
-    Request,
-    Settled,
-)
+from elastic.negotiation.messages import ALLTOALL, Members, Request, Settled
 
-STANDING_S = 0.02  # what was started undecided usually ends sooner; else something may be wrong
 _dtype_names: dict[torch.dtype, str] = {}
 
 
@@ -35,12 +28,6 @@ class Driver(Protocol):
     def failed(self) -> bool: ...
 
     def complete(self, pending: Pending) -> None: ...
-
-    def report(self, pending: Pending) -> None: ...
-
-    def withdraw(self, pending: Pending) -> None: ...
-
-    def hear(self, pending: Pending) -> None: ...
 
     def last_word(self, pending: Pending) -> None: ...
 
@@ -64,14 +51,6 @@ class Batch:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-
-    def within(self, timeout_s: float) -> bool:
-        """Waits as `wait` does, but no longer; whether it is done."""
-        for work in self._works:
-            if not work.within(timeout_s):
-                return False
-        self.wait()
-        return True
 
     def results(self) -> Any:
         """Of all members. Call `wait` before."""
@@ -98,7 +77,6 @@ class Pending:
 
     __slots__ = (
         "_batch",
-        "_began",
         "_engine",
         "_part",
         "_ready",
@@ -116,10 +94,8 @@ class Pending:
         "op",
         "payload",
         "root",
-        "run",
         "scales",
         "splits",
-        "standing",
         "tensors",
     )
 
@@ -153,9 +129,6 @@ class Pending:
         self.key: Hashable = None
         self.decided = False  # it runs, or failed
         self.noted = False  # of a join: the coordinator knows of it
-        self.standing: Collectives | None = None  # the group on which it was started undecided
-        self.run: tuple[int, int] | None = None  # ... as which run of which order
-        self._began = 0.0
         self.error: BaseException | None = None
         self._engine: Driver | None = None
         self._batch: Batch | None = None
@@ -217,12 +190,7 @@ class Pending:
             return self._engine is not None and self._engine.failed
         if self.error is not None or self._batch is None or self._batch.done():
             return True
-        if self._engine is not None and self._engine.failed:
-            return True  # the wait ends at once
-        if self.standing is not None and time.monotonic() - self._began > STANDING_S:
-            assert self._engine is not None
-            self._engine.report(self)
-        return False
+        return self._engine is not None and self._engine.failed  # the wait ends at once
 
     def over(self, error: BaseException) -> bool:
         """Whether this error is the collective's own end."""
@@ -237,22 +205,8 @@ class Pending:
             self._engine.complete(self)
         if self.error is not None:
             raise self.error
-        if self._batch is None:
-            return
-        if self.standing is None:
+        if self._batch is not None:
             self._batch.wait()
-            return
-        assert self._engine is not None
-        try:
-            if not self._batch.within(STANDING_S):
-                self._engine.report(self)
-                self._batch.wait()
-                self._engine.withdraw(self)
-        except CollectiveFailed:
-            self._engine.hear(self)
-            if self.error is not None:  # another rank asked for something else by this name
-                raise self.error from None
-            raise
 
     def result(self) -> Any:
         """Call `wait` before."""
@@ -274,16 +228,6 @@ class Pending:
     def started(self, batch: Batch, part: tuple[int, int] | None = None) -> None:
         self._batch, self._part = batch, part
         self.decided = True
-
-    def started_as_order(self, batch: Batch, group: Collectives) -> None:
-        self.standing, self._began = group, time.monotonic()
-        self.started(batch)
-
-    def fail_order(self, error: BaseException) -> None:
-        """What was started as a standing order can't end: the others don't take part."""
-        assert self.standing is not None
-        self.error = error
-        self.standing.abort()
 
     def settled(self, value: Any = None, error: BaseException | None = None) -> None:
         self._value, self.error = value, error

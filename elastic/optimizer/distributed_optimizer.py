@@ -18,12 +18,7 @@ from elastic.api.compression import Compression
 from elastic.collectives.algorithms import adasum
 from elastic.collectives.interface import Op
 from elastic.errors import Invalid
-from elastic.negotiation.process_sets import (
-    ProcessSet,
-    global_process_set,
-    require_global,
-    resolve,
-)
+from elastic.negotiation.process_sets import ProcessSet, global_process_set, require_global, resolve
 from elastic.optimizer import adasum_optimizer, gradient_layout, wrapped_optimizer
 from elastic.optimizer.adasum_optimizer import AdasumDistributed, BackwardPasses
 from elastic.optimizer.flat_buckets import Compressor

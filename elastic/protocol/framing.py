@@ -18,12 +18,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.protocol.messages import (
-    HANDSHAKE_LIMIT,
-    RELAY_LIMIT,
-    ProtocolError,
-    encoded,
-)
+from elastic.protocol.messages import HANDSHAKE_LIMIT, RELAY_LIMIT, ProtocolError, encoded
 
 TAG_BYTES = 16
 NONCE_BYTES = 32  # of each end, new for every connection

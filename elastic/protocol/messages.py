@@ -267,6 +267,7 @@ class Raised(Message):
     summary: str
     traceback: str
     hardware: bool = False  # a GPU or NCCL has failed: see `elastic.runtime.hardware_errors`
+    final: bool = False  # whoever tries it again ends in the same way
 
 
 class Quit(Message):
@@ -342,6 +343,44 @@ class TimelineUnwanted(Message):
     timeline: int
 
 
+class CheckpointDue(Message):
+    """Rank 0: make the first commit of this generation from ``number`` on durable, on all ranks."""
+
+    generation: int
+    number: int
+
+
+class ShareWritten(Message):
+    """This rank's part of the checkpoint that was asked for as ``number`` is in the storage. ``digests``: of what must
+    be equal on all ranks, by the name of the part; see `elastic.state.snapshots.digest`.
+    """
+
+    generation: int
+    number: int
+    commit: Commit
+    digests: dict[str, int]
+
+
+class ShareDropped(Message):
+    """This rank can't write its part; with it the checkpoint is off. ``timing``: it only came at the wrong time."""
+
+    generation: int
+    number: int
+    reason: str
+    timing: bool = False
+
+
+class CheckpointWritten(Message):
+    """The whole checkpoint is in the storage and was read back. ``commit``: what it holds."""
+
+    generation: int
+    number: int
+    commit: Commit
+    place: str  # its folder
+    size: int  # bytes
+    took_s: Finite
+
+
 # ---- driver -> worker ----------------------------------------------------------------------------
 
 
@@ -358,7 +397,8 @@ class World(Message):
 
     Ranks ``0 .. holders-1`` hold ``commit``, the newest one; the others lack it and are sent it by
     rank 0. ``holders`` is 0 and ``commit`` None where nobody has committed; then rank 0 is the
-    source all the same.
+    source all the same. ``run``: of the checkpoints of this world, 0 where none are written; a
+    driver that follows another one has its own, and all members must write under one.
     """
 
     generation: int
@@ -367,6 +407,7 @@ class World(Message):
     holders: int
     commit: Commit | None
     reason: str
+    run: int = 0
 
 
 class Broken(Message):
@@ -472,6 +513,35 @@ class TimelineAnswer(Message):
     error: str = ""
 
 
+class MakeDurable(Message):
+    """Write the first commit of this generation from ``number`` on to the storage."""
+
+    generation: int
+    number: int
+
+
+class SealCheckpoint(Message):
+    """To rank 0: all parts are written. Write what makes them a checkpoint."""
+
+    generation: int
+    number: int
+
+
+class DropCheckpoint(Message):
+    """It will not become whole: write no more of it."""
+
+    generation: int
+    number: int
+
+
+class CheckpointDone(Message):
+    """It is whole, and holds this commit."""
+
+    generation: int
+    number: int
+    commit: Commit
+
+
 FromWorker = (
     Answer
     | Hello
@@ -496,6 +566,10 @@ FromWorker = (
     | TracedAll
     | TimelineWanted
     | TimelineUnwanted
+    | CheckpointDue
+    | ShareWritten
+    | ShareDropped
+    | CheckpointWritten
 )
 FromDriver = (
     Challenge
@@ -518,6 +592,10 @@ FromDriver = (
     | Tracing
     | TracesTaken
     | TimelineAnswer
+    | MakeDurable
+    | SealCheckpoint
+    | DropCheckpoint
+    | CheckpointDone
 )
 
 _encoder = msgspec.msgpack.Encoder()

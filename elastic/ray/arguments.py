@@ -53,6 +53,12 @@ class Limits:
     cooldown_range: tuple[float, float] | None = None
     gloo_timeout: float | None = None
     network_interface: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: str | None = None
+    checkpoint_keep: int | None = None
+    restarts: int | None = None
+    begin_from: str | None = None
+    fresh: bool = False
     verbose: bool = False
     flags: tuple[str, ...] = field(default=())  # further ones of elasticrun
 
@@ -68,10 +74,17 @@ class Limits:
             "--reset-limit": self.reset_limit,
             "--gloo-timeout-seconds": self.gloo_timeout,
             "--network-interface": self.network_interface,
+            "--checkpoint-dir": self.checkpoint_dir,
+            "--checkpoint-every": self.checkpoint_every,
+            "--checkpoint-keep": self.checkpoint_keep,
+            "--restarts": self.restarts,
+            "--from": self.begin_from,
         }
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
         if self.cooldown_range is not None:
             flags += ["--blacklist-cooldown-range", *map(str, self.cooldown_range)]
+        if self.fresh:
+            flags.append("--fresh")
         if self.verbose:
             flags.append("--verbose")
         return [*flags, *self.flags]
@@ -175,9 +188,11 @@ def check_limits(limits: Limits) -> None:
         if not number or not math.isfinite(value) or value < LEAST_S:
             raise Invalid(f"{name} is {value!r}; give seconds, at least {LEAST_S:g}")
 
-    count = limits.reset_limit
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-        raise Invalid(f"reset_limit is {count!r}; give a whole number, 0 or more")
+    for name, least in (("reset_limit", 0), ("checkpoint_keep", 1), ("restarts", 0)):
+        count = getattr(limits, name)
+        whole = isinstance(count, int) and not isinstance(count, bool)
+        if count is not None and (not whole or count < least):
+            raise Invalid(f"{name} is {count!r}; give a whole number, {least} or more")
     if limits.cooldown_range is not None:
         _check_cooldown(limits.cooldown_range)
 

@@ -46,6 +46,12 @@ def run(
     reset_limit: int | None = None,
     cooldown_range: tuple[float, float] | None = None,
     network_interface: str | None = None,
+    checkpoint_dir: str | None = None,
+    checkpoint_every: str | None = None,
+    checkpoint_keep: int | None = None,
+    restarts: int | None = None,
+    begin_from: str | None = None,
+    fresh: bool = False,
     verbose: bool = False,
 ) -> Result:
     """Calls ``train_fn(config)``, or ``train_fn()`` without one, on workers of a Ray cluster, and waits for the end.
@@ -59,6 +65,8 @@ def run(
     ``on_report`` gets what workers say by `elastic.report`, ``on_output`` their output and the log ("stdout" or
     "stderr", bytes; whole lines, but for those over 64 KiB); both are called in this thread. ``detached`` names a job
     that lives on when the caller goes, with a driver that Ray restarts; `attach` follows it. Times are seconds.
+    Checkpoints are those of ``elasticrun`` (docs/checkpoints.md), in a folder that all nodes share or at a URL; the
+    same call goes on from the newest one, unless ``fresh``.
 
     Raises Invalid (a ValueError) for bad arguments, before anything is started, and where the cluster has no room for
     the workers within ``placement_timeout``; JobFailed if the job does not succeed.
@@ -79,6 +87,12 @@ def run(
         reset_limit=reset_limit,
         cooldown_range=cooldown_range,
         network_interface=network_interface,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        checkpoint_keep=checkpoint_keep,
+        restarts=restarts,
+        begin_from=begin_from,
+        fresh=fresh,
         verbose=verbose,
     ) as executor:
         if not callable(train_fn):
@@ -148,6 +162,12 @@ class Executor:
         reset_limit: int | None = None,
         cooldown_range: tuple[float, float] | None = None,
         network_interface: str | None = None,
+        checkpoint_dir: str | None = None,
+        checkpoint_every: str | None = None,
+        checkpoint_keep: int | None = None,
+        restarts: int | None = None,
+        begin_from: str | None = None,
+        fresh: bool = False,
         verbose: bool = False,
     ) -> None:
         """Checks the arguments; nothing is started. ``num_hosts``: exactly so many nodes, evenly. Raises Invalid."""
@@ -167,6 +187,12 @@ class Executor:
             reset_limit=reset_limit,
             cooldown_range=cooldown_range,
             network_interface=network_interface,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            checkpoint_keep=checkpoint_keep,
+            restarts=restarts,
+            begin_from=begin_from,
+            fresh=fresh,
             verbose=verbose,
         )
         arguments.check_limits(self._limits)

@@ -26,12 +26,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Address, Place
 from elastic.rendezvous import launcher_env
 from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.launcher_env import (
-    Directly,
-    Started,
-    ThroughAgent,
-    ThroughFile,
-)
+from elastic.rendezvous.launcher_env import Directly, Started, ThroughAgent, ThroughFile
 from elastic.rendezvous.store import Store, listen
 
 REACH_S = 0.5  # for rank 0, at an address that may be that of an earlier job

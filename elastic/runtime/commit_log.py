@@ -7,8 +7,8 @@ nobody interrupts, `State.commit` calls `may_commit`, saves, and calls `committe
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from elastic.errors import PeerLost, WorldChanging
 from elastic.monitoring import timeline
@@ -32,12 +32,32 @@ class Kept(Protocol):
     def report_commit(self) -> None: ...
 
 
+class Durable(Protocol):
+    """Writes commits to a storage; see `elastic.checkpoints.writer`."""
+
+    run: int
+
+    def committed(self, state: Any, commit: messages.Commit, place: messages.Place) -> None: ...
+
+    def world_over(self, generation: int) -> None: ...
+
+    def finish(
+        self, state: Any, commit: messages.Commit, place: messages.Place, over: Callable[[], bool]
+    ) -> None: ...
+
+    def want(self) -> None: ...
+
+    @property
+    def newest(self) -> messages.Commit | None: ...
+
+
 class CommitLog:
     """One worker's. Methods are for the training thread."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
         self._progress = progress
+        self.durable: Durable | None = None  # inside elastic.run, where checkpoints are written
 
     # ---- commit() ------------------------------------------------------------------------------------------------
 
@@ -49,6 +69,22 @@ class CommitLog:
         """A state was saved."""
         with self._session.lock:
             self._session.recovery.committed()
+
+    def make_durable(self, state: Any) -> None:
+        """The commit that was just made may be one that goes to the storage."""
+        if self.durable is None:
+            return
+        recovery = self._session.recovery
+        commit = recovery.agreed()
+        if commit is not None:
+            self.durable.committed(state, commit, recovery.place)
+
+    def finish(self, state: Any) -> None:
+        """No commit follows: the last one is made durable, unless the world breaks meanwhile."""
+        recovery, session = self._session.recovery, self._session
+        commit = recovery.agreed()
+        if self.durable is not None and commit is not None:
+            self.durable.finish(state, commit, recovery.place, lambda: session.broken)
 
     def report_digest(
         self, digest: int, buffers: int, samples: Sequence[int] = (), epoch: int = 0
@@ -120,7 +156,9 @@ class CommitLog:
     def adopt(self, copied_bytes: int) -> None:
         """State is equal everywhere: from here a loss rolls back to this point, not further."""
         with self._session.lock:
-            self._session.recovery.adopt()
+            generation = self._session.recovery.adopt().generation
+        if self.durable is not None:
+            self.durable.world_over(generation)
         self._progress.begin_training()
         self._session.phases.copied_bytes = copied_bytes
         self._session.phases.mark("synced", time.monotonic())

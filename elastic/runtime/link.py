@@ -23,12 +23,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 from elastic.errors import DriverLost
 from elastic.protocol import messages
 from elastic.protocol.framing import NONCE_BYTES, Wire, proof
-from elastic.protocol.messages import (
-    Address,
-    Message,
-    ProtocolError,
-    Worker,
-)
+from elastic.protocol.messages import Address, Message, ProtocolError, Worker
 
 if TYPE_CHECKING:
     from elastic.protocol.tls import Endpoint

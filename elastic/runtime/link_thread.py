@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class LinkThread:
         self._reporting = reporting
         if reporting is not None:
             session.when_lost(reporting.driver_lost)
+        self.checkpoints: Callable[[Message], bool] = lambda message: False
         self._leave_asked = False
         self._told_of = (0, 0)  # the planned change that listeners know of
 
@@ -97,6 +99,8 @@ class LinkThread:
         if self._tracing.receive(message):
             return
         if self._reporting is not None and self._reporting.receive(message):
+            return
+        if self.checkpoints(message):
             return
         session = self._session
         match message:

@@ -28,12 +28,7 @@ import enum
 from dataclasses import dataclass, field
 
 from elastic.protocol import messages
-from elastic.protocol.messages import (
-    Address,
-    Commit,
-    Message,
-    Place,
-)
+from elastic.protocol.messages import Address, Commit, Message, Place
 
 ALONE = 10**9  # checks of one generation; more than there can be
 
@@ -331,12 +326,16 @@ class Recovery:
         self._hold_at = self._stop_at = None
         return [Send(messages.Returned(self.generation))]
 
-    def raised(self, summary: str, traceback: str, hardware: bool = False) -> list[Action]:
+    def raised(
+        self, summary: str, traceback: str, hardware: bool = False, final: bool = False
+    ) -> list[Action]:
         """User code raised: the process will exit with this."""
         generation = self.generation
         self.phase = Phase.OVER
         self.reason = summary
-        self._last_word = messages.Raised(generation, self.newest, summary, traceback, hardware)
+        self._last_word = messages.Raised(
+            generation, self.newest, summary, traceback, hardware, final
+        )
         return [Send(self._last_word), Cut(generation, summary)]
 
     def quit(self, code: int) -> list[Action]:

@@ -60,6 +60,10 @@ class Training:
         if not self._session.alone:
             self._session.update(lambda recovery: recovery.raised(summary, traceback, hardware))
 
+    def cannot_begin(self, why: str) -> None:
+        """Tells the driver that the job can't go on, with this worker or with any other, and why."""
+        self._session.update(lambda recovery: recovery.raised(why, "", final=True))
+
     def quits(self, code: object) -> None:
         """Tells the driver that this process is about to exit, for ``SystemExit(code)``. The end of an interpreter with
         torch in it takes seconds, and its sockets stay open for as long; the others need not wait for that.

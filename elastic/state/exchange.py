@@ -122,7 +122,7 @@ def _receive(
     theirs, specs, content = pickle.loads(header.numpy().tobytes())
     try:
         if theirs != layout:
-            raise StateMismatch(_difference(theirs, layout))
+            raise StateMismatch(f"{difference(theirs, layout)}; start it with the same script")
         values, structures = _unpickled(content, _referred(parts))
         where = _destinations(parts, structures, specs)
     except Interrupted:
@@ -183,7 +183,7 @@ def _destinations(
     return where
 
 
-def _difference(theirs: str, ours: str) -> str:
+def difference(theirs: str, ours: str, they: str = "the world") -> str:
     """Says what differs between two layouts."""
     there, here = theirs.splitlines(), ours.splitlines()
     only_there = [line for line in there if line not in set(here)][:DIFFERENCES]
@@ -192,9 +192,9 @@ def _difference(theirs: str, ours: str) -> str:
     if only_here:
         said.append(f"this worker has {'; '.join(only_here)}")
     if only_there:
-        said.append(f"the world has {'; '.join(only_there)}")
+        said.append(f"{they} has {'; '.join(only_there)}")
     what = ", ".join(said) or "the same tensors come in another order"
-    return f"this worker's state differs from the world's: {what}; start it with the same script"
+    return f"this worker's state differs from that of {they}: {what}"
 
 
 # ---- tensors -------------------------------------------------------------------------------------

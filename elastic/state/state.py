@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import queue
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elastic.api.broadcasting import broadcast_object
@@ -21,6 +21,7 @@ from elastic.runtime import lifecycle
 from elastic.state import exchange
 from elastic.state.exchange import GroupOn
 from elastic.state.handlers.python_values import copied
+from elastic.state.held import Held
 
 log = logging.getLogger("elastic.state")
 
@@ -69,6 +70,7 @@ class State:
                     self.save()
         if rt is not None:
             rt.commits.committed()
+            rt.commits.make_durable(self)
             self.report_commit()
         self.check_host_updates()
 
@@ -232,6 +234,16 @@ class ObjectState(State):
             self._take_over(values)
         return moved
 
+    def _hold(self) -> Held:
+        return Held(self.layout(), self._saved_state, {}, None)
+
+    def _parts(self) -> Mapping[str, Any]:
+        """What has tensors, by name."""
+        return {}
+
+    def _take_random(self, saved: dict[str, Any]) -> None:
+        """Sets the random generators, if they are part of this state."""
+
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
 
@@ -257,6 +269,39 @@ class ObjectState(State):
         self._saved_state = {name: self._saved_state.get(name, v) for name, v in values.items()}
         for name, value in values.items():
             setattr(self, name, value)
+
+
+def hold(state: ObjectState) -> Held:
+    """The commit that was just made, which stays as it is until it is released. Raises Invalid if it can't be written
+    down because of what the state is made of, DeviceLost.
+    """
+    return state._hold()
+
+
+def prepare_hold(state: ObjectState) -> None:
+    """Makes what the first commit after a `hold` needs. From any thread."""
+    for part in state._parts().values():
+        part.snapshot.prepare()
+
+
+def parts_of(state: ObjectState) -> Mapping[str, Any]:
+    """The parts with tensors, by name."""
+    return state._parts()
+
+
+def names_of(state: ObjectState) -> list[str]:
+    """Of the Python values."""
+    return list(state._values())
+
+
+def take_values(state: ObjectState, values: dict[str, Any]) -> None:
+    """These become the present values. They are not saved."""
+    state._take_over(values)
+
+
+def take_random(state: ObjectState, saved: dict[str, Any]) -> None:
+    """Sets the random generators to what another process of the same rank had committed, if the state has them."""
+    state._take_random(saved)
 
 
 def broadcast_state(state: State) -> None:

@@ -16,6 +16,7 @@ from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.part import Part, SamplerStateHandler
 from elastic.state.handlers.random_state import RandomState
 from elastic.state.handlers.registry import StateHandler, handler_for
+from elastic.state.held import Held, HeldPart
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
 from elastic.state.state import ObjectState, log, refuse_method_names
@@ -163,6 +164,22 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             if isinstance(handler, Part):
                 handler.reset()
+
+    def _hold(self) -> Held:
+        foreign = self._foreign_handlers()
+        if foreign:
+            name, handler = next(iter(foreign.items()))
+            raise Invalid(
+                f"state.{name} is kept by {type(handler).__name__}, which does not say what it consists of, so it can't"
+                " be part of a checkpoint: let the handler be a Part, or train without --checkpoint-dir"
+            )
+        held = {name: HeldPart.of(part) for name, part in self._parts().items()}
+        saved = None if self._random is None else self._random.saved
+        return Held(self.layout(), self._saved_state, held, saved)
+
+    def _take_random(self, saved: dict[str, Any]) -> None:
+        if self._random is not None:
+            self._random.adopt(saved)
 
     # ---- other workers ---------------------------------------------------------------------------
 

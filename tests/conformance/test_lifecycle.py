@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Callable
@@ -16,59 +15,6 @@ import horovod.torch as hvd
 from conformance.worlds import SIZES, World, everywhere, form, raises, works
 
 CYCLES = Path(__file__).with_name("cycles.py")
-
-# As the reference says; what is left out here has the same parameters as its neighbour.
-SIGNATURES = {
-    "init": "comm process_sets",
-    "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
-    "allreduce_async": "tensor average name op prescale_factor postscale_factor process_set",
-    "allreduce_": "tensor average name op prescale_factor postscale_factor process_set",
-    "allreduce_async_": "tensor average name op prescale_factor postscale_factor process_set",
-    "grouped_allreduce": "tensors average name compression op prescale_factor postscale_factor process_set",
-    "grouped_allreduce_async": "tensors average name op prescale_factor postscale_factor process_set",
-    "grouped_allreduce_": "tensors average name op prescale_factor postscale_factor process_set",
-    "grouped_allreduce_async_": "tensors average name op prescale_factor postscale_factor process_set",
-    "sparse_allreduce_async": "tensor name op process_set",
-    "allgather": "tensor name process_set",
-    "allgather_async": "tensor name process_set",
-    "grouped_allgather": "tensors name process_set",
-    "grouped_allgather_async": "tensors name process_set",
-    "broadcast": "tensor root_rank name process_set",
-    "broadcast_async": "tensor root_rank name process_set",
-    "broadcast_": "tensor root_rank name process_set",
-    "broadcast_async_": "tensor root_rank name process_set",
-    "alltoall": "tensor splits name process_set",
-    "alltoall_async": "tensor splits name process_set",
-    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
-    "reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
-    "grouped_reducescatter": "tensors name compression op process_set prescale_factor postscale_factor",
-    "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
-    "join": "device",
-    "barrier": "process_set",
-    "poll": "handle",
-    "synchronize": "handle",
-    "start_timeline": "file_path mark_cycles",
-    "stop_timeline": "",
-    "broadcast_parameters": "params root_rank",
-    "broadcast_optimizer_state": "optimizer root_rank model",
-    "broadcast_object": "obj root_rank name process_set",
-    "allgather_object": "obj name",
-    "ProcessSet": "ranks_or_comm",
-    "add_process_set": "process_set",
-    "remove_process_set": "process_set",
-    "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op"
-    " gradient_predivide_factor num_groups groups sparse_as_dense process_set",
-    "SyncBatchNorm": "num_features eps momentum affine track_running_stats",
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name):
-    """More may follow at the end: a call that is written for Horovod means the same."""
-    parameters = list(inspect.signature(getattr(hvd, name)).parameters)
-    wanted = SIGNATURES[name].split()
-    assert parameters[: len(wanted)] == wanted
-    assert name in hvd.__all__
 
 
 @everywhere()

@@ -80,6 +80,9 @@ def test_every_collective_among_some(rank, size):
             part = hvd.reducescatter(torch.ones(3, 2), op=hvd.Sum, process_set=some)
             assert part.shape == (2 - index, 2) and (part == 2).all()
             hvd.barrier(process_set=some)
+            sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.tensor([2.0]), (size,))
+            total = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Average, process_set=some)()
+            assert total.to_dense().tolist() == [1.0 if r in members else 0.0 for r in range(size)]
             told = hvd.broadcast_object(("from", rank), root_rank=size - 1, process_set=some)
             assert told == ("from", size - 1)
     works(size)
@@ -196,6 +199,18 @@ def test_gradients_within_a_set(rank, size):
                 (call(tensor) * (rank + 1)).sum().backward()
                 assert tensor.grad is not None
                 assert tensor.grad.tolist() == [wanted] * 2
+            low, high = (member + 1.0 for member in members)
+            calls: list[tuple[Any, list[float]]] = [
+                (lambda t: hvd.alltoall(t, process_set=some), [low, high]),
+                (lambda t: hvd.alltoall(t, [1, 2], process_set=some)[0], [low, high, high, 0.0]),
+                (lambda t: hvd.reducescatter(t, process_set=some), [low, low, high]),
+            ]
+            for moved, rows in calls:
+                tensor = torch.ones(
+                    len(rows), requires_grad=True
+                )  # a row that is not sent has none
+                (moved(tensor) * (rank + 1)).sum().backward()
+                assert tensor.grad is not None and tensor.grad.tolist() == rows
 
 
 @everywhere(4)

@@ -81,6 +81,7 @@ def test_optimizer_state_of_every_kind(rank, size):
         ),
         "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, nesterov=True),
         "Adam": lambda p: torch.optim.Adam(p, lr=0.01 * (rank + 1), betas=(0.9, 0.9 + rank / 100)),
+        "fused": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1 * (rank + 1)), fused=True),
         "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01 * (rank + 1), amsgrad=True),
         "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, weight_decay=0.1),
         "Adadelta": lambda p: torch.optim.Adadelta(p),

@@ -233,7 +233,7 @@ class Talk:
 
     def stop_all(self, check: int = 4) -> list[Action]:
         """All members answer a planned change, stop where they are told, and wait for the next world."""
-        names, generation, change = self.members, self.m.generation, self.m._change.number
+        names, generation, change = self.members, self.m.generation, self.m.worlds.change.number
         actions = self.tell(*(checked(n, generation, check - 1, change) for n in names))
         return [*actions, *self.ready(*names, commit=(generation, check))]
 

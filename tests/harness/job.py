@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
+from elastic.chaos.harness.processes import clean_environment
 from elastic.chaos.invariants.invariants import Summary, check_journal
 from elastic.driver.journal.journal import read
 from elastic.driver.reasons import Reason
-from harness.program import Program, clean_environment
+from harness.program import Program
 
 MARK = "ELASTIC_TEST_JOB"
 

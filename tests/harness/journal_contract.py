@@ -20,14 +20,7 @@ from elastic.driver.etcd.client import Item, Listing
 from elastic.driver.etcd.journal import EtcdArchive
 from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import Event, TimePassed, WorkerRaised
-from elastic.driver.journal.entries import (
-    Entry,
-    Header,
-    Resumed,
-    Snapshot,
-    Writer,
-    encoded,
-)
+from elastic.driver.journal.entries import Entry, Header, Resumed, Snapshot, Writer, encoded
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, Upkeep
 from elastic.driver.journal.past import Past

@@ -7,32 +7,21 @@ orphans included: `end` leaves none alive and returns those that should have bee
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from elastic.chaos.harness.processes import MarkedProcess, kill_all, marked
 from harness.forked import Forked
 
 GRACE_S = 10.0  # to end after SIGTERM
 LINGER_S = 3.0  # for its last processes to go once it has ended
 SHOWN_LINES = 60
-
-
-@dataclass(frozen=True)
-class Process:
-    """A live one."""
-
-    pid: int
-    state: str  # as in /proc: R running, S sleeping, T stopped, ...
-    command: str
 
 
 class Program:
@@ -109,11 +98,11 @@ class Program:
 
     # ---- its processes
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[MarkedProcess]:
         """Every one that is alive, wherever it stands in the process tree."""
         return list(marked(self._mark))
 
-    def end(self) -> list[Process]:
+    def end(self) -> list[MarkedProcess]:
         """Ends it if it still runs. Returns the processes that outlived it, killed by now."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
@@ -167,42 +156,3 @@ class Program:
 
     def _shown(self) -> str:
         return "its last lines"
-
-
-def clean_environment(*others: str) -> dict[str, str]:
-    """Ours without traces of another job, and without variables that begin with ``others``.
-
-    With the environment's programs, and one thread per process.
-    """
-    unwanted = ("ELASTIC_", "HOROVOD_", *others)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
-    return clean | {"PATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def kill_all(found: Callable[[], Iterator[Process] | list[Process]]) -> None:
-    """SIGKILL, until there are none: one that forks while it's being looked for is met in the next round."""
-    while alive := list(found()):
-        for process in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def marked(entry: str) -> Iterator[Process]:
-    """The live processes whose environment has ``NAME=value``; zombies have none, and don't count."""
-    wanted = entry.encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            if wanted not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
-            command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue  # it has ended meanwhile, or isn't ours
-        if state not in "ZX":
-            yield Process(int(folder.name), state, command.strip())

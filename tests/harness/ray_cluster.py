@@ -19,15 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.program import (
-    GRACE_S,
-    SHOWN_LINES,
-    Process,
-    Program,
-    clean_environment,
-    kill_all,
-    marked,
-)
+from elastic.chaos.harness.processes import MarkedProcess, clean_environment, kill_all, marked
+from harness.program import GRACE_S, SHOWN_LINES, Program
 
 CLUSTER_MARK = "TEST_RAY_CLUSTER"
 JOB_MARK = "TEST_RAY_JOB"
@@ -180,7 +173,7 @@ class RayCluster:
         assert "error" not in answer, f"{command}: {answer['error']}"
         return answer["result"]
 
-    def running(self) -> list[Process]:
+    def running(self) -> list[MarkedProcess]:
         """Its processes: those in its session, and those with its mark; Ray writes titles over environments."""
         found = [*marked(f"{CLUSTER_MARK}={self._mark}"), *of_session(self._process.pid)]
         return list({process.pid: process for process in found}.values())
@@ -190,7 +183,7 @@ class RayCluster:
             [trouble, *self._log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]]
         )
 
-    def stop(self) -> list[Process]:
+    def stop(self) -> list[MarkedProcess]:
         """Ends it; returns what outlived that, killed by now."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -242,7 +235,7 @@ def ray_nodes(
     assert not left, f"these processes outlived their cluster: {left}"
 
 
-def of_session(leader: int) -> Iterator[Process]:
+def of_session(leader: int) -> Iterator[MarkedProcess]:
     """The live processes of this session."""
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -250,7 +243,7 @@ def of_session(leader: int) -> Iterator[Process]:
                 fields = (folder / "stat").read_text()
                 state, _, _, session, *_ = fields.rpartition(")")[2].split()
                 if int(session) == leader and state not in "ZX":
-                    yield Process(
+                    yield MarkedProcess(
                         int(folder.name), state, fields.partition("(")[2].partition(")")[0]
                     )
 

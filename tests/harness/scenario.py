@@ -251,7 +251,7 @@ SAID: dict[str, Saying] = {
         name, story.m.generation
     ),
     r"(?:has|have) passed (?P<checks>\d+) checks?": lambda story, name, found: words.checked(
-        name, story.m.generation, int(found["checks"]), story.m._change.number
+        name, story.m.generation, int(found["checks"]), story.m.worlds.change.number
     ),
     r"gets? SIGTERM": lambda story, name, found: words.leaving(name),
     rf"raises? (?P<summary>.+?) at commit {COMMIT}": lambda story, name, found: words.raised(

@@ -7,13 +7,7 @@ from collections.abc import Callable, Iterator
 
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Place
-from elastic.runtime.recovery import (
-    Action,
-    Cut,
-    Recovery,
-    Send,
-    Verdict,
-)
+from elastic.runtime.recovery import Action, Cut, Recovery, Send, Verdict
 
 STORE = Address("127.0.0.1", 7000)
 DOES = {

@@ -23,15 +23,7 @@ from elastic.driver.membership.scheduling.placement import places
 from elastic.driver.reasons import Reason, Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Place, Worker
-from harness.conversation import (
-    connected,
-    exited,
-    hosts,
-    ready,
-    resumed,
-    store,
-    worker,
-)
+from harness.conversation import connected, exited, hosts, ready, resumed, store, worker
 
 PLACE = Place(0, 1, 0, 1, 0, 1)
 

@@ -14,19 +14,20 @@ from typing import Any
 import torch
 
 from elastic.driver.events import HostLost
-from elastic.driver.membership import composition, worlds
 from elastic.driver.membership.failure_detection import suspicion
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicions
-from elastic.driver.membership.gathering import Gathering
-from elastic.driver.membership.give_up import Patience
-from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.planned_change import Change
+from elastic.driver.membership.reconnect import Reconnections
 from elastic.driver.membership.roster import Stage
 from elastic.driver.membership.scheduling.placement import Arrangement
 from elastic.driver.membership.scheduling.worker_pool import Workforce
-from elastic.driver.membership.worlds import Phase, Worlds
+from elastic.driver.membership.worker_reports import WorkerReports
+from elastic.driver.membership.worlds import composition, worlds
+from elastic.driver.membership.worlds.gathering import Gathering
+from elastic.driver.membership.worlds.give_up import Patience
+from elastic.driver.membership.worlds.planned_change import Change
+from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.processes.leases import Leases
 from elastic.driver.reasons import Reason
 from elastic.protocol import messages
@@ -126,7 +127,7 @@ def earliest_answer(original: Any) -> Any:
 def fenced_may_return(original: Any) -> Any:
     """Who was given up has a connection again: it is one of us."""
 
-    def reconnected(self: Membership, event: Any) -> Any:
+    def reconnected(self: Reconnections, event: Any) -> Any:
         standing = self.roster.get(event.worker)
         if standing is not None and standing.killed_for:
             standing.killed_for, standing.exit_by, standing.stage = None, None, Stage.CONNECTED
@@ -192,10 +193,10 @@ def goes_on_after_the_end(original: Any) -> Any:
 def any_generation(original: Any) -> Any:
     """A Ready of an older world counts for the present one."""
 
-    def ready(self: Membership, event: Any) -> Any:
+    def ready(self: WorkerReports, event: Any) -> Any:
         changed = {name: getattr(event, name) for name in event.__struct_fields__}
-        if event.worker in self.members:
-            changed |= {"generation": self.generation, "number": 0}
+        if event.worker in self.worlds.members:
+            changed |= {"generation": self.worlds.generation, "number": 0}
         return original(self, type(event)(**changed))
 
     return ready
@@ -315,15 +316,15 @@ SIMULATED = {
     "the job ends with rank 0": Bug(Patience, "all_lost", rank_0_matters),
     "survivors are not waited for": Bug(Gathering, "awaited", nobody),
     "all stop where the last one is": Bug(Change, "stop", earliest_answer, changing=True),
-    "who was fenced may return": Bug(Membership, "_reconnected", fenced_may_return),
-    "a lost host's workers are dead": Bug(Frozen, "_host_lost", lost_means_dead),
+    "who was fenced may return": Bug(Reconnections, "reconnected", fenced_may_return),
+    "a lost host's workers are dead": Bug(Frozen, "host_lost", lost_means_dead),
     "an order to kill is an exit": Bug(Workforce, "kill", killed_means_dead),
     "no deadline for an exit": Bug(Workforce, "_dies_within_s", immortals_awaited),
     "who is stuck is never fenced": Bug(Suspicions, "to_fence", stuck_for_ever),
-    "a long phase is forgotten": Bug(Stuck, "_progressed", phase_forgotten),
+    "a long phase is forgotten": Bug(Stuck, "progressed", phase_forgotten),
     "who computes is idle": Bug(suspicion, "BUSY_CPU", never_busy),
-    "the driver decides on after the end": Bug(Worlds, "_end", goes_on_after_the_end),
-    "a word of an older generation counts": Bug(Membership, "_ready", any_generation),
+    "the driver decides on after the end": Bug(Worlds, "end", goes_on_after_the_end),
+    "a word of an older generation counts": Bug(WorkerReports, "ready", any_generation),
     "commits are counted, a stop twice": Bug(Recovery, "committed", counted, changing=True),
     "a commit is one check too early": Bug(Recovery, "committed", torn_commit_kept),
     "each stops where it is": Bug(Recovery, "receive", stop_at_own_check, changing=True),

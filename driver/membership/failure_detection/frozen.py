@@ -13,23 +13,46 @@ Given up: the world goes on without it. Should it ever wake, its generation is o
 
 from __future__ import annotations
 
-from elastic.driver.events import HostLost, WorkerFrozen, WorkerThawed
+from elastic.driver.events import Event, HostLost, WorkerFrozen, WorkerThawed
+from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import AT_STAKE, Stage, Standing
-from elastic.driver.membership.worlds import Phase, Worlds
+from elastic.driver.membership.worlds.worlds import Worlds
 from elastic.driver.reasons import Reason, Why, because, counted
-from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
 
-class Frozen(Worlds):
+class Frozen(Part):
     """What is told about them, and what follows after every event."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def __init__(self, worlds: Worlds) -> None:
+        super().__init__(worlds)
         self._alone_said: set[Worker] = set()
         self._hosts_awaited: dict[str, tuple[float, Reason]] = {}  # until when, and why
 
-    def _has_frozen(self, event: WorkerFrozen) -> None:
+    def handle(self, event: Event) -> bool:
+        """What agents and hosts tell: whether it was that."""
+        match event:
+            case WorkerFrozen():
+                self.has_frozen(event)
+            case WorkerThawed():
+                self.thawed(event)
+            case HostLost():
+                self.host_lost(event)
+            case _:
+                return False
+        return True
+
+    def next_deadline(self) -> float | None:
+        """When a host is no longer awaited."""
+        return min((by for by, _ in self._hosts_awaited.values()), default=None)
+
+    def restarted(self) -> None:
+        """The driver was away: agents tell again who is frozen, and which hosts are gone."""
+        self._hosts_awaited.clear()
+        for standing in self.roster.values():
+            standing.frozen = ""
+
+    def has_frozen(self, event: WorkerFrozen) -> None:
         standing = self.roster.get(event.worker)
         if standing is None or standing.killed_for:
             return
@@ -37,103 +60,99 @@ class Frozen(Worlds):
             return  # said again, as long as it lasts
         standing.frozen = event.how or "not able to run"
         if standing.stage not in AT_STAKE:
-            text = f"{self._named(standing)} is frozen ({standing.frozen}); nobody trains with it"
-            self._orders.say("warning", text)
+            text = f"{self.worlds.named(standing)} is frozen ({standing.frozen}); nobody trains with it"
+            self.orders.say("warning", text)
 
-    def _thawed(self, event: WorkerThawed) -> None:
+    def thawed(self, event: WorkerThawed) -> None:
         standing = self.roster.get(event.worker)
         if standing is None or not standing.frozen:
             return
         standing.frozen = ""
         self._alone_said.discard(event.worker)
         if not standing.killed_for:
-            standing.moved_at = self._now
-            self._orders.say("info", f"{self._named(standing)} runs again")
+            standing.moved_at = self.orders.now
+            self.orders.say("info", f"{self.worlds.named(standing)} runs again")
 
-    def _speaks(self, standing: Standing) -> None:
+    def speaks(self, standing: Standing) -> None:
         """It has come to its next wait since it was frozen: its word is here before its agent looks again."""
         if standing.frozen and not standing.killed_for:
             standing.frozen = ""
             self._alone_said.discard(standing.worker)
 
-    def _fence_frozen(self) -> None:
+    def fence(self) -> None:
         """Before anything else is decided: a world with a frozen member would only wait for it."""
         for standing in [*self.roster.frozen.values()]:
             reason = because(Why.FROZEN, how=standing.frozen)
             if self._has_company(standing):
-                self._staff.fence(standing, reason)
+                self.staff.fence(standing, reason)
             elif standing.worker not in self._alone_said:
                 self._alone_said.add(standing.worker)
-                text = f"{self._named(standing)} is frozen ({standing.frozen}); nobody else trains, so it is left alone"
-                self._orders.say("warning", text)
-
-    def _awaited(self, standing: Standing) -> bool:
-        if self.phase is not Phase.GATHERING or not self.generation:
-            return False
-        at_work = standing.stage is not Stage.READY
-        return at_work and (standing.running or not self._gathering.late)
+                who = f"{self.worlds.named(standing)} is frozen ({standing.frozen})"
+                self.orders.say("warning", f"{who}; nobody else trains, so it is left alone")
 
     def _has_company(self, standing: Standing) -> bool:
         """Whether anybody trains with it, or will in the next world, who can. Newcomers know nothing of what a member
         has learned, so for them it is not given up; and of members that are all frozen one has to stay.
         """
-        member = standing.worker in self._world.places
+        member = standing.worker in self.worlds.world.places
         return any(
             other is not standing
             and not other.killed_for
             and not other.frozen
-            and (not member or other.worker in self._world.places)
+            and (not member or other.worker in self.worlds.world.places)
             for other in self.roster.first_at(Stage.MEMBER, Stage.RETURNED, Stage.READY)
         )
 
     # ---- a whole host ----------------------------------------------------------------------------------------------
 
-    def _host_lost(self, event: HostLost) -> None:
+    def host_lost(self, event: HostLost) -> None:
         """Nothing there can be killed, so nobody waits for an exit. Its slots stay taken until one is seen."""
         host, text = event.host, event.reason
         reason = because(Why.LOST_HOST, host=host, text=text)
         gone = [s for s in self.roster.hosts.get(host, {}).values() if s.in_plans]
         workers = counted(len(gone), "worker")
         if not gone:
-            self._orders.say("warning", str(reason))
+            self.orders.say("warning", str(reason))
         elif not self._all_there(host):
-            self._orders.say("error", f"{reason}; going on without its {workers}")
+            self.orders.say("error", f"{reason}; going on without its {workers}")
             lost = because(Why.LOST_WITH_HOST, host=host, text=text, workers=len(gone))
             self._without_host(host, lost)
         elif host not in self._hosts_awaited:
             by_s = self.settings.elastic_timeout_s
-            self._hosts_awaited[host] = (self._now + by_s, reason)
+            self._hosts_awaited[host] = (self.orders.now + by_s, reason)
             awaited = f"all members are there, so it is awaited for {by_s:g} s (--elastic-timeout)"
-            self._orders.say("error", f"{reason}; {awaited}")
+            self.orders.say("error", f"{reason}; {awaited}")
 
     def _all_there(self, host: str) -> bool:
         """Whether nobody would be left to go on from without this host."""
-        here = [s for s in self.roster.first_at(*AT_STAKE) if s.worker in self._world.places]
+        here = [s for s in self.roster.first_at(*AT_STAKE) if s.worker in self.worlds.world.places]
         return bool(here) and all(s.worker.host == host or s.killed_for for s in here)
 
-    def _host_is_back(self, host: str) -> None:
+    def host_is_back(self, host: str) -> None:
         """Its agent was heard of again."""
         if self._hosts_awaited.pop(host, None) is not None:
-            self._orders.say("info", f"host {host} is back, with all members")
+            self.orders.say("info", f"host {host} is back, with all members")
 
-    def _give_up_hosts(self) -> None:
+    def give_up_hosts(self) -> None:
         for host, (by, reason) in [*self._hosts_awaited.items()]:
-            if self._orders.due(by):
+            if self.orders.due(by):
                 del self._hosts_awaited[host]
                 self._without_host(host, reason)
 
     def _without_host(self, host: str, reason: Reason) -> None:
-        members = [s for s in self._live() if s.worker.host == host]
+        members = [s for s in self.worlds.live() if s.worker.host == host]
         for standing in [*self.roster.hosts.get(host, {}).values()]:
             if standing.in_plans:
                 standing.killed_for = standing.killed_for or reason
                 standing.exit_by = None
                 standing.stage = Stage.DISMISSED
         if members:
-            self._given_up(members[0], reason)
+            self.given_up(members[0], reason)
 
-    def _given_up(self, standing: Standing, reason: Reason) -> None:
+    def given_up(self, standing: Standing, reason: Reason) -> None:
         """It is not known to be dead, but nobody waits for that any longer."""
         if not self.settings.elastic:
-            self._end(1, because(Why.LOST_FOR_GOOD, who=self._named(standing), cause=reason))
-        self._lose(standing, reason)
+            self.worlds.end(
+                1, because(Why.LOST_FOR_GOOD, who=self.worlds.named(standing), cause=reason)
+            )
+        self.worlds.lose(standing, reason)

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 
 from elastic.driver.events import (
     DumpStacks,
+    Event,
     ProbeWorkers,
     WorkerPaced,
     WorkerProbed,
     WorkerProgressed,
 )
-from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.gpu_hangs import (
     Finding,
     Witness,
@@ -32,16 +32,11 @@ from elastic.driver.membership.failure_detection.suspicion import (
     Suspicions,
     probe_every_s,
 )
+from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import Stage, Standing
-from elastic.driver.membership.worlds import Phase
+from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Why, because, counted
-from elastic.driver.settings import Settings
-from elastic.protocol.messages import (
-    COPY,
-    GRADIENTS,
-    Launches,
-    Worker,
-)
+from elastic.protocol.messages import COPY, GRADIENTS, Launches, Worker
 
 SOON_S = 0.001
 ALL_INSIDE_S = 30.0  # in which all that are left wait, before it is asked what for
@@ -49,14 +44,14 @@ SILENT_S = 15.0  # three times as long as a worker that waits takes between two 
 NAMED = 4  # who holds the others up gets a line of its own, up to so many at a time
 
 
-class Stuck(Frozen):
+class Stuck(Part):
     """Watches over the members. Asked nothing, it looks when others have waited for a while."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self._suspicions = Suspicions(settings)
+    def __init__(self, worlds: Worlds) -> None:
+        super().__init__(worlds)
+        self._suspicions = Suspicions(self.settings)
         self._stragglers = Stragglers()
-        self._probe_s = probe_every_s(settings)
+        self._probe_s = probe_every_s(self.settings)
         self._look_at: float | None = None  # None: nobody waits
         self._repeated_at = 0.0  # when somebody last said again that it waits
         self._watched = 0  # the generation of what is known
@@ -72,22 +67,35 @@ class Stuck(Frozen):
 
     # ---- what is told ----------------------------------------------------------------------------------------------
 
-    def _progressed(self, event: WorkerProgressed) -> None:
+    def handle(self, event: Event) -> bool:
+        """How far somebody is, or what its process does: whether it was that."""
+        match event:
+            case WorkerProgressed():
+                self.progressed(event)
+            case WorkerPaced():
+                self.paced(event)
+            case WorkerProbed():
+                self.probed(event)
+            case _:
+                return False
+        return True
+
+    def progressed(self, event: WorkerProgressed) -> None:
         standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.generation:
+        if standing is None or event.generation != self.worlds.generation:
             return
         if standing.stage is not Stage.MEMBER or standing.killed_for:
             return
         before = (standing.entered, standing.phase, standing.inside)
-        standing.said_at = self._now
+        standing.said_at = self.orders.now
         self._gpu_said(standing, event)
         if event.inside and before == (event.entered, event.phase, event.inside):
-            self._repeated_at = self._now
+            self._repeated_at = self.orders.now
         if event.inside:
             standing.inside = standing.last_inside = event.inside
-            standing.waits_since = self._now - event.waited_s
+            standing.waits_since = self.orders.now - event.waited_s
         elif before != (event.entered, event.phase, ""):
-            standing.moved(self._now)
+            standing.moved(self.orders.now)
         standing.entered, standing.phase = event.entered, event.phase
         if before != (event.entered, event.phase, event.inside):
             self._got_on(standing)
@@ -96,65 +104,64 @@ class Stuck(Frozen):
         """How far its GPU is; since when counts within one wait only."""
         same_wait = (standing.entered, standing.inside) == (event.entered, event.inside)
         if not same_wait or _counts(standing.gpu) != _counts(event.gpu):
-            standing.gpu_since = self._now
+            standing.gpu_since = self.orders.now
         standing.gpu = event.gpu
 
-    def _paced(self, event: WorkerPaced) -> None:
+    def paced(self, event: WorkerPaced) -> None:
         standing = self.roster.get(event.worker)
-        if standing is None or event.generation != self.generation:
+        if standing is None or event.generation != self.worlds.generation:
             return
         if standing.stage is not Stage.MEMBER or standing.killed_for:
             return
         suspicion = self._suspicions.get(event.worker)
-        since = self._now - event.over_s
+        since = self.orders.now - event.over_s
         if event.collectives and suspicion is not None and since >= suspicion.since:
             # The others wait in a collective that is none of its business.
             standing.moved_at = max(since, standing.moved_at)
             self._got_on(standing)
         if self._stragglers.size == 0:
-            self._stragglers.size = len(self.members)
+            self._stragglers.size = len(self.worlds.members)
         if self._stragglers.paced(event.worker, event.waited_s, event.over_s):
             level = "warning" if self._stragglers.named else "info"
-            self._orders.say(level, self._stragglers.sentence(self._name_of))
+            self.orders.say(level, self._stragglers.sentence(self._name_of))
 
-    def _probed(self, event: WorkerProbed) -> None:
+    def probed(self, event: WorkerProbed) -> None:
         suspicion = self._suspicions.get(event.worker)
         standing = None if suspicion is None else self._still(suspicion)
         if suspicion is None or standing is None:
             return
-        suspicion.probed(event, self._now)
+        suspicion.probed(event, self.orders.now)
         self._judge(suspicion, standing)
         due = suspicion.fence_due(self.settings)
-        if due is not None and self._look_at is not None and due > self._now:
+        if due is not None and self._look_at is not None and due > self.orders.now:
             self._look_at = min(self._look_at, due)
 
     # ---- after each event ------------------------------------------------------------------------------------------
 
-    def _watch_deadlines(self) -> Iterator[float | None]:
+    def deadlines(self) -> Iterator[float | None]:
         yield self._look_at
         yield self._suspicions.next_fence()
-        yield min((by for by, _ in self._hosts_awaited.values()), default=None)
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Looks at those that hold the others up, once these have waited for a while."""
-        if self._watched != self.generation:
-            self._watched = self.generation
+        if self._watched != self.worlds.generation:
+            self._watched = self.worlds.generation
             self._stragglers = Stragglers()
             self._forget()
         if not self._somebody_may_wait():
             self._forget()
             return
-        for suspicion in self._suspicions.to_fence(self._now):
+        for suspicion in self._suspicions.to_fence(self.orders.now):
             standing = self._still(suspicion)
             if standing is not None:
-                reason = suspicion.reason(self._now, self._where)
-                self._patience.was_stuck(self.generation)
-                self._staff.fence(standing, reason)
+                reason = suspicion.reason(self.orders.now, self._where)
+                self.worlds.patience.was_stuck(self.worlds.generation)
+                self.staff.fence(standing, reason)
         if self._look_at is None:
             first = next(iter(self.roster.inside.values()), None)
-            since = self._now if first is None else first.waits_since
+            since = self.orders.now if first is None else first.waits_since
             self._look_at = since + self._probe_s
-        if self._look_at <= self._now:
+        if self._look_at <= self.orders.now:
             self._look()
             if not self._somebody_may_wait():  # the world was broken
                 self._forget()
@@ -174,19 +181,19 @@ class Stuck(Frozen):
 
     def _got_on(self, standing: Standing) -> None:
         if self._suspicions.forget(standing.worker):
-            text = f"{self._named(standing)} got on at the last moment: it is not fenced"
-            self._orders.say("info", text)
+            text = f"{self.worlds.named(standing)} got on at the last moment: it is not fenced"
+            self.orders.say("info", text)
 
     def _somebody_may_wait(self) -> bool:
         """Asked after every event, so that it must be cheap. What it means is looked at later, and seldom."""
         if not (self.settings.idle_s or self.settings.busy_s or self.settings.busy_warning_s):
             return False  # nothing would come of it
-        match self.phase:
+        match self.worlds.phase:
             case Phase.TRAINING | Phase.PREPARING:
                 return bool(self.roster.inside)
             case Phase.GATHERING:
                 at_work = self.roster.any_at(Stage.MEMBER, Stage.RETURNED)
-                return bool(self.generation) and at_work and self.roster.any_at(Stage.READY)
+                return bool(self.worlds.generation) and at_work and self.roster.any_at(Stage.READY)
             case Phase.STOPPING:
                 return self.roster.any_at(Stage.READY) or bool(self.roster.inside)
             case Phase.ENDING:
@@ -195,11 +202,11 @@ class Stuck(Frozen):
 
     def _look(self) -> None:
         """Who waits, for whom, and since when."""
-        now = self._now
+        now = self.orders.now
         self._look_at = now + self._probe_s
         if self._unnamed:
             more = counted(self._unnamed, "more member")
-            self._orders.say("warning", f"{more} keep the others waiting {self._where}")
+            self.orders.say("warning", f"{more} keep the others waiting {self._where}")
         self._lines, self._unnamed = NAMED, 0
         self._disbelieve_the_silent()
         waiters, suspects = self._sides()
@@ -218,10 +225,10 @@ class Stuck(Frozen):
             self._look_at = max(since + self._probe_s, now + SOON_S)
             return
         self._where = self._place_of_wait(first)
-        busy_too = self.phase is not Phase.ENDING or bool(self.roster.inside)
+        busy_too = self.worlds.phase is not Phase.ENDING or bool(self.roster.inside)
         # In the world of init() a fence ends the job, and scripts prepare their data there.
-        patient = self.settings.elastic and not self._world.running
-        patient = patient and self.phase is not Phase.GATHERING
+        patient = self.settings.elastic and not self.worlds.world.running
+        patient = patient and self.worlds.phase is not Phase.GATHERING
         new = [
             Suspicion(s.worker, max(since, s.moved_at), s.phase, busy_too, patient)
             for s in suspects
@@ -237,7 +244,7 @@ class Stuck(Frozen):
             elif suspicion.fence_at is None:
                 to_probe.append(suspicion.worker)
         if to_probe:
-            self._orders.do(ProbeWorkers(to_probe))
+            self.orders.do(ProbeWorkers(to_probe))
 
     def _disbelieve_the_silent(self) -> None:
         """Who waits says so again and again. Who no longer does, while others do, may be stuck since: a suspect."""
@@ -247,8 +254,8 @@ class Stuck(Frozen):
 
     def _sides(self) -> tuple[list[Standing], list[Standing]]:
         """Members that wait, and those that they wait for."""
-        gathering = self.phase is Phase.GATHERING
-        places = self._world.places
+        gathering = self.worlds.phase is Phase.GATHERING
+        places = self.worlds.world.places
         waiters: list[Standing] = []
         suspects: list[Standing] = []
         for standing in self.roster.first_at(Stage.MEMBER, Stage.RETURNED, Stage.READY):
@@ -258,7 +265,7 @@ class Stuck(Frozen):
                 waiters.append(standing)
             elif gathering:
                 # Inside a collective: it is about to be cut, and elastic_timeout_s bounds that.
-                if not standing.inside and self._awaited(standing):
+                if not standing.inside and self.worlds.awaited(standing):
                     suspects.append(standing)
             elif standing.inside or standing.stage is Stage.RETURNED:
                 waiters.append(standing)
@@ -267,7 +274,7 @@ class Stuck(Frozen):
         return waiters, suspects
 
     def _place_of_wait(self, first: Standing) -> str:
-        match self.phase:
+        match self.worlds.phase:
             case Phase.GATHERING:
                 return "for the next world"
             case _ if first.inside:
@@ -277,7 +284,7 @@ class Stuck(Frozen):
         return "for the end"
 
     def _judge(self, suspicion: Suspicion, standing: Standing) -> None:
-        now = self._now
+        now = self.orders.now
         match self._suspicions.judge(suspicion, now):
             case Next.NAME if self._lines > 0:
                 self._lines -= 1
@@ -288,29 +295,27 @@ class Stuck(Frozen):
                 )
                 held = f"keeps the others waiting {self._where} for {now - suspicion.since:.0f} s"
                 what, end = suspicion.describe(self.settings, now)
-                text = f"{self._named(standing)} {held}: {what}, {last}"
-                self._orders.say("warning", f"{text}; {end}" if end else text)
+                text = f"{self.worlds.named(standing)} {held}: {what}, {last}"
+                self.orders.say("warning", f"{text}; {end}" if end else text)
             case Next.NAME:
                 self._unnamed += 1
             case Next.CONDEMN:
                 reason = suspicion.reason(now, self._where)
-                self._orders.do(DumpStacks(standing.worker, reason))
+                self.orders.do(DumpStacks(standing.worker, reason))
             case _:
                 pass
 
-    def _watch_anew(self) -> None:
-        """The driver was away: no wait from before counts, and agents tell again who is frozen."""
+    def restarted(self) -> None:
+        """The driver was away: no wait from before counts."""
         self._forget()
-        self._hosts_awaited.clear()
         for standing in self.roster.values():
-            standing.waits_since = standing.moved_at = standing.gpu_since = self._now
-            standing.frozen = ""
+            standing.waits_since = standing.moved_at = standing.gpu_since = self.orders.now
 
     def check(self) -> None:
         """What always holds of those that are watched."""
         for standing in self.roster.inside.values():
             assert standing.stage is Stage.MEMBER and standing.inside and not standing.killed_for
-        assert self.over or (self._look_at is not None) == self._somebody_may_wait()
+        assert self.worlds.over or (self._look_at is not None) == self._somebody_may_wait()
         self._suspicions.check()
 
     # ---- all wait --------------------------------------------------------------------------------------------------
@@ -321,22 +326,22 @@ class Stuck(Frozen):
         if patience <= 0 or not self.roster.inside:
             return
         inside = [s for s in waiters if s.inside]
-        if not inside or any(s.killed_for for s in self._live()):
+        if not inside or any(s.killed_for for s in self.worlds.live()):
             return  # who was missing is on its way out
         due = max(s.waits_since for s in waiters) + patience
-        if self._now < due:
-            self._look_at = min(self._now + self._probe_s, due)
+        if self.orders.now < due:
+            self._look_at = min(self.orders.now + self._probe_s, due)
             return
-        if self._completed and not any(s.running for s in inside):
-            early = ", ".join(self._completed[:8])
+        if self.worlds.completed and not any(s.running for s in inside):
+            early = ", ".join(self.worlds.completed[:8])
             uneven = because(Why.UNEVEN, where=self._where_all(inside), for_s=patience)
-            self._end(1, because(Why.ENDED_EARLY, workers=early, cause=uneven))
+            self.worlds.end(1, because(Why.ENDED_EARLY, workers=early, cause=uneven))
         returned = [s for s in waiters if s.stage is Stage.RETURNED]
-        if returned and self.phase is Phase.ENDING:
+        if returned and self.worlds.phase is Phase.ENDING:
             names = self._names(returned)
             where = self._where_all(inside)
-            self._end(1, because(Why.RETURNED_ALONE, who=names, for_s=patience, where=where))
-        if self.phase not in (Phase.TRAINING, Phase.PREPARING):
+            self.worlds.end(1, because(Why.RETURNED_ALONE, who=names, for_s=patience, where=where))
+        if self.worlds.phase not in (Phase.TRAINING, Phase.PREPARING):
             return
         text = self._where_all(inside)
         if text == self._all_inside_said:
@@ -345,20 +350,20 @@ class Stuck(Frozen):
         groups = {(s.inside, s.entered) for s in inside}
         copying = any(s.inside == COPY for s in inside)
         if len(groups) > 1 and copying:
-            self._orders.say("warning", f"{text} for {patience:g} s: is there so much to copy?")
+            self.orders.say("warning", f"{text} for {patience:g} s: is there so much to copy?")
         elif len(groups) > 1:
             wrong = because(Why.DIFFERENT_COLLECTIVES, for_s=patience, where=text)
-            self._orders.say("error", str(wrong))
+            self.orders.say("error", str(wrong))
             if len({s.inside for s in inside}) == 1:
                 return  # counted differently is no proof
             if not self.settings.elastic:
-                self._end(1, wrong)
-            self._break(wrong)
+                self.worlds.end(1, wrong)
+            self.worlds.break_up(wrong)
         else:
             why = "nobody is missing: is the network between them broken, or this much to send?"
             if any(s.inside == GRADIENTS for s in inside):
                 why += " Or do they step different optimizers?"
-            self._orders.say("warning", f"{text} for {patience:g} s; {why}")
+            self.orders.say("warning", f"{text} for {patience:g} s; {why}")
 
     def _where_all(self, inside: list[Standing]) -> str:
         """Who waits in what, the fewest first: they are the ones that took another turn."""
@@ -377,43 +382,45 @@ class Stuck(Frozen):
 
     def _hangs(self) -> Iterator[Finding]:
         """Of groups whose ranks all wait. Nobody is judged in a phase that is marked as long."""
-        if self.phase is Phase.GATHERING or any(s.killed_for for s in self._live()):
+        if self.worlds.phase is Phase.GATHERING or any(s.killed_for for s in self.worlds.live()):
             return
         groups: dict[str, list[Witness]] = {}
         for standing in self.roster.inside.values():
             for launches in standing.gpu if not standing.phase else ():
                 said = Witness(standing.worker, launches, standing.gpu_since, standing.said_at)
                 groups.setdefault(launches.group, []).append(said)
-        found = (judge(each, self.settings, self._patience.worlds_hung) for each in groups.values())
+        found = (
+            judge(each, self.settings, self.worlds.patience.worlds_hung) for each in groups.values()
+        )
         # Who explains it comes before what nobody explains.
         yield from sorted((each for each in found if each is not None), key=lambda f: not f.blamed)
 
     def _hung(self, finding: Finding) -> None:
         for worker in finding.blamed:
-            self._patience.was_stuck(self.generation)
-            self._staff.fence(self.roster[worker], hang_of_one(finding))
+            self.worlds.patience.was_stuck(self.worlds.generation)
+            self.staff.fence(self.roster[worker], hang_of_one(finding))
         if finding.blamed:
             return
-        hung = hang_of_all(finding, self._patience.worlds_hung)
-        self._patience.hung(self.generation)
+        hung = hang_of_all(finding, self.worlds.patience.worlds_hung)
+        self.worlds.patience.hung(self.worlds.generation)
         if not self.settings.elastic:
-            self._end(1, hung)
-        self._orders.say("error", str(hung))
-        self._break(hung)
+            self.worlds.end(1, hung)
+        self.orders.say("error", str(hung))
+        self.worlds.break_up(hung)
 
     # ---- words -----------------------------------------------------------------------------------------------------
 
     def _names(self, standings: Iterable[Standing]) -> str:
         found = [*standings]
-        if len(found) > 1 and len(found) == len(self.members):
+        if len(found) > 1 and len(found) == len(self.worlds.members):
             return f"all {len(found)} members"
-        named = [self._named(standing) for standing in found[:NAMED]]
+        named = [self.worlds.named(standing) for standing in found[:NAMED]]
         more = [f"{len(found) - NAMED} more"] if len(found) > NAMED else []
         return " and ".join([", ".join(named), *more])
 
     def _name_of(self, worker: Worker) -> str:
         standing = self.roster.get(worker)
-        return str(worker) if standing is None else self._named(standing)
+        return str(worker) if standing is None else self.worlds.named(standing)
 
 
 def _counts(gpu: Iterable[Launches]) -> list[tuple[str, int, int, int, bool]]:

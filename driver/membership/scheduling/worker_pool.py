@@ -9,20 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from math import inf
 
-from elastic.driver.events import (
-    KillWorker,
-    LetGo,
-    RejectWorker,
-    StartWorker,
-    WelcomeWorker,
-)
+from elastic.driver.events import KillWorker, LetGo, RejectWorker, StartWorker, WelcomeWorker
 from elastic.driver.membership.actions import Orders
-from elastic.driver.membership.roster import (
-    AT_STAKE,
-    Roster,
-    Stage,
-    Standing,
-)
+from elastic.driver.membership.roster import AT_STAKE, Roster, Stage, Standing
 from elastic.driver.membership.scheduling import placement
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.reasons import Reason, Why, because
@@ -151,6 +140,19 @@ class Workforce:
                 self.kill(standing, reason)
             else:
                 self.let_go(standing, reason)
+
+    def part_again(self, standing: Standing) -> None:
+        """It was told to leave, or to be killed, and is still heard of: it is told again."""
+        worker = standing.worker
+        if standing.killed_for:
+            self.orders.do(KillWorker(worker, standing.killed_for))
+            self.orders.do(LetGo(worker, standing.killed_for, True))
+        elif standing.rejected:
+            self.orders.do(RejectWorker(worker, standing.layout, standing.rejected))
+        else:
+            reason = standing.leaving or standing.exit_why
+            assert reason is not None
+            self.orders.do(LetGo(worker, reason))
 
     def reject(self, standing: Standing, expected: str) -> None:
         text = f"{standing.worker} is rejected: its state differs from the world's"

@@ -26,13 +26,7 @@ from elastic.driver.launch.child_processes import SAID_LINES, Attended, as_logge
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent
 from elastic.driver.launch.starter import AGENT_MODULE, Bootstrap
 from elastic.driver.network.blocking_calls import within
-from elastic.driver.ray.node.agent_folder import (
-    make_folder,
-    own_path,
-    private,
-    programs,
-    sweep,
-)
+from elastic.driver.ray.node.agent_folder import make_folder, own_path, private, programs, sweep
 from elastic.driver.ray.node.environment import (
     agents_path,
     environ_of_bytes,

@@ -80,32 +80,6 @@ def allreduce(
     return works, finish
 
 
-def allreduce_one(
-    group: Collectives,
-    tensor: torch.Tensor,
-    op: Op,
-    prescale: float,
-    postscale: float,
-    in_place: bool,
-) -> Started:
-    """As `allreduce` of one tensor, but for Adasum, with less around it."""
-    average = op is Op.AVERAGE
-    small = average and tensor.dtype in _SMALL
-    flat = _flat([tensor], in_place and not small)
-    if small:
-        flat = flat.to(torch.int32)
-    if prescale != 1.0:
-        scale_(flat, prescale)
-    work = group.allreduce(flat, Op.SUM if average else op)
-
-    def finish() -> list[torch.Tensor]:
-        if average or postscale != 1.0:
-            divide_(flat, group.size if average else 1, postscale)
-        return [_place(flat, tensor, in_place)]
-
-    return [work], finish
-
-
 def _adasum(
     group: Collectives,
     tensors: Sequence[torch.Tensor],

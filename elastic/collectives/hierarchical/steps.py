@@ -13,12 +13,7 @@ import torch
 
 from elastic.collectives.hierarchical import plan
 from elastic.collectives.hierarchical.part import GroupPart
-from elastic.collectives.hierarchical.plan import (
-    Exchange,
-    Parcel,
-    Seats,
-    Turn,
-)
+from elastic.collectives.hierarchical.plan import Exchange, Parcel, Seats, Turn
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed

@@ -20,12 +20,9 @@ from elastic.state.handlers.part import Part
 from elastic.state.handlers.python_values import Index
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots.snapshot import dense, same_bits
-from elastic.state.snapshots.tensor_index import (
-    Anatomy,
-    Skeleton,
-    dissect,
-    plain,
-)
+from elastic.state.snapshots.tensor_index import Anatomy, Skeleton, dissect, plain
+
+EXTRA = "_extra_state"  # torch's key for it in a state dict
 
 
 class ModelStateHandler(Part):
@@ -49,6 +46,7 @@ class ModelStateHandler(Part):
             parameters=list(anatomy.parameters),
             persistent=anatomy.persistent,
             absent=anatomy.absent,
+            aliases=anatomy.aliases,
         )
         return anatomy
 
@@ -97,7 +95,7 @@ class ModelStateHandler(Part):
             "frozen": tuple(
                 name for name in self._names["parameters"] if not found[name].requires_grad
             ),
-            "opaque": _Opaque(opaque),
+            "opaque": Opaque(opaque),
             "extra": {path: module.get_extra_state() for path, module in extra.items()},
         }
         return structure, tensors
@@ -175,6 +173,15 @@ class ModelStateHandler(Part):
         for parameter in anatomy.parameters.values():
             parameter.grad = None
 
+    def described(self, structure: Any, own: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        names = structure["names"]
+        here = {**tensors, **structure["opaque"].tensors}
+        found = {n: here[n] for n in [*names["parameters"], *names["persistent"]] if n in here}
+        found |= {alias: here[name] for alias, name in names["aliases"].items() if name in here}
+        for path, extra in structure["extra"].items():
+            found[f"{path}.{EXTRA}" if path else EXTRA] = extra
+        return found
+
     def _device(self) -> torch.device:
         return next((each.device for each in self.value.parameters()), torch.device("cpu"))
 
@@ -202,11 +209,11 @@ class ModelStateHandler(Part):
         return f"{self.name}.{name}" if self.name else name
 
 
-class _Opaque:
+class Opaque:
     """Tensors that are no plain bytes; copied by cloning, because not every layout has a deep copy."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Opaque:
-        return _Opaque({name: tensor.clone() for name, tensor in self.tensors.items()})
+    def __deepcopy__(self, memo: dict[int, Any]) -> Opaque:
+        return Opaque({name: tensor.clone() for name, tensor in self.tensors.items()})

@@ -133,6 +133,22 @@ class OptimizerStateHandler(Part):
         }
         return structure, tensors
 
+    def described(self, structure: Any, own: Groups, tensors: dict[str, torch.Tensor]) -> Any:
+        if "dict" in structure:
+            return structure["dict"]
+        state: dict[int, Any] = {number: {} for number in structure["owners"]}
+        state.update(
+            {n: {**v} if isinstance(v, dict) else v for n, v in structure["values"].items()}
+        )
+        for name, (number, key, _) in structure["origins"].items():
+            state[number][key] = tensors[name]
+        groups, first = [], 0
+        for options, parameters in zip(structure["options"], own, strict=True):
+            numbers = list(range(first, first + len(parameters)))
+            groups.append({**options, "params": numbers})
+            first += len(parameters)
+        return {"state": state, "param_groups": groups}
+
     def own(self) -> Groups:
         return [list(group["params"]) for group in self.value.param_groups]
 

@@ -74,6 +74,10 @@ class Part(StateHandler):
         """False if there is evidence that the value was worked on since this was last asked."""
         return True
 
+    def described(self, structure: Any, own: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        """A commit as the value's ``state_dict()`` would give it. The tensors in it are those of ``tensors``."""
+        return structure
+
     def own(self) -> Any:
         """Objects that a commit refers to and a transfer leaves out."""
         return None

@@ -22,6 +22,22 @@ class RandomState:
         if "numpy" in sys.modules:
             self._saved["numpy"] = sys.modules["numpy"].random.get_state()
 
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What was saved last; another `save` leaves it as it is."""
+        return self._saved
+
+    def adopt(self, saved: dict[str, Any]) -> None:
+        """Takes over and sets what another process has saved, as far as this one has the same generators."""
+        mine = {name for name in saved if name != "cuda" or torch.cuda.is_available()}
+        if "numpy" in mine and "numpy" not in sys.modules:
+            mine.remove("numpy")
+        if "cuda" in mine and len(saved["cuda"]) != torch.cuda.device_count():
+            mine.remove("cuda")
+        self.save()
+        self._saved.update({name: saved[name] for name in mine})
+        self.restore()
+
     def restore(self) -> None:
         random.setstate(self._saved["random"])
         torch.set_rng_state(self._saved["torch"])

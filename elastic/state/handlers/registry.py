@@ -8,12 +8,7 @@ import torch
 
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
-from elastic.state.handlers.part import (
-    DictPart,
-    Part,
-    SamplerStateHandler,
-    StateHandler,
-)
+from elastic.state.handlers.part import DictPart, Part, SamplerStateHandler, StateHandler
 from elastic.state.sampler import ElasticSampler
 
 Registry = list[tuple[type, type[StateHandler]]]

@@ -225,6 +225,14 @@ class Bank:
             if host:
                 torch._foreach_copy_([buffer for _, buffer in host], [tensor for tensor, _ in host])
 
+    def empty_twin(self) -> Bank:
+        """With buffers of its own for the same tensors, but for those of a GPU, which are pinned in one piece."""
+        twin = Bank()
+        for name, copy in [*self.copies.items()]:
+            if not copy.on_gpu:
+                twin.copies[name] = _Copy(copy.buffer, torch.empty_like(copy.buffer).zero_())
+        return twin
+
     def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
         """These tensors were just set to the copies: they are unchanged until something happens to them."""
         look = Look(tensors)
@@ -247,11 +255,35 @@ class Bank:
 
 
 class Snapshot:
-    """The newest copies of named tensors."""
+    """The newest copies of named tensors. One set of copies may be held while others are made: in a second set, which
+    is kept for the next time.
+    """
 
     def __init__(self) -> None:
         self.bank = Bank()
         self._stage = pinned.Stage()
+        self._held: Bank | None = None
+        self._spare: Bank | None = None
+
+    def hold(self) -> Bank:
+        """The newest copies stay as they are until `release`. Only one set at a time."""
+        assert self._held is None, "copies are held already"
+        self._held = self.bank
+        return self.bank
+
+    def release(self) -> None:
+        """What was held may be overwritten. From any thread."""
+        held, self._held = self._held, None
+        if held is not self.bank:
+            self._spare = held
+
+    def prepare(self) -> None:
+        """Makes the buffers that commits are copied into while others are held, before that is so. From any thread.
+
+        New memory costs several times a copy when it is first written to.
+        """
+        if self._spare is None and self._held is None:
+            self._spare = self.bank.empty_twin()
 
     def take(self, tensors: dict[str, torch.Tensor], beside: Any, *, trust: bool = True) -> None:
         """Copies what may have changed. ``beside`` is kept as it is; ``trust=False`` copies everything.
@@ -260,6 +292,8 @@ class Snapshot:
         after longer than a sound device takes.
         """
         self.complete()
+        if self.bank is self._held:
+            self.bank, self._spare = self._spare or Bank(), None
         self.bank.take(Look(tensors), beside, self._stage, trust=trust)
 
     def complete(self) -> None:

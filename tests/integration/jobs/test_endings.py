@@ -13,9 +13,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from elastic.chaos.harness.processes import clean_environment
 from harness.history import SCRIPTS, TRAINING, History, kill_slot, pid_of, sizes, started
 from harness.job import Job, elasticrun
-from harness.program import clean_environment
 
 LOADING = ["python", SCRIPTS / "loading.py"]
 

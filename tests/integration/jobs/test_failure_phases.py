@@ -1,16 +1,14 @@
-"""A worker dies in each phase of its life, rank 0 or another: the others go on from the newest commit that one of them
-holds, and train as if nothing had happened.
+"""Workers die in pairs, one after another, or when only some of them have come as far: the others go on from the newest
+commit that one of them holds, and train as if nothing had happened. One death in each phase: see test_matrix.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from harness.history import RETURN, History, kill_slot, sizes, started
+from harness.history import History, kill_slot, sizes, started
 
 pytestmark = pytest.mark.forked
-
-IN_A_STEP = ["forward", "backward", "optimizer", "commit", "saved"]
 
 # ---- before training -----------------------------------------------------------------------------
 
@@ -46,18 +44,6 @@ def test_two_die_between_init_and_run(job):
 # ---- in a step -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", IN_A_STEP)
-def test_one_dies_at_a_step_and_later_rank_0(job, place):
-    """Defects B and X: only the dead one's slot is affected, and nobody waits for a timeout of Gloo."""
-    training = started(job, 4, DIE=f"slot=2,step=3,place={place};slot=0,step=6,place={place}")
-    training.succeed()
-    assert sizes(training)[-3:] == [4, 3, 2]
-    recoveries = [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
-    assert len(recoveries) == 2
-    assert all(r["total_ms"] < 5000 for r in recoveries), recoveries
-    History(training).check()
-
-
 @pytest.mark.parametrize("behind", [0, 1])
 def test_one_dies_when_only_some_have_committed(job, behind):
     """The world goes on from the newest commit, though rank 0 may not hold it: a commit is not lost."""
@@ -79,21 +65,6 @@ def test_one_dies_when_only_some_have_committed(job, behind):
     assert last["holders"] == 1, last
 
 
-def test_two_die_at_once(job):
-    training = started(job, 4, DIE="slot=0,step=3,place=forward;slot=2,step=3,place=forward")
-    training.succeed()
-    assert sizes(training)[-1] == 2
-    History(training).check()
-
-
-def test_all_but_one_die_at_once(job):
-    dying = ";".join(f"slot={slot},step=6,place=backward" for slot in (0, 1, 3))
-    training = started(job, 4, DIE=dying)
-    training.succeed()
-    assert sizes(training)[-1] == 1
-    History(training).check()
-
-
 # ---- in a recovery -------------------------------------------------------------------------------
 
 
@@ -108,29 +79,6 @@ def test_a_second_one_dies_in_the_middle_of_a_recovery(job):
     (training.folder / "go").touch()
     training.succeed()
     assert sizes(training)[-2:] == [4, 2]
-    History(training).check()
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_one_dies_in_a_reset_callback(job, victim):
-    training = started(job, 3, DIE=f"slot=2,step=4,place=forward;slot={victim},place=reset")
-    training.succeed()
-    assert sizes(training)[-1] == 1
-    History(training).check()
-
-
-@pytest.mark.parametrize("victim", ["slot=0", "slot=2,start=2"], ids=["source", "joiner"])
-def test_one_dies_while_state_is_copied(job, victim):
-    """Half of the state had arrived. The joiner holds nothing then, and is sent all of it again."""
-    training = started(
-        job,
-        3,
-        RETURN,
-        DIE=f"slot=2,step=2,place=forward;{victim},place=copying",
-        HOLD="5:size=3",
-    )
-    training.succeed()
-    assert sizes(training)[-1] == 3
     History(training).check()
 
 

@@ -1,5 +1,5 @@
-"""Workers that live but can't run, or can't be reached: they are fenced, the others go on from the last commit, and
-who wakes later changes nothing. With the default settings, on real processes.
+"""Workers that live but can't run: they are fenced, the others go on from the last commit, and who wakes later changes
+nothing. With the default settings, on real processes. Stopped or cut off in any phase: see test_matrix.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import urllib.request
 
 import pytest
 
-from elastic.chaos.inject.network import PacketFilter, check_partition, sockets_of
 from elastic.driver.reasons import Why, because
-from elastic.errors import Invalid
 from harness.history import RETURN, History, pid_of, sizes, started
 from harness.job import Job
 from harness.stalls import freezer
@@ -42,21 +40,6 @@ def let_end(training: Job) -> None:
 
 def recoveries(training: Job) -> int:
     return len([r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"])
-
-
-# ---- stopped ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("victims", [[2], [0], [0, 3]], ids=["one", "rank 0", "two at once"])
-def test_stopped_workers_are_fenced_and_the_others_go_on(job, victims):
-    training = at_work(job, 4)
-    for slot in victims:
-        os.kill(pid_of(training, slot), signal.SIGSTOP)
-    training.wait_for_world(4 - len(victims))
-    training.until(lambda: recoveries(training) > 0, "a recovery")
-    let_end(training)
-    reason = because(Why.FROZEN, how="stopped by a signal, as SIGSTOP")
-    assert training.fences() == dict.fromkeys(victims, reason)
 
 
 def test_a_frozen_container_is_as_bad_as_a_stopped_process(job):
@@ -183,33 +166,3 @@ def test_who_wakes_after_it_was_given_up_changes_nothing_and_ends(job, tmp_path,
     assert sizes(training)[-1] == 2 and recoveries(training) == 1
     (training.folder / "withheld").unlink()
     let_end(training)
-
-
-# ---- cut off ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def packets():
-    """Drops the packets of chosen sockets."""
-    try:
-        check_partition()
-    except Invalid as error:
-        pytest.skip(str(error))
-    dropping = PacketFilter(os.getpid())
-    yield dropping
-    dropping.close()
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_worker_that_the_network_does_not_reach_is_fenced(job, packets, victim):
-    training = at_work(job, 3)
-    began = time.monotonic()
-    packets.drop(sockets_of(pid_of(training, victim)))
-    training.wait_for_action("KillWorker")
-    assert time.monotonic() - began < 6.0  # the lease is 2 s
-    training.wait_for_world(2)
-    training.until(lambda: recoveries(training) > 0, "a recovery")
-    let_end(training)
-    assert training.fences() == {victim: because(Why.CUT_OFF)}
-    [lost] = [e for e in training.events("WorkerDisconnected") if e.get("silent")]
-    assert lost["worker"][1] == victim

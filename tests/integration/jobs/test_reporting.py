@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from elastic.chaos.harness.processes import marked
 from harness.history import SCRIPTS
 from harness.job import MARK
-from harness.program import marked
 
 PROGRAM = [sys.executable, str(SCRIPTS / "reporting.py")]
 DEADLINE_S = 60.0

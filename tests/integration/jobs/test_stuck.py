@@ -41,13 +41,6 @@ def test_a_worker_that_never_enters_the_collective_is_fenced(job, how, where):
     History(training).check()
 
 
-def test_rank_0_is_no_exception(job):
-    training = stalling(job, 3, "slot=0,step=4,place=backward,how=sleep")
-    training.succeed()
-    assert list(training.fences()) == [0] and sizes(training)[-1] == 2
-    History(training).check()
-
-
 def test_a_busy_worker_is_named_and_later_fenced(job):
     flags = "--idle-timeout 3 --busy-warning 3 --busy-timeout 8"
     training = stalling(job, 3, "slot=1,step=4,place=forward,how=loop", flags)

@@ -9,12 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic.chaos.reductions.numbers import (
-    ELEMENT_BYTES,
-    Numbers,
-    reduced,
-    same,
-)
+from elastic.chaos.reductions.numbers import ELEMENT_BYTES, Numbers, reduced, same
 from elastic.chaos.reductions.plan import (
     DTYPES,
     MOST_BYTES,

@@ -165,20 +165,20 @@ def split(reference: str) -> tuple[str, list[tuple[str, str]]]:
     return path, [(name, default) for name, _, default in arguments if name]
 
 
-@pytest.mark.parametrize("reference", REFERENCE, ids=lambda line: line.partition("(")[0])
-def test_it_takes_what_horovods_takes(reference):
-    path, wanted = split(reference)
-    parameters = [*inspect.signature(found(path)).parameters.values()]
-    ours = [(STARS.get(p.kind.name, "") + p.name, shown(p.name, p.default)) for p in parameters]
-    last = len([name for name, _ in wanted if not name.startswith("**")])
-    assert [name for name, _ in ours[:last]] == [name for name, _ in wanted[:last]]
-    assert {name for name, _ in wanted[last:]} <= {name for name, _ in ours}
-    for (name, default), (_, its) in zip(ours, wanted[:last], strict=False):
-        # One that was required may have a default.
-        assert default == its or not its, f"{name} is {default or 'required'}, and was {its}"
-    for parameter in parameters[last:]:
-        optional = parameter.default is not EMPTY or parameter.kind.name in STARS
-        assert optional, f"{parameter.name} is ours, and has no default"
+def test_every_name_takes_what_horovods_takes():
+    for reference in REFERENCE:
+        path, wanted = split(reference)
+        parameters = [*inspect.signature(found(path)).parameters.values()]
+        ours = [(STARS.get(p.kind.name, "") + p.name, shown(p.name, p.default)) for p in parameters]
+        last = len([name for name, _ in wanted if not name.startswith("**")])
+        assert [name for name, _ in ours[:last]] == [name for name, _ in wanted[:last]], path
+        assert {name for name, _ in wanted[last:]} <= {name for name, _ in ours}, path
+        for (name, default), (_, its) in zip(ours, wanted[:last], strict=False):
+            # One that was required may have a default.
+            assert default == its or not its, f"{path}: {name} is {default!r}, and was {its}"
+        for parameter in parameters[last:]:
+            optional = parameter.default is not EMPTY or parameter.kind.name in STARS
+            assert optional, f"{path}: {parameter.name} is ours, and has no default"
 
 
 @pytest.mark.parametrize(

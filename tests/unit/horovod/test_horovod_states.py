@@ -207,18 +207,3 @@ def test_a_handled_value_is_replaced_by_assignment(registered):
     state.restore()
     assert state.scores is other
     assert other.values == [1.0]
-
-
-def test_callbacks_come_in_order_after_reset():
-    said: list[str] = []
-
-    class Told(ObjectState):
-        def reset(self) -> None:
-            said.append("reset")
-
-    state = Told(epoch=0)
-    state.register_reset_callbacks([lambda: said.append("first"), lambda: said.append("second")])
-    state.on_hosts_updated(1.0, 2)
-    state.on_reset()
-    assert said == ["reset", "first", "second"]
-    assert state._host_messages.empty(), "of the world that is over"

@@ -33,12 +33,7 @@ from elastic.driver.events import (
 from elastic.driver.journal.journal import Entry
 from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import (
-    Address,
-    Commit,
-    Place,
-    Worker,
-)
+from elastic.protocol.messages import Address, Commit, Place, Worker
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
 STORE = Address("127.0.0.1", 1)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.chaos.invariants.invariants import BrokenInvariant
-from harness.conversation import (
-    exited,
-    ready,
-)
+from harness.conversation import exited, ready
 from harness.told import Told, broken, digested, training, world
 
 

@@ -520,7 +520,9 @@ def test_a_static_job_is_as_patient_as_an_elastic_one():
     """Rank 0 may validate or save for longer than it takes to connect: in Horovod nothing times out there."""
     assert job("-np 2").collective_timeout_s == 660
     assert job("-np 2").settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"  # to connect
-    assert job("-np 2 --gloo-timeout-seconds 5").collective_timeout_s == 5
+    assert job("-np 2").gloo_timeout_s == 30
+    made = job("-np 2 --gloo-timeout-seconds 5")
+    assert (made.collective_timeout_s, made.gloo_timeout_s) == (5, 5)
 
 
 def test_where_metrics_are_served():

@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.driver.events import EndJob, KillWorker, Report, WorkerExited
-from elastic.driver.job.ending import (
-    DEATH_S,
-    GRACE_S,
-    REMIND_S,
-    Ending,
-)
-from elastic.driver.membership.layout_diff import difference
+from elastic.driver.job.ending import DEATH_S, GRACE_S, REMIND_S, Ending
+from elastic.driver.membership.worlds.layout_diff import difference
 from elastic.driver.reasons import in_words
 from elastic.protocol.messages import Place, Worker
 

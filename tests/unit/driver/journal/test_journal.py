@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic.chaos.__main__ import main as chaos
-from elastic.chaos.inject.journal_tail import Follower
+from elastic.chaos.harness.journal_tail import Follower, Story
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
@@ -31,34 +31,15 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal import file as journal_file
 from elastic.driver.journal import journal
-from elastic.driver.journal.entries import (
-    SNAPSHOT,
-    Entry,
-    Resumed,
-    Writer,
-    encoded,
-    header_of,
-)
+from elastic.driver.journal.entries import SNAPSHOT, Entry, Resumed, Writer, encoded, header_of
 from elastic.driver.journal.file import FileArchive, FileJournal
-from elastic.driver.journal.journal import (
-    FORCED,
-    Journal,
-    ReplayDiffers,
-    Upkeep,
-    read,
-    replay,
-)
+from elastic.driver.journal.journal import FORCED, Journal, ReplayDiffers, Upkeep, read, replay
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import NotTaken, taken
 from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
-from elastic.protocol.messages import (
-    Address,
-    Commit,
-    Place,
-    Worker,
-)
+from elastic.protocol.messages import Address, Commit, Place, Worker
 
 A, B = Worker("h1", 0), Worker("h2", 0, 3)
 PLACE = Place(0, 2, 0, 1, 0, 2)
@@ -312,7 +293,7 @@ def test_whoever_reads_journals_reads_those_of_several_drivers(
     assert chaos(["check", str(path)]) == 0
     assert chaos(["replay", "--story", str(path)]) == 0
     assert f"{drivers} drivers have written it" in capsys.readouterr().out
-    follower = Follower(path)
+    follower = Follower(path, Story())
     assert follower.look().ending and follower.story.generation == max(
         action.generation
         for entry in entries

@@ -22,12 +22,7 @@ from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.child_processes import Attendance, as_logged
 from elastic.driver.launch.fake_starter import FakeStarter
 from elastic.driver.launch.ssh import REMOTE, SshOptions, SshStarter
-from elastic.driver.launch.ssh_failures import (
-    Route,
-    why_ended,
-    why_no_agent,
-    why_ssh_failed,
-)
+from elastic.driver.launch.ssh_failures import why_ended, why_no_agent, why_ssh_failed
 from elastic.driver.launch.starter import READY, StartFailed
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.errors import Invalid
@@ -401,15 +396,6 @@ def test_the_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
 
 # ---- the sentences
 
-ROUTE = Route.told(
-    ["ssh", "-p", "22", "alpha"],
-    "user ana\nhostname alpha.example\nport 22\nuserknownhostsfile /home/ana/.ssh/known_hosts /k2\n",
-)
-JUMPING = Route.told(
-    ["ssh", "alpha"],
-    "user ana\nhostname alpha\nport 2222\nuserknownhostsfile /k\nproxyjump gate\n",
-)
-
 
 @pytest.mark.parametrize(
     ("said", "expected"),
@@ -422,34 +408,17 @@ JUMPING = Route.told(
         (
             "debug1: connect to address 10.0.0.7 port 22: Connection refused\r\n"
             "ssh: connect to host 10.0.0.7 port 22: Connection refused\r\n",
-            "alpha can't be reached at 10.0.0.7 port 22: Connection refused; start sshd there, or"
-            " correct the port",
-        ),
-        (
-            "ssh: connect to host 10.0.0.7 port 22: Connection timed out\r\n",
-            "alpha can't be reached at 10.0.0.7 port 22: Connection timed out; look whether it is up,"
-            " and whether a firewall drops the packets",
-        ),
-        (
-            "ssh: connect to host 10.0.0.7 port 22: No route to host\r\n",
-            "alpha can't be reached at 10.0.0.7 port 22: No route to host; look at the network and"
-            " the list of hosts",
-        ),
-        (
-            "Connection timed out during banner exchange\r\n"
-            "Connection to 10.0.0.7 port 22 timed out\r\n",
-            "alpha accepts connections but does not answer ssh (Connection timed out during banner"
-            " exchange); look at its sshd and its load",
+            "alpha can't be reached at 10.0.0.7 port 22: Connection refused; check that it is up,"
+            " that its sshd listens there and that no firewall drops the packets",
         ),
         (
             "debug1: Server host key: ssh-ed25519 SHA256:abc\r\nHost key verification failed.\r\n",
-            "the host key of alpha is not known here (ssh-ed25519 SHA256:abc); log in once by hand"
-            " and compare it: ssh -p 22 alpha, or trust it: ssh-keyscan alpha.example >>"
-            " /home/ana/.ssh/known_hosts",
+            "the host key of alpha, or of a host on the way there, is not known here; log in once by"
+            " hand and compare it: ssh -p 22 alpha",
         ),
         (
-            "Offending ED25519 key in /k:3\r\nHost key for [a]:22 has changed and\r\n"
             "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\r\n"
+            "Offending ED25519 key in /k:3\r\nHost key for [a]:22 has changed and\r\n"
             "Host key verification failed.\r\n",
             "the host key of alpha is not the one known for it (line 3 of /k): somebody may stand in"
             " between; if it was installed anew, forget the old key: ssh-keygen -f /k -R '[a]:22',"
@@ -458,61 +427,26 @@ JUMPING = Route.told(
         (
             "debug1: Offering public key: /home/ana/.ssh/id RSA SHA256:x agent\r\n"
             "ana@alpha.example: Permission denied (publickey,password).\r\n",
-            "alpha denies user ana permission (publickey,password): it tried the key"
-            " /home/ana/.ssh/id; bring it there: ssh-copy-id -i /home/ana/.ssh/id.pub -p 22 alpha"
-            " (a key with a passphrase needs ssh-agent)",
-        ),
-        (
-            "ana@alpha.example: Permission denied (publickey).\r\n",
-            "alpha denies user ana permission (publickey): it had no key to try; bring it one:"
-            " ssh-copy-id -p 22 alpha (a key with a passphrase needs ssh-agent)",
+            "alpha denies user ana permission (publickey,password); keys that were tried:"
+            " /home/ana/.ssh/id; bring one there: ssh-copy-id -p 22 alpha (a key with a passphrase"
+            " needs ssh-agent)",
         ),
         (
             "kex_exchange_identification: Connection closed by remote host\r\n"
             "Connection closed by 10.0.0.7 port 22\r\n",
-            "alpha, or a host on the way, closed the connection before the login"
-            " (kex_exchange_identification: Connection closed by remote host); look at the log of"
-            " its sshd: MaxStartups may be too low for so many at once",
+            "alpha, or a host on the way, closed the connection before the login (Connection closed by"
+            " remote host); look at the log of its sshd: MaxStartups may be too low for so many at once",
         ),
         (
-            "Received disconnect from 10.0.0.7 port 22:2: Too many authentication failures\r\n",
-            "alpha was offered too many keys by ssh-agent; name the right one by IdentityFile and"
-            " IdentitiesOnly yes in ~/.ssh/config",
-        ),
-        (
-            "/c: line 1: Bad configuration option: hots\r\n/c: terminating, 1 bad\r\n",
-            "ssh to alpha does not take its configuration: /c: line 1: Bad configuration option: hots;"
-            " correct that file",
-        ),
-        (
-            "Unable to negotiate with 10.0.0.7 port 22: no matching host key type found.\r\n",
-            "ssh to alpha failed: Unable to negotiate with 10.0.0.7 port 22: no matching host key"
-            " type found.; try it by hand: ssh -p 22 alpha",
-        ),
-        (
-            "Connection reset by 10.0.0.7 port 22\r\n",
-            "alpha, or a host on the way, closed the connection before the login (Connection reset by"
-            " 10.0.0.7 port 22); look at the log of its sshd: MaxStartups may be too low for so many"
-            " at once",
-        ),
-        (
-            "Authenticated to a ([10.0.0.7]:22).\r\nConnection to 10.0.0.7 closed by remote host.\r\n",
-            "the ssh connection to alpha broke before its agent was ready: Connection to 10.0.0.7"
-            " closed by remote host.",
+            "debug1: x\r\n/c: line 1: Bad configuration option: hots\r\n/c: terminating, 1 bad\r\n",
+            "ssh to alpha failed: /c: line 1: Bad configuration option: hots | /c: terminating, 1 bad;"
+            " try it by hand: ssh -p 22 alpha",
         ),
         ("", "ssh to alpha failed: it did not say why; try it by hand: ssh -p 22 alpha"),
     ],
 )
 def test_why_ssh_failed(said, expected):
-    assert why_ssh_failed("alpha", said, ROUTE) == expected
-
-
-def test_behind_a_jump_host_nobody_is_told_to_scan_what_cannot_be_reached():
-    said = "Host key verification failed.\r\nConnection closed by UNKNOWN port 65535\r\n"
-    assert why_ssh_failed("alpha", said, JUMPING) == (
-        "the host key of alpha, or of a host on the way there, is not known here; log in once by hand"
-        " and compare it: ssh alpha"
-    )
+    assert why_ssh_failed("alpha", said, "-p 22 alpha") == expected
 
 
 @pytest.mark.parametrize(

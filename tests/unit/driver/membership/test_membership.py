@@ -17,6 +17,7 @@ from elastic.driver.events import (
     ReportRecovery,
     StartWorker,
     WelcomeWorker,
+    WorkerDiffers,
 )
 from elastic.driver.membership.membership import IllegalEvent, Phase
 from elastic.driver.reasons import Why, because, in_words
@@ -645,3 +646,18 @@ def test_what_dead_workers_have_said_is_dropped():
     talk.tell(exited("h:2"))
     late = [resumed("h:2", 2), failed("h:2", 2), returned("h:2", 2), ready("h:2", 2), exited("h:2")]
     assert talk.tell(*late, disconnected("h:2"), connected("h:2"), stranded("h:2", 2)) == []
+
+
+def test_who_is_damaged_is_fenced_and_the_others_go_on_from_their_commit():
+    talk = running(3)
+    now = talk.m.generation
+    differs = WorkerDiffers(worker("h:2"), now, Commit(now, 8), ["model"], 2)
+    actions = talk.tell(differs)
+    [killed] = [action for action in actions if isinstance(action, KillWorker)]
+    assert killed.worker == worker("h:2") and killed.reason.kind is Why.DAMAGED
+    assert f"its model under commit {now}.8 differs from that of 2 others" in str(killed.reason)
+    assert not has(KillWorker, talk.tell(differs)), "once is enough"
+    talk.tell(exited("h:2"))
+    assert order(the(PublishWorld, talk.ready("h:0", "h:1", commit=(now, 8)))) == ["h:0#1", "h:1#1"]
+    late = WorkerDiffers(worker("h:1"), now, Commit(now, 8), ["model"], 2)
+    assert not has(KillWorker, talk.tell(late)), "that world is over"

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.driver.events import BreakWorld, EndJob, KillWorker, PublishWorld
-from elastic.driver.membership.root_cause import (
-    Exceptions,
-    Inquest,
-    describe_exit,
-    exit_code,
-)
+from elastic.driver.events import BreakWorld, EndJob, KillWorker, PublishWorld, WorkerRaised
+from elastic.driver.membership.root_cause import Exceptions, Inquest, describe_exit, exit_code
 from elastic.driver.reasons import Why, because, brief, in_words
 from elastic.protocol.messages import Commit, Worker
 from harness.conversation import (
@@ -174,8 +169,6 @@ def test_commits_keep_their_first_name_through_many_worlds():
     exceptions.world_began(2, None)
     exceptions.world_began(3, Commit(2, 0))
     exceptions.world_began(4, Commit(3, 0))
-    from elastic.driver.events import WorkerRaised
-
     first = WorkerRaised(worker("h:0"), 2, Commit(2, 0), "ValueError: 0x7f01", "")
     again = WorkerRaised(worker("h:1"), 4, Commit(4, 0), "ValueError: 0x88aa", "")
     assert exceptions.repeats(first) is None
@@ -315,3 +308,14 @@ def test_a_complaint_is_settled_when_all_who_complained_are_in_a_new_world():
     assert not inquest.settled([second])
     inquest.accuse(second, in_words("h:1 raised ValueError"))
     assert not inquest.settled([second, first])
+
+
+def test_where_no_worker_could_begin_the_first_that_says_so_ends_the_job():
+    """A checkpoint of another script: the others would find the same, and so would those that are started again."""
+    talk = Talk(np=3)
+    talk.tell(hosts(h=3))
+    talk.join("h:0", "h:1", "h:2")
+    text = "this worker's state differs from that of the checkpoint"
+    final = WorkerRaised(worker("h:0"), talk.m.generation, None, text, "", final=True)
+    end = the(EndJob, talk.tell(final))
+    assert end.code == 1 and end.reason.kind is Why.NO_RESUME and text in str(end.reason)

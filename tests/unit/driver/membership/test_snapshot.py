@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from math import inf
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,19 @@ from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Launches, Worker
-from harness.conversation import Talk, exited, hosts, leaving, raised, running, worker
+from harness.conversation import (
+    Talk,
+    connected,
+    exited,
+    frozen,
+    hosts,
+    inside,
+    leaving,
+    raised,
+    ready,
+    running,
+    worker,
+)
 
 EVERY = 5  # entries between two snapshots of a simulated job
 
@@ -70,24 +83,68 @@ def test_what_is_shared_stays_shared():
     assert twin.roster.hosts["h"][worker("h:1")] is standing
     standing.leaving = in_words("told to")  # the roster files it
     assert twin.roster.leavers == {worker("h:1"): standing}
-    assert twin._staff.orders is twin._orders and twin._patience._staff is twin._staff
+    assert (
+        twin.worlds.staff.orders is twin.worlds.orders
+        and twin.worlds.patience._staff is twin.worlds.staff
+    )
 
 
-@pytest.mark.parametrize("field", ["_cause_at", "_exceptions", "_look_at", "_alone_said"])
-def test_a_field_that_is_left_out_is_noticed(field):
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ("Worlds", "_cause_at"),
+        ("Worlds", "exceptions"),
+        ("Stuck", "_look_at"),
+        ("Frozen", "_alone_said"),
+        ("Membership", "story"),
+    ],
+)
+def test_a_field_that_is_left_out_is_noticed(part, field):
     """By whoever reads it. That all are there is thus no matter of luck."""
     talk = running(2)
     found = json.loads(taken(talk.m))
-    [kind] = [n for n, (name, *_) in enumerate(found["kinds"]) if name == "Membership"]
+    [kind] = [n for n, (name, *_) in enumerate(found["kinds"]) if name == part]
     at = found["kinds"][kind].index(field)
     del found["kinds"][kind][at]
     for row in found["objects"]:
         if row[0] == kind:
             del row[at]
     with pytest.raises(
-        Invalid, match=f"another version of this program: Membership differs in {field}"
+        Invalid, match=f"another version of this program: {part} differs in {field}"
     ):
         restored(json.dumps(found).encode(), talk.m.settings)
+
+
+def in_trouble() -> Talk:
+    """One waits, one leaves, and one, frozen, is about to be killed."""
+    talk = running(4)
+    talk.tell(inside("h:1", 1, "gradients"), leaving("h:2"), frozen("h:3"))
+    return talk
+
+
+def test_one_of_an_older_version_whose_parts_were_one_object():
+    data = (Path(__file__).parent / "flat_snapshot.json").read_bytes()
+    talk = in_trouble()
+    twin = restored(data, talk.m.settings)
+    assert twin.next_deadline() == talk.m.next_deadline()
+    for event in (
+        exited("h:3"),
+        ready("h:0", 1),
+        ready("h:1", 1),
+        exited("h:2", 0),
+        connected("h:3"),
+    ):
+        talk.now += 0.5
+        assert twin.handle(event, talk.now) == talk.m.handle(event, talk.now)
+        assert twin.next_deadline() == talk.m.next_deadline()
+        twin.check()
+    assert restored(taken(twin), talk.m.settings).members == twin.members
+
+
+def test_one_of_an_older_version_that_lacks_a_field():
+    data = (Path(__file__).parent / "flat_snapshot.json").read_bytes()
+    with pytest.raises(Invalid, match="Membership differs in _alone_said, _unheard_of"):
+        restored(data.replace(b"_alone_said", b"_unheard_of"), running(4).m.settings)
 
 
 def test_a_field_of_an_unknown_kind_is_an_error_when_it_is_taken():
@@ -102,7 +159,7 @@ def test_a_new_field_of_a_known_kind_is_kept():
     talk = running(2)
     talk.m.roster[worker("h:1")].mood = {("h", 1): inf}
     assert b'"mood"' in taken(talk.m)
-    talk.m._orders.mood = (-inf, frozenset({2, 1}))  # type: ignore[attr-defined]
+    talk.m.worlds.orders.mood = (-inf, frozenset({2, 1}))  # type: ignore[attr-defined]
     data = taken(talk.m)
     snapshot_fields = json.loads(data)["kinds"]
     assert any(name == "Orders" and "mood" in names for name, *names in snapshot_fields)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from elastic.driver.events import (
+    CheckpointMade,
     EndJob,
     KillWorker,
     LetGo,
@@ -26,20 +27,10 @@ from elastic.driver.events import (
     WorkerReturned,
 )
 from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Hang, hang_of_one
-from elastic.driver.monitoring.metrics import (
-    NAMES,
-    Figures,
-    Metrics,
-    families,
-)
+from elastic.driver.monitoring.metrics import NAMES, Figures, Metrics, families
 from elastic.driver.reasons import Why, because, in_words
 from elastic.errors import Invalid
-from elastic.protocol.messages import (
-    Address,
-    Commit,
-    Place,
-    Worker,
-)
+from elastic.protocol.messages import Address, Commit, Place, Worker
 from elastic.protocol.report_values import Report
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
@@ -188,6 +179,17 @@ def test_commits_are_counted_while_the_world_stays_the_same_and_after_it():
     figures.note(TimePassed(), [published(A, B, generation=2)], 1031.0)
     figures.note(WorkerPaced(A, 2, 300, 1.0, 30.0, 10, Commit(2, 10)), [], 1061.0)
     assert {"elastic_commits_total 160.0", "elastic_commit_number 10.0"} <= lines(figures)
+
+
+def test_durable_commits():
+    figures = training(A, B)
+    assert "elastic_durable_commits_total 0.0" in lines(figures)
+    figures.note(CheckpointMade(Commit(1, 60)), [], 1030.0)
+    figures.note(CheckpointMade(Commit(1, 120)), [], 1090.0)
+    assert {
+        "elastic_durable_commits_total 2.0",
+        "elastic_last_durable_commit_timestamp_seconds 1090.0",
+    } <= lines(figures)
 
 
 def test_reported_numbers_are_gauges_and_bounded():

@@ -17,12 +17,7 @@ from elastic.driver.network.choose_address import (
     wanted_address,
     worker_variables,
 )
-from elastic.driver.network.interfaces import (
-    alone_address,
-    listen_address,
-    own_addresses,
-    route_to,
-)
+from elastic.driver.network.interfaces import alone_address, listen_address, own_addresses, route_to
 from elastic.driver.network.resolver import resolved
 from elastic.errors import Invalid
 

@@ -17,21 +17,9 @@ import pytest
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import TimePassed
-from elastic.driver.journal.entries import (
-    Entry,
-    Header,
-    Snapshot,
-    Writer,
-    decoded,
-    header_of,
-)
+from elastic.driver.journal.entries import Entry, Header, Snapshot, Writer, decoded, header_of
 from elastic.driver.journal.journal import Upkeep
-from elastic.driver.journal.segments import (
-    Piecewise,
-    Place,
-    chapter_name,
-    counting,
-)
+from elastic.driver.journal.segments import Piecewise, Place, chapter_name, counting
 from elastic.driver.membership.snapshot import taken
 from elastic.driver.ray.cluster import Unanswered
 from elastic.driver.ray.journal import RayArchive, RayJournal

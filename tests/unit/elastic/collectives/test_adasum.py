@@ -67,15 +67,6 @@ def test_it_is_the_formula_for_each_tensor_by_itself(size, dtype):
             assert torch.equal(other[index], result)
 
 
-def test_equal_vectors_are_averaged_and_orthogonal_ones_added():
-    same = torch.arange(1.0, 1001.0)
-    for (result,) in reduced([[same]] * 4):
-        assert torch.allclose(result, same)
-    axes = torch.eye(4) * torch.tensor([1.0, 2.0, 3.0, 4.0])
-    for (result,) in reduced([[axis] for axis in axes]):
-        assert result.tolist() == [1.0, 2.0, 3.0, 4.0]
-
-
 def test_opposite_vectors_cancel():
     vector = random(0, (300,))
     results = reduced([[vector], [-vector]])

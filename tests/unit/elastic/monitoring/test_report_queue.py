@@ -8,18 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.driver.monitoring.report_ledger import PRESSING_BYTES, ReportLedger
-from elastic.monitoring.report_queue import (
-    KEPT,
-    OVERHEAD_BYTES,
-    WINDOW_BYTES,
-    ReportQueue,
-)
-from elastic.protocol.messages import (
-    Place,
-    Reported,
-    ReportsTaken,
-    Worker,
-)
+from elastic.monitoring.report_queue import KEPT, OVERHEAD_BYTES, WINDOW_BYTES, ReportQueue
+from elastic.protocol.messages import Place, Reported, ReportsTaken, Worker
 
 A, B = Worker("h", 0), Worker("h", 1)
 PLACE = Place(2, 4, 0, 1, 0, 1)

@@ -19,12 +19,7 @@ from elastic.monitoring import reporting
 from elastic.monitoring.report_queue import WINDOW_BYTES
 from elastic.monitoring.reporting import Reporting
 from elastic.protocol import messages
-from elastic.protocol.messages import (
-    Place,
-    Reported,
-    ReportsTaken,
-    Worker,
-)
+from elastic.protocol.messages import Place, Reported, ReportsTaken, Worker
 from elastic.protocol.report_values import Report, packed, unpacked
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle

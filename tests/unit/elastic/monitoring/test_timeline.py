@@ -24,12 +24,7 @@ from elastic.errors import Invalid
 from elastic.monitoring import timeline, trace_sending
 from elastic.monitoring.clock_offset import ClockOffset
 from elastic.monitoring.trace_buffer import LASTS_NS, TraceBuffer
-from elastic.monitoring.trace_sending import (
-    BATCH,
-    ROUND,
-    WINDOW,
-    TraceSending,
-)
+from elastic.monitoring.trace_sending import BATCH, ROUND, WINDOW, TraceSending
 from elastic.protocol import messages as protocol
 from elastic.protocol import trace_format
 from elastic.protocol.messages import Address, Place, Worker

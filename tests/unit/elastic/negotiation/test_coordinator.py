@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic.negotiation.cached_allreduce import TIMES_ALONE
 from elastic.negotiation.coordinator import Coordinator
 from elastic.negotiation.message_table import bits
 from elastic.negotiation.messages import (
@@ -37,7 +36,6 @@ class Call:
 
     asked: Request
     key: Hashable = None
-    run: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -276,129 +274,6 @@ def test_who_leaves_is_named_to_those_that_wait_for_it():
     assert ranks.ran[1][-1].error == ""
 
 
-class Orders(Ranks):
-    """... which have come to run "a" as a standing order."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        for _ in range(2 + TIMES_ALONE):
-            for rank in range(size):
-                self.submit(rank, reduce("a"))
-        assert self.decisions[-1].standing == 0
-
-    def start(self, rank: int) -> Call:
-        """Run it once more: nothing is said."""
-        call = Call(reduce("a"))
-        side = self.side(rank, ALL)
-        assert side.standing_order(call) == 0
-        side.begin_run(call)
-        return call
-
-    def send(self, rank: int) -> None:
-        offer = self.side(rank, ALL).offer()
-        assert offer is not None
-        for decision in self.coordinator.offer(rank, offer):
-            self.deliver(decision)
-
-    def report(self, rank: int, call: Call) -> None:
-        assert self.side(rank, ALL).report(call)
-        self.send(rank)
-
-
-def test_what_runs_alone_again_and_again_is_no_longer_asked_for():
-    ranks = Orders(2)
-    for _ in range(5):
-        ranks.start(0)
-        ranks.start(1)
-    assert ranks.side(0, ALL).offer() is None
-    other = Call(reduce("a", 5))
-    assert ranks.side(0, ALL).standing_order(other) is None  # another shape is another matter
-
-
-def test_many_other_names_take_no_order_its_number():
-    ranks = Ranks(2, capacity=2)
-    for name in ["a"] * 8 + list("bcdefbcdef") + ["a"]:
-        for rank in range(2):
-            side = ranks.side(rank, ALL)
-            call = Call(reduce(name))
-            if side.standing_order(call) is None:
-                ranks.submit(rank, call.asked)
-            else:
-                side.begin_run(call)
-    assert ranks.side(0, ALL).standing_order(Call(reduce("a"))) == 0
-    assert ranks.decisions[-1].epoch == 0
-    ranks.submit(0, reduce("f"))
-    assert ranks.said[-1].known, "there was room for more than two"
-
-
-def test_what_runs_in_company_gets_no_order():
-    ranks = Ranks(2)
-    for _ in range(9):
-        for rank in range(2):
-            ranks.submit(rank, reduce("a"), reduce("b"))
-    assert all(decision.standing < 0 for decision in ranks.decisions)
-
-
-def test_a_late_run_is_reported_and_taken_back_when_it_ends():
-    ranks = Orders(2)
-    call = ranks.start(0)
-    ranks.report(0, call)
-    assert not ranks.side(0, ALL).report(call), "once is enough"
-    look = ranks.coordinator.stalled
-    look(0.0, 60.0, 0.0)
-    assert look(60.0, 60.0, 0.0)[0] == [
-        "allreduce.a waits since 60 s for rank 1, the others have submitted it"
-    ]
-    ranks.start(1)  # and so it ends
-    assert ranks.side(0, ALL).withdraw(call)
-    ranks.send(0)
-    assert look(200.0, 60.0, 60.0) == ([], [])
-
-
-def test_a_run_that_is_slow_on_every_rank_waits_for_nobody():
-    ranks = Orders(2)
-    for rank in (0, 1):
-        ranks.report(rank, ranks.start(rank))
-    look = ranks.coordinator.stalled
-    assert look(0.0, 60.0, 60.0) == look(200.0, 60.0, 60.0) == ([], [])
-
-
-def test_something_else_instead_of_a_run_is_a_mismatch_whoever_speaks_first():
-    for reported_first in (True, False):
-        ranks = Orders(3)
-        ranks.start(1)  # an earlier run, in which nobody is late
-        for rank in (0, 2):
-            ranks.start(rank)
-        calls = {rank: ranks.start(rank) for rank in (0, 2)}
-        if reported_first:
-            ranks.report(0, calls[0])
-        ranks.submit(1, reduce("a", 7))
-        assert ranks.said[-1].requests[0].after == 1
-        for rank in (2,) if reported_first else (0, 2):
-            ranks.report(rank, calls[rank])
-        for rank in range(3):
-            error = ranks.ran[rank][-1].error
-            assert "ranks 0 and 2 have [2], rank 1 has [7]" in error
-        for _ in range(9):  # the name works again, but never again without being asked for
-            for rank in range(3):
-                ranks.submit(rank, reduce("a"))
-        assert ranks.ran[2][-1].error == ""
-        assert ranks.decisions[-1].standing < 0
-
-
-def test_a_report_of_a_run_that_is_over_means_nothing():
-    ranks = Orders(2)
-    late = ranks.start(0)
-    ranks.report(0, late)
-    ranks.start(1)
-    ranks.submit(1, reduce("a", 7))  # the next time something else
-    assert ranks.ran[1][-1].error == ""
-    assert ranks.side(0, ALL).withdraw(late)
-    ranks.submit(0, reduce("a", 7))
-    assert ranks.ran[0][-1].request.tensors == (("float32", (7,)),)
-    assert not ranks.ran[0][-1].error
-
-
 def test_who_joins_is_told_that_it_was_heard_before_it_may_help_others_to_their_end():
     coordinator = Coordinator(3, 8)
     join = Request(JOIN, JOIN)
@@ -407,36 +282,6 @@ def test_who_joins_is_told_that_it_was_heard_before_it_may_help_others_to_their_
     [second] = coordinator.offer(0, Offer(ALL, 0, b"", (join,)))
     assert second.joined == 0
     assert coordinator.offer(1, Offer(ALL, 0, b"", (join,)))[-1].last_joined == 1
-
-
-def test_who_has_joined_hears_of_runs_by_reports():
-    ranks = Orders(2)
-    ranks.start(0)  # rank 1 has not come to this run when it joins
-    ranks.submit(1, Request(JOIN, JOIN))
-    call = ranks.start(0)
-    ranks.report(0, call)
-    catch_up = ranks.decisions[-1].catch_up
-    assert catch_up == ((0, 2),)
-    assert [order for order, _ in ranks.side(1, ALL).runs_missed(*catch_up[0])] == [0, 0]
-    assert ranks.side(1, ALL).runs_missed(*catch_up[0]) == []
-
-
-def test_who_joins_hears_of_runs_that_were_reported_before():
-    ranks = Orders(2)
-    ranks.report(0, ranks.start(0))
-    ranks.submit(1, Request(JOIN, JOIN))
-    assert ranks.decisions[-1].catch_up == ((0, 1),)
-
-
-def test_a_run_without_a_rank_that_left_is_refused():
-    ranks = Orders(2)
-    ranks.submit(1, Request(LEAVE, LEAVE))
-    ranks.report(0, ranks.start(0))
-    assert ranks.ran[0][-1].error == "allreduce.a can't run: rank 1 has shut down"
-    ranks = Orders(2)
-    ranks.report(0, ranks.start(0))
-    ranks.submit(1, Request(LEAVE, LEAVE))
-    assert ranks.ran[0][-1].refused
 
 
 def test_all_answers_of_an_agreement_reach_all():
@@ -485,21 +330,6 @@ def test_what_comes_on_between_two_looks_has_not_waited_since_the_first():
 
     always(Ranks(2, capacity=0), reduce("a"))  # by its name every time
     always(Ranks(2), gather("a", 1))  # by its number
-
-
-def test_a_standing_order_that_comes_on_between_two_looks_has_not_waited_since_the_first():
-    ranks = Orders(2)
-    call = ranks.start(0)
-    ranks.report(0, call)
-    for now in range(200):
-        assert ranks.coordinator.stalled(float(now), 60.0, 100.0) == ([], [])
-        ranks.start(1)
-        assert ranks.side(0, ALL).withdraw(call)
-        call = ranks.start(0)
-        ranks.report(0, call)
-    assert ranks.coordinator.stalled(200.0, 60.0, 100.0) == ([], [])
-    [sentence], _ = ranks.coordinator.stalled(260.0, 60.0, 100.0)
-    assert sentence.startswith("allreduce.a waits since 60 s for rank 1")
 
 
 def test_what_is_submitted_again_after_it_was_given_up_has_all_its_time():

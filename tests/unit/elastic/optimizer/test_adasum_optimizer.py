@@ -26,6 +26,7 @@ from elastic.optimizer.wrapped_optimizer import Distributed
 from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
+from harness.small_worlds import net
 
 
 class World:
@@ -86,14 +87,6 @@ def threads(own):
             return [future.result() for future in futures]
 
     return run
-
-
-def net(*widths: int) -> Any:
-    model = torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
-    with torch.no_grad():
-        for parameter in model.parameters():  # no random numbers: threads share their generator
-            parameter.copy_(torch.linspace(-1.0, 1.0, parameter.numel()).view_as(parameter))
-    return model
 
 
 def inputs(rank: int, step: int = 0, width: int = 3) -> torch.Tensor:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.optimizer.bucket_plan import (
-    Bucket,
-    Gradient,
-    expected_order,
-    plan,
-    seen_order,
-    split,
-)
+from elastic.optimizer.bucket_plan import Bucket, Gradient, expected_order, plan, seen_order, split
 
 MB = 1 << 20
 

@@ -65,17 +65,6 @@ def backward_cut_short(model, optimizer) -> None:
         handle.remove()
 
 
-def test_averaging_equal_gradients_changes_nothing(world):
-    model, plain = net(3, 4, 2), net(3, 4, 2)
-    ours, theirs = sgd(model), torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        for each, optimizer in ((model, ours), (plain, theirs)):
-            optimizer.zero_grad()
-            backward(each)
-            optimizer.step()
-    torch.testing.assert_close(values(model), values(plain))
-
-
 def test_it_is_an_optimizer_of_the_same_class_that_shares_everything(world):
     model = net(3, 2)
     plain: Any = torch.optim.Adam(model.parameters(), lr=0.5)
@@ -230,15 +219,6 @@ def test_a_newcomer_that_has_not_joined_acts_as_a_world_of_one(world):
     world.gradients = LocalCollectives()
     model = net(3, 2)
     optimizer = sgd(model)
-    backward(model)
-    expected = grads(model)
-    optimizer.step()
-    torch.testing.assert_close(grads(model), expected)
-
-
-def test_predivision_scales_before_and_after(world):
-    model = net(3, 2)
-    optimizer = sgd(model, lr=0.0, gradient_predivide_factor=4.0)
     backward(model)
     expected = grads(model)
     optimizer.step()
@@ -417,23 +397,6 @@ def test_load_state_dict_forgets_the_passes_counted(world):
     optimizer.step()
 
 
-def test_a_parameter_without_a_gradient_gets_the_others(threads):
-    def train(rank):
-        model = net(3, 2)
-        other: Any = torch.nn.Linear(3, 1)
-        both = [*model.parameters(), *other.parameters()]
-        optimizer = DistributedOptimizer(torch.optim.SGD(both, lr=0.0))
-        for _ in range(3):
-            optimizer.zero_grad()
-            backward(model)
-            if rank == 1:
-                backward(other, scale=6.0)
-            optimizer.step()
-        return float(other.bias.grad)
-
-    assert threads(3, train) == [2.0, 2.0, 2.0]
-
-
 def test_freezing_and_thawing_makes_a_new_plan(world):
     model = net(3, 4, 2)
     for parameter in model[0].parameters():
@@ -573,46 +536,6 @@ def test_sparse_gradients_have_no_minimum(threads):
 
 
 # ---- synchronize, clipping, closures, scalers ----------------------------------------------------
-
-
-def test_gradients_can_be_clipped_between_synchronize_and_step(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
-    backward(model)
-    optimizer.synchronize()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    clipped = grads(model)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    torch.testing.assert_close(grads(model), clipped)
-    assert [op for op, _ in world.gradients.calls] == ["MAX", "SUM"]
-
-
-def test_a_step_after_synchronize_warns(world):
-    model = net(3, 2)
-    optimizer = sgd(model)
-    backward(model)
-    optimizer.synchronize()
-    expected = r"optimizer.step\(\) called without optimizer.skip_synchronize\(\)"
-    with pytest.warns(UserWarning, match=expected):
-        optimizer.step()
-
-
-def test_what_a_closure_computes_is_reduced_before_it_is_applied(threads):
-    def train(rank):
-        model = net(3, 2)
-        optimizer = sgd(model, lr=1.0)
-        before = model[0].bias.detach().clone()
-
-        def closure():
-            optimizer.zero_grad()
-            backward(model, scale=rank * 2.0)
-            return rank
-
-        assert optimizer.step(closure) == rank
-        return (before - model[0].bias).tolist()
-
-    assert threads(2, train) == [[1.0, 1.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -12,7 +12,7 @@ import torch
 from elastic.api.compression import Compression
 from elastic.collectives import fake
 from elastic.collectives.interface import Op
-from elastic.driver.membership import layout_diff
+from elastic.driver.membership.worlds import layout_diff
 from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer import gradient_layout, gradient_reducer
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from elastic.protocol import messages as protocol
 from elastic.protocol.framing import TAG_BYTES, Wire, proof
-from elastic.protocol.messages import (
-    Address,
-    Commit,
-    Place,
-    ProtocolError,
-    Worker,
-    encoded,
-)
+from elastic.protocol.messages import Address, Commit, Place, ProtocolError, Worker, encoded
 
 PLACE = Place(1, 4, 1, 2, 0, 2)
 STORE = Address("10.0.0.7", 7000)
@@ -45,6 +38,10 @@ FROM_WORKER = [
     protocol.TracedAll(1),
     protocol.TimelineWanted(1, "/t.json", True),
     protocol.TimelineUnwanted(2, 1),
+    protocol.CheckpointDue(3, 40),
+    protocol.ShareWritten(3, 40, Commit(3, 41), {"model": 7}),
+    protocol.ShareDropped(3, 40, "no room", True),
+    protocol.CheckpointWritten(3, 40, Commit(3, 41), "/c/r0001-g0003-c00000041", 2**40, 0.5),
 ]
 FROM_DRIVER = [
     protocol.Challenge(b"n" * 32),
@@ -68,6 +65,10 @@ FROM_DRIVER = [
     protocol.Tracing(1, True, True),
     protocol.TracesTaken(1),
     protocol.TimelineAnswer(1, 1, "/t.json", "no room"),
+    protocol.MakeDurable(3, 40),
+    protocol.SealCheckpoint(3, 40),
+    protocol.DropCheckpoint(3, 40),
+    protocol.CheckpointDone(3, 40, Commit(3, 40)),
 ]
 
 

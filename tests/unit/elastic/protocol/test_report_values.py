@@ -18,12 +18,7 @@ from hypothesis import strategies as st
 from elastic.errors import Invalid
 from elastic.protocol import messages
 from elastic.protocol.messages import REPORT_LIMIT, Worker, encoded
-from elastic.protocol.report_values import (
-    DEPTH,
-    Report,
-    packed,
-    unpacked,
-)
+from elastic.protocol.report_values import DEPTH, Report, packed, unpacked
 
 A = Worker("h", 1, 2)
 

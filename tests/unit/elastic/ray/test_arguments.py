@@ -63,6 +63,8 @@ def test_what_can_not_be_meant(arguments_, says):
         (Limits(reset_limit=-1), "reset_limit is -1"),
         (Limits(cooldown_range=5), "cooldown_range is 5"),  # type: ignore[arg-type]
         (Limits(cooldown_range=(5, 1)), "the shortest and the longest"),
+        (Limits(checkpoint_dir="/a", checkpoint_keep=0), "checkpoint_keep is 0; .* 1 or more"),
+        (Limits(restarts=-1), "restarts is -1"),
     ],
 )
 def test_limits_are_checked(limits, says):
@@ -104,6 +106,11 @@ def test_a_function_is_called_as_it_can_be():
         arguments.check_call(alone, (1,), {})
     with pytest.raises(Invalid, match="give a config: missing"):
         arguments.check_call(configured, (), {})
+
+
+def test_what_is_given_becomes_the_flags_of_elasticrun():
+    flags = Limits(checkpoint_dir="/a b", checkpoint_every="10m", fresh=True).as_flags()
+    assert flags == ["--checkpoint-dir=/a b", "--checkpoint-every=10m", "--fresh"]
 
 
 def test_a_short_time_for_the_placement_is_none_for_the_start():

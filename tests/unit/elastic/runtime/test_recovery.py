@@ -29,13 +29,7 @@ from elastic.protocol.messages import (
     Welcome,
     World,
 )
-from elastic.runtime.recovery import (
-    Cut,
-    Phase,
-    Recovery,
-    Send,
-    Verdict,
-)
+from elastic.runtime.recovery import Cut, Phase, Recovery, Send, Verdict
 
 STORE = Address("127.0.0.1", 7000)
 PLACE = Place(1, 4, 1, 4, 0, 1)

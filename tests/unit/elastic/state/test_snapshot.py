@@ -14,13 +14,7 @@ import torch
 from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.errors import DeviceLost
 from elastic.state.snapshots import change_detection, pinned
-from elastic.state.snapshots.snapshot import (
-    SMALL,
-    Snapshot,
-    as_bytes,
-    dense,
-    same_bits,
-)
+from elastic.state.snapshots.snapshot import SMALL, Snapshot, as_bytes, dense, same_bits
 
 
 @pytest.fixture

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.collectives.hierarchical import plan
-from elastic.collectives.hierarchical.plan import (
-    Exchange,
-    Parcel,
-    Seats,
-    Turn,
-)
+from elastic.collectives.hierarchical.plan import Exchange, Parcel, Seats, Turn
 
 EVEN = ((0, 1), (2, 3), (4, 5))
 MIXED = ((0, 3), (2, 1))  # as ranks that were dealt out to hosts in turn

@@ -20,15 +20,14 @@ from elastic.driver.events import (
     StopMembersAt,
 )
 from elastic.driver.membership.actions import Orders
-from elastic.driver.membership.composition import Composition, compose
-from elastic.driver.membership.gathering import Gathering, Kind, candidates
-from elastic.driver.membership.give_up import Patience
-from elastic.driver.membership.planned_change import Change
 from elastic.driver.membership.root_cause import Exceptions, Inquest
 from elastic.driver.membership.roster import Roster, Stage, Standing
-from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import Workforce
-from elastic.driver.membership.world import World
+from elastic.driver.membership.worlds.composition import Composition, compose
+from elastic.driver.membership.worlds.gathering import Gathering, Kind, candidates
+from elastic.driver.membership.worlds.give_up import Patience
+from elastic.driver.membership.worlds.planned_change import Change
+from elastic.driver.membership.worlds.world import World
 from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Place, Worker
@@ -58,60 +57,55 @@ class Worlds:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.phase = Phase.GATHERING
-        self._orders = Orders()
-        self._staff = Workforce(settings, self._orders)
-        self._patience = Patience(settings, self._staff, self._orders)
-        self._world = World()
-        self._published: PublishWorld | None = None  # the last one
-        self._verdict: EndJob | None = None
+        self.orders = Orders()
+        self.staff = Workforce(settings, self.orders)
+        self.patience = Patience(settings, self.staff, self.orders)
+        self.world = World()
+        self.published: PublishWorld | None = None  # the last one
+        self.verdict: EndJob | None = None  # how the job ends, once that is decided
         self._wished: tuple[tuple[int, int, int], tuple[Reason | None, bool]] | None = None
-        self._gathering = Gathering(Kind.START, because(Why.FIRST_START), 0.0, settings)
-        self._change = Change(settings)
-        self._change_reason = because(Why.NOT_WANTED)  # of the last change, if there was one
-        self._exceptions = Exceptions()
-        self._trained = False  # somebody has entered elastic.run
-        self._inquest: Inquest | None = None
-        self._completed: list[str] = []  # who ended with exit code 0 outside elastic.run
+        self.gathering = Gathering(Kind.START, because(Why.FIRST_START), 0.0, settings)
+        self.change = Change(settings)
+        self.change_reason = because(Why.NOT_WANTED)  # of the last change, if there was one
+        self.exceptions = Exceptions()
+        self.trained = False  # somebody has entered elastic.run
+        self.inquest: Inquest | None = None
+        self.completed: list[str] = []  # who ended with exit code 0 outside elastic.run
         self._cause_at = 0.0  # when what led to the present gathering was noticed
-        self._look_again_at: float | None = None  # at a planned change that is not due yet
-        self._ending_by: float | None = None
+        self.look_again_at: float | None = None  # at a planned change that is not due yet
+        self.ending_by: float | None = None
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
     @property
     def roster(self) -> Roster:
         """Every live process."""
-        return self._staff.roster
+        return self.staff.roster
 
     @property
     def generation(self) -> int:
-        return self._world.generation
+        return self.world.generation
 
     @property
     def members(self) -> list[Worker]:
         """Of the last world, in rank order, dead ones included."""
-        return self._world.members
+        return self.world.members
 
     @property
     def over(self) -> bool:
         """Whether the outcome is decided."""
         return self.phase is Phase.DONE
 
-    @property
-    def verdict(self) -> EndJob | None:
-        """How the job ends, once that is decided."""
-        return self._verdict
-
     def place_of(self, worker: Worker) -> Place | None:
         """The worker's place in the last published world; None if it has none."""
-        return self._world.places.get(worker)
+        return self.world.places.get(worker)
 
     # ---- after each event ------------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Does what the present state asks for, whatever event led to it."""
-        if self.phase is not Phase.ENDING and self._inquest is None:
-            self._staff.start(self.members)
+        if self.phase is not Phase.ENDING and self.inquest is None:
+            self.staff.start(self.members)
         self._end_with_the_last_process()
         before = None
         while before is not self.phase:
@@ -125,26 +119,26 @@ class Worlds:
                     self._try_to_stop()
                 case Phase.STOPPING:
                     if not self.roster.any_at(Stage.MEMBER, Stage.RETURNED):
-                        self._gather(Kind.CHANGE, self._change_reason)
+                        self.gather(Kind.CHANGE, self.change_reason)
                 case Phase.ENDING:
                     self._try_to_finish()
 
     def _end_with_the_last_process(self) -> None:
         """Programs that never enter elastic.run end one by one."""
-        if not self._slots.completed or next(self.roster.in_plans(), None) is not None:
+        if not self.staff.slots.completed or next(self.roster.in_plans(), None) is not None:
             return
-        if self._staff.next_slot_at() is not None:
+        if self.staff.next_slot_at() is not None:
             return  # one that failed is started again
-        if self._slots.any_given_up():
-            self._end(1, self._patience.spent())
-        if self._staff.settings.elastic and not self.generation:
-            self._orders.say("warning", NO_INIT)
-        self._end(0, because(Why.ALL_EXITED, workers=len(self._slots.completed)))
+        if self.staff.slots.any_given_up():
+            self.end(1, self.patience.spent())
+        if self.staff.settings.elastic and not self.generation:
+            self.orders.say("warning", NO_INIT)
+        self.end(0, because(Why.ALL_EXITED, workers=len(self.staff.slots.completed)))
 
     def _try_to_publish(self) -> None:
-        awaited = self._staff.starting()
-        if self.generation:
-            awaited = self._gathering.awaited(self.roster)
+        awaited = self.staff.starting()
+        if self.generation and not self.gathering.anew:
+            awaited = self.gathering.awaited(self.roster)
         if next(awaited, None) is not None:
             return
         ready = [s for s in self.roster.first_at(Stage.READY) if not s.killed_for]
@@ -152,21 +146,21 @@ class Worlds:
         composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})
         for standing in composition.leaving:
             assert standing.leaving is not None
-            self._staff.let_go(standing, standing.leaving)
+            self.staff.let_go(standing, standing.leaving)
         for standing in composition.rejected:
-            self._staff.reject(standing, composition.layout)
+            self.staff.reject(standing, composition.layout)
         if composition.arrangement.commit is None:
-            self._end_if(self._patience.nothing_held(self._world, self._gathering))
+            self.end_if(self.patience.nothing_held(self.world, self.gathering))
         have = len(composition.arrangement.order)
-        if have < self._patience.needed():
-            self._end_if(self._patience.short(self._gathering, have))
+        if have < self.patience.needed():
+            self.end_if(self.patience.short(self.gathering, have))
             return
         commit = composition.arrangement.commit
-        self._end_if(self._patience.in_circles(self._world, self._gathering, commit))
+        self.end_if(self.patience.in_circles(self.world, self.gathering, commit))
         self._publish(composition, others, survivors=have - len(composition.joining))
 
     def _publish(self, composition: Composition, others: list[Standing], *, survivors: int) -> None:
-        before, gathering, arranged = self._world, self._gathering, composition.arrangement
+        before, gathering, arranged = self.world, self.gathering, composition.arrangement
         source = self.roster[arranged.order[0]]
         assert source.store is not None
         if before.generation:
@@ -180,7 +174,7 @@ class Worlds:
         else:
             reason = because(Why.FIRST_WORLD, members=len(arranged.order))
         self.phase = Phase.TRAINING
-        self._world = World(
+        self.world = World(
             generation=before.generation + 1,
             members=arranged.order,
             running=source.running,
@@ -189,61 +183,61 @@ class Worlds:
             kind=gathering.kind,
             reason=gathering.reason,
             cause_at=self._cause_at,
-            published_at=self._now,
+            published_at=self.now,
             trained=before.trained,
         )
-        self._exceptions.world_began(self.generation, arranged.commit)
-        if self._inquest is not None and self._inquest.settled(arranged.order):
-            self._inquest = None
+        self.exceptions.world_began(self.generation, arranged.commit)
+        if self.inquest is not None and self.inquest.settled(arranged.order):
+            self.inquest = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
-            self._change.put_off(self._now)  # an interruption for nothing: not at once again
+            self.change.put_off(self.now)  # an interruption for nothing: not at once again
         # Who is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
         for standing in self.roster.at(Stage.MEMBER, Stage.RETURNED):
             standing.stage = Stage.CONNECTED
         for standing in others:
             if not standing.running:
-                self._staff.welcome(standing, self.members)
+                self.staff.welcome(standing, self.members)
         for worker in arranged.order:
             standing = self.roster[worker]
             standing.stage = Stage.MEMBER
-            standing.moved(self._now)
+            standing.moved(self.now)
             standing.entered, standing.phase, standing.last_inside = 0, "", ""
             standing.gpu = []
-        self._published = PublishWorld(
+        self.published = PublishWorld(
             generation=self.generation,
-            members=self._world.placed(),
+            members=self.world.placed(),
             store=source.store,
             holders=arranged.holders,
             commit=arranged.commit,
             reason=reason,
         )
-        self._orders.do(self._published)
+        self.orders.do(self.published)
 
     def _consider_change(self) -> None:
         """A planned change, if somebody waits to join or has to leave."""
-        self._look_again_at = None
-        if not self.settings.elastic or not self._world.running:
+        self.look_again_at = None
+        if not self.settings.elastic or not self.world.running:
             return  # a world of init() regroups by itself when elastic.run is entered
         wish, urgent = self._wish()
         if wish is None:
-            self._change.unwanted()
+            self.change.unwanted()
             return
         coming = any(
-            not s.leaving and s.worker not in self._world.places
+            not s.leaving and s.worker not in self.world.places
             for s in self.roster.first_at(Stage.STARTING, Stage.CONNECTED)
         )
-        self._look_again_at = self._change.wanted(self._now, more_coming=coming and not urgent)
-        if self._look_again_at is not None:
+        self.look_again_at = self.change.wanted(self.now, more_coming=coming and not urgent)
+        if self.look_again_at is not None:
             return
         self.phase = Phase.PREPARING
-        members = [s.worker for s in self._live()]
-        self._change.prepare(self._now, members)
-        self._change_reason, self._cause_at = wish, self._now
-        self._orders.do(PrepareChange(self.generation, self._change.number, members, wish))
+        members = [s.worker for s in self.live()]
+        self.change.prepare(self.now, members)
+        self.change_reason, self._cause_at = wish, self.now
+        self.orders.do(PrepareChange(self.generation, self.change.number, members, wish))
 
     def _wish(self) -> tuple[Reason | None, bool]:
         """What would be different in a world of those who are here now, and whether somebody leaves. None: nothing."""
-        places = self._world.places
+        places = self.world.places
         joining = [
             s
             for s in self.roster.first_at(Stage.READY)
@@ -252,13 +246,13 @@ class Worlds:
         if not joining and not any(w in places for w in self.roster.leavers):
             return None, False
         # Looking at all members after each of very many answers would take too long where nothing has changed.
-        basis = (self.generation, self.roster.shifts, self._slots.version)
+        basis = (self.generation, self.roster.shifts, self.staff.slots.version)
         if self._wished is None or self._wished[0] != basis:
             self._wished = (basis, self._compose_wish(joining))
         return self._wished[1]
 
     def _compose_wish(self, joining: list[Standing]) -> tuple[Reason | None, bool]:
-        live = self._live()
+        live = self.live()
         same = Commit(self.generation, 1)  # where all stop together, all hold the same
         composition = self._compose(live, joining, {s.worker: same for s in live})
         joined = ", ".join(str(s.worker) for s in composition.joining)
@@ -272,89 +266,107 @@ class Worlds:
 
     def _try_to_stop(self) -> None:
         if self._wish()[0] is None:
-            self._call_off(because(Why.NOT_WANTED))
-        elif not self._change.silent:
+            self.call_off(because(Why.NOT_WANTED))
+        elif not self.change.silent:
             self.phase = Phase.STOPPING
-            check = self._change.stop(self._now)
-            live = [s.worker for s in self._live()]
-            self._orders.do(StopMembersAt(self.generation, self._change.number, check, live))
+            check = self.change.stop(self.now)
+            live = [s.worker for s in self.live()]
+            self.orders.do(StopMembersAt(self.generation, self.change.number, check, live))
 
-    def _call_off(self, reason: Reason) -> None:
+    def call_off(self, reason: Reason) -> None:
         self.phase = Phase.TRAINING
-        live = [s.worker for s in self._live()]
-        self._orders.do(CallOffChange(self.generation, self._change.number, live, reason))
+        live = [s.worker for s in self.live()]
+        self.orders.do(CallOffChange(self.generation, self.change.number, live, reason))
 
     def _try_to_finish(self) -> None:
         if not self.roster.any_at(Stage.MEMBER):
-            members = len(self._live())
-            self._finish("")
+            members = len(self.live())
+            self.finish("")
             end = because(Why.ALL_RETURNED, members=members, generation=self.generation)
-            self._end(0, end)
+            self.end(0, end)
 
-    def _finish(self, because: str) -> None:
+    def finish(self, because: str) -> None:
         """Returned workers need not be there for the others any more."""
-        returned = [s for s in self._live() if s.stage is Stage.RETURNED]
+        returned = [s for s in self.live() if s.stage is Stage.RETURNED]
         if because:
-            self._orders.say("warning", f"{', '.join(str(s.worker) for s in returned)} {because}")
+            self.orders.say("warning", f"{', '.join(str(s.worker) for s in returned)} {because}")
         for standing in returned:
             standing.stage = Stage.FINISHED
-        self._orders.do(FinishWorld(self.generation, [s.worker for s in returned]))
+        self.orders.do(FinishWorld(self.generation, [s.worker for s in returned]))
+
+    def one_returned(self, standing: Standing) -> None:
+        """A member's function has returned: the others get their time to do so too."""
+        returned = because(Why.RETURNED, worker=str(standing.worker))
+        if self.phase in (Phase.PREPARING, Phase.STOPPING):
+            self.call_off(returned)
+        if self.phase is Phase.TRAINING or (
+            self.phase is Phase.ENDING and self.ending_by is None  # the first have been let go
+        ):
+            self.phase = Phase.ENDING
+            self.ending_by = self.now + self.settings.elastic_timeout_s
 
     # ---- losing members ------------------------------------------------------------------------------
 
-    def _lose(self, standing: Standing, reason: Reason) -> None:
+    def lose(self, standing: Standing, reason: Reason) -> None:
         """A member is gone, or as good as gone: the world is over for the others."""
-        if standing.worker not in self._world.places:
+        if standing.worker not in self.world.places:
             return
         if self.phase is Phase.GATHERING:
-            self._gathering.lost(reason)
-            if self._gathering.kind is Kind.START:
-                at_work = [s.worker for s in self._live() if s.stage is Stage.MEMBER]
+            self.gathering.lost(reason)
+            if self.gathering.kind is Kind.START:
+                at_work = [s.worker for s in self.live() if s.stage is Stage.MEMBER]
                 if at_work:
-                    self._orders.do(BreakWorld(self.generation, at_work, reason))
-            self._end_if(self._patience.all_lost(self._world, self._gathering))
+                    self.orders.do(BreakWorld(self.generation, at_work, reason))
+            self.end_if(self.patience.all_lost(self.world, self.gathering))
             return
-        live = self._live()
+        live = self.live()
         returned = bool(live) and all(s.stage in (Stage.RETURNED, Stage.FINISHED) for s in live)
         if self.phase is Phase.ENDING and returned and live[0].worker == self.members[0]:
-            self._orders.say("warning", f"{reason}, after all others had returned")
+            self.orders.say("warning", f"{reason}, after all others had returned")
             return
-        self._break(reason, lost=True)
+        self.break_up(reason, lost=True)
 
-    def _break(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
+    def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
         if failure:
-            self._end_if(self._patience.failed_again(reason))
-        at_work = [s for s in self._live() if s.stage in (Stage.MEMBER, Stage.RETURNED)]
+            self.end_if(self.patience.failed_again(reason))
+        at_work = [s for s in self.live() if s.stage in (Stage.MEMBER, Stage.RETURNED)]
         for standing in at_work:
             standing.stage = Stage.MEMBER
-        self._gather(Kind.RECOVERY, reason)
-        self._gathering.somebody_lost = lost
-        self._orders.do(BreakWorld(self.generation, [s.worker for s in at_work], reason))
+        self.gather(Kind.RECOVERY, reason)
+        self.gathering.somebody_lost = lost
+        self.orders.do(BreakWorld(self.generation, [s.worker for s in at_work], reason))
         if lost:
-            self._end_if(self._patience.all_lost(self._world, self._gathering))
+            self.end_if(self.patience.all_lost(self.world, self.gathering))
 
-    def _gather(self, kind: Kind, reason: Reason) -> None:
+    def gather(self, kind: Kind, reason: Reason) -> None:
         if kind is not Kind.CHANGE:
-            self._cause_at = self._now
+            self._cause_at = self.now
         self.phase = Phase.GATHERING
-        self._gathering = Gathering(kind, reason, self._now, self.settings)
+        self.gathering = Gathering(kind, reason, self.now, self.settings)
 
-    def _end_if(self, reason: Reason | None) -> None:
+    def end_if(self, reason: Reason | None) -> None:
         if reason is not None:
-            self._end(1, reason)
+            self.end(1, reason)
 
-    def _end(self, code: int, reason: Reason) -> NoReturn:
+    def end(self, code: int, reason: Reason) -> NoReturn:
         """Decides the outcome. Members that have finished go on by themselves; on success all others are let go."""
         self.phase = Phase.DONE
         if code == 0:
-            self._staff.let_all_go(because(Why.JOB_ENDED))
-        self._verdict = EndJob(code, reason)
-        self._orders.do(self._verdict)
+            self.staff.let_all_go(because(Why.JOB_ENDED))
+        self.verdict = EndJob(code, reason)
+        self.orders.do(self.verdict)
         raise Over
 
     # ---- small questions -------------------------------------------------------------------------------------------
 
-    def _live(self) -> list[Standing]:
+    def awaited(self, standing: Standing) -> bool:
+        """Whether the next world waits for it."""
+        if self.phase is not Phase.GATHERING or not self.generation:
+            return False
+        at_work = standing.stage is not Stage.READY
+        return at_work and (standing.running or not self.gathering.late)
+
+    def live(self) -> list[Standing]:
         """Members that live and were not dismissed, in rank order."""
         return self.roster.live(self.members)
 
@@ -366,24 +378,20 @@ class Worlds:
     ) -> Composition:
         return compose(
             old,
-            sorted(new, key=lambda s: self._slots.order(s.worker)),
+            sorted(new, key=lambda s: self.staff.slots.order(s.worker)),
             commits,
-            workers_min=self._patience.needed(),
+            workers_min=self.patience.needed(),
             workers_max=self.settings.workers_max,
-            layout=self._world.layout,
+            layout=self.world.layout,
         )
 
     @property
-    def _slots(self) -> Slots:
-        return self._staff.slots
+    def now(self) -> float:
+        return self.orders.now
 
-    @property
-    def _now(self) -> float:
-        return self._orders.now
-
-    def _named(self, standing: Standing) -> str:
+    def named(self, standing: Standing) -> str:
         worker = standing.worker
-        place = self._world.places.get(worker)
+        place = self.world.places.get(worker)
         if place is None and not self.generation:
             place = standing.first_place
         who = "worker" if place is None else f"rank {place.rank}"

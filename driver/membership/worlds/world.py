@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.driver.events import Member, ReportRecovery, WorkerDigested, WorkerResumed
-from elastic.driver.membership.gathering import Kind
 from elastic.driver.membership.roster import Roster, Stage
 from elastic.driver.membership.scheduling import placement
+from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.reasons import Reason, Why, because
 from elastic.protocol.messages import Commit, Place, Worker
 

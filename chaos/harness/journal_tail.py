@@ -1,6 +1,6 @@
 """Follows a job's journal as it grows: who trains, under which process ids, how many commits there were.
 
-`Story` is pure: lines in, facts out. `Follower` reads the file. Neither acts on anything.
+`Story` is pure: entries in, facts out. `Follower` reads the file. Neither acts on anything.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -18,10 +18,22 @@ CHUNK = 1 << 20  # bytes read in one go
 
 _decode = msgspec.json.Decoder().decode
 
+Json = dict[str, Any]
+
+
+class Heard(Protocol):
+    """What is made of a journal."""
+
+    def hear(self, entry: Json) -> None:
+        """The next one that has an event."""
+
+
+S = TypeVar("S", bound=Heard)
+
 
 @dataclass
 class Story:
-    """What the lines so far have told. Times are the driver's clock, which is this machine's monotonic one."""
+    """What the entries so far have told. Times are the driver's clock, which is this machine's monotonic one."""
 
     began_at: float | None = None  # training: a first collective in a world of elastic.run
     generation: int = 0
@@ -31,14 +43,7 @@ class Story:
     ending: bool = False  # a worker has returned, or it is to stop, or the outcome is decided
     _newest: tuple[int, int] = (0, 0)
 
-    def hear(self, line: bytes) -> None:
-        """One whole line of the journal; what is no entry means nothing."""
-        try:
-            entry = _decode(line)
-        except msgspec.MsgspecError:
-            return
-        if not isinstance(entry, dict) or not entry.get("event"):
-            return
+    def hear(self, entry: Json) -> None:
         self._event(entry["event"], entry.get("at", 0.0))
         for action in entry.get("actions") or ():
             match action["type"]:
@@ -48,7 +53,7 @@ class Story:
                 case "EndJob":
                     self.ending = True
 
-    def _event(self, event: dict[str, Any], at: float) -> None:
+    def _event(self, event: Json, at: float) -> None:
         match event["type"]:
             case "WorkerConnected":
                 self.pids[Worker(*event["worker"])] = event["pid"]
@@ -77,18 +82,19 @@ class Story:
         return [worker for worker in self.pids if worker in self.members]
 
 
-class Follower:
-    """Reads what has been appended since it last looked. The file may not be there yet.
+class Follower(Generic[S]):
+    """Reads what has been appended since it last looked. The file may not be there yet; a line that is no entry means
+    nothing.
 
     A line that is not whole yet is read again: if its driver dies, the next one cuts it off and writes another.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.story = Story()
+    def __init__(self, path: Path, story: S) -> None:
+        self.story = story
         self._path = path
         self._offset = 0  # of the first line that was not heard
 
-    def look(self) -> Story:
+    def look(self) -> S:
         """Hears every line that is whole by now."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
@@ -97,5 +103,11 @@ class Follower:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._offset += len(line) + 1
-                    self.story.hear(line)
+                    self._hear(line)
         return self.story
+
+    def _hear(self, line: bytes) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):
+            entry = _decode(line)
+            if isinstance(entry, dict) and entry.get("event"):
+                self.story.hear(entry)

@@ -6,10 +6,10 @@ Every question is answered with the reason to end the job, or with nothing: then
 from __future__ import annotations
 
 from elastic.driver.membership.actions import Orders
-from elastic.driver.membership.gathering import Gathering, Kind
 from elastic.driver.membership.roster import AT_STAKE, Stage
 from elastic.driver.membership.scheduling.worker_pool import Workforce
-from elastic.driver.membership.world import World
+from elastic.driver.membership.worlds.gathering import Gathering, Kind
+from elastic.driver.membership.worlds.world import World
 from elastic.driver.reasons import Reason, Why, because, counted
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit
@@ -25,6 +25,7 @@ class Patience:
         self._failures = 0  # of worlds; planned changes do not count
         self._stuck_in: set[int] = set()  # generations since the last new commit
         self._hung_in: set[int] = set()  # the same, where GPUs hung and nobody was to blame
+        self._restarts = 0  # from a checkpoint, since the last one was made
         self._barren = 0  # recoveries in a row with nobody lost and no new commit
 
     def needed(self) -> int:
@@ -41,23 +42,44 @@ class Patience:
         return because(Why.RESET_LIMIT, cause=reason, limit=limit) if reached else None
 
     def all_lost(self, world: World, gathering: Gathering) -> Reason | None:
-        """Newcomers know nothing of what was learned: going on with them would be starting over, unasked."""
+        """Newcomers know nothing of what was learned: going on with them would be starting over, unasked; but for a
+        checkpoint.
+        """
         here = self._staff.roster.first_at(*AT_STAKE)
         if not world.trained or any(s.worker in world.places for s in here):
             return None
-        return because(
+        lost = because(
             Why.ALL_LOST,
             members=len(world.members),
             generation=world.generation,
             cause=gathering.reason,
             wrote=self._staff.last_output,
         )
+        return self._unless_anew(gathering, lost)
 
     def nothing_held(self, world: World, gathering: Gathering) -> Reason | None:
         """The same with survivors that had joined, but were not given the state yet. They hold no commit."""
         if world.running and (world.trained or world.commit is not None):
-            return because(Why.NO_COMMIT, cause=gathering.reason)
+            return self._unless_anew(gathering, because(Why.NO_COMMIT, cause=gathering.reason))
         return None
+
+    def _unless_anew(self, gathering: Gathering, end: Reason) -> Reason | None:
+        """The end of the job, unless it may begin anew from a checkpoint."""
+        limit = self._settings.restarts
+        if limit is None or gathering.anew:
+            return None if gathering.anew else end
+        if self._restarts >= limit:
+            return because(Why.RESTARTS_SPENT, cause=end, limit=limit) if limit else end
+        self._restarts += 1
+        gathering.anew = True
+        cause, restart = gathering.reason, self._restarts
+        gathering.reason = because(Why.FROM_CHECKPOINT, cause=cause, restart=restart, limit=limit)
+        self._orders.say("warning", str(gathering.reason))
+        return None
+
+    def checkpoint_made(self) -> None:
+        """There is progress that lasts."""
+        self._restarts = 0
 
     def was_stuck(self, generation: int) -> None:
         """A member was fenced because it was stuck."""

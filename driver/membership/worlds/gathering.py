@@ -37,6 +37,9 @@ class Gathering:
     late: bool = (
         False  # ``late_at`` has passed: old members outside elastic.run are no longer awaited
     )
+    anew: bool = (
+        False  # from a checkpoint, because nobody holds a commit: all that start are waited for
+    )
     short_by: float | None = None  # too few, nobody awaited: until then
     said: tuple[int, int] | None = None  # the last word about being short: ready, and needed
     _more: int = 0  # lost, and not named in the reason

@@ -1,0 +1,148 @@
+"""What does a durable commit cost the training? An MLP with Adam that commits each step, in blocks that take turns.
+
+    plain      commits in memory alone
+    durable    each tenth commit also goes to the disk: ELASTIC_CHECKPOINT_DIR
+    async      plain, and torch.distributed.checkpoint.async_save of the same state each tenth step
+
+The stall is the longest step of a block, less its median. One process; the disk is that of --folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+import elastic
+
+KINDS = ("plain", "durable", "async")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--width", type=int, default=2240)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=60, help="of a block")
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", help="on the disk to be measured (default: TMPDIR)")
+    parser.add_argument("--json", help="write the figures to this file")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="elastic-checkpoint-", dir=options.folder))
+    try:
+        figures = measured(options, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    table = Table(
+        title=f"{figures['parameters'] / 1e6:.1f} M parameters, Adam; each {options.every}th step"
+    )
+    for column in ("", "step, median", "step, mean", "x plain", "longest stall", "checkpoints"):
+        table.add_column(column, justify="right")
+    for kind in KINDS:
+        row = figures[kind]
+        table.add_row(
+            kind,
+            f"{row['median_ms']:.1f} ms",
+            f"{row['mean_ms']:.1f} ms",
+            f"{row['ratio']:.3f}",
+            f"{row['stall_ms']:.0f} ms",
+            str(row["checkpoints"]),
+        )
+    Console().print(table)
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(options.layers):
+        layers += [torch.nn.Linear(options.width, options.width), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    inputs = torch.randn(options.batch, options.width)
+    elastic.init()
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    os.environ["ELASTIC_CHECKPOINT_EVERY"] = f"{options.every}commits"
+    os.environ["ELASTIC_CHECKPOINT_KEEP"] = "100"
+
+    def step() -> float:
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+        return (time.perf_counter() - began) * 1e3
+
+    @elastic.run
+    def plain(state: Any) -> list[float]:
+        return [step() for _ in range(options.steps)]
+
+    @elastic.run
+    def beside(state: Any, name: str) -> list[float]:
+        times: list[float] = []
+        saving: Any = None
+        for number in range(1, options.steps + 1):
+            began = time.perf_counter()
+            step()
+            if number % options.every == 0 and (saving is None or saving.done()):
+                saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                saving = async_save(
+                    saved, checkpoint_id=folder / "async" / f"{name}-{number}", no_dist=True
+                )
+                made["async"] += 1
+            times.append((time.perf_counter() - began) * 1e3)
+        if saving is not None:
+            saving.result()
+        return times
+
+    made = dict.fromkeys(KINDS, 0)
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    stalls: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    plain(state)  # buffers, threads
+    for number in range(options.rounds):
+        means: dict[str, float] = {}
+        for kind in KINDS:
+            time.sleep(1.0)  # what the block before has left to the disk
+            if kind == "durable":
+                os.environ["ELASTIC_CHECKPOINT_DIR"] = str(folder / f"durable-{number}")
+            block = beside(state, str(number)) if kind == "async" else plain(state)
+            if os.environ.pop("ELASTIC_CHECKPOINT_DIR", None):
+                made["durable"] += len([*(folder / f"durable-{number}").glob("r*/manifest.json")])
+                shutil.rmtree(folder / f"durable-{number}")
+            shutil.rmtree(folder / "async", ignore_errors=True)
+            times[kind] += block
+            stalls[kind].append(max(block) - statistics.median(block))
+            means[kind] = statistics.fmean(block)
+        for kind in KINDS:
+            ratios[kind].append(means[kind] / means["plain"])
+    figures: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    for kind in KINDS:
+        figures[kind] = {
+            "median_ms": statistics.median(times[kind]),
+            "mean_ms": statistics.fmean(times[kind]),
+            "ratio": statistics.median(ratios[kind]),
+            "stall_ms": statistics.median(stalls[kind]),
+            "checkpoints": made[kind],
+        }
+    return figures
+
+
+if __name__ == "__main__":
+    main()

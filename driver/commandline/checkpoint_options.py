@@ -1,0 +1,126 @@
+"""What the flags for durable commits come to: which checkpoint a job begins from, and what workers are told.
+
+Everything that can go wrong with a folder of checkpoints is found here, before anything is started.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.checkpoints import catalog
+from elastic.checkpoints import options as told
+from elastic.checkpoints.manifest import Manifest, NotReadable
+from elastic.checkpoints.storage import Storage
+from elastic.driver.commandline.flags import Options
+from elastic.errors import Invalid
+
+RESTARTS = 3
+ANSWER_S = 60.0  # for the storage to answer at the start
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """``env``: what every worker is told. ``restarts``: see `Settings`. ``notes``: level and line, to be said once."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    restarts: int | None = None
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+
+def checkpoint_plan(options: Options, *, elastic: bool) -> CheckpointPlan:
+    """Looks at the folder, and proves that it can be written. Raises Invalid."""
+    if options.checkpoint_dir is None:
+        others = {
+            "--checkpoint-every": options.checkpoint_every,
+            "--checkpoint-keep": options.checkpoint_keep,
+            "--from": options.begin_from,
+            "--restarts": options.restarts,
+        }
+        given = [flag for flag, value in others.items() if value is not None]
+        if given:
+            raise Invalid(f"{given[0]} is given without --checkpoint-dir; give the folder too")
+        return CheckpointPlan()
+    every = options.checkpoint_every or told.DEFAULT_EVERY
+    told.parse_every(every)
+    storage = Storage(options.checkpoint_dir)
+    run, begin = _within(ANSWER_S, storage.url, lambda: _look(options, storage))
+    anew = options.fresh or options.begin_from is not None
+    env = {
+        told.DIR: storage.absolute,
+        told.EVERY: every,
+        told.KEEP: str(
+            told.DEFAULT_KEEP if options.checkpoint_keep is None else options.checkpoint_keep
+        ),
+        told.RUN: str(run),
+        told.FLOOR: str(run if anew else 0),
+    }
+    notes = []
+    if begin is not None:
+        url, found = begin
+        notes.append(
+            ("info", f"training goes on from commit {found.name.commit}: {url}/{found.name}")
+        )
+        if options.begin_from is not None:
+            env[told.FROM] = f"{url}@{found.name}"
+    restarts = RESTARTS if options.restarts is None else options.restarts
+    return CheckpointPlan(env, restarts if elastic else None, notes)
+
+
+def _look(options: Options, storage: Storage) -> tuple[int, tuple[str, Manifest] | None]:
+    """The number of this run, and the folder and the commit from which it begins."""
+    storage.prove_writable()
+    other_job = None if options.resume or options.standby else catalog.writing_here(storage)
+    if other_job is not None:
+        raise Invalid(
+            f"--checkpoint-dir {storage.url}: process {other_job.pid} of this machine writes its checkpoints there, and"
+            " each job needs a folder of its own; wait for its end, or give another folder"
+        )
+    begin = _begin(options, storage)
+    return catalog.claim_run(storage), begin
+
+
+def _begin(options: Options, storage: Storage) -> tuple[str, Manifest] | None:
+    if options.begin_from is not None:
+        url, which = told.parse_from(options.begin_from)
+        other = Storage(url)
+        return other.absolute, catalog.chosen(other, which)
+    if options.fresh:
+        return None
+    passed_over: list[str] = []
+    for name in reversed(catalog.names(storage)):
+        entry = catalog.entry(storage, name)
+        if entry.manifest is not None:
+            return storage.absolute, entry.manifest
+        if not entry.torn:
+            passed_over.append(f"{name}: {entry.trouble}")
+    if passed_over:
+        raise Invalid(
+            f"--checkpoint-dir {storage.url} has checkpoints, but none that can be read ({passed_over[0]}); nothing was"
+            " changed there. Bring one back, or begin anew with --fresh"
+        )
+    return None
+
+
+def _within(seconds: float, url: str, work: Any) -> Any:
+    """A storage that does not answer must not keep the job from saying so. Raises Invalid."""
+    box: list[Any] = []
+
+    def run() -> None:
+        try:
+            box.append((work(), None))
+        except Exception as error:
+            box.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not box:
+        raise Invalid(f"--checkpoint-dir {url}: no answer within {seconds:.0f} s")
+    result, error = box[0]
+    if isinstance(error, (OSError, NotReadable)):
+        raise Invalid(f"--checkpoint-dir {url} can't be read: {error}") from error
+    if error is not None:
+        raise error
+    return result

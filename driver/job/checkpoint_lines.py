@@ -1,0 +1,53 @@
+"""What the log says of checkpoints: each that is made where they are rare, and whatever an operator has to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic.driver.job.checkpoint_shares import Failed, Made, NotEqual
+
+QUIET_S = 30.0  # between two lines of a kind
+NAMED = 4  # workers of a group
+
+
+class CheckpointLines:
+    """``now``: a clock, in seconds. ``log``: takes a level and a text."""
+
+    def __init__(self, now: Callable[[], float], log: Callable[[str, str], None]) -> None:
+        self._now = now
+        self._log = log
+        self._said_at: dict[type, float] = {}
+
+    def made(self, made: Made) -> None:
+        level = "info" if self._may_say(Made) else "debug"
+        size = f"{made.size / 1e6:.1f} MB in {made.took_s:.1f} s"
+        self._log(level, f"commit {made.commit} is durable: {made.place} ({size})")
+
+    def failed(self, failed: Failed) -> None:
+        level = "warning" if failed.unusual else "debug"
+        self._log(level, f"a checkpoint was left out: {failed.who} says {failed.reason}")
+
+    def not_equal(self, found: NotEqual) -> None:
+        if not self._may_say(NotEqual):
+            return
+        groups = " and ".join(
+            ", ".join(map(str, group[:NAMED])) + (" ..." if len(group) > NAMED else "")
+            for group in found.groups[:NAMED]
+        )
+        parts = " and ".join(found.parts)
+        what = f"commit {found.commit} is not made durable: {parts} differs between {groups}"
+        why = (
+            "they were equal before, so the memory of one has changed bits; as many say one thing as the other, so stop"
+            " the job, and begin it again from its newest checkpoint"
+            if found.ever_equal
+            else "checkpoints need replicas that are equal: step all of its parameters by DistributedOptimizer, or keep"
+            " what each rank learns for itself out of the state"
+        )
+        self._log("error", f"{what}; {why}")
+
+    def _may_say(self, kind: type) -> bool:
+        last = self._said_at.get(kind)
+        if last is not None and self._now() - last <= QUIET_S:
+            return False
+        self._said_at[kind] = self._now()
+        return True

@@ -1,0 +1,178 @@
+"""Brings a checkpoint together: who has written its part, who is to complete it, and when it is off. Pure.
+
+    CheckpointDue from rank 0 --> MakeDurable to all
+    ShareWritten from all     --> SealCheckpoint to rank 0 --> CheckpointWritten --> CheckpointDone to all
+    ShareDropped from one     --> DropCheckpoint to all
+    replicas that differ      --> DropCheckpoint to all, Damaged or NotEqual
+
+It lives as long as one world: whatever that has not completed stays undone. Nothing here has to survive the driver.
+Ranks say what has had no answer again and again, so that another one hears it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.protocol.messages import (
+    CheckpointDone,
+    CheckpointDue,
+    CheckpointWritten,
+    Commit,
+    DropCheckpoint,
+    MakeDurable,
+    Message,
+    SealCheckpoint,
+    ShareDropped,
+    ShareWritten,
+    Worker,
+)
+
+
+@dataclass(frozen=True)
+class TellRanks:
+    """This message to these workers."""
+
+    workers: list[Worker]
+    message: Message
+
+
+@dataclass(frozen=True)
+class Made:
+    """A commit that no failure can take away."""
+
+    commit: Commit
+    place: str
+    size: int  # bytes
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A commit that will not be in the storage, and why."""
+
+    number: int
+    who: Worker
+    reason: str
+    unusual: (
+        bool  # not only that the word came too late, or that the one before is still being written
+    )
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """This worker's replica differs from those of ``equal`` others, which were equal to it before."""
+
+    worker: Worker
+    generation: int
+    commit: Commit
+    parts: list[str]
+    equal: int
+
+
+@dataclass(frozen=True)
+class NotEqual:
+    """Replicas differ, and nobody can tell which are right: no majority agrees, or they never were equal."""
+
+    commit: Commit
+    groups: list[list[Worker]]  # of those that agree
+    parts: list[str]
+    ever_equal: bool
+
+
+Action = TellRanks | Made | Failed | Damaged | NotEqual
+
+
+@dataclass
+class CheckpointShares:
+    """Of one job."""
+
+    _generation: int = 0
+    _members: list[Worker] = field(default_factory=list)  # by rank
+    _written: dict[int, dict[Worker, dict[str, int]]] = field(
+        default_factory=dict
+    )  # digests, by request
+    _ever_equal: bool = False  # all replicas were, at some checkpoint of this job
+    _off: set[int] = field(default_factory=set)
+    _done: dict[int, Commit] = field(default_factory=dict)
+
+    def world(self, generation: int, members: Sequence[Worker]) -> None:
+        """Another world trains."""
+        self._generation, self._members = generation, [*members]
+        self._written.clear()
+        self._off.clear()
+        self._done.clear()
+
+    def handle(self, worker: Worker, message: Any) -> list[Action] | None:
+        """None: the message is about something else."""
+        if not isinstance(message, (CheckpointDue, ShareWritten, ShareDropped, CheckpointWritten)):
+            return None
+        if message.generation != self._generation or worker not in self._members:
+            return self._of_the_past(message)
+        number = message.number
+        match message:
+            case CheckpointDue():
+                return [TellRanks(self._members, MakeDurable(self._generation, number))]
+            case ShareWritten() | ShareDropped() if number in self._off:
+                return [TellRanks([worker], DropCheckpoint(self._generation, number))]
+            case ShareWritten() | ShareDropped() if number in self._done:
+                done = CheckpointDone(self._generation, number, self._done[number])
+                return [TellRanks([worker], done)]
+            case ShareWritten():
+                written = self._written.setdefault(number, {})
+                again = worker in written
+                written[worker] = message.digests
+                if len(written) == len(self._members):
+                    return self._complete(number, message.commit, written)
+                if again:  # it waits for long: have all others heard what they are to do?
+                    silent = [each for each in self._members if each not in written]
+                    return [TellRanks(silent, MakeDurable(self._generation, number))]
+            case ShareDropped(reason=reason):
+                self._off.add(number)
+                self._written.pop(number, None)
+                drop = TellRanks(self._members, DropCheckpoint(self._generation, number))
+                return [drop, Failed(number, worker, reason, not message.timing)]
+            case CheckpointWritten():
+                self._written.pop(number, None)
+                self._done[number] = message.commit
+                done = CheckpointDone(self._generation, number, message.commit)
+                return [TellRanks(self._members, done), *self._made(message)]
+        return []
+
+    def _complete(
+        self, number: int, commit: Commit, written: dict[Worker, dict[str, int]]
+    ) -> list[Action]:
+        """All have written. What differs between replicas is never made durable."""
+        groups: dict[tuple[tuple[str, int], ...], list[Worker]] = {}
+        for worker in self._members:
+            groups.setdefault(tuple(sorted(written[worker].items())), []).append(worker)
+        if len(groups) == 1:
+            self._ever_equal = True
+            return [TellRanks(self._members[:1], SealCheckpoint(self._generation, number))]
+        self._off.add(number)
+        del self._written[number]
+        drop = TellRanks(self._members, DropCheckpoint(self._generation, number))
+        most, *others = sorted(groups.values(), key=len, reverse=True)
+        right = written[most[0]]
+        if not self._ever_equal or 2 * len(most) <= len(self._members):
+            wrong = [
+                part
+                for part in right
+                for each in others
+                if written[each[0]].get(part) != right[part]
+            ]
+            parts = [*dict.fromkeys(wrong)]
+            return [drop, NotEqual(commit, [most, *others], parts, self._ever_equal)]
+        damaged: list[Action] = []
+        for worker in (worker for each in others for worker in each):
+            parts = [part for part, value in right.items() if written[worker].get(part) != value]
+            damaged.append(Damaged(worker, self._generation, commit, parts, len(most)))
+        return [drop, *damaged]
+
+    def _of_the_past(self, message: Any) -> list[Action]:
+        """Of an older world nothing counts any more, but what is whole."""
+        return self._made(message) if isinstance(message, CheckpointWritten) else []
+
+    def _made(self, message: CheckpointWritten) -> list[Action]:
+        return [Made(message.commit, message.place, message.size, message.took_s)]

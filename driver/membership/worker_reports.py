@@ -1,0 +1,190 @@
+"""Decides what follows from what workers say of themselves: that they are here, ready, back, leaving, or done.
+
+Deterministic. Every event about a world carries its generation: what belongs to an older one is dropped at the top of
+each handler. What breaks is in `failures`, who gets on in `failure_detection`.
+"""
+
+from __future__ import annotations
+
+from elastic.driver.events import (
+    Event,
+    WorkerChecked,
+    WorkerConnected,
+    WorkerDiffers,
+    WorkerDigested,
+    WorkerDisconnected,
+    WorkerLeaving,
+    WorkerReady,
+    WorkerResumed,
+    WorkerReturned,
+)
+from elastic.driver.membership.failure_detection.frozen import Frozen
+from elastic.driver.membership.part import Part
+from elastic.driver.membership.roster import Stage, Standing
+from elastic.driver.membership.worlds.gathering import Kind
+from elastic.driver.membership.worlds.worlds import Phase, Worlds
+from elastic.driver.reasons import Why, because, in_words
+
+
+class IllegalEvent(AssertionError):
+    """An event that is neither stale nor legal: a bug. Carries the events that led here."""
+
+
+class WorkerReports(Part):
+    """One method per event."""
+
+    def __init__(self, worlds: Worlds, frozen: Frozen) -> None:
+        super().__init__(worlds)
+        self.frozen = frozen
+
+    def handle(self, event: Event) -> bool:
+        """What a worker says of itself: whether it was that. Raises IllegalEvent."""
+        match event:
+            case WorkerConnected():
+                self.connected(event)
+            case WorkerReady():
+                self.ready(event)
+            case WorkerChecked():
+                self.checked(event)
+            case WorkerLeaving():
+                self.leaving(event)
+            case WorkerResumed():
+                self.resumed(event)
+            case WorkerDigested():
+                self.digested(event)
+            case WorkerDiffers():
+                self.differs(event)
+            case WorkerReturned():
+                self.returned(event)
+            case WorkerDisconnected():
+                self.disconnected(event)
+            case _:
+                return False
+        return True
+
+    def connected(self, event: WorkerConnected) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is None or standing.stage is not Stage.STARTING:
+            return  # a connection that outlived its process
+        standing.pid = event.pid
+        self.frozen.speaks(standing)
+        self.staff.welcome(standing, self.worlds.members)
+
+    def ready(self, event: WorkerReady) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is None or standing.stage is Stage.DISMISSED:
+            if standing is not None and standing.killed_for:
+                self.staff.part_again(
+                    standing
+                )  # given up, and it has woken: the kill did not reach it
+            return
+        if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
+            return  # it has not yet seen the world that it was published in
+        if 0 < event.number < standing.readies:
+            return  # of a wait that is over
+        standing.readies = event.number
+        self.frozen.speaks(standing)
+        if standing.stage is Stage.STARTING:
+            raise IllegalEvent("ready before it connected")
+        if standing.stage is Stage.FINISHED:
+            self.staff.let_go(standing, because(Why.RETURNED_BEFORE))
+            return
+        was_at_work = standing.stage in (Stage.MEMBER, Stage.RETURNED)
+        standing.commit, standing.store = event.commit, event.store
+        standing.layout, standing.running = event.layout, event.running
+        self.worlds.trained = self.worlds.trained or event.running
+        standing.moved(self.orders.now)
+        standing.waits_since = self.orders.now
+        self.staff.somebody_waits()
+        if event.worker not in self.worlds.world.places:
+            self._newcomer_ready(standing)
+            return
+        standing.stage = Stage.READY
+        if was_at_work and self.worlds.phase in (Phase.TRAINING, Phase.PREPARING, Phase.ENDING):
+            if self.worlds.world.running:
+                fell_out = because(Why.FELL_OUT, worker=str(event.worker))
+                self.worlds.break_up(fell_out, failure=False)
+            else:
+                # The first of all to come back, from user code outside elastic.run. Nobody is interrupted.
+                why = Why.ENTERING if event.running else Why.INIT_AGAIN
+                self.worlds.gather(Kind.START, because(why))
+
+    def _newcomer_ready(self, standing: Standing) -> None:
+        if self.worlds.generation and not standing.running:
+            self.staff.welcome(standing, self.worlds.members)  # too late for the world of init()
+        elif (
+            standing.layout
+            and self.worlds.world.layout
+            and standing.layout != self.worlds.world.layout
+        ):
+            self.staff.reject(standing, self.worlds.world.layout)
+        else:
+            standing.stage = Stage.READY
+
+    def checked(self, event: WorkerChecked) -> None:
+        current = (
+            event.generation == self.worlds.generation and event.change == self.worlds.change.number
+        )
+        if event.worker in self.roster and current and self.worlds.phase is Phase.PREPARING:
+            self.worlds.change.answer(event.worker, event.check)
+
+    def leaving(self, event: WorkerLeaving) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is not None:
+            self.staff.leave(standing, in_words(event.reason), self.worlds.world.places)
+
+    def resumed(self, event: WorkerResumed) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is None or event.generation != self.worlds.generation:
+            return
+        if standing.resumed_at is None:
+            standing.resumed_at = self.orders.now
+        standing.moved_at = self.orders.now
+        report = self.worlds.world.resumed(event, self.orders.now)
+        if report is not None:
+            self.orders.do(report)
+
+    def digested(self, event: WorkerDigested) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is None or standing.killed_for or event.generation != self.worlds.generation:
+            return
+        found = self.worlds.world.digested(event, self.roster)
+        if found is not None:
+            wrong, right = found
+            differs = because(Why.OTHER_DIGEST, right=str(right), commit=str(event.commit))
+            self.staff.fence(self.roster[wrong], differs)
+
+    def differs(self, event: WorkerDiffers) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is None or standing.killed_for or event.generation != self.worlds.generation:
+            return
+        damaged = because(
+            Why.DAMAGED,
+            parts=" and ".join(event.parts),
+            commit=str(event.commit),
+            equal=event.equal,
+        )
+        self.staff.fence(standing, damaged)
+
+    def returned(self, event: WorkerReturned) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is None or event.generation != self.worlds.generation:
+            return
+        if standing.stage is not Stage.MEMBER or self.worlds.phase is Phase.GATHERING:
+            return
+        standing.stage = Stage.RETURNED
+        standing.moved(self.orders.now)
+        standing.waits_since = self.orders.now
+        if self.worlds.phase is Phase.STOPPING and any(
+            s.stage is Stage.READY for s in self.worlds.live()
+        ):
+            # It ended where others have stopped: only a new world brings them together.
+            returned = because(Why.RETURNED_MEANWHILE, worker=str(event.worker))
+            self.worlds.break_up(returned, failure=False)
+            return
+        self.worlds.one_returned(standing)
+
+    def disconnected(self, event: WorkerDisconnected) -> None:
+        standing = self.roster.get(event.worker)
+        if standing is not None:
+            self.staff.disconnected(standing, silent=event.silent)

@@ -1,0 +1,100 @@
+"""Decides what follows when something has not happened in time: answers, stops, returns, a whole next world. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elastic.driver.membership.part import Part
+from elastic.driver.membership.roster import Stage
+from elastic.driver.membership.worlds.worlds import Phase
+from elastic.driver.reasons import Why, because
+
+
+class Deadlines(Part):
+    """Of the present phase, and of processes that are to start or to end."""
+
+    def all(self) -> Iterator[float]:
+        """When to look again, if nothing happens."""
+        starting = self.worlds.phase is not Phase.ENDING and self.worlds.inquest is None
+        yield from self.staff.deadlines(starting=starting, first=not self.worlds.generation)
+        if self.worlds.inquest is not None:
+            yield self.worlds.inquest.by
+        by: list[float | None] = []
+        match self.worlds.phase:
+            case Phase.GATHERING:
+                late = self.worlds.gathering.late or not self.worlds.generation
+                by = [
+                    None if late else self.worlds.gathering.late_at,
+                    self.worlds.gathering.short_by,
+                ]
+                if not late:
+                    by.append(self.worlds.gathering.remind_at)
+            case Phase.TRAINING:
+                by = [self.worlds.look_again_at]
+            case Phase.PREPARING | Phase.STOPPING:
+                by = [self.worlds.change.by]
+            case Phase.ENDING:
+                by = [self.worlds.ending_by]
+        yield from (at for at in by if at is not None)
+
+    def overdue(self) -> None:
+        """Whatever should have happened by now in this phase and has not."""
+        if self.worlds.inquest is not None and self.orders.due(self.worlds.inquest.by):
+            suspects = (s.worker for s in self.roster.in_plans())
+            if not self.worlds.inquest.wait_longer(suspects):
+                assert self.worlds.inquest.verdict is not None
+                self.worlds.end(1, self.worlds.inquest.verdict)
+        match self.worlds.phase:
+            case Phase.PREPARING if self.orders.due(self.worlds.change.by):
+                silent = ", ".join(map(str, sorted(self.worlds.change.silent)))
+                self.worlds.call_off(because(Why.NO_ANSWER, workers=silent))
+                self.worlds.change.put_off(self.orders.now)
+            case Phase.STOPPING if self.orders.due(self.worlds.change.by):
+                late = [str(s.worker) for s in self.worlds.live() if s.stage is not Stage.READY]
+                missed = because(
+                    Why.NOT_STOPPED,
+                    workers=", ".join(late),
+                    check=self.worlds.change.check,
+                    within_s=self.settings.elastic_timeout_s,
+                )
+                self.worlds.break_up(missed)
+            case Phase.ENDING if self.orders.due(self.worlds.ending_by):
+                self.worlds.ending_by = None
+                self.worlds.finish(
+                    f"waited {self.settings.elastic_timeout_s:g} s for the others to return, and go on"
+                )
+            case Phase.GATHERING:
+                if self.worlds.generation and not self.worlds.gathering.late:
+                    self._remind()
+                    self._gathering_late()
+                if self.orders.due(self.worlds.gathering.short_by):
+                    self.worlds.end(1, self.worlds.patience.too_few())
+            case _:
+                pass
+
+    def restarted(self) -> None:
+        """The driver was away: nobody is late only because of that."""
+        self.worlds.gathering.begin_again(self.orders.now)
+        by = self.orders.now + self.settings.elastic_timeout_s
+        self.worlds.change.by = None if self.worlds.change.by is None else by
+        self.worlds.ending_by = None if self.worlds.ending_by is None else by
+
+    def _remind(self) -> None:
+        """Nobody should have to guess why nothing happens."""
+        if self.orders.due(self.worlds.gathering.remind_at):
+            self.worlds.gathering.remind_after_s *= 2
+            awaited = list(self.worlds.gathering.awaited(self.roster))
+            if awaited:
+                self.orders.say("warning", self.worlds.gathering.reminder(awaited, self.orders.now))
+
+    def _gathering_late(self) -> None:
+        if not self.orders.due(self.worlds.gathering.late_at):
+            return
+        self.worlds.gathering.late = True
+        for standing in list(self.worlds.gathering.missing(self.roster)):
+            if standing.running:
+                late = because(Why.NOT_READY, within_s=self.settings.elastic_timeout_s)
+                self.staff.fence(standing, late)
+            elif not self.settings.elastic:
+                waited_s, who = self.settings.elastic_timeout_s, self.worlds.named(standing)
+                self.worlds.end(1, because(Why.NOT_ENTERED, who=who, for_s=waited_s))

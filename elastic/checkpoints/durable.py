@@ -1,0 +1,111 @@
+"""Durable commits of a training function: who writes them, and where it begins. Acts, in the training thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from elastic.api.broadcasting import broadcast_object
+from elastic.checkpoints import catalog, loading, options, resuming
+from elastic.checkpoints.options import CheckpointOptions
+from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.writer import Writer
+from elastic.errors import Invalid, StateMismatch
+from elastic.protocol.messages import COPY, World
+from elastic.runtime.lifecycle import Runtime
+from elastic.state.state import ObjectState, State
+from elastic.state.torch_state import TorchState
+
+
+@contextlib.contextmanager
+def commits(rt: Runtime, state: State) -> Iterator[None]:
+    """While a function under ``elastic.run`` trains, its commits are written as the job says. Raises Invalid."""
+    found = options.read(os.environ)
+    if found is None:
+        yield
+        return
+    if not isinstance(state, ObjectState) or type(state).save not in (
+        ObjectState.save,
+        TorchState.save,
+    ):
+        raise Invalid(
+            f"--checkpoint-dir: a {type(state).__name__} saves itself in a way of its own, which can't be written to a"
+            " checkpoint; use TorchState or ObjectState, or train without --checkpoint-dir"
+        )
+    if rt.alone and rt.place.size > 1:
+        raise Invalid(
+            "--checkpoint-dir needs elasticrun where there are several workers; under other launchers leave"
+            f" {options.DIR} unset"
+        )
+    storage = Storage(found.url)
+    if rt.alone and not found.run:  # nobody else has numbered it
+        found = replace(found, run=catalog.claim_run(storage))
+    writer = Writer(storage, found, rt.session.send, alone=rt.alone)
+    rt.commits.durable = writer
+    rt.link_thread.checkpoints = writer.receive
+    try:
+        yield
+    finally:
+        rt.commits.durable = None
+        rt.link_thread.checkpoints = lambda message: False
+        writer.close()
+
+
+def entered(rt: Runtime, world: World) -> None:
+    """All members of a world write under one number of a run, whoever has started them."""
+    if rt.commits.durable is not None and world.run:
+        rt.commits.durable.run = world.run
+
+
+def finish(rt: Runtime, state: State) -> None:
+    """The training function has returned: what it has committed last is made durable before the job ends."""
+    if rt.commits.durable is None:
+        return
+    # Who returns later than the others, or has more to write, must not be taken for stuck meanwhile.
+    with contextlib.nullcontext() if rt.alone else rt.training.long_phase("last checkpoint"):
+        rt.commits.finish(state)
+
+
+def resume(rt: Runtime, state: State) -> None:
+    """Nobody holds a commit: all go on from the newest durable one, if there is one. Collective.
+
+    Raises OSError at rank 0, PeerLost at the others; where the state does not fit, the job ends.
+    """
+    found = options.read(os.environ)
+    if found is None or not isinstance(state, ObjectState):
+        return
+    told = None
+    if rt.place.rank == 0:
+        try:
+            told = _load(found, state)
+        except (StateMismatch, Invalid) as error:
+            if rt.alone:
+                raise
+            # Another worker would find the same: the driver ends the job with this sentence.
+            rt.training.cannot_begin(str(error))
+            sys.exit(1)
+    if rt.place.size > 1:
+        with rt.guard(COPY):
+            told = broadcast_object(told, root_rank=0, name="elastic.checkpoint")
+    if told is not None:
+        url, which = told
+        manifest = catalog.chosen(Storage(url), which)
+        loading.load_random(manifest, rt.place.rank, state)
+
+
+def _load(found: CheckpointOptions, state: ObjectState) -> tuple[str, str] | None:
+    storage = Storage(found.url)
+    begin = resuming.load_newest(storage, found, state)
+    if begin is None:
+        text = f"{storage.url} has no checkpoint to go on from: training begins anew"
+        print(f"elastic: {text}", file=sys.stderr, flush=True)
+        return None
+    url, manifest = begin
+    name = manifest.name
+    print(
+        f"elastic: goes on from commit {name.commit} in {url}/{name}", file=sys.stderr, flush=True
+    )
+    return url, str(name)

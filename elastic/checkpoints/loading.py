@@ -1,0 +1,143 @@
+"""Reads a commit into a state. Nothing is unpickled but the values that were not plain data when they were written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from elastic.checkpoints import manifest
+from elastic.checkpoints.manifest import Manifest, NotReadable, StoredTensor
+from elastic.checkpoints.plain_data import Damaged
+from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.values import dtype_named, from_plain
+from elastic.errors import StateMismatch
+from elastic.state import exchange
+from elastic.state.handlers.part import Part
+from elastic.state.handlers.python_values import loads
+from elastic.state.handlers.tensor_spec import Destination, TensorSpec
+from elastic.state.snapshots import change_detection
+from elastic.state.state import ObjectState, names_of, parts_of, take_random, take_values
+
+
+def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
+    """Sets the state's present values to those of the commit. Does not save.
+
+    Raises StateMismatch if the state is another one, before anything is changed; NotReadable if the checkpoint is
+    damaged, after which the state is to be loaded from another one; OSError.
+    """
+    here = state.layout()
+    where = f"{storage.url}/{found.name}"
+    if found.layout != here:
+        raise StateMismatch(
+            f"{exchange.difference(found.layout, here, 'the checkpoint')}; {where} is left as it is: start the script"
+            " that has written it, or begin anew with --fresh or with another --checkpoint-dir"
+        )
+    parts: Mapping[str, Part] = parts_of(state)
+    values, structures = _python(storage, found, {name: part.value for name, part in parts.items()})
+    if parts.keys() != structures.keys():
+        raise StateMismatch(
+            f"{where} has {sorted(structures)}, and this state {sorted(parts)}: start the script that has written it"
+        )
+    missing = sorted({name for name in names_of(state) if name not in values})
+    if missing:
+        raise StateMismatch(
+            f"{where} has no value of the state called {', '.join(missing)}: start the script that has written it, or"
+            " begin anew with --fresh"
+        )
+    change_detection.notice()
+    with torch.no_grad():
+        fresh = _tensors(storage, found, parts, structures)
+        for name, part in parts.items():
+            part.place(structures[name], fresh.get(name, {}), None, restoring=False)
+    take_values(state, values)
+
+
+def load_random(found: Manifest, rank: int, state: ObjectState) -> None:
+    """What rank ``rank`` had committed of its random generators, if the checkpoint has it. Raises NotReadable."""
+    saved = found.generators[rank] if rank < len(found.generators) else None
+    if saved is not None:
+        try:
+            take_random(state, from_plain(saved))
+        except Damaged as error:
+            raise NotReadable(f"its random state of rank {rank} is damaged: {error}") from error
+
+
+def _python(
+    storage: Storage, found: Manifest, referred: dict[str, object]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    values: dict[str, Any] = {}
+    structures: dict[str, Any] = {}
+    by_kind = {"values": values, "structures": structures}
+    try:
+        for kind, texts in (("values", found.values), ("structures", found.structures)):
+            by_kind[kind].update({name: from_plain(text) for name, text in texts.items()})
+    except Damaged as error:
+        raise NotReadable(f"its {manifest.MANIFEST} is damaged: {error}") from error
+    if found.pickled:
+        content = storage.read(f"{found.name}/{manifest.PICKLED}")
+        _compare(manifest.PICKLED, hashlib.sha256(content).hexdigest(), found)
+        for (kind, name), value in loads(content, referred).items():
+            by_kind[kind][name] = value
+    return values, structures
+
+
+def _compare(file: str, checksum: str, found: Manifest) -> None:
+    if checksum != found.files[file].sha256:
+        raise NotReadable(f"{file} is damaged: its checksum differs")
+
+
+def _tensors(
+    storage: Storage, found: Manifest, parts: Mapping[str, Part], structures: dict[str, Any]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Reads all tensors into their places. Returns those that have none, by part."""
+    places: dict[tuple[str, str], torch.Tensor | Destination] = {}
+    for name, part in parts.items():
+        specs = {
+            each.key: TensorSpec(tuple(each.shape), dtype_named(each.dtype))
+            for each in found.tensors
+            if each.part == name
+        }
+        chosen = part.destinations(structures[name], specs, restoring=False)
+        places.update({(name, key): where for key, where in chosen.items()})
+    fresh: dict[str, dict[str, torch.Tensor]] = {}
+    by_file: dict[str, list[StoredTensor]] = {}
+    for each in found.tensors:
+        by_file.setdefault(each.file, []).append(each)
+    for file, tensors in by_file.items():
+        for stored, tensor in _read(storage, found, file, tensors):
+            where = places[stored.part, stored.key]
+            if isinstance(where, torch.Tensor):
+                where.copy_(tensor)
+            elif where is Destination.NEW:
+                fresh.setdefault(stored.part, {})[stored.key] = tensor
+    return fresh
+
+
+def _read(
+    storage: Storage, found: Manifest, file: str, tensors: list[StoredTensor]
+) -> list[tuple[StoredTensor, torch.Tensor]]:
+    """One file, from its first byte to its last, so that its checksum is known before anything of it is used."""
+    read: list[tuple[StoredTensor, torch.Tensor]] = []
+    digest = hashlib.sha256()
+    position = 0
+    with storage.reading(f"{found.name}/{file}") as stream:
+        for stored in sorted(tensors, key=lambda each: each.offset):
+            block = stream.read(stored.offset - position + stored.length)
+            digest.update(block)
+            content = io.BytesIO(block[stored.offset - position :])
+            position = stored.offset + stored.length
+            try:
+                tensor = torch.load(content, weights_only=True, map_location="cpu")
+            except Exception as error:
+                raise NotReadable(f"{file} is damaged: {stored.name} can't be read") from error
+            if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != stored.shape:
+                raise NotReadable(f"{file} is damaged: {stored.name} is another tensor")
+            read.append((stored, tensor))
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    _compare(file, digest.hexdigest(), found)
+    return read

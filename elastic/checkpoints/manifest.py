@@ -1,0 +1,173 @@
+"""What a durable commit consists of, and which of them is the newest. Pure.
+
+A commit lies in a folder of its own, ``r0002-g0003-c00000450``: the 2nd run on this folder of checkpoints, generation
+3, commit 450 of it. A later one compares greater. In it:
+
+    __0_0.distcp ...   the tensors, in the layout of torch.distributed.checkpoint; rank 0's, rank 1's, ...
+    share-0.json ...   what rank 0 has written, when it was complete
+    .metadata          torch.distributed.checkpoint's index of the tensors
+    python.pkl         values that are no plain data, if there are any
+    manifest.json      everything above with sizes and checksums. It is written last: without it there is no commit.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from elastic.protocol.messages import Commit
+
+FORMAT = 1  # grows when older versions could not read what is written
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+PICKLED = "python.pkl"
+_NAME = re.compile(r"r(\d{4,})-g(\d{4,})-c(\d{8,})")
+
+
+class Name(msgspec.Struct, frozen=True, order=True):
+    """Which durable commit: ordered as they were made."""
+
+    run: int
+    generation: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"r{self.run:04d}-g{self.generation:04d}-c{self.number:08d}"
+
+    @property
+    def commit(self) -> Commit:
+        return Commit(self.generation, self.number)
+
+
+def parse(folder: str) -> Name | None:
+    """The inverse of ``str``; None for any other folder."""
+    found = _NAME.fullmatch(folder)
+    return None if found is None else Name(*map(int, found.groups()))
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """``sha256`` in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """Where a tensor lies: ``length`` bytes of a file from ``offset`` on are what ``torch.save`` wrote of it.
+
+    ``path``: its keys in the nested state dict, joined by dots its name for torch.distributed.checkpoint.
+    """
+
+    part: str  # of the state: the name of its keyword
+    key: str  # in that part
+    path: list[str | int]
+    dtype: str  # as torch names it, without ``torch.``
+    shape: list[int]
+    file: str
+    offset: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank has written. ``generators``: the states of its random generators as plain data, if committed."""
+
+    format: int
+    rank: int
+    size: int
+    files: dict[str, StoredFile]
+    tensors: list[StoredTensor]
+    generators: Any = None
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """A whole commit. ``values`` and ``structures``: Python values by name and by part, see `plain_data`; those that
+    are no plain data are in the file `PICKLED` instead, and named in ``pickled``.
+    """
+
+    format: int
+    name: Name
+    size: int  # of the world that wrote it
+    written_at: float  # seconds since 1970
+    torch_version: str
+    layout: str
+    values: dict[str, Any]
+    structures: dict[str, Any]
+    pickled: list[str]
+    tensors: list[StoredTensor]
+    files: dict[str, StoredFile]
+    generators: list[Any]
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.bytes for each in self.files.values())
+
+
+class NotReadable(Exception):
+    """A folder that holds no commit that can be taken: says why."""
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def encoded(value: Share | Manifest) -> bytes:
+    return _encoder.encode(value)
+
+
+class _Versioned(msgspec.Struct):
+    format: int
+
+
+def decode_share(content: bytes) -> Share:
+    """Raises NotReadable."""
+    _check_format(content, "share")
+    try:
+        return msgspec.json.decode(content, type=Share)
+    except msgspec.DecodeError as error:
+        raise NotReadable(f"its share is damaged: {error}") from error
+
+
+def decode_manifest(content: bytes) -> Manifest:
+    """Raises NotReadable, also for one of a newer version."""
+    _check_format(content, MANIFEST)
+    try:
+        return msgspec.json.decode(content, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise NotReadable(f"its {MANIFEST} is damaged: {error}") from error
+
+
+def _check_format(content: bytes, what: str) -> None:
+    try:
+        version = msgspec.json.decode(content, type=_Versioned).format
+    except msgspec.DecodeError as error:
+        raise NotReadable(f"its {what} is damaged: {error}") from error
+    if version > FORMAT:
+        raise NotReadable(
+            f"it was written by a newer version (format {version}, this one reads up to {FORMAT})"
+        )
+
+
+def missing(manifest: Manifest, sizes: dict[str, int]) -> str:
+    """What is wrong with the files of a commit, by their sizes; empty: nothing."""
+    for file, stored in manifest.files.items():
+        if file not in sizes:
+            return f"{file} is missing"
+        if sizes[file] != stored.bytes:
+            return f"{file} has {sizes[file]} bytes instead of {stored.bytes}"
+    return ""
+
+
+def superfluous(names: list[Name], whole: list[Name], keep: int, floor: int = 0) -> list[Name]:
+    """Which folders may be removed once ``whole`` commits were proven: all but the newest ``keep`` of them, and what
+    is torn and older than the newest. Of runs before ``floor`` nothing is removed: they belong to another training.
+    """
+    ours = [each for each in sorted(whole) if each.run >= floor]
+    if not ours or keep < 1:
+        return []
+    kept = set(ours[-keep:])
+    return [n for n in sorted(names) if n.run >= floor and n < ours[-1] and n not in kept]

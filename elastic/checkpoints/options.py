@@ -1,0 +1,88 @@
+"""What a worker is told about checkpoints: read from its environment, which the driver writes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic.errors import Invalid
+
+DIR, EVERY, KEEP = "ELASTIC_CHECKPOINT_DIR", "ELASTIC_CHECKPOINT_EVERY", "ELASTIC_CHECKPOINT_KEEP"
+RUN, FLOOR, FROM = "ELASTIC_CHECKPOINT_RUN", "ELASTIC_CHECKPOINT_FLOOR", "ELASTIC_CHECKPOINT_FROM"
+DEFAULT_EVERY = "60s"
+DEFAULT_KEEP = 3
+MANUAL = "manual"  # only the script decides, and the end of the training
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """``url``: the folder of all checkpoints. Either ``every_commits`` or ``every_s`` is set, or neither: then only the
+    script decides. ``run``: of the checkpoints that are written now; those of runs before ``floor`` are another
+    training's. ``start``: a folder and a commit in it, to begin from where there is none yet.
+    """
+
+    url: str
+    every_commits: int | None = None
+    every_s: float | None = 60.0
+    keep: int = DEFAULT_KEEP
+    run: int = 0
+    floor: int = 0
+    start: tuple[str, str] | None = None
+
+
+def parse_every(text: str) -> tuple[int | None, float | None]:
+    """``500commits`` or ``60s`` (also ``10m``, ``1h``) as commits or seconds; ``manual``: neither. Raises Invalid."""
+    plain = text.strip().lower()
+    if plain == MANUAL:
+        return None, None
+    for ending in ("commits", "commit"):
+        number = plain.removesuffix(ending).strip()
+        if plain.endswith(ending) and number.isdecimal() and int(number) > 0:
+            return int(number), None
+    try:
+        seconds = float(plain[:-1]) * _UNITS[plain[-1:]]
+    except (KeyError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise Invalid(
+            f"--checkpoint-every is {text!r}; give seconds, minutes or hours (60s, 10m, 1h), a number of commits"
+            f" (500commits), or {MANUAL}, where the script calls elastic.Checkpoints().save()"
+        )
+    return None, seconds
+
+
+def parse_from(text: str) -> tuple[str, str]:
+    """``DIR@COMMIT``. Raises Invalid."""
+    url, _, commit = text.rpartition("@")
+    if not url or not commit:
+        raise Invalid(
+            f"--from is {text!r}; give a folder of checkpoints and a commit in it, as in /checkpoints@3.450"
+            " (elasticrun checkpoints DIR lists them)"
+        )
+    return url, commit
+
+
+def read(environ: Mapping[str, str]) -> CheckpointOptions | None:
+    """None: nothing is to be written. Raises Invalid where a variable is damaged."""
+    url = environ.get(DIR)
+    if not url:
+        return None
+    every_commits, every_s = parse_every(environ.get(EVERY) or DEFAULT_EVERY)
+    start = environ.get(FROM)
+    return CheckpointOptions(
+        url=url,
+        every_commits=every_commits,
+        every_s=every_s,
+        keep=_whole(environ, KEEP, DEFAULT_KEEP, 1),
+        run=_whole(environ, RUN, 0, 0),
+        floor=_whole(environ, FLOOR, 0, 0),
+        start=parse_from(start) if start else None,
+    )
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int, least: int) -> int:
+    text = environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) < least:
+        raise Invalid(f"{name} is {text!r}; give a whole number, {least} or more")
+    return int(text)

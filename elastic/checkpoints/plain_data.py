@@ -1,0 +1,113 @@
+"""Python values as JSON and back, bit for bit, without pickle. Pure.
+
+What JSON has no word for is an object with the key ``~``: ``{"~": "tuple", "v": [1, 2]}``. Tensors are not part of the
+text: they are handed out, and only their names stay. A value of any other kind raises NotPlain; there is no hook by
+which a file could name code to run.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+Encode = Callable[[Any], Any]
+
+
+class NotPlain(ValueError):
+    """A value of a kind that only pickle could keep."""
+
+
+class Damaged(ValueError):
+    """Text that `encode` has not written."""
+
+
+def _refuse(value: Any) -> Any:
+    raise NotPlain(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def encode(value: Any, other: Encode = _refuse) -> Any:
+    """What ``json.dumps`` can write. ``other`` is given each value of a kind unknown here, and returns a word for it
+    (see `word`) or raises NotPlain. Raises NotPlain, RecursionError for what contains itself.
+    """
+    kind = type(value)
+    if kind in (int, str, bool, type(None)):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else word("float", repr(value))
+    if kind is list:
+        return [encode(each, other) for each in value]
+    if kind is tuple:
+        return word("tuple", [encode(each, other) for each in value])
+    if kind is dict:
+        if "~" not in value and all(type(key) is str for key in value):
+            return {key: encode(each, other) for key, each in value.items()}
+        return word("dict", _pairs(value, other))
+    if kind is OrderedDict or kind is Counter:
+        return word(kind.__name__, _pairs(value, other))
+    if kind is set or kind is frozenset:
+        return word(kind.__name__, [encode(each, other) for each in value])
+    if kind is bytes:
+        return word("bytes", base64.b64encode(value).decode())
+    return other(value)
+
+
+def word(kind: str, content: Any) -> dict[str, Any]:
+    """An object that stands for a value of this kind."""
+    return {"~": kind, "v": content}
+
+
+def _pairs(value: dict[Any, Any], other: Encode) -> list[Any]:
+    return [[encode(key, other), encode(each, other)] for key, each in value.items()]
+
+
+def _mapping(of: type) -> Callable[[Any, Callable[[Any], Any]], Any]:
+    def made(content: Any, back: Callable[[Any], Any]) -> Any:
+        value = of()
+        for key, each in content:
+            value[back(key)] = back(each)
+        return value
+
+    return made
+
+
+_KINDS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
+    "tuple": lambda content, back: tuple(map(back, content)),
+    "dict": _mapping(dict),
+    "OrderedDict": _mapping(OrderedDict),
+    "Counter": _mapping(Counter),
+    "set": lambda content, back: set(map(back, content)),
+    "frozenset": lambda content, back: frozenset(map(back, content)),
+    "bytes": lambda content, back: base64.b64decode(content, validate=True),
+    "float": lambda content, back: float(content),
+}
+
+
+def _unknown(kind: str, content: Any) -> Any:
+    raise Damaged(f"a value of the unknown kind {kind!r}")
+
+
+def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
+    """The inverse of `encode`, on what ``json.loads`` returns. ``other`` is given the kind and the content of each word
+    that an ``other`` of `encode` has made. Raises Damaged.
+    """
+
+    def back(each: Any) -> Any:
+        return decode(each, other)
+
+    if isinstance(text, list):
+        return [back(each) for each in text]
+    if not isinstance(text, dict):
+        return text
+    if "~" not in text:
+        return {key: back(each) for key, each in text.items()}
+    kind, content = text["~"], text.get("v")
+    made = _KINDS.get(kind) if isinstance(kind, str) else None
+    try:
+        return other(str(kind), content) if made is None else made(content, back)
+    except Damaged:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"{kind!r} does not fit its content: {error}") from error

@@ -1,0 +1,121 @@
+"""Decides which commits a rank writes to the storage. Pure.
+
+All ranks must choose the same one, and none may wait for another. Rank 0 decides, and names a commit far enough ahead
+that all hear of it before they make it; whoever hears of it too late says so, nobody writes it, and the next one is
+named further ahead. Rank 0 names none while one is being written. (Where each rank counted commits for itself, those
+that still wrote would leave one out, and others the next: with slow storage none was ever whole.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from elastic.protocol.messages import Commit
+
+LEAD_S = 0.05  # in which the word of rank 0 has come to all, unless something is slow
+SLOW_S = 1.0  # between commits: then the very next one may be named
+FURTHEST = 512  # times LEAD_S
+UNANSWERED_S = 2.0  # after that, and several times the lead, rank 0 asks again: the driver may have been replaced, or
+# commits come more slowly than those from which the number was reckoned
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a commit leads to. ``begin``: the request that it meets; ``ask``: rank 0 asks for this number."""
+
+    begin: int | None = None
+    ask: int | None = None
+
+
+class Schedule:
+    """One rank's. ``at_commit`` is for the training thread, all others for the link thread; no lock is needed, because
+    a number is noted by `told` before it looks whether it came too late.
+    """
+
+    def __init__(self, every_commits: int | None, every_s: float | None, now: float) -> None:
+        self._every_commits = every_commits
+        self._every_s = every_s
+        self._due_at = math.inf if every_s is None else now + every_s
+        self._generation = 0
+        self._newest = 0
+        self._target: int | None = None
+        self._next = False  # the script wants the next commit
+        self._wanted: int | None = None  # the script wanted this one
+        self._asked_at: float | None = None
+        self._stretch = 1  # how many times LEAD_S the next one is named ahead
+        self._last_at: float | None = None
+        self._interval_s = 0.0  # between two commits, smoothed
+
+    def wanted(self) -> None:
+        """The script asks for the next commit, on all ranks alike: nobody has to be told."""
+        self._next = True
+
+    @property
+    def target(self) -> int | None:
+        """The request that is waited for."""
+        return self._target
+
+    def told(self, generation: int, number: int) -> bool:
+        """The first commit from ``number`` on is to be written. False: one was made already, so it is too late."""
+        if generation != self._generation:
+            return False
+        self._target = number
+        if self._newest < number:
+            return True
+        self._target = None
+        return False
+
+    def at_commit(self, commit: Commit, now: float, *, leads: bool, busy: bool) -> Step:
+        """This one was just made. ``leads``: by rank 0. ``busy``: one before it is still being written."""
+        if commit.generation != self._generation:
+            self._generation, self._target, self._asked_at = commit.generation, None, None
+        self._newest = commit.number
+        self._pace(now)
+        wanted, self._next = self._next, False
+        target = self._target
+        if target is not None and commit.number >= target:
+            self._target = self._asked_at = None
+            self._began(now)
+            return Step(begin=target)
+        if wanted:
+            self._wanted = commit.number
+            return Step(begin=commit.number)
+        due = now >= self._due_at
+        if not leads or busy or not self._interval_s or not (due or self._every_commits):
+            return Step()
+        patience = UNANSWERED_S + 3 * LEAD_S * self._stretch
+        if self._asked_at is not None and now - self._asked_at < patience:
+            return Step()
+        ahead = math.ceil(LEAD_S * self._stretch / max(self._interval_s, 1e-4))
+        lead = min(ahead + (self._interval_s < SLOW_S), 10_000)
+        ask = commit.number + lead
+        if not due and self._every_commits:
+            ask = -(-ask // self._every_commits) * self._every_commits
+            if ask > commit.number + 2 * lead:
+                return Step()  # soon enough when it is nearer
+        self._asked_at = now
+        return Step(ask=ask)
+
+    def dropped(self, number: int, now: float) -> None:
+        """What was asked for will not be written: somebody heard of it too late, or could not write."""
+        if number == self._wanted:
+            self._due_at, self._wanted = now, None  # then one of the next, when that can be
+        self._target = self._asked_at = None
+        self._stretch = min(self._stretch * 2, FURTHEST)
+
+    def written(self) -> None:
+        """What was asked for is in the storage."""
+        self._stretch = max(self._stretch // 2, 1)
+
+    def _began(self, now: float) -> None:
+        if self._every_s is not None:
+            self._due_at = now + self._every_s
+        elif self._due_at <= now:
+            self._due_at = math.inf
+
+    def _pace(self, now: float) -> None:
+        if self._last_at is not None:
+            took_s = now - self._last_at
+            self._interval_s += (took_s - self._interval_s) * (0.2 if self._interval_s else 1.0)
+        self._last_at = now

@@ -1,0 +1,207 @@
+"""A folder of checkpoints: on this machine, on a shared file system, or in an object store through fsspec.
+
+A file that is written here appears whole or not at all: locally it is written beside its place, brought to the disk
+and renamed; an object store shows an object when it is complete. Errors are OSError, whatever the store calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from typing import IO, Any, cast
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from elastic.errors import Invalid
+
+
+class Storage:
+    """One folder. Names are relative to it, with ``/`` between folders. From any thread."""
+
+    def __init__(self, url: str) -> None:
+        """``url``: a path, or what fsspec knows: ``s3://bucket/folder``, ``gs://``, ``az://``. Touches nothing.
+
+        Raises Invalid if the package for the protocol is missing, or the protocol is unknown.
+        """
+        self.url = url.rstrip("/") or url
+        protocol = url.partition("://")[0] if "://" in url else "file"
+        try:
+            fs, self._root = url_to_fs(self.url)
+        except ImportError as error:
+            raise Invalid(
+                f"{url}: {protocol}:// needs a package that is not installed ({error}); install it on every host"
+            ) from error
+        except ValueError as error:
+            known = ", ".join(
+                sorted({"file", "s3", "gs", "az"} & set(fsspec.available_protocols()))
+            )
+            raise Invalid(
+                f"{url}: {error}; give a folder, or a URL of a protocol that fsspec knows ({known}, ...)"
+            ) from error
+        self._fs: Any = fs
+        loop = getattr(fs, "loop", None)
+        if loop is not None and loop.get_exception_handler() is None:
+            loop.set_exception_handler(_retried_anyway)
+        self.local = isinstance(fs, LocalFileSystem)
+        self.absolute: str = (
+            self._root if self.local else self.url
+        )  # means the same from any working directory
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """What stores raise in words of their own becomes OSError."""
+        try:
+            yield
+        except (OSError, Invalid):
+            raise
+        except Exception as error:  # botocore's and others' are no OSError
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        """A stream for a new file, which is there once the block has ended, and not at all if it raises."""
+        path = self._path(name)
+        if not self.local:
+            with self._errors():
+                stream = self._fs.open(path, "wb")
+            try:
+                yield cast("IO[bytes]", _Stream(stream, self._errors))
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    stream.discard()
+                stream.closed = True  # closing it would complete the upload
+                raise
+            with self._errors():
+                stream.close()
+            return
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        beside = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with open(beside, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+        _sync_folder(os.path.dirname(path))
+
+    def write(self, name: str, content: bytes) -> None:
+        """A small file, whole or not at all. Raises OSError."""
+        with self.writing(name) as stream:
+            stream.write(content)
+
+    def claim(self, name: str, content: bytes) -> bool:
+        """Makes a small file, if there is none of that name. Whether it was made. Raises OSError."""
+        path = self._path(name)
+        if self.local:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            try:
+                with open(path, "xb") as file:
+                    file.write(content)
+            except FileExistsError:
+                return False
+            return True
+        with self._errors():
+            if self._fs.exists(path):
+                return False
+            self._fs.pipe_file(path, content)
+            return True
+
+    def read(self, name: str) -> bytes:
+        """Raises FileNotFoundError, OSError."""
+        with self._errors():
+            content: bytes = self._fs.cat_file(self._path(name))
+            return content
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[IO[bytes]]:
+        """Raises FileNotFoundError, OSError."""
+        with self._errors():
+            stream = self._fs.open(self._path(name), "rb")
+        with contextlib.closing(stream):
+            yield cast("IO[bytes]", _Stream(stream, self._errors))
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Names and bytes of the files right in a folder; empty if there is no such folder. Raises OSError."""
+        return {
+            each["name"].rpartition("/")[2]: int(each["size"] or 0)
+            for each in self._list(folder)
+            if each["type"] == "file"
+        }
+
+    def folders(self) -> list[str]:
+        """Names of the folders right here. Raises OSError."""
+        return sorted(
+            each["name"].rstrip("/").rpartition("/")[2]
+            for each in self._list("")
+            if each["type"] == "directory"
+        )
+
+    def _list(self, folder: str) -> list[dict[str, Any]]:
+        with self._errors():
+            self._fs.invalidate_cache()
+            try:
+                found: list[dict[str, Any]] = self._fs.ls(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return []
+            return found
+
+    def remove_file(self, name: str) -> None:
+        """Raises OSError unless it is gone already."""
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def remove_folder(self, name: str) -> None:
+        """With all that is in it. Raises OSError unless it is gone already."""
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._path(name), recursive=True)
+
+    def prove_writable(self) -> None:
+        """Writes and removes a file. Raises Invalid with what went wrong."""
+        name = f".writable-{uuid.uuid4().hex[:8]}"
+        try:
+            self.write(name, b"")
+            self.remove_file(name)
+        except OSError as error:
+            raise Invalid(f"nothing can be written to {self.url}: {error}") from error
+
+
+class _Stream:
+    """A stream to a store, whose errors are OSError."""
+
+    def __init__(self, stream: Any, errors: Callable[[], contextlib.AbstractContextManager[None]]):
+        self._stream = stream
+        self._errors = errors
+
+    def write(self, block: Any) -> int:
+        with self._errors():
+            return int(self._stream.write(block))
+
+    def read(self, size: int) -> bytes:
+        with self._errors():
+            return bytes(self._stream.read(size))
+
+
+def _retried_anyway(loop: Any, context: dict[str, Any]) -> None:
+    """A connection that breaks leaves a task behind that nobody asks. What broke is raised where it was asked for."""
+    logging.getLogger(__name__).debug("%s: %r", context.get("message"), context.get("exception"))
+
+
+def _sync_folder(path: str) -> None:
+    """The new name is on the disk too."""
+    number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,116 @@
+"""Python values of a commit as plain data: what torch and numpy add to JSON, tensors by name, and pickle as the last
+resort. Only what was written by pickle is read by it.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+from elastic.checkpoints.plain_data import Damaged, NotPlain, decode, encode, word
+from elastic.state.handlers.model_state import Opaque
+from elastic.state.handlers.python_values import Index
+from elastic.state.snapshots.snapshot import as_bytes
+from elastic.state.snapshots.tensor_index import plain
+
+INLINE = 1 << 16  # bytes; a larger tensor among Python values makes them no plain data
+
+
+def to_plain(value: Any) -> Any:
+    """For `json.dumps`. Raises NotPlain."""
+    try:
+        return encode(value, _other)
+    except RecursionError:
+        raise NotPlain("a value that contains itself") from None
+
+
+def from_plain(text: Any) -> Any:
+    """The inverse of `to_plain`. Raises Damaged."""
+    return decode(text, _back)
+
+
+def _other(value: Any) -> Any:
+    kind = type(value)
+    if kind is Index:
+        return word("Index", [[encode(k, _other), encode(v, _other)] for k, v in value.items()])
+    if kind is torch.Tensor and plain(value) and not value.is_meta:
+        if value.nbytes > INLINE or value.requires_grad:
+            raise NotPlain("a large tensor")
+        content = as_bytes(value.cpu()).numpy().tobytes()
+        return word("tensor", [_dtype(value.dtype), list(value.shape), _text(content)])
+    if kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= INLINE:
+        return word("ndarray", [value.dtype.str, list(value.shape), _text(value.tobytes())])
+    if isinstance(value, numpy.generic) and not value.dtype.hasobject:
+        return word("scalar", [value.dtype.str, _text(value.tobytes())])
+    if kind is Opaque and not value.tensors:
+        return word("Opaque", None)
+    if kind is torch.dtype:
+        return word("dtype", _dtype(value))
+    if kind is torch.Size:
+        return word("Size", list(value))
+    if kind is torch.device:
+        return word("device", str(value))
+    raise NotPlain(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _back(kind: str, content: Any) -> Any:
+    made = _KINDS.get(kind)
+    if made is None:
+        raise Damaged(f"a value of the unknown kind {kind!r}")
+    return made(content)
+
+
+def _index(content: Any) -> Index:
+    return Index({decode(key, _back): decode(each, _back) for key, each in content})
+
+
+def _tensor(content: Any) -> torch.Tensor:
+    dtype, shape, text = content
+    raw = bytearray(base64.b64decode(text, validate=True))
+    if not raw:
+        return torch.empty(shape, dtype=dtype_named(dtype), device="cpu")
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype_named(dtype)).reshape(shape).clone()
+
+
+def _array(content: Any) -> numpy.ndarray[Any, Any]:
+    dtype, shape, text = content
+    raw = base64.b64decode(text, validate=True)
+    flat: numpy.ndarray[Any, Any] = numpy.frombuffer(raw, dtype=numpy.dtype(dtype))
+    return numpy.array(flat.reshape(shape))
+
+
+def _scalar(content: Any) -> Any:
+    dtype, text = content
+    return numpy.frombuffer(base64.b64decode(text, validate=True), dtype=numpy.dtype(dtype))[0]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """``float32`` as torch's dtype. Raises Damaged."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise Damaged(f"{name!r} is no dtype of this torch")
+    return found
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "Index": _index,
+    "tensor": _tensor,
+    "ndarray": _array,
+    "scalar": _scalar,
+    "dtype": dtype_named,
+    "Size": torch.Size,
+    "device": torch.device,
+    "Opaque": lambda content: Opaque({}),
+}
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()

@@ -1,0 +1,245 @@
+"""Writes a commit: each rank its share, then one of them the index and the manifest. Blocks: call it in a thread."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import pickle
+import time
+from collections.abc import Callable
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint import filesystem as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from elastic.checkpoints import catalog, manifest
+from elastic.checkpoints.contents import Contents, Path, contents, dotted, shares
+from elastic.checkpoints.manifest import (
+    Manifest,
+    Name,
+    NotReadable,
+    Share,
+    StoredFile,
+    StoredTensor,
+)
+from elastic.checkpoints.plain_data import NotPlain
+from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.values import to_plain
+from elastic.failpoints import failpoint
+from elastic.state.handlers.python_values import ATOMS, dumps
+from elastic.state.held import Held
+from elastic.state.snapshots.digest import digest
+
+PIECE = 1 << 18  # bytes; they stay in the processor's cache between checksum and write
+Alive = Callable[[], None]  # raises where the work is wanted no longer
+
+
+class _Hashed(io.RawIOBase):
+    """Passes on what is written, and keeps count and checksum. ``alive`` is called now and then."""
+
+    def __init__(self, stream: IO[bytes], alive: Alive) -> None:
+        self._stream = stream
+        self._alive = alive
+        self._digest = hashlib.sha256()
+        self.count = 0
+        self.stopped: BaseException | None = None  # by what a write was
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, block: Any) -> int:
+        view = memoryview(block).cast("B")
+        try:
+            for begin in range(0, len(view), PIECE):
+                piece = view[begin : begin + PIECE]
+                self._alive()
+                self._digest.update(piece)
+                self._stream.write(piece)
+        except BaseException as error:
+            self.stopped = error
+            raise
+        self.count += len(view)
+        return len(view)
+
+    def stored(self) -> StoredFile:
+        return StoredFile(self.count, self._digest.hexdigest())
+
+
+def _save(value: torch.Tensor, out: _Hashed) -> None:
+    """torch.save, which makes an error of its own of what a stream raises."""
+    try:
+        torch.save(value, cast("IO[bytes]", out))
+    except RuntimeError:
+        if out.stopped is not None:
+            raise out.stopped from None
+        raise
+
+
+def write_share(
+    storage: Storage, name: Name, held: Held, rank: int, size: int, alive: Alive
+) -> None:
+    """This rank's tensors, and the word that they are complete. Raises OSError, DeviceLost, and what ``alive`` does."""
+    held.complete()
+    mine = shares(contents(held).items, size)[rank]
+    file = f"__{rank}_0.distcp"
+    tensors: list[StoredTensor] = []
+    files: dict[str, StoredFile] = {}
+    if mine:
+        with storage.writing(f"{name}/{file}") as stream:
+            out = _Hashed(stream, alive)
+            for item in mine:
+                offset = out.count
+                _save(_compact(item.tensor), out)
+                failpoint("durable-file")
+                path = list(item.paths[0])
+                tensor = item.tensor
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                where = (file, offset, out.count - offset)
+                tensors.append(
+                    StoredTensor(item.part, item.key, path, dtype, list(tensor.shape), *where)
+                )
+        files[file] = out.stored()
+    generators = None if held.random is None else to_plain(held.random)
+    share = Share(manifest.FORMAT, rank, size, files, tensors, generators)
+    failpoint("durable-share")
+    storage.write(f"{name}/share-{rank}.json", manifest.encoded(share))
+
+
+def replica_digests(held: Held) -> dict[str, int]:
+    """Of the tensors of each part that all ranks hold alike. Raises DeviceLost."""
+    held.complete()
+    alike: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for item in contents(held).items:
+        if not item.by_rank0:
+            alike.setdefault(item.part, []).append((item.key, item.tensor))
+    return {part: digest(tensors) for part, tensors in alike.items()}
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """torch saves the whole storage, and pinned copies share one."""
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.preserve_format)
+
+
+def seal(storage: Storage, name: Name, held: Held, size: int, alive: Alive) -> Manifest:
+    """All shares are written: writes what makes them a checkpoint. Raises OSError, NotReadable where a share is not
+    there, or is not what its rank has written.
+    """
+    found = [_share(storage, name, rank, size) for rank in range(size)]
+    made = contents(held)
+    files = {file: stored for share in found for file, stored in share.files.items()}
+    tensors = [tensor for share in found for tensor in share.tensors]
+    objects = "__0_1.distcp"
+    places: dict[Path, tuple[int, int]] = {}
+    with storage.writing(f"{name}/{objects}") as stream:
+        out = _Hashed(stream, alive)
+        for path, value in made.objects.items():
+            offset = out.count
+            out.write(_saved(value, dotted(path)))
+            places[path] = (offset, out.count - offset)
+    files[objects] = out.stored()
+    index = _index(made, tensors, {path: (objects, *where) for path, where in places.items()})
+    files[manifest.METADATA] = _write(storage, f"{name}/{manifest.METADATA}", index)
+    plain, pickled = _python(held)
+    if pickled:
+        content = dumps(pickled, "the state", held.referred())
+        files[manifest.PICKLED] = _write(storage, f"{name}/{manifest.PICKLED}", content)
+    whole = Manifest(
+        format=manifest.FORMAT,
+        name=name,
+        size=size,
+        written_at=time.time(),
+        torch_version=str(torch.__version__),
+        layout=held.layout,
+        values=plain["values"],
+        structures=plain["structures"],
+        pickled=[f"{kind}.{key}" for kind, key in pickled],
+        tensors=tensors,
+        files=files,
+        generators=[share.generators for share in found],
+    )
+    trouble = manifest.missing(whole, storage.sizes(str(name)))
+    if trouble:
+        raise NotReadable(f"{trouble}; is {storage.url} one folder that all hosts share?")
+    alive()
+    failpoint("durable-manifest")
+    storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(whole))
+    failpoint("durable-sealed")
+    return catalog.read(storage, name)
+
+
+def _share(storage: Storage, name: Name, rank: int, size: int) -> Share:
+    file = f"{name}/share-{rank}.json"
+    try:
+        share = manifest.decode_share(storage.read(file))
+    except FileNotFoundError:
+        raise NotReadable(
+            f"{file} is not there, although rank {rank} has written it: is {storage.url} one folder that all hosts"
+            " share?"
+        ) from None
+    if (share.rank, share.size) != (rank, size):
+        raise NotReadable(f"{file} is that of another world")
+    return share
+
+
+def _write(storage: Storage, file: str, content: bytes) -> StoredFile:
+    storage.write(file, content)
+    return StoredFile(len(content), hashlib.sha256(content).hexdigest())
+
+
+def _saved(value: Any, what: str) -> bytes:
+    return _saved_atom(value) if type(value) in ATOMS else _saved_object(value, what)
+
+
+@functools.lru_cache(10_000, typed=True)
+def _saved_atom(value: Any) -> bytes:
+    return _saved_object(value, "")
+
+
+def _saved_object(value: Any, what: str) -> bytes:
+    """As torch.distributed.checkpoint expects it. What can't be pickled becomes its text."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception:
+        stream = io.BytesIO()
+        torch.save(f"{what} can't be pickled: {value!r}"[:1000], stream)
+    return stream.getvalue()
+
+
+def _python(held: Held) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str], Any]]:
+    """Plain data by kind and name, and what is none."""
+    plain: dict[str, dict[str, Any]] = {"values": {}, "structures": {}}
+    pickled: dict[tuple[str, str], Any] = {}
+    found = [("values", name, value) for name, value in held.values.items()]
+    found += [("structures", name, part.structure) for name, part in held.parts.items()]
+    for kind, name, value in found:
+        try:
+            plain[kind][name] = to_plain(value)
+        except NotPlain:
+            pickled[kind, name] = value
+    return plain, pickled
+
+
+def _index(
+    made: Contents, tensors: list[StoredTensor], objects: dict[Path, tuple[str, int, int]]
+) -> bytes:
+    """What torch.distributed.checkpoint keeps in ``.metadata``."""
+    flat, paths = made.flat()
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(flat, is_coordinator=True)
+    _, metadata = planner.create_global_plan([planner.create_local_plan()])
+    where = {dotted(path): place for path, place in objects.items()}
+    stored = {(each.part, each.key): (each.file, each.offset, each.length) for each in tensors}
+    for item in made.items:
+        where.update({dotted(path): stored[item.part, item.key] for path in item.paths})
+    metadata.planner_data = paths
+    metadata.storage_data = {
+        each.index: dcp._StorageInfo(*where[each.index.fqn]) for each in planner.plan.items
+    }
+    metadata.storage_meta = StorageMeta()
+    metadata.version = getattr(dcp, "CURRENT_DCP_VERSION", None)
+    return pickle.dumps(metadata)

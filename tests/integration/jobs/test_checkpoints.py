@@ -1,0 +1,133 @@
+"""All workers are killed, and the driver too: training goes on from what is in the storage."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import psutil
+
+from elastic.checkpoints import catalog
+from elastic.checkpoints.storage import Storage
+from harness.history import SCRIPTS
+from harness.job import Job
+
+TRAINING = ["python", str(SCRIPTS / "durable.py")]
+FLAGS = "-np 2 --min-np 2 --checkpoint-every 10commits --checkpoint-dir"
+
+
+def begun(output: str) -> list[int]:
+    """The steps at which rank 0 began, or began again."""
+    return [int(step) for step in re.findall(r"rank 0 begins at (\d+)", output)]
+
+
+def workers(running) -> list[psutil.Process]:
+    return [
+        each
+        for each in map(psutil.Process, [p.pid for p in running.processes()])
+        if "durable.py" in " ".join(each.cmdline()) and "elasticrun" not in " ".join(each.cmdline())
+    ]
+
+
+def test_all_workers_are_killed_and_it_goes_on_from_the_newest_checkpoint(job, tmp_path):
+    folder = tmp_path / "checkpoints"
+    training = job(f"{FLAGS} {folder}", TRAINING)
+    training.until(lambda: len([*folder.glob("*/manifest.json")]) >= 2, "two checkpoints")
+    for each in workers(training):
+        os.kill(each.pid, signal.SIGKILL)
+    training.wait_for(r"training goes on from the newest checkpoint \(restart 1 of 3")
+    training.wait_for("elastic: goes on from commit")
+    (folder / "enough").touch()
+    assert training.wait(60) == 0
+    first, second = begun(training.output)
+    assert first == 0 and second >= 6
+    assert "the same bits" in training.output
+    assert "other bits" not in training.output
+    # The last commit is durable too, wherever it was in the order of every tenth.
+    [ended] = re.findall(r"rank 0 ends at (\d+)", training.output)
+    storage = Storage(str(folder))
+    last = catalog.read(storage, catalog.names(storage)[-1])
+    assert last.values["step"] == int(ended)
+
+
+def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
+    folder = tmp_path / "checkpoints"
+    manual = FLAGS.replace("10commits", "manual")
+    training = job(f"{manual} {folder}", TRAINING)
+    training.wait_for(r"commit \S+ is durable")  # the script has asked for it
+    for each in [*workers(training), training.driver]:
+        os.kill(each.pid, signal.SIGKILL)
+    training.driver.wait()
+    again = job(f"{FLAGS} {folder}", TRAINING)
+    again.wait_for("training goes on from commit")
+    again.wait_for("the same bits")
+    (folder / "enough").touch()
+    assert again.wait(60) == 0
+    assert begun(again.output)[0] >= 5
+
+
+def test_a_folder_that_can_not_be_written_is_refused_before_anything_starts(job, tmp_path):
+    (tmp_path / "file").touch()
+    refused = job(f"{FLAGS} {tmp_path / 'file'}", TRAINING)
+    assert refused.wait(20) == 2
+    assert "nothing can be written to" in refused.output
+    assert "starting" not in refused.output
+
+
+def test_a_bit_that_flips_in_one_replica_costs_that_worker_and_no_checkpoint_holds_it(
+    job, tmp_path
+):
+    folder = tmp_path / "checkpoints"
+    flags = FLAGS.replace("-np 2", "-np 3")
+    training = job(f"{flags} {folder}", TRAINING, env={"FLIP": "1"})
+    fenced = training.wait_for(
+        r"fencing localhost:1#1: its (.*) under commit (\S+) differs from that of 2 others"
+    )
+    assert "model" in fenced[1]
+    training.wait_for(r"recovered in .*, generation 3, 3 workers")
+    (folder / "enough").touch()
+    assert training.wait(60) == 0
+    storage = Storage(str(folder))
+    assert all(str(name.commit) != fenced[2] for name in catalog.names(storage))
+    assert all(
+        catalog.verify(storage, catalog.read(storage, n)) == "" for n in catalog.names(storage)
+    )
+
+
+def test_a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, tmp_path):
+    folder = tmp_path / "checkpoints"
+    first = job(f"{FLAGS} {folder}", TRAINING)
+    first.wait_for(r"commit \S+ is durable")
+    (folder / "enough").touch()
+    assert first.wait(60) == 0
+    files = {path: path.read_bytes() for path in folder.rglob("*.distcp")}
+    other = job(f"{FLAGS} {folder}", TRAINING, env={"WIDTH": "40"})
+    assert other.wait(60) == 1
+    assert "training can't go on from the checkpoint: this worker's state differs" in other.output
+    assert "begin anew with --fresh" in other.output
+    assert "Traceback" not in other.output and "slot may return" not in other.output
+    assert {path: path.read_bytes() for path in folder.rglob("*.distcp")} == files
+
+
+def test_under_another_driver_old_and_new_members_write_one_checkpoint_together(job, tmp_path):
+    folder = tmp_path / "checkpoints"
+    flags = f"-H localhost:1,127.0.0.2:1 {FLAGS} {folder} --resume"
+    first = job(flags, TRAINING)
+    first.wait_for(r"commit \S+ is durable")
+    first.unchecked = "its journal is gone on with"
+    os.kill(first.driver.pid, signal.SIGKILL)
+    first.driver.wait()
+    second = Job(flags, TRAINING, folder=first.folder)
+    try:
+        second.wait_for("goes on unchanged: reconnected")
+        second.kill(rank=1)
+        second.until(lambda: any(folder.glob("r0002-*/manifest.json")), "a checkpoint of both")
+        (folder / "enough").touch()
+        assert second.wait(60) == 0
+    finally:
+        left = second.end()
+    assert not left
+    storage = Storage(str(folder))
+    last = catalog.read(storage, catalog.names(storage)[-1])
+    assert (last.name.run, last.size) == (2, 2) and catalog.verify(storage, last) == ""

@@ -1,0 +1,129 @@
+"""All ranks write a part, rank 0 completes it; one that can't stops it for all."""
+
+from __future__ import annotations
+
+from elastic.driver.job.checkpoint_shares import (
+    CheckpointShares,
+    Damaged,
+    Failed,
+    Made,
+    NotEqual,
+    TellRanks,
+)
+from elastic.protocol.messages import (
+    CheckpointDone,
+    CheckpointDue,
+    CheckpointWritten,
+    Commit,
+    DropCheckpoint,
+    Leaving,
+    MakeDurable,
+    SealCheckpoint,
+    ShareDropped,
+    ShareWritten,
+    Worker,
+)
+
+A, B, C = Worker("h1", 0), Worker("h2", 0), Worker("h3", 0)
+DROP = DropCheckpoint(3, 40)
+
+
+def wrote(model: int = 1, optimizer: int = 2) -> ShareWritten:
+    return ShareWritten(3, 40, Commit(3, 41), {"model": model, "optimizer": optimizer})
+
+
+def three(*, equal_before: bool = True) -> CheckpointShares:
+    shares = CheckpointShares()
+    shares.world(2, [A, B, C])
+    if equal_before:
+        for worker in (A, B, C):
+            shares.handle(worker, ShareWritten(2, 9, Commit(2, 9), {"model": 5}))
+    shares.world(3, [A, B, C])
+    return shares
+
+
+def two() -> CheckpointShares:
+    shares = CheckpointShares()
+    shares.world(3, [A, B])
+    return shares
+
+
+def test_it_is_sealed_when_all_have_written():
+    shares = two()
+    assert shares.handle(A, CheckpointDue(3, 40)) == [TellRanks([A, B], MakeDurable(3, 40))]
+    assert shares.handle(B, wrote()) == []
+    assert shares.handle(A, wrote()) == [TellRanks([A], SealCheckpoint(3, 40))]
+    made = CheckpointWritten(3, 40, Commit(3, 41), "/c/r1", 100, 0.5)
+    assert shares.handle(A, made) == [
+        TellRanks([A, B], CheckpointDone(3, 40, Commit(3, 41))),
+        Made(Commit(3, 41), "/c/r1", 100, 0.5),
+    ]
+
+
+def test_one_that_can_not_write_ends_it_for_all_once():
+    shares = two()
+    shares.handle(A, wrote())
+    off = [TellRanks([A, B], DropCheckpoint(3, 40)), Failed(40, B, "full", True)]
+    assert shares.handle(B, ShareDropped(3, 40, "full")) == off
+    again = [TellRanks([A], DropCheckpoint(3, 40))]
+    assert shares.handle(A, ShareDropped(3, 40, "late", True)) == again
+    assert shares.handle(A, wrote()) == again
+
+
+def test_who_says_it_again_has_heard_no_answer_or_waits_for_somebody_who_has_heard_nothing():
+    shares = two()
+    shares.handle(B, wrote())
+    assert shares.handle(B, wrote()) == [TellRanks([A], MakeDurable(3, 40))]
+    shares.handle(A, wrote())
+    shares.handle(A, CheckpointWritten(3, 40, Commit(3, 41), "/c/r1", 100, 0.5))
+    assert shares.handle(B, wrote()) == [TellRanks([B], CheckpointDone(3, 40, Commit(3, 41)))]
+
+
+def test_of_an_older_world_only_what_is_whole_counts():
+    shares = two()
+    shares.handle(A, wrote())
+    shares.world(4, [B, A])
+    assert shares.handle(B, wrote()) == []
+    assert shares.handle(A, CheckpointDue(3, 50)) == []
+    made = CheckpointWritten(3, 40, Commit(3, 41), "/c/r1", 100, 0.5)
+    assert shares.handle(A, made) == [Made(Commit(3, 41), "/c/r1", 100, 0.5)]
+    assert shares.handle(Worker("h9", 0), CheckpointDue(4, 1)) == []
+    assert shares.handle(A, Leaving("SIGTERM")) is None
+
+
+def test_whose_replica_differs_from_the_others_is_named_and_nothing_is_made_durable():
+    shares = three()
+    shares.handle(A, wrote())
+    shares.handle(B, wrote(optimizer=8))
+    assert shares.handle(C, wrote()) == [
+        TellRanks([A, B, C], DROP),
+        Damaged(B, 3, Commit(3, 41), ["optimizer"], 2),
+    ]
+
+
+def test_rank_0_may_be_the_damaged_one():
+    shares = three()
+    shares.handle(A, wrote(model=8))
+    shares.handle(B, wrote())
+    assert Damaged(A, 3, Commit(3, 41), ["model"], 2) in (shares.handle(C, wrote()) or [])
+
+
+def test_two_that_differ_accuse_nobody():
+    shares = three()
+    shares.world(3, [A, B])
+    shares.handle(A, wrote())
+    assert shares.handle(B, wrote(model=8)) == [
+        TellRanks([A, B], DROP),
+        NotEqual(Commit(3, 41), [[A], [B]], ["model"], True),
+    ]
+
+
+def test_what_never_was_equal_is_a_matter_of_the_script_and_not_of_damage():
+    """Parameters that nobody reduces differ on all ranks from the first step on: nobody is fenced for that."""
+    shares = three(equal_before=False)
+    shares.handle(A, wrote())
+    shares.handle(B, wrote(model=8))
+    assert shares.handle(C, wrote()) == [
+        TellRanks([A, B, C], DROP),
+        NotEqual(Commit(3, 41), [[A, C], [B]], ["model"], False),
+    ]

@@ -1,0 +1,262 @@
+"""A commit goes to a folder in shares and comes back, bit for bit; what is torn or damaged is never taken."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from elastic.checkpoints import catalog, loading, manifest, resuming, writing
+from elastic.checkpoints.manifest import Name, NotReadable
+from elastic.checkpoints.options import CheckpointOptions
+from elastic.checkpoints.storage import Storage
+from elastic.errors import Invalid, StateMismatch
+from elastic.state.sampler import ElasticSampler
+from elastic.state.state import hold
+from elastic.state.torch_state import TorchState
+
+
+def trained(seed: int, steps: int = 3, width: int = 20) -> TorchState:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(10, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 10)
+    )
+    net[2].tied = net[0].weight
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(4, 10)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    sampler = ElasticSampler(range(50))
+    state = TorchState(
+        model=net, optimizer=optimizer, schedule=schedule, sampler=sampler, rng=True, epoch=seed, best={"a": (1, 0.5)}
+    )  # fmt: skip
+    state.commit()
+    return state
+
+
+def nobody_minds() -> None:
+    pass
+
+
+def written(storage: Storage, state: TorchState, name: Name, size: int = 1) -> manifest.Manifest:
+    held = hold(state)
+    try:
+        for rank in range(size):
+            writing.write_share(storage, name, held, rank, size, nobody_minds)
+        return writing.seal(storage, name, held, size, nobody_minds)
+    finally:
+        held.release()
+
+
+def same(one: TorchState, other: TorchState) -> bool:
+    mine, theirs = one.optimizer.state_dict(), other.optimizer.state_dict()
+    entries = all(
+        torch.equal(entry, theirs["state"][number][key])
+        for number, entries in mine["state"].items()
+        for key, entry in entries.items()
+    )
+    models = zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True)
+    return (
+        entries
+        and mine["param_groups"] == theirs["param_groups"]
+        and all(torch.equal(a, b) for a, b in models)
+        and one.schedule.state_dict() == other.schedule.state_dict()
+        and (one.epoch, one.best) == (other.epoch, other.best)
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_what_any_number_of_ranks_has_written_comes_back_bit_for_bit(tmp_path, size):
+    storage, state = Storage(str(tmp_path)), trained(2)
+    drawn = torch.randn(3), random.random()
+    state.restore()  # the generators are where they were at the commit
+    found = written(storage, state, Name(1, 2, 30), size)
+    assert found.pickled == [] and catalog.verify(storage, found) == ""
+    other = trained(7, steps=1)
+    loading.load(storage, catalog.read(storage, Name(1, 2, 30)), other)
+    loading.load_random(found, size - 1, other)
+    assert same(other, state)
+    assert torch.equal(torch.randn(3), drawn[0]) and random.random() == drawn[1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_it_without_us(tmp_path):
+    storage, state = Storage(str(tmp_path / "all")), trained(2)
+    written(storage, state, Name(1, 2, 30), size=3)
+    folder = tmp_path / "all" / "r0001-g0002-c00000030"
+    dcp_to_torch_save(folder, tmp_path / "plain.pt")
+    plain = torch.load(tmp_path / "plain.pt", weights_only=False)
+    other = trained(7)
+    other.model.load_state_dict(plain["model"])
+    assert torch.equal(other.model[0].weight, state.model[0].weight) and plain["epoch"] == 2
+    into = {"optimizer": other.optimizer.state_dict(), "epoch": 0}
+    dcp_load(into, checkpoint_id=folder, no_dist=True)
+    other.optimizer.load_state_dict(into["optimizer"])
+    entry = state.optimizer.state[state.model[0].weight]["exp_avg"]
+    assert torch.equal(other.optimizer.state[other.model[0].weight]["exp_avg"], entry)
+
+
+def test_what_is_held_stays_as_it_is_while_commits_go_on(tmp_path):
+    storage, state = Storage(str(tmp_path)), trained(2)
+    before = state.model[0].weight.detach().clone()
+    held = hold(state)
+    with torch.no_grad():
+        state.model[0].weight.add_(1)
+    state.epoch = 3
+    state.commit()
+    writing.write_share(storage, Name(1, 2, 30), held, 0, 1, nobody_minds)
+    found = writing.seal(storage, Name(1, 2, 30), held, 1, nobody_minds)
+    held.release()
+    other = trained(7)
+    loading.load(storage, found, other)
+    assert torch.equal(other.model[0].weight, before) and other.epoch == 2
+    state.restore()
+    assert state.epoch == 3 and torch.equal(state.model[0].weight, before + 1)
+
+
+def test_what_is_torn_is_passed_over(tmp_path):
+    storage, state = Storage(str(tmp_path)), trained(2)
+    whole = written(storage, state, Name(1, 2, 30))
+    held = hold(state)
+    writing.write_share(storage, Name(1, 2, 40), held, 0, 2, nobody_minds)
+    with pytest.raises(NotReadable, match="one folder that all hosts share"):
+        writing.seal(storage, Name(1, 2, 40), held, 2, nobody_minds)
+    held.release()
+    assert catalog.entry(storage, Name(1, 2, 40)).torn
+    options = CheckpointOptions(str(tmp_path))
+    found = resuming.load_newest(storage, options, trained(7))
+    assert found is not None and found[1].name == whole.name
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])
+def test_a_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path, capsys, file):
+    storage, state = Storage(str(tmp_path)), trained(2)
+    written(storage, state, Name(1, 2, 30))
+    written(storage, state, Name(1, 2, 40))
+    path = tmp_path / "r0001-g0002-c00000040" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x80
+    path.write_bytes(content)
+    found = resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
+    assert found is not None and found[1].name == Name(1, 2, 30)
+    assert "is passed over" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_read_training_does_not_begin_anew_by_itself(tmp_path):
+    storage, state = Storage(str(tmp_path)), trained(2)
+    written(storage, state, Name(1, 2, 30))
+    (tmp_path / "r0001-g0002-c00000030" / "__0_0.distcp").unlink()
+    with pytest.raises(Invalid, match=r"__0_0\.distcp is missing"):
+        resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
+    fresh = CheckpointOptions(str(tmp_path), run=2, floor=2)
+    assert resuming.load_newest(storage, fresh, trained(7)) is None
+
+
+def test_another_state_is_told_the_difference_and_stays_as_it_is(tmp_path):
+    storage, state = Storage(str(tmp_path)), trained(2)
+    found = written(storage, state, Name(1, 2, 30))
+    other = trained(7, width=30)
+    before = other.model[0].weight.detach().clone()
+    with pytest.raises(StateMismatch, match=r"model.0.weight float32 \[30, 10\]"):
+        loading.load(storage, found, other)
+    assert torch.equal(other.model[0].weight, before)
+
+
+def test_a_newer_version_is_refused(tmp_path):
+    storage, state = Storage(str(tmp_path)), trained(2)
+    written(storage, state, Name(1, 2, 30))
+    path = tmp_path / "r0001-g0002-c00000030" / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":9', 1))
+    assert "newer version (format 9" in catalog.entry(storage, Name(1, 2, 30)).trouble
+
+
+def test_what_is_not_wanted_any_more_is_not_written(tmp_path):
+    class Enough(Exception):
+        pass
+
+    def enough() -> None:
+        raise Enough
+
+    storage, state = Storage(str(tmp_path)), trained(2)
+    held = hold(state)
+    with pytest.raises(Enough):
+        writing.write_share(storage, Name(1, 2, 30), held, 0, 1, enough)
+    held.release()
+    assert storage.sizes("r0001-g0002-c00000030") == {}
+
+
+def test_old_ones_go_once_newer_ones_are_whole(tmp_path):
+    storage, state = Storage(str(tmp_path)), trained(2)
+    for number in (10, 20, 30, 40):
+        written(storage, state, Name(2, 1, number))
+    written(storage, state, Name(1, 9, 99))  # of another training
+    held = hold(state)
+    writing.write_share(storage, Name(2, 1, 50), held, 0, 1, nobody_minds)
+    held.release()
+    assert catalog.prune(storage, 2, floor=2) == [Name(2, 1, 10), Name(2, 1, 20)]
+    left = [Name(1, 9, 99), Name(2, 1, 30), Name(2, 1, 40), Name(2, 1, 50)]
+    assert catalog.names(storage) == left
+    assert catalog.chosen(storage, "1.40").name == Name(2, 1, 40)
+    with pytest.raises(Invalid, match=r"no commit 7\.7"):
+        catalog.chosen(storage, "7.7")
+
+
+def test_a_protocol_without_its_package_is_refused_before_anything_else():
+    with pytest.raises(Invalid, match="gs:// needs a package"):
+        Storage("gs://bucket/folder")
+    with pytest.raises(Invalid, match="nonsense"):
+        Storage("nonsense://folder")
+
+
+def test_a_storage_of_fsspec_keeps_the_same():
+    storage, state = Storage("memory://checkpoints"), trained(2)
+    storage.prove_writable()
+    found = written(storage, state, Name(1, 2, 30), size=2)
+    other = trained(7)
+    loading.load(storage, found, other)
+    assert same(other, state)
+    assert catalog.prune(storage, 1) == []
+
+
+def test_each_job_on_a_folder_has_a_run_of_its_own(tmp_path):
+    for storage in (Storage(str(tmp_path / "all")), Storage("memory://claimed")):
+        assert [catalog.claim_run(storage) for _ in range(3)] == [1, 2, 3]
+        written(storage, trained(2), Name(7, 2, 30))
+        assert catalog.claim_run(storage) == 8
+
+
+def test_a_commit_of_another_folder_is_where_training_begins(tmp_path):
+    """Both folders are at their first run."""
+    old, new = Storage(str(tmp_path / "old")), str(tmp_path / "new")
+    written(old, trained(2), Name(1, 2, 30))
+    options = CheckpointOptions(new, run=1, floor=1, start=(old.url, "2.30"))
+    state = trained(7)
+    where, found = resuming.load_newest(Storage(new), options, state) or ("", None)
+    assert where == old.url and found is not None and same(state, trained(2))
+
+
+def test_who_else_writes_here_is_known_while_it_lives(tmp_path, monkeypatch):
+    storage = Storage(str(tmp_path))
+    assert catalog.writing_here(storage) is None
+    catalog.claim_run(storage)
+    assert catalog.writing_here(storage) is None, "it is ourselves"
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = psutil.Process(other.pid)
+    began_at = process.create_time()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("elastic.checkpoints.catalog.psutil.Process", lambda: process)
+        catalog.claim_run(storage)
+    found = catalog.writing_here(storage)
+    assert found is not None and (found.pid, found.began_at) == (other.pid, began_at)
+    other.communicate()
+    assert catalog.writing_here(storage) is None

@@ -1,0 +1,137 @@
+"""Which commits are written, how values are told as plain data, and what flags and variables mean."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from elastic.checkpoints import options
+from elastic.checkpoints.manifest import Name, parse, superfluous
+from elastic.checkpoints.plain_data import Damaged, NotPlain, decode, encode
+from elastic.checkpoints.schedule import Schedule, Step
+from elastic.errors import Invalid
+from elastic.protocol.messages import Commit
+
+atoms = some.one_of(
+    some.none(),
+    some.booleans(),
+    some.integers(),
+    some.floats(allow_nan=False),
+    some.text(),
+    some.binary(),
+)
+values = some.recursive(
+    atoms,
+    lambda inner: (
+        some.lists(inner)
+        | some.tuples(inner, inner)
+        | some.dictionaries(some.text() | some.integers(), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(values)
+def test_plain_data_comes_back_as_it_was(value):
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert back == value and repr(back) == repr(value)
+
+
+def test_other_kinds_are_refused_and_a_damaged_word_is_an_error():
+    with pytest.raises(NotPlain, match="builtin_function"):
+        encode({"f": max})
+    kept = OrderedDict(a=Counter({3: 1}), b=float("inf"), c={1, 2}, d=frozenset({3}))
+    assert decode(encode(kept)) == kept
+    for text in ({"~": "tuple", "v": 3}, {"~": "os.system", "v": "x"}, {"~": 1}):
+        with pytest.raises(Damaged):
+            decode(text)
+
+
+def test_each_so_manieth_commit_is_written_if_the_one_before_is():
+    schedule = Schedule(10, None, 0.0)
+    begun, busy = [], False
+    for n in range(1, 61):
+        step = schedule.at_commit(Commit(2, n), n * 0.1, leads=True, busy=busy)
+        if step.ask is not None:
+            assert schedule.told(2, step.ask) and step.ask - n <= 7, "not long before"
+        if step.begin is not None:
+            begun.append(n)
+        busy = 20 <= n < 38  # it takes that long
+    assert begun == [10, 20, 50, 60]
+
+
+def test_by_time_rank_0_names_a_commit_ahead_and_all_write_that_one():
+    ranks = [Schedule(None, 60.0, 0.0) for _ in range(2)]
+    steps = [
+        ranks[0].at_commit(Commit(2, n), n * 1.0, leads=True, busy=False) for n in range(1, 61)
+    ]
+    assert steps[:-1] == [Step()] * 59
+    asked = steps[-1].ask
+    assert asked is not None and asked >= 61
+    for n in range(1, 61):
+        assert ranks[1].at_commit(Commit(2, n), n * 1.0, leads=False, busy=False) == Step()
+    assert [each.told(2, asked) for each in ranks] == [True, True]
+    for n in range(61, asked):
+        for r in ranks:
+            assert r.at_commit(Commit(2, n), float(n), leads=False, busy=False) == Step()
+    for r in ranks:
+        assert r.at_commit(Commit(2, asked), float(asked), leads=False, busy=False) == Step(
+            begin=asked
+        )
+
+
+def test_who_hears_of_it_too_late_says_so_and_the_next_is_named_further_ahead():
+    schedule = Schedule(None, 1.0, 0.0)
+    for n in range(100):
+        schedule.at_commit(Commit(2, n + 1), n * 0.01, leads=True, busy=False)
+    first = schedule.at_commit(Commit(2, 101), 1.0, leads=True, busy=False).ask
+    assert first is not None and not schedule.told(2, 50) and not schedule.told(1, first)
+    schedule.dropped(first, 1.0)
+    second = schedule.at_commit(Commit(2, 102), 1.01, leads=True, busy=False).ask
+    assert second is not None and second - 102 > first - 101
+
+
+def test_another_world_begins_from_nothing():
+    schedule = Schedule(3, None, 0.0)
+    for n in (1, 2):
+        step = schedule.at_commit(Commit(2, n), n * 1.0, leads=True, busy=False)
+    assert step.ask == 3 and schedule.told(2, 3)
+    for n in (1, 2, 3, 4):
+        step = schedule.at_commit(Commit(3, n), 2.0 + n, leads=False, busy=False)
+        assert step == Step()
+
+
+def test_how_often_is_said_in_time_or_commits():
+    assert options.parse_every("500commits") == (500, None)
+    assert options.parse_every("10m") == (None, 600.0)
+    for wrong in ("", "0s", "60", "fast", "-5s", "0commits", "nans"):
+        with pytest.raises(Invalid, match="--checkpoint-every"):
+            options.parse_every(wrong)
+    assert options.parse_from("s3://a/b@3.450") == ("s3://a/b", "3.450")
+    with pytest.raises(Invalid, match="--from"):
+        options.parse_from("/folder")
+
+
+def test_what_a_worker_is_told():
+    assert options.read({}) is None
+    found = options.read({options.DIR: "/c", options.EVERY: "5commits", options.RUN: "3"})
+    assert found == options.CheckpointOptions("/c", 5, None, run=3)
+    with pytest.raises(Invalid, match="ELASTIC_CHECKPOINT_KEEP"):
+        options.read({options.DIR: "/c", options.KEEP: "0"})
+
+
+def test_names_are_in_the_order_in_which_commits_were_made():
+    made = [Name(1, 9, 5), Name(2, 1, 100), Name(2, 2, 3)]
+    assert sorted(reversed(made)) == made and [parse(str(name)) for name in made] == made
+    assert parse("r1-g2-c3") is None and parse("lost+found") is None
+
+
+def test_nothing_goes_while_no_newer_one_is_proven():
+    names = [Name(1, 1, n) for n in range(1, 6)]
+    assert superfluous(names, [], 1) == []
+    assert superfluous(names, names[:2], 1) == names[:1]
+    assert superfluous(names, names[1:4], 2) == [names[0], names[1]]

@@ -1,0 +1,279 @@
+"""Ranks, each with its writer, bring checkpoints together with the driver's help. All in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from elastic.checkpoints import catalog, loading, writer
+from elastic.checkpoints.manifest import Manifest
+from elastic.checkpoints.options import CheckpointOptions, parse_every
+from elastic.checkpoints.storage import Storage
+from elastic.checkpoints.writer import Writer
+from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Failed, Made, TellRanks
+from elastic.driver.membership.scheduling import placement
+from elastic.protocol.messages import Commit, Message, Worker
+from elastic.state.torch_state import TorchState
+from harness.stalls import wait_until
+
+GENERATION = 2
+ROOM = 1000  # bytes that a full disk still takes at a time: what stands before a tensor, and not the tensor
+
+
+class Job:
+    """Ranks that commit together. What is sent goes through the driver's part in it, and to the others."""
+
+    def __init__(
+        self, folder: Any, ranks: int, every: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(writer, "monotonic", lambda: self.now)
+        commits, seconds = parse_every(every)
+        options = CheckpointOptions(str(folder), commits, seconds, run=1)
+        self.storage = Storage(str(folder))
+        self.workers = [Worker("h", slot, 1) for slot in range(ranks)]
+        self.places = list(placement.places(self.workers))
+        self.shares = CheckpointShares()
+        self.shares.world(GENERATION, self.workers)
+        self.made: list[Commit] = []
+        self.failed: list[str] = []
+        self.damaged: list[int] = []  # ranks
+        self.step = 0
+        self.over = False
+        self._driver = threading.Lock()
+        self.states = [self._state() for _ in range(ranks)]
+        self.writers = [
+            Writer(Storage(str(folder)), options, self._sender(worker), alone=False)
+            for worker in self.workers
+        ]
+
+    def _state(self) -> TorchState:
+        torch.manual_seed(1)
+        state = TorchState(model=torch.nn.Linear(30, 30), step=0)
+        state.commit()
+        return state
+
+    def _sender(self, worker: Worker) -> Any:
+        def send(message: Message) -> None:
+            with self._driver:
+                actions = self.shares.handle(worker, message)
+            for action in actions or ():
+                match action:
+                    case TellRanks(workers, message):
+                        for each in workers:
+                            self.writers[self.workers.index(each)].receive(message)
+                    case Made(commit):
+                        self.made.append(commit)
+                    case Failed(_, _, reason):
+                        self.failed.append(reason)
+                    case Damaged(culprit):
+                        self.damaged.append(self.workers.index(culprit))
+
+        return send
+
+    def commit(self, times: int = 1) -> Commit:
+        for _ in range(times):
+            self.step += 1
+            self.now += 0.5
+            for state, rank, at in zip(self.states, self.writers, self.places, strict=True):
+                with torch.no_grad():
+                    state.model.weight.add_(1)
+                state.step = self.step
+                state.commit()
+                rank.committed(state, Commit(GENERATION, self.step), at)
+        return Commit(GENERATION, self.step)
+
+    def finish(self) -> None:
+        last = Commit(GENERATION, self.step)
+        with ThreadPoolExecutor(len(self.writers)) as pool:
+            ranks = zip(self.states, self.writers, self.places, strict=True)
+            ends = [pool.submit(w.finish, s, last, at, lambda: self.over) for s, w, at in ranks]
+            for end in ends:
+                end.result(30)
+
+    def has(self, number: int) -> None:
+        """Waits until this commit is durable, and each rank knows that."""
+        commit = Commit(GENERATION, number)
+        wait_until(lambda: all(w.newest == commit for w in self.writers), f"commit {commit}")
+
+    def loaded(self) -> TorchState:
+        """What the newest checkpoint holds."""
+        state = self._state()
+        loading.load(self.storage, self.newest(), state)
+        return state
+
+    def newest(self) -> Manifest:
+        return catalog.read(self.storage, catalog.names(self.storage)[-1])
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch) -> Iterator[Any]:
+    jobs: list[Job] = []
+
+    def make(ranks: int = 3, every: str = "5commits") -> Job:
+        jobs.append(Job(tmp_path / "all", ranks, every, monkeypatch))
+        return jobs[-1]
+
+    yield make
+    for each in jobs:
+        for each_writer in each.writers:
+            each_writer.close()
+
+
+@pytest.fixture
+def broken(monkeypatch) -> Any:
+    """A storage in which nothing can be written while it is set."""
+    away = threading.Event()
+    writing = Storage.writing
+
+    @contextlib.contextmanager
+    def failing(self: Storage, name: str) -> Iterator[Any]:
+        with writing(self, name) as stream:
+
+            def full(block: Any) -> int:
+                if len(block) > ROOM:
+                    raise OSError(28, "No space left on device")
+                return stream.write(block)
+
+            yield create_autospec(stream, write=full) if away.is_set() else stream
+
+    monkeypatch.setattr(Storage, "writing", failing)
+    return away
+
+
+def test_each_fifth_commit_becomes_durable_on_all_ranks(job):
+    ranks = job()
+    for number in (5, 10):
+        ranks.commit(5)
+        ranks.has(number)
+    assert ranks.made == [Commit(2, 5), Commit(2, 10)] and not ranks.failed
+    assert torch.equal(ranks.loaded().model.weight, ranks.states[1].model.weight)
+
+
+def test_the_last_commit_becomes_durable_when_the_function_returns(job):
+    ranks = job()
+    ranks.commit(4)
+    ranks.finish()
+    ranks.has(4)
+    assert ranks.loaded().step == 4
+    made = len(ranks.made)
+    ranks.finish()
+    assert len(ranks.made) == made, "it is durable already"
+
+
+def test_what_is_being_written_at_the_end_is_not_written_twice(job):
+    ranks = job()
+    ranks.commit(5)
+    ranks.finish()
+    ranks.has(5)
+    assert ranks.made == [Commit(2, 5)]
+
+
+def test_what_the_script_asks_for_is_the_very_next_commit(job):
+    ranks = job(every="manual")
+    ranks.commit(5)
+    for rank in ranks.writers:
+        rank.want()
+    ranks.commit()
+    ranks.has(6)
+    ranks.commit(5)
+    assert ranks.made == [Commit(2, 6)] and ranks.loaded().step == 6
+
+
+def test_what_the_script_asks_for_while_one_is_being_written_comes_a_little_later(job, broken):
+    ranks = job(every="manual")
+    ranks.commit(2)
+    broken.set()
+    for _ in range(2):
+        for rank in ranks.writers:
+            rank.want()
+        ranks.commit()
+    broken.clear()
+    wait_until(lambda: ranks.commit() and len(ranks.made) == 2, "both")
+    assert ranks.made[0] == Commit(2, 3) and ranks.made[1] > Commit(2, 4)
+
+
+def test_one_that_asks_alone_does_not_stop_the_others_for_good(job):
+    ranks = job(every="manual")
+    ranks.commit(2)
+    ranks.writers[1].want()
+    ranks.commit(20)
+    for rank in ranks.writers:
+        rank.want()
+    wait_until(lambda: ranks.commit() and ranks.made, "what all have asked for")
+
+
+def test_a_world_that_breaks_ends_the_wait(job, broken):
+    ranks = job()
+    broken.set()
+    ranks.commit(5)
+    ending = threading.Thread(target=ranks.finish)
+    ending.start()
+    ranks.over = True
+    ending.join(10)
+    assert not ending.is_alive() and not ranks.made
+
+
+def test_a_full_storage_fails_no_commit_and_is_tried_until_there_is_room(job, broken, capsys):
+    ranks = job()
+    broken.set()
+    ranks.commit(8)
+    wait_until(lambda: "can't be written" in capsys.readouterr().err, "a word about it")
+    broken.clear()
+    ranks.has(5)
+    assert "No space left" not in "".join(ranks.failed)
+    said = capsys.readouterr().err
+    assert "can be written to" in said and said.count("can't be written") < 3
+    assert ranks.loaded().step == 5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_fails_in_the_storage_the_last_commit_is_durable_and_whole_in_the_end(
+    job, monkeypatch, seed
+):
+    drawn = random.Random(seed)
+    writing = Storage.writing
+
+    @contextlib.contextmanager
+    def failing(self: Storage, name: str) -> Iterator[Any]:
+        with writing(self, name) as stream:
+            if drawn.random() < 0.3:
+                stream.write(b"torn")
+                raise OSError(5, "Input/output error")
+            yield stream
+            if drawn.random() < 0.1:
+                raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Storage, "writing", failing)
+    monkeypatch.setattr(writer, "LONGEST_RETRY_S", 0.1)
+    ranks = job(drawn.randint(1, 4), f"{drawn.randint(1, 5)}commits")
+    ranks.commit(drawn.randint(5, 12))
+    ranks.finish()
+    ranks.has(ranks.step)
+    assert catalog.verify(ranks.storage, ranks.newest()) == ""
+    assert torch.equal(ranks.loaded().model.weight, ranks.states[0].model.weight)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_bit_that_flips_in_one_replica_is_found_before_the_next_checkpoint(job, seed):
+    drawn = random.Random(seed)
+    ranks = job()
+    ranks.commit(5)
+    ranks.has(5)
+    victim = drawn.randrange(3)
+    tensor = drawn.choice([*ranks.states[victim].model.parameters()]).detach()
+    words = tensor.view(torch.int32).view(-1)
+    words[drawn.randrange(len(words))] ^= 1 << drawn.randrange(
+        20
+    )  # a mantissa's: adding 1 keeps it
+    ranks.commit(5)
+    wait_until(lambda: ranks.damaged, "a word about it")
+    assert ranks.damaged == [victim] and ranks.made == [Commit(2, 5)]
