@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from elastic.driver.reasons import Reason
-from elastic.protocol.messages import Address, Commit, Finite, Launches, Place, Worker
+from elastic.protocol.messages import Address, Commit, Finite, Launches, Place, Value, Worker
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -209,16 +209,40 @@ class HostLost(Event):
     reason: str
 
 
+class Notice(Value):
+    """A machine has announced its end. ``text``: who says so, and what; ``within_s``: until then, None if that is not
+    known.
+    """
+
+    text: str
+    within_s: Finite | None = None
+
+
 class HostReported(Event):
     """The agent of a host has a new connection: these are the workers that run there.
 
     ``ordered``: those that it was told to start before; who is among them and does not run is gone. Others may be on
-    their way to it. None: everybody was.
+    their way to it. None: everybody was. ``notice``: of the end of its machine, if one stands.
     """
 
     host: str
     running: list[Worker]
     ordered: list[Worker] | None = None
+    notice: Notice | None = None
+
+
+class HostLeaving(Event):
+    """The machine of a host has announced its end. ``alone``: the driver runs there too, and ends with it."""
+
+    host: str
+    notice: Notice
+    alone: bool = False
+
+
+class HostStaying(Event):
+    """What it had announced is off."""
+
+    host: str
 
 
 class DriverRestarted(Event):
@@ -369,6 +393,13 @@ class RejectWorker(Action):
 class FinishWorld(Action):
     generation: int
     members: list[Worker]
+
+
+class HastenCheckpoint(Action):
+    """Have rank 0 make one of its next commits durable, whatever else is due."""
+
+    generation: int
+    rank0: Worker
 
 
 class EndJob(Action):

@@ -44,6 +44,7 @@ class Why(enum.Enum):
     NOT_READY = "not ready"
     # It is let go, or killed because it did not go.
     HOST_NOT_LISTED = "host not listed"
+    HOST_LEAVES = "host leaves"
     RETURNED_BEFORE = "returned before"
     JOB_ENDED = "job ended"
     JOB_OVER = "job over"
@@ -97,6 +98,7 @@ class Why(enum.Enum):
     # ... or it is not worth going on ...
     RESET_LIMIT = "reset limit"
     RESTARTS_SPENT = "restarts spent"
+    MACHINE_LEAVES = "machine leaves"
     STUCK_AGAIN = "stuck again"
     IN_CIRCLES = "in circles"
     # ... or somebody is to blame.
@@ -232,6 +234,16 @@ def _ended(facts: Mapping[str, Any]) -> str:
     return f"{said}{early}{outside}{_words.format_field(facts.get('wrote'), 'wrote')}"
 
 
+def _machine_leaves(facts: Mapping[str, Any]) -> str:
+    """The driver's own machine goes, and everybody with it."""
+    said = f"this machine goes away ({facts['notice']})"
+    if facts["newest"]:
+        return f"{said}; commit {facts['newest']} is durable, and the same command goes on from it"
+    if facts["durable"]:
+        return f"{said}, and no commit of this run became durable in time"
+    return f"{said}; with --checkpoint-dir the same command could go on from its last commit"
+
+
 SENTENCES: dict[Why, Sentence] = {
     Why.TOLD: "{text}",
     Why.UNKNOWN: "{text}",
@@ -260,6 +272,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.NO_INIT: "it did not call init() within {within_s:g} s",
     Why.NOT_READY: "it did not become ready within {within_s:g} s",
     Why.HOST_NOT_LISTED: "{host} left the list of hosts",
+    Why.HOST_LEAVES: "the machine of {host} goes away: {notice}",
     Why.RETURNED_BEFORE: "it has returned from elastic.run, which a job enters once",
     Why.JOB_ENDED: "the job has ended",
     Why.JOB_OVER: "the job is over",
@@ -318,6 +331,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
     Why.NO_RESUME: "training can't go on from the checkpoint: {text}",
     Why.RESTARTS_SPENT: "{cause}; --restarts {limit} is reached, with no new checkpoint between",
+    Why.MACHINE_LEAVES: _machine_leaves,
     Why.RESET_LIMIT: "{cause}; --reset-limit {limit} is reached",
     Why.STUCK_AGAIN: "in {worlds} worlds a worker was stuck, with no new commit between: {cause}",
     Why.IN_CIRCLES: "{worlds} worlds in a row broke with nobody lost and no new commit: {cause}",

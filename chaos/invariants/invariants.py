@@ -24,6 +24,7 @@ EVERY WAIT ENDS    For a start, an exit, an answer, a stop, a gathering and the 
                    ends. Not seen: what a worker waits for without telling.
 ONE PER SLOT       Nobody is started in a slot whose last worker was not seen to exit; incarnations grow. Who was
                    never started is not heard of.
+NOTICES            Nobody is started on a machine that has announced its end, before that.
 FENCED STAYS OUT   Who was killed, let go, rejected, lost with its host, or finished is in no later world.
 THE END            After EndJob nothing is started or published, and it comes once; the driver never raises. Its code
                    and reason are what was seen: of returns, of exits. See `job_end`.
@@ -258,6 +259,10 @@ class Invariants:
 
     def _starts(self, worker: Worker) -> None:
         slot = (worker.host, worker.slot)
+        if self.job.settings.elastic and worker.host in self.job.going_hosts:
+            ends = self.job.going_hosts[worker.host]
+            what = f"{worker} is started on a machine that has announced its end, at {ends:.3f}"
+            self.job.must(self.job.now >= ends, "NOTICES", what)
         living = self.job.slots.get(slot)
         what = f"{worker} is started while {living} was not seen to exit"
         self.job.must(living is None, "ONE PER SLOT", what)

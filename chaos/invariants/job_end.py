@@ -7,6 +7,8 @@ exit code of the worker whose exit has brought it about.
 
 from __future__ import annotations
 
+import signal
+
 from elastic.chaos.invariants.job_so_far import JobSoFar, Known
 from elastic.driver.events import EndJob, FinishWorld, HostReported, StopRequested, WorkerExited
 from elastic.driver.membership.root_cause import exit_code
@@ -90,6 +92,8 @@ class JobEnd:
                 codes = {1, exit_code(event.code)}
             case HostReported():
                 codes = {1, VANISHED}
+            case _ if action.reason.kind is Why.MACHINE_LEAVES:
+                codes = {128 + signal.SIGTERM}
             case _:
                 codes = {1}
         expected = " or ".join(map(str, sorted(codes)))

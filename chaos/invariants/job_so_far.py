@@ -57,6 +57,7 @@ class JobSoFar:
         self.departed: dict[tuple[str, int], tuple[Worker, Known]] = {}  # the last one gone
         self.ended_well: dict[tuple[str, int], Known] = {}  # with exit code 0, and unasked
         self.hosts: dict[str, int] = {}
+        self.going_hosts: dict[str, float] = {}  # announced: when they end
         self.generation = 0
         self.members: dict[Worker, int] = {}  # of the present world: rank
         self.base: Commit | None = None  # the present world began from it

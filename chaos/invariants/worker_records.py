@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from elastic.chaos.invariants.job_so_far import JobSoFar, Known
 from elastic.driver.events import (
     DriverRestarted,
     Event,
+    HostLeaving,
     HostLost,
     HostReported,
     HostsChanged,
+    HostStaying,
+    Notice,
     WorkerChecked,
     WorkerConnected,
     WorkerDigested,
@@ -25,6 +30,8 @@ from elastic.driver.events import (
 )
 from elastic.protocol.messages import Commit, Worker
 
+UNKNOWN_S = 600.0  # for a machine that has announced its end, and not when
+
 
 class WorkerRecords:
     """The events of one journal, in their order."""
@@ -38,12 +45,19 @@ class WorkerRecords:
         match event:
             case HostsChanged(hosts):
                 self.job.hosts = hosts
+                for host in self.job.going_hosts.keys() - hosts.keys():
+                    del self.job.going_hosts[host]
+            case HostLeaving(host, notice):
+                self._goes(host, notice)
+            case HostStaying(host):
+                self.job.going_hosts.pop(host, None)
             case HostLost(host) if not self._all_members_are_on(host):
                 for worker, known in self._on(host):
                     self.job.goes(worker, known, "was lost with its host")
                     known.dismissed = True
                     self.job.waits.end(("exit", worker), ("init", worker))
-            case HostReported(host, running, ordered):
+            case HostReported(host, running, ordered, notice):
+                self._goes(host, notice)
                 here = set(running)
                 for worker, _ in self._on(host):
                     if worker not in here and (ordered is None or worker in ordered):
@@ -65,6 +79,15 @@ class WorkerRecords:
                     self._heard_from(speaker, self.job.workers[speaker], event)
                 else:
                     self._heard_late(speaker, event)
+
+    def _goes(self, host: str, notice: Notice | None) -> None:
+        """Of two announcements the earlier end counts; none: it stays, or is another machine."""
+        if notice is None:
+            self.job.going_hosts.pop(host, None)
+            return
+        within_s = UNKNOWN_S if notice.within_s is None else notice.within_s
+        ends = self.job.going_hosts.get(host, inf)
+        self.job.going_hosts[host] = min(ends, self.job.now + within_s)
 
     def _was_started(self, worker: Worker) -> None:
         last = self.job.incarnations.get((worker.host, worker.slot), 0)

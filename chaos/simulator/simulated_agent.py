@@ -13,8 +13,11 @@ from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
 from elastic.driver.events import (
     DumpStacks,
     Event,
+    HostLeaving,
     HostReported,
+    HostStaying,
     KillWorker,
+    Notice,
     ProbeWorkers,
     StartWorker,
     WorkerExited,
@@ -38,6 +41,8 @@ class SimulatedAgent:
         self.frozen = False
         self.lost = False  # the machine is gone for good
         self.processes: dict[Worker, SimulatedWorker] = {}
+        self._notice: Notice | None = None  # of the end of its machine, and when that is
+        self._ends_at = 0.0
         self.link = self._new_link()
         self._exits: dict[Worker, WorkerExited] = {}
         self._leases: Leases[Worker] = Leases(sim.settings.lease_s)
@@ -58,9 +63,8 @@ class SimulatedAgent:
         """Who runs, and what became of the others."""
         for event in self._exits.values():
             self._tell(event)
-        self.link.send(
-            self.sim.driver.agent_found, self.host, HostReported(self.host, [*self.processes])
-        )
+        report = HostReported(self.host, [*self.processes], notice=self.notice)
+        self.link.send(self.sim.driver.agent_found, self.host, report)
         for worker in self._told_frozen:
             self._tell(WorkerFrozen(worker, "stopped"))
 
@@ -159,6 +163,23 @@ class SimulatedAgent:
         self._watching = bool(self._told_frozen) or any(p.frozen for p in self.processes.values())
         if self._watching:
             self.sim.clock.after(SAMPLE_S, self._sample)
+
+    @property
+    def notice(self) -> Notice | None:
+        """With the time that is left."""
+        if self._notice is None or self._notice.within_s is None:
+            return self._notice
+        left_s = max(0.0, self._ends_at - self.sim.clock.now)
+        return Notice(self._notice.text, left_s)
+
+    def announce(self, notice: Notice | None) -> None:
+        """The machine says that it goes, or, None, that it stays after all."""
+        self._notice = notice
+        if notice is not None and notice.within_s is not None:
+            self._ends_at = self.sim.clock.now + notice.within_s
+        if self.alive:
+            said = HostStaying(self.host) if notice is None else HostLeaving(self.host, notice)
+            self._tell(said)
 
     # ---- what befalls it -------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_agent import SimulatedAgent
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker, newest
+from elastic.driver.events import Notice
 
 Fault = Callable[[SimulatedJob], None]
 
@@ -198,6 +199,25 @@ def lose_host(sim: SimulatedJob) -> None:
         sim.lose_host(agent.host)
 
 
+def announce_an_end(sim: SimulatedJob) -> None:
+    """The machine says that it will be gone; then it is, or it says that it stays, or nothing at all happens."""
+    random = sim.clock.random
+    agent = _agent(sim)
+    if agent is None or len(sim.agents) < 2 or agent.notice is not None:
+        return
+    within_s = random.choice((0.0, 0.1, 2.0, 5.0, 15.0))
+    told = random.random() < 0.8
+    then = random.choice(("it goes", "it goes", "it stays", "nothing"))
+    sim.note(f"{agent.host} announces its end in {within_s} s, told {told}; {then}")
+    agent.announce(Notice("taken back", within_s if told else None))
+    if then == "it goes":
+        for process in agent.processes.values():
+            process.doomed = True
+        sim.clock.after(within_s, sim.lose_host, agent.host)
+    elif then == "it stays":
+        sim.clock.after(sim.clock.between(0.0, within_s), agent.announce, None)
+
+
 def freeze_agent(sim: SimulatedJob) -> None:
     """Its workers go on."""
     agent = _agent(sim)
@@ -303,6 +323,7 @@ MILD: list[Fault] = [
     freeze_driver,
 ]
 EVERY: list[Fault] = [*MILD, kill_many, raise_in_user_code]
+WITH_NOTICE: list[Fault] = [announce_an_end, kill_one, leave, break_connections, crash_driver]
 ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that train on GPUs
 
 

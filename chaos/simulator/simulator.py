@@ -227,6 +227,8 @@ class Simulation:
             process.thaw()
         for agent in self.agents.values():
             self.heal(agent.host)
+            if agent.lost:
+                agent.announce(None)  # it is another machine
             agent.lost = False
             agent.thaw()
             agent.restart()

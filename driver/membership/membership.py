@@ -12,8 +12,9 @@ line at the top of each handler. A worker that is lost is dead before the world 
 agent that reaped the process, and whoever cannot be reached is killed first.
 
 Here is which part answers which event, and what is looked at after each. `worlds` has the transitions between phases,
-`worker_reports` what workers say, `failures` what broken worlds and dead workers mean, `reconnect` what is said again,
-`frozen` and `stuck` who holds the others up, `worker_pool` which processes run, `root_cause` whose fault it was.
+`worker_reports` what workers say, `failures` what broken worlds and dead workers mean, `reconnect` what is said
+again, `frozen` and `stuck` who holds the others up, `notices` whose machine goes away, `worker_pool` which processes
+run, `root_cause` whose fault it was.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from elastic.driver.events import (
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failures import Failures
+from elastic.driver.membership.notices import Notices
 from elastic.driver.membership.reconnect import Reconnections
 from elastic.driver.membership.root_cause import describe_exit
 from elastic.driver.membership.roster import Roster, Stage
@@ -71,6 +73,7 @@ class Membership:
         self.frozen = Frozen(self.worlds)
         self.reports = WorkerReports(self.worlds, self.frozen)
         self.stuck = Stuck(self.worlds)
+        self.notices = Notices(self.worlds)
         self.deadlines = Deadlines(self.worlds)
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
@@ -118,6 +121,7 @@ class Membership:
 
     def _deadlines(self) -> Iterator[float]:
         yield from self.deadlines.all()
+        yield from self.notices.deadlines()
         others = (*self.stuck.deadlines(), self.frozen.next_deadline())
         yield from (at for at in others if at is not None)
 
@@ -135,6 +139,7 @@ class Membership:
                 self._overdue()
                 self.worlds.advance()
                 self.stuck.watch()
+                self.notices.watch()
         except Over:
             pass
         except IllegalEvent as illegal:
@@ -144,18 +149,21 @@ class Membership:
         return self.worlds.orders.actions
 
     def _dispatch(self, event: Event) -> None:
-        parts = (self.stuck, self.reports, self.failures, self.frozen)  # the most frequent first
+        # The most frequent first.
+        parts = (self.stuck, self.reports, self.failures, self.frozen, self.notices)
         if any(part.handle(event) for part in parts):
             return
         match event:
             case WorkerReconnected():
                 self.reconnections.reconnected(event)
             case HostsChanged(hosts):
+                self.notices.listed(hosts)
                 self.worlds.staff.announce(hosts, self.worlds.world.places)
             case HostReported():
                 self.frozen.host_is_back(event.host)
                 for gone in self.reconnections.not_there(event):
                     self.failures.handle(gone)
+                self.notices.reported(event)
             case DriverRestarted():
                 self.reconnections.restarted()
                 self.deadlines.restarted()
@@ -163,6 +171,7 @@ class Membership:
                 self.stuck.restarted()
             case CheckpointMade():
                 self.worlds.patience.checkpoint_made()
+                self.notices.checkpoint_made(event)
             case StopRequested():
                 self.worlds.end(1, in_words(event.reason))
             case TimePassed():
@@ -180,6 +189,7 @@ class Membership:
                 self.frozen.given_up(standing, alive)
         self.frozen.give_up_hosts()
         self.frozen.fence()
+        self.notices.overdue()
         self.deadlines.overdue()
 
     def _after_the_end(self, event: Event) -> None:

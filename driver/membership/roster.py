@@ -12,7 +12,7 @@ from typing import Any
 from elastic.driver.reasons import Reason
 from elastic.protocol.messages import Address, Commit, Launches, Place, Worker
 
-INDEXED = ("stage", "leaving", "exit_by", "killed_for", "frozen", "inside")
+INDEXED = ("stage", "leaving", "noticed", "exit_by", "killed_for", "frozen", "inside")
 
 
 class Stage(enum.Enum):
@@ -49,6 +49,9 @@ class Standing:
     resumed_at: float | None = None  # its first collective completed
     leaving: Reason | None = None  # why it wants or has to leave; None: it stays
     unlisted: bool = False  # leaving because its host left the list, so there is no hurry
+    noticed: bool = (
+        False  # leaving because its machine has announced its end, and there is time yet
+    )
     exit_by: float | None = None  # must be gone by then, or is killed
     exit_why: Reason | None = None  # given when it is killed for that
     killed_for: Reason | None = None  # why a kill was ordered; None: none was
@@ -83,9 +86,14 @@ class Standing:
         return self.stage not in (Stage.FINISHED, Stage.DISMISSED)
 
     @property
+    def patient(self) -> bool:
+        """Whether it leaves only if enough others stay."""
+        return self.unlisted or self.noticed
+
+    @property
     def hurried(self) -> bool:
         """Whether it leaves however few stay."""
-        return self.leaving is not None and not self.unlisted
+        return self.leaving is not None and not self.patient
 
     def moved(self, now: float) -> None:
         """It waits in no collective now, and no suspicion from before counts."""

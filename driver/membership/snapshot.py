@@ -11,6 +11,7 @@ names of extra environment, never its values.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import enum
 import gc
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 
 from elastic.driver import old_reasons
-from elastic.driver.events import Action, Event, Member
+from elastic.driver.events import Action, Event, Member, Notice
 from elastic.driver.membership.actions import Orders
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
@@ -30,6 +31,7 @@ from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
 from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.notices import Announced, Notices
 from elastic.driver.membership.reconnect import Reconnections
 from elastic.driver.membership.root_cause import Exceptions, Inquest
 from elastic.driver.membership.roster import Roster, Stage, Standing
@@ -57,6 +59,8 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         Reconnections,
         Frozen,
         Stuck,
+        Notices,
+        Announced,
         Deadlines,
         Orders,
         Workforce,
@@ -72,7 +76,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
 ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict, Why)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enums and tuples
-    *(Worker, Commit, Address, Place, Launches, Member, Reason),
+    *(Worker, Commit, Address, Place, Launches, Member, Notice, Reason),
     *Event.__subclasses__(),
     *Action.__subclasses__(),
 )
@@ -321,7 +325,7 @@ class _Making:
         if names:
             vars(made).update(zip(names, values, strict=False))
             for name, value in ADDED.get(kind.__name__, {}).items():
-                vars(made).setdefault(name, value)
+                vars(made).setdefault(name, copy.copy(value))
             for name in names:
                 if (kind, name) in PASSING:
                     setattr(made, name, PASSING[kind, name]())
@@ -342,6 +346,9 @@ ADDED: dict[str, dict[str, Any]] = {
     "Patience": {"_restarts": 0},
     "Gathering": {"anew": False},
     "WorkerRaised": {"final": False},
+    "HostReported": {"notice": None},
+    "Standing": {"noticed": False},
+    "Slots": {"_closed": {}},
 }
 
 

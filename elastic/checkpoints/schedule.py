@@ -51,6 +51,10 @@ class Schedule:
         """The script asks for the next commit, on all ranks alike: nobody has to be told."""
         self._next = True
 
+    def hasten(self, now: float) -> None:
+        """One of the next commits is to be written, whatever the interval."""
+        self._due_at = min(self._due_at, now)
+
     @property
     def target(self) -> int | None:
         """The request that is waited for."""

@@ -213,6 +213,8 @@ class Writer:
                     # Others may have begun that one by now, and must not wait for this rank.
                     another = f"commit {number} was asked for instead"
                     self._tell(messages.ShareDropped(generation, before, another, True))
+            case messages.CheckpointSoon():
+                self._schedule.hasten(monotonic())
             case messages.SealCheckpoint(generation, number):
                 attempt = self._attempt_of(generation, number)
                 if attempt is not None:

@@ -520,6 +520,12 @@ class MakeDurable(Message):
     number: int
 
 
+class CheckpointSoon(Message):
+    """To rank 0: ask for a checkpoint as soon as may be. The machines go away."""
+
+    generation: int
+
+
 class SealCheckpoint(Message):
     """To rank 0: all parts are written. Write what makes them a checkpoint."""
 
@@ -593,6 +599,7 @@ FromDriver = (
     | TracesTaken
     | TimelineAnswer
     | MakeDurable
+    | CheckpointSoon
     | SealCheckpoint
     | DropCheckpoint
     | CheckpointDone

@@ -26,9 +26,13 @@ from typing import Any, Protocol
 from elastic.chaos.invariants.invariants import BrokenInvariant, Invariants
 from elastic.driver.events import (
     Action,
+    CheckpointMade,
     DriverRestarted,
     Event,
+    HostLeaving,
     HostsChanged,
+    HostStaying,
+    Notice,
     StopRequested,
     WorkerDigested,
     WorkerReconnected,
@@ -209,6 +213,21 @@ LINES: dict[str, Happening] = {
     r"the list of hosts is empty": lambda story, found: story.tell(HostsChanged({})),
     r"host (?P<host>\w+) is lost": lambda story, found: story.tell(words.host_lost(found["host"])),
     r"the driver is restarted": restart,
+    r"the machine of (?P<host>\w+) goes away(?P<alone>, with the driver,)?(?: in (?P<s>[\d.]+) s)?": (
+        lambda story, found: story.tell(
+            HostLeaving(
+                found["host"],
+                Notice("AWS takes it back", float(found["s"]) if found["s"] else None),
+                bool(found["alone"]),
+            )
+        )
+    ),
+    r"the machine of (?P<host>\w+) stays": lambda story, found: story.tell(
+        HostStaying(found["host"])
+    ),
+    r"commit (?P<commit>\d+\.\d+) is durable": lambda story, found: story.tell(
+        CheckpointMade(Commit(*map(int, found["commit"].split("."))))
+    ),
     r"the job is asked to stop: (?P<reason>.+)": lambda story, found: story.tell(
         StopRequested(found["reason"])
     ),

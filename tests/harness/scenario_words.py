@@ -11,6 +11,7 @@ from elastic.driver.events import (
     DumpStacks,
     EndJob,
     FinishWorld,
+    HastenCheckpoint,
     KillWorker,
     LetGo,
     PrepareChange,
@@ -73,6 +74,8 @@ def line_of(action: Action) -> str:
             return f"reject {short(worker)}: its state has layout {layout}, expected {expected}"
         case FinishWorld(generation, members):
             return f"finish generation {generation}, tell {listed(members)}"
+        case HastenCheckpoint(generation, rank0):
+            return f"ask {short(rank0)}, rank 0 of generation {generation}, for a checkpoint"
         case EndJob(code, reason):
             return f"end the job with exit code {code}: {reason}"
         case Report(level, text):

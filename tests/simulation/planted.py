@@ -18,9 +18,11 @@ from elastic.driver.membership.failure_detection import suspicion
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicions
+from elastic.driver.membership.notices import Notices
 from elastic.driver.membership.reconnect import Reconnections
 from elastic.driver.membership.roster import Stage
 from elastic.driver.membership.scheduling.placement import Arrangement
+from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worker_reports import WorkerReports
 from elastic.driver.membership.worlds import composition, worlds
@@ -46,6 +48,7 @@ class Bug:
     name: str
     bug: Callable[[Any], Any]
     changing: bool = False  # found where hosts and workers come and go all the time
+    announced: bool = False  # found where machines say that they go
 
     def plant(self, setattr: Callable[[Any, str, Any], None]) -> None:
         setattr(self.where, self.name, self.bug(getattr(self.where, self.name)))
@@ -309,6 +312,7 @@ def zombies_renew(original: Any) -> Any:
 
 
 SIMULATED = {
+    "workers are started on a machine that goes": Bug(Slots, "close", does_nothing, announced=True),
     "rank 0 is the oldest, not a holder": Bug(composition, "arrange", oldest_first),
     "a joiner is made the source": Bug(composition, "arrange", joiner_first),
     "commits are compared by number alone": Bug(composition, "arrange", number_alone),
@@ -336,6 +340,10 @@ TOLD = {  # by a scenario: what leads there is too rare for chance
     "who leaves goes, whatever it holds": (
         Bug(worlds, "compose", everybody_goes),
         "28-the-only-holder-leaves",
+    ),
+    "who is needed stays to the end of its machine": (
+        Bug(Notices, "overdue", does_nothing),
+        "45-a-machine-goes-away-and-is-needed",
     ),
 }
 TRIED = {  # by a check of `test_planted_bugs`, without a simulation

@@ -23,7 +23,7 @@ from elastic.protocol.messages import Commit, Worker
 from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
 from harness.scenario import played
-from simulation.planted import SIMULATED, TOLD, TRIED
+from simulation.planted import SIMULATED, TOLD, TRIED, Bug
 
 SEEDS = 200
 SCENARIOS = Path(__file__).parents[1] / "unit" / "driver" / "membership" / "scenarios"
@@ -43,10 +43,12 @@ def table() -> Iterator[list[Row]]:
 # ---- by the simulator ------------------------------------------------------------------------------------------------
 
 
-def run(seed: int, *, changing: bool) -> None:
-    """A job. ``changing``: in weather in which hosts and workers come and go, so that worlds change all the time."""
+def run(seed: int, bug: Bug) -> None:
+    """A job, in weather in which worlds change all the time, or machines say that they go, if the bug shows there."""
     weather = None
-    if changing:
+    if bug.announced:
+        weather = Weather([*faults.WITH_NOTICE])
+    if bug.changing:
         kinds: list[Fault] = [
             faults.leave,
             faults.change_hosts,
@@ -67,10 +69,10 @@ def test_the_simulator_finds_it(name, monkeypatch, table):
     bug.plant(monkeypatch.setattr)
     for seed in range(SEEDS):
         try:
-            run(seed, changing=bug.changing)
+            run(seed, bug)
         except Exception as error:  # a driver that raises is found, too
             monkeypatch.undo()
-            run(seed, changing=bug.changing)  # without the bug this seed is clean
+            run(seed, bug)  # without the bug this seed is clean
             table.append((name, "simulator", str(seed + 1), said(error)))
             return
     pytest.fail(f"{SEEDS} seeds did not notice: {name}")

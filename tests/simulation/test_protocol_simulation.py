@@ -14,6 +14,7 @@ from elastic.chaos.simulator.simulated_faults import (
     EVERY,
     MILD,
     ON_GPUS,
+    WITH_NOTICE,
     Weather,
     hang_the_network,
     kill_one,
@@ -21,6 +22,7 @@ from elastic.chaos.simulator.simulated_faults import (
 from elastic.chaos.simulator.simulated_network import Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
+from elastic.driver.events import Notice
 from elastic.driver.reasons import Why
 from elastic.protocol.messages import Worker
 
@@ -240,6 +242,27 @@ def test_gpus_and_networks_that_hang_never_cost_a_worker_whose_gpu_is_sound(firs
     for seed in range(first, first + 4):
         weather = Weather(faults=[*ON_GPUS, kill_one])
         outcome = Simulation(seed, workers=6, steps=150, faults=8, mild=True, weather=weather).run()
+        assert outcome.code == 0, f"seed {seed}: {outcome}"
+
+
+def test_a_notice_ahead_of_time_costs_no_step_and_breaks_no_world():
+    sim = quiet_job()
+    sim.clock.at(4.0, sim.agents["h1"].announce, Notice("taken back", 2.0))
+    sim.clock.at(6.0, sim.lose_host, "h1")
+    outcome = sim.run()
+    assert outcome.code == 0
+    assert "LetGo" in sim.story() and "BreakWorld" not in sim.story()
+    assert "KillWorker" not in sim.story()
+
+
+@pytest.mark.parametrize("first", some(range(0, 200, 5), 8))
+def test_machines_that_announce_their_end_never_cost_the_job(first):
+    """They go, stay, or nothing happens, while others die and drivers are replaced; nobody is started on them."""
+    for seed in range(first, first + 5):
+        weather = Weather(faults=WITH_NOTICE)
+        outcome = Simulation(
+            seed, workers=WORKERS, steps=150, faults=12, mild=True, weather=weather
+        ).run()
         assert outcome.code == 0, f"seed {seed}: {outcome}"
 
 

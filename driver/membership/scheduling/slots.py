@@ -1,7 +1,7 @@
 """Decides which slots get a worker. Pure.
 
-A slot is free if it is listed, has no live process, is not cooling down after a failure, was not left on request, and
-its program has not come to its end by itself.
+A slot is free if it is listed, has no live process, is not cooling down after a failure, was not left on request, its
+program has not come to its end by itself, and its machine has not announced its own end.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ class Slots:
         self._incarnations: dict[Slot, int] = {}
         self._left: set[Slot] = set()  # their worker left on request
         self._failures: dict[Slot, int] = {}  # with an exit code, in a row
+        self._closed: dict[
+            str, float
+        ] = {}  # hosts that go away: until when nobody is started there
 
     def announce(self, hosts: dict[str, int]) -> None:
         """Discovery's whole list, in order of preference."""
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
+            self._closed.pop(host, None)
         # Announced again, or larger: slots that were left may be used again.
         grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
         self._left = {slot for slot in self._left if slot[0] not in grown}
@@ -82,6 +86,20 @@ class Slots:
         self._left.add(slot)
         self.version += 1
 
+    def close(self, host: str, until: float) -> None:
+        """Its machine goes away: nobody is started there before ``until``."""
+        self._closed[host] = until
+        self.version += 1
+
+    def reopen(self, host: str) -> None:
+        """Its machine stays, or is another one."""
+        if self._closed.pop(host, None) is not None:
+            self.version += 1
+
+    def closed(self, host: str, now: float) -> bool:
+        """Whether its machine goes away."""
+        return now < self._closed.get(host, now)
+
     def complete(self, slot: Slot) -> None:
         """Its program came to its end."""
         self.completed.add(slot)
@@ -111,7 +129,7 @@ class Slots:
             if slot not in taken and slot not in self.completed:
                 ready_at = self.cooldown.ready_at(slot)
                 if ready_at is not None:
-                    yield slot, ready_at
+                    yield slot, max(ready_at, self._closed.get(slot[0], ready_at))
 
     def spent(self) -> bool:
         """Whether no listed slot can give a worker ever again. An empty list may still grow."""

@@ -108,18 +108,17 @@ class Workforce:
             elif not listed and not standing.leaving and standing.in_plans:
                 standing.unlisted = True
                 left = because(Why.HOST_NOT_LISTED, host=standing.worker.host)
-                self._ask_to_leave(standing, left, members)
+                self.ask_to_leave(standing, left, members)
 
     def leave(self, standing: Standing, reason: Reason, members: Collection[Worker]) -> None:
         """It was asked to leave, and its slot stays empty."""
         if standing.in_plans and not standing.hurried:
-            standing.unlisted = False
+            standing.unlisted = standing.noticed = False
             self.slots.leave(standing.slot)
-            self._ask_to_leave(standing, reason, members)
+            self.ask_to_leave(standing, reason, members)
 
-    def _ask_to_leave(
-        self, standing: Standing, reason: Reason, members: Collection[Worker]
-    ) -> None:
+    def ask_to_leave(self, standing: Standing, reason: Reason, members: Collection[Worker]) -> None:
+        """A member leaves at a planned change, all others at once."""
         standing.leaving = reason
         if standing.stage is Stage.STARTING:
             self.dismiss(standing, reason, self.settings.leave_s)
@@ -196,6 +195,10 @@ class Workforce:
         worker, now, settings = standing.worker, self.orders.now, self.settings
         if not self.slots.lists(worker):
             self.orders.say("info", f"{worker} ended with {what}; its slot is not listed")
+            return
+        if self.slots.closed(worker.host, now):
+            text = f"{worker} ended with {what}; its machine had announced its own end"
+            self.orders.say("info", text)
             return
         since = standing.resumed_at
         fruitful = since is not None and now - since >= settings.cooldown_max_s

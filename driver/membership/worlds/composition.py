@@ -2,7 +2,8 @@
 
 State outlives those who leave: the last holder of the newest commit stays until somebody who stays holds the same. A
 worker whose host left the list goes only if the world can do without it, so that a list that is empty by mistake
-stops nothing. One that was asked to leave itself (SIGTERM) goes however few are left.
+stops nothing; so does one whose machine has announced its end, while there is time. One that was asked to leave itself
+(SIGTERM) goes however few are left.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def compose(
     willing = [s for s in new if s not in odd and not s.leaving]
 
     staying = [s for s in fitting if not s.leaving]
-    patient = {s for s in fitting if s.unlisted}
+    patient = {s for s in fitting if s.patient}
     if min(workers_max, len(staying) + len(willing)) < workers_min:
         staying = [s for s in fitting if not s.hurried]
         patient = set()

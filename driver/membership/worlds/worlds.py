@@ -327,7 +327,8 @@ class Worlds:
         self.break_up(reason, lost=True)
 
     def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
-        if failure:
+        announced = any(self.staff.slots.closed(w.host, self.now) for w in self.members)
+        if failure and not announced:  # the end of a machine that was announced is no failure
             self.end_if(self.patience.failed_again(reason))
         at_work = [s for s in self.live() if s.stage in (Stage.MEMBER, Stage.RETURNED)]
         for standing in at_work:

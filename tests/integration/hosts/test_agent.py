@@ -433,7 +433,10 @@ async def test_a_worker_has_its_session_and_exactly_its_environment(host):
     env = dict(line.split("=", 1) for line in (host.folder / "env").read_text().splitlines())
     assert env["COLOUR"] == "blue" and "HOME" not in env
     # An inherited descriptor would stay for ever; the one with which sleep's loader reads a library does not.
-    await until(lambda: sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"], "no descriptors but the standard ones")
+    await until(
+        lambda: sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"],
+        "no descriptors but the standard ones",
+    )
     assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
 
 

@@ -1,0 +1,214 @@
+"""Decides what follows when a machine has announced its end. Deterministic.
+
+    announced --> its workers leave at the next check, if enough others stay; nobody is started there
+              --> HURRY_S before the end they leave however few stay
+    withdrawn --> those that have not left yet stay
+
+Where all members are on such machines, nobody could go on: they train on, and a checkpoint is asked for at once and
+again shortly before the end. Where the driver's own machine goes, and with it everybody, the job ends once that is
+made: the same command goes on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elastic.driver.events import (
+    CheckpointMade,
+    Event,
+    HastenCheckpoint,
+    HostLeaving,
+    HostReported,
+    HostStaying,
+    Notice,
+)
+from elastic.driver.membership.part import Part
+from elastic.driver.membership.worlds.worlds import Phase, Worlds
+from elastic.driver.reasons import Reason, Why, because
+from elastic.protocol.messages import Commit
+
+HURRY_S = 10.0  # before the end
+LAST_CHECKPOINT_S = 20.0  # before the end
+LAST_S = (
+    3.0  # before the end: then the job ends where the driver's machine goes too, checkpoint or not
+)
+GONE_S = 60.0  # after the end a host may be tried again: it is another machine by then, or it was a false alarm
+UNKNOWN_S = 600.0  # taken for the time until then where nobody says it
+STOPPED = 143  # the exit code, as if SIGTERM had come; a batch system may run the job again
+
+
+@dataclass
+class Announced:
+    """One machine's end. ``by``: on the caller's clock, None if not known."""
+
+    text: str
+    by: float | None
+    alone: bool
+
+    def before(self, seconds: float, since: float) -> float | None:
+        """So long before the end; later, where there is little time."""
+        return None if self.by is None else self.by - min(seconds, max(0.0, self.by - since) / 2)
+
+
+class Notices(Part):
+    """Which machines have announced their end."""
+
+    def __init__(self, worlds: Worlds) -> None:
+        super().__init__(worlds)
+        self.announced: dict[str, Announced] = {}
+        self._hurry_at: dict[str, float] = {}
+        # Where everybody goes: when to ask for a checkpoint, and whether the last one of them was asked for.
+        self._ask_at: list[float] = []
+        self._all_go = False
+        self._last_asked = False
+        self._asked_in: int | None = None  # the generation; until there is an answer
+        self._newest: Commit | None = None  # that is durable
+        self._end_at: float | None = None
+
+    def handle(self, event: Event) -> bool:
+        """What is told of machines: whether it was that."""
+        match event:
+            case HostLeaving(host, notice, alone):
+                self._leaves(host, notice, alone=alone)
+            case HostStaying(host):
+                self._stays(host)
+            case _:
+                return False
+        return True
+
+    def reported(self, event: HostReported) -> None:
+        """What its agent says now is what holds."""
+        if event.notice is not None:
+            self._leaves(event.host, event.notice, alone=False)
+        else:
+            self._stays(event.host)
+
+    def listed(self, hosts: dict[str, int]) -> None:
+        """Discovery's list: who has left it comes back as another machine."""
+        for host in self.announced.keys() - hosts.keys():
+            self._clear(host)
+            for standing in self.roster.hosts.get(host, {}).values():
+                if standing.noticed:
+                    standing.unlisted, standing.noticed = True, False
+
+    def checkpoint_made(self, event: CheckpointMade) -> None:
+        """The newest commit that no machine takes along."""
+        self._newest, self._asked_in = event.commit, None
+        if self._last_asked and self._end_at is not None:
+            self._end()
+
+    # ---- one machine -----------------------------------------------------------------------------------------------
+
+    def _leaves(self, host: str, notice: Notice, *, alone: bool) -> None:
+        now = self.orders.now
+        by = None if notice.within_s is None else now + max(0.0, notice.within_s)
+        known = self.announced.get(host)
+        if known is None:
+            left = "" if by is None else f" in {max(0.0, by - now):.0f} s"
+            then = "its workers leave" if self.settings.elastic and not alone else "so does the job"
+            self.orders.say("warning", f"{host} goes away{left} ({notice.text}): {then}")
+        elif known.by is not None and (by is None or by > known.by):
+            by = known.by  # of two notices the earlier end counts
+        one = self.announced[host] = Announced(notice.text, by, alone)
+        if alone:
+            self._end_at = one.before(LAST_S, now)
+        if not self.settings.elastic:
+            return
+        self.staff.slots.close(host, (now + UNKNOWN_S if by is None else by) + GONE_S)
+        hurry_at = one.before(HURRY_S, now)
+        if hurry_at is not None and not alone:
+            self._hurry_at[host] = hurry_at
+        for standing in [*self.roster.hosts.get(host, {}).values()]:
+            if not standing.leaving and standing.in_plans:
+                standing.noticed = True
+                self.staff.ask_to_leave(standing, self._why(host), self.worlds.world.places)
+
+    def _stays(self, host: str) -> None:
+        if host not in self.announced:
+            return
+        self.orders.say("info", f"{host} stays after all ({self.announced[host].text})")
+        why = self._why(host)
+        self._clear(host)
+        self.staff.slots.reopen(host)
+        for standing in self.roster.hosts.get(host, {}).values():
+            if standing.in_plans and (standing.noticed or standing.leaving == why):
+                standing.leaving, standing.noticed = None, False
+
+    def _clear(self, host: str) -> None:
+        if self.announced.pop(host).alone:
+            self._end_at = None
+        self._hurry_at.pop(host, None)
+
+    def _why(self, host: str) -> Reason:
+        return because(Why.HOST_LEAVES, host=host, notice=self.announced[host].text)
+
+    # ---- all of them -----------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """After every event: does everybody go?"""
+        members = self.worlds.live() if self.announced else []
+        going = [self.announced.get(standing.worker.host) for standing in members]
+        everybody = bool(going) and None not in going and self.worlds.world.running
+        if everybody and not self._all_go:
+            self._everybody_goes([each for each in going if each is not None])
+        elif not everybody:
+            self._ask_at, self._last_asked, self._asked_in = [], False, None
+        elif self._asked_in not in (None, self.worlds.generation):
+            self._ask_at.insert(0, self.orders.now)  # the world that was asked is over
+            self._asked_in = None
+        self._all_go = everybody
+        self._ask()
+
+    def _everybody_goes(self, going: list[Announced]) -> None:
+        now = self.orders.now
+        if self.settings.restarts is None:
+            text = "every machine of this job goes away, and its commits are in memory only"
+            self.orders.say("error", f"{text}; with --checkpoint-dir it could go on later")
+            self._last_asked = True
+            return
+        text = "every machine of this job goes away: it trains on, and makes a checkpoint first"
+        self.orders.say("warning", text)
+        ends = [each.by for each in going]
+        last = None if None in ends else max(by for by in ends if by is not None)
+        self._ask_at = [now]
+        if last is not None and last - LAST_CHECKPOINT_S > now + LAST_CHECKPOINT_S:
+            self._ask_at.append(last - LAST_CHECKPOINT_S)
+
+    def _end(self) -> None:
+        notice = "; ".join(each.text for each in self.announced.values() if each.alone)
+        newest = None if self._newest is None else str(self._newest)
+        durable = self.settings.restarts is not None
+        self.worlds.end(
+            STOPPED, because(Why.MACHINE_LEAVES, notice=notice, newest=newest, durable=durable)
+        )
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def deadlines(self) -> Iterator[float]:
+        """When to look again."""
+        yield from self._hurry_at.values()
+        if self._ask_at and self.worlds.phase is Phase.TRAINING:
+            yield self._ask_at[0]
+        if self._end_at is not None:
+            yield self._end_at
+
+    def overdue(self) -> None:
+        """From here on there is little time."""
+        for host in [host for host, at in self._hurry_at.items() if self.orders.due(at)]:
+            del self._hurry_at[host]
+            for standing in self.roster.hosts.get(host, {}).values():
+                if standing.noticed:
+                    standing.unlisted = standing.noticed = False
+        if self.orders.due(self._end_at):
+            self._end()
+
+    def _ask(self) -> None:
+        """For a checkpoint, where everybody goes."""
+        if not self._ask_at or self.worlds.phase is not Phase.TRAINING:
+            return
+        if self.orders.due(self._ask_at[0]):
+            del self._ask_at[0]
+            self._last_asked = not self._ask_at
+            self._asked_in = self.worlds.generation
+            self.orders.do(HastenCheckpoint(self.worlds.generation, self.worlds.members[0]))

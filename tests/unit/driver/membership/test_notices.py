@@ -1,0 +1,180 @@
+"""Machines that announce their end: who leaves, who stays, who is started where, and what is made durable.
+
+The usual courses are among the scenarios, from 44 on.
+"""
+
+from __future__ import annotations
+
+from elastic.driver.events import (
+    CheckpointMade,
+    EndJob,
+    HastenCheckpoint,
+    HostLeaving,
+    HostReported,
+    HostStaying,
+    LetGo,
+    Notice,
+    PrepareChange,
+    PublishWorld,
+    StartWorker,
+)
+from elastic.driver.membership.snapshot import restored, taken
+from elastic.protocol.messages import Commit
+from harness.conversation import (
+    Talk,
+    exited,
+    failed,
+    has,
+    hosts,
+    names,
+    order,
+    running,
+    said,
+    static,
+    the,
+    worker,
+)
+
+AWS = "AWS takes it back"
+
+
+def on_two_hosts(**settings: object) -> Talk:
+    """Two workers on h and two on g."""
+    talk = Talk(np=4, **settings)
+    talk.tell(hosts(h=2, g=2))
+    everybody = ("h:0", "h:1", "g:0", "g:1")
+    talk.connect(*everybody)
+    talk.ready(*everybody, running=False)
+    talk.ready(*everybody)
+    talk.resume()
+    return talk
+
+
+def goes(host: str, within_s: float | None = 120.0, *, alone: bool = False) -> HostLeaving:
+    return HostLeaving(host, Notice(AWS, within_s), alone)
+
+
+def is_back(host: str, *running: str, notice: Notice | None = None) -> HostReported:
+    return HostReported(host, [worker(name) for name in running], notice=notice)
+
+
+def test_what_an_agent_says_when_it_is_back_is_what_holds():
+    talk = on_two_hosts(workers_min=2)
+    assert has(PrepareChange, talk.tell(is_back("g", "g:0", "g:1", notice=Notice(AWS, 60.0))))
+    actions = talk.tell(is_back("g", "g:0", "g:1"))
+    assert "g stays after all" in said(actions)
+    assert talk.wait(300) == []
+
+
+def test_a_machine_that_follows_under_the_same_name_is_used_at_once():
+    talk = on_two_hosts(workers_min=2)
+    talk.tell(goes("g"))
+    talk.stop_all()
+    talk.tell(exited("g:0", 0), exited("g:1", 0))
+    assert not has(StartWorker, talk.wait(30))
+    assert names(talk.tell(is_back("g"))) == ["g:0#2", "g:1#2"]
+
+
+def test_of_two_announcements_the_earlier_end_counts():
+    talk = on_two_hosts(workers_min=4)
+    talk.tell(goes("g", 30.0), goes("g", 500.0))
+    assert not has(PrepareChange, talk.wait(19))
+    assert has(PrepareChange, talk.wait(2))
+
+
+def test_without_a_time_who_is_needed_stays():
+    talk = on_two_hosts(workers_min=4)
+    talk.tell(goes("g", None))
+    assert not has(PrepareChange, talk.wait(500))
+
+
+def test_who_had_asked_to_leave_leaves_though_its_machine_stays():
+    talk = on_two_hosts(workers_min=2)
+    talk.tell(goes("g"))
+    talk.stop_all()
+    actions = talk.tell(HostStaying("g"))
+    assert names(actions) == []  # they have not exited yet
+    assert names(talk.tell(exited("g:0", 0), exited("g:1", 0))) == ["g:0#2", "g:1#2"]
+
+
+def test_a_word_about_a_machine_that_had_said_nothing_is_nothing():
+    talk = on_two_hosts(workers_min=2)
+    assert talk.tell(HostStaying("g")) == []
+
+
+def test_workers_that_start_there_do_not_go_on_with_it():
+    talk = running(2, workers_min=1, workers_max=4)
+    assert names(talk.tell(hosts(h=2, g=2))) == ["g:0#1", "g:1#1"]
+    talk.connect("g:0")
+    actions = talk.tell(goes("g"))
+    assert the(LetGo, actions).worker == worker("g:0")
+    assert "kill g:1" not in said(actions) and not has(PrepareChange, actions)
+
+
+def test_a_loss_in_a_world_with_a_machine_that_goes_counts_for_no_limit():
+    talk = on_two_hosts(workers_min=4, reset_limit=0)
+    talk.tell(goes("g", 60.0))
+    assert not has(EndJob, talk.tell(failed("h:0", 2)))
+    actions = talk.tell(exited("g:0"), exited("g:1"))
+    assert "had announced its own end" in said(actions) and "may return" not in said(actions)
+
+
+def test_where_others_come_in_time_they_take_the_places():
+    talk = on_two_hosts(workers_min=4)
+    talk.tell(goes("g", 60.0))
+    assert names(talk.tell(hosts(h=2, g=2, i=2))) == ["i:0#1", "i:1#1"]
+    talk.connect("i:0", "i:1")
+    talk.ready("i:0", "i:1", generation=0)
+    world = the(PublishWorld, talk.stop_all())
+    assert order(world) == ["h:0#1", "h:1#1", "i:0#1", "i:1#1"]
+
+
+def test_a_list_without_the_machine_ends_what_was_said_of_it():
+    talk = on_two_hosts(workers_min=2)
+    talk.tell(goes("g", 60.0), hosts(h=2))
+    talk.stop_all()
+    talk.tell(exited("g:0", 0), exited("g:1", 0))
+    assert names(talk.tell(hosts(h=2, g=2))) == ["g:0#2", "g:1#2"]
+
+
+def test_a_job_that_is_not_elastic_is_only_told():
+    talk = static(2)
+    actions = talk.tell(goes("h", 60.0))
+    assert "h goes away in 60 s (AWS takes it back): so does the job" in said(actions)
+    assert talk.wait(100) == []
+
+
+def test_where_all_go_the_world_that_was_asked_may_break_and_the_next_is_asked():
+    talk = on_two_hosts(workers_min=2, restarts=3)
+    first = the(HastenCheckpoint, talk.tell(goes("g", None), goes("h", None)))
+    assert first.rank0 == worker("h:0")
+    talk.tell(exited("h:0"))
+    actions = talk.ready("h:1", "g:0", "g:1", commit=(2, 3))
+    again = the(HastenCheckpoint, actions)
+    assert (again.generation, again.rank0) == (3, worker("h:1"))
+    talk.tell(CheckpointMade(Commit(3, 4)))
+    assert talk.wait(100) == []
+
+
+def test_where_the_driver_goes_too_there_is_an_end_even_if_no_checkpoint_is_made():
+    talk = running(2, workers_min=1, restarts=3)
+    talk.tell(goes("h", 30.0, alone=True))
+    assert not has(EndJob, talk.wait(26))
+    end = the(EndJob, talk.wait(2))
+    assert end.code == 143
+    assert "no commit of this run became durable in time" in str(end.reason)
+
+
+def test_where_the_driver_goes_and_stays_after_all_there_is_no_end():
+    talk = running(2, workers_min=1, restarts=3)
+    talk.tell(goes("h", 30.0, alone=True), HostStaying("h"))
+    talk.tell(CheckpointMade(Commit(2, 4)))
+    assert not has(EndJob, talk.wait(100))
+
+
+def test_a_driver_that_follows_knows_what_was_announced():
+    talk = on_two_hosts(workers_min=4)
+    talk.tell(goes("g", 60.0))
+    talk.m = restored(taken(talk.m), talk.m.settings)
+    assert not has(PrepareChange, talk.wait(49))
+    assert has(PrepareChange, talk.wait(2))
