@@ -6,6 +6,7 @@ import collections
 import functools
 import gc
 import importlib.util
+import os
 import shutil
 import signal
 import tempfile
@@ -37,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     """A shell without job control starts ``make test &`` with SIGINT ignored, and so would all that tests start."""
+    os.environ["ELASTIC_PREEMPTION"] = "off"  # no test asks the cloud that this machine may be of
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

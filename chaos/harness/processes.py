@@ -28,12 +28,12 @@ class MarkedProcess:
 def clean_environment(*others: str) -> dict[str, str]:
     """Ours without traces of another job, and without variables that begin with ``others``.
 
-    With the environment's programs, and one thread per process.
+    With the environment's programs, one thread per process, and no questions to the cloud that this machine may be of.
     """
     unwanted = ("ELASTIC_", "HOROVOD_", *others)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
-    return clean | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    return clean | {"PATH": path, "OMP_NUM_THREADS": "1", "ELASTIC_PREEMPTION": "off"}
 
 
 def kill_all(found: Callable[[], Iterable[MarkedProcess]]) -> None:

@@ -22,6 +22,7 @@ from elastic.driver.agents.fleet_workers import Workers
 from elastic.driver.agents.messages import (
     AgentAnswer,
     AgentMessage,
+    Announced,
     Beat,
     Dismissed,
     Dump,
@@ -40,7 +41,16 @@ from elastic.driver.agents.messages import (
     from_agent,
 )
 from elastic.driver.agents.partition import Reach
-from elastic.driver.events import Event, HostLost, HostReported, WorkerDisconnected, WorkerExited
+from elastic.driver.events import (
+    Event,
+    HostLeaving,
+    HostLost,
+    HostReported,
+    HostStaying,
+    Notice,
+    WorkerDisconnected,
+    WorkerExited,
+)
 from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
 from elastic.driver.network.address_check import Agreement
 from elastic.driver.network.server import Callers, Server
@@ -276,6 +286,10 @@ class Fleet:
                     self._sink.finish(worker, stream)
             case Logged(level, text):
                 self._log(level, f"{agent.host}: {text}")
+            case Announced(Notice() as notice):
+                self._noticed(HostLeaving(agent.host, notice))
+            case Announced():
+                self._noticed(HostStaying(agent.host))
             case _:
                 self._log("warning", f"{agent} speaks of a worker that is not its own")
                 self._server.disconnect(agent)
@@ -320,7 +334,7 @@ class Fleet:
         waiting = {order.worker for order in host.orders}
         ordered = sorted(host.running - waiting)
         # Whoever has to be started on this connection has not failed to come back from the last one.
-        self._noticed(HostReported(agent.host, said.running, ordered))
+        self._noticed(HostReported(agent.host, said.running, ordered, said.notice))
         host.running = {*said.running, *waiting}
         for order in host.orders:
             self.order(agent.host, order)

@@ -18,7 +18,9 @@ from typing import Any, cast
 
 from elastic.driver.agents.agent_state import Agency
 from elastic.driver.agents.forwarding import Forwarding
+from elastic.driver.agents.machine_end import MachineEnd
 from elastic.driver.agents.messages import (
+    Announced,
     Beat,
     Dismissed,
     Drop,
@@ -103,6 +105,9 @@ class AgentProcess:
         self._served = False
         self._over: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._machine = MachineEnd(
+            bootstrap.host, changed=self._announce, end=self.end, log=self._log
+        )
         self._away_alarm: asyncio.TimerHandle | None = None
 
     # ---- the whole life --------------------------------------------------------------------------------------------
@@ -158,6 +163,7 @@ class AgentProcess:
         finally:
             if self._away_alarm is not None:
                 self._away_alarm.cancel()
+            self._machine.close()
             await self._agent.close()
             self._sink.catch_up()
             await self._uplink.finish()
@@ -234,6 +240,7 @@ class AgentProcess:
         if self._away_alarm is not None:
             self._away_alarm.cancel()
             self._away_alarm = None
+        self._machine.watch(hire)
         others = self._agent.alive() if self._workers_of != hire.job else frozenset()
         self._stale |= others
         self._workers_of = hire.job
@@ -255,6 +262,7 @@ class AgentProcess:
                 [*self._agency.exits.values()],
                 hire.job,
                 __version__,
+                self._machine.notice,
             )
         )
         for result in self._results.values():
@@ -380,6 +388,8 @@ class AgentProcess:
             return
         self._agency.exited(event)
         self._uplink.send(Seen(event))
+        if not self._agent.alive():
+            self._machine.nobody_left()
 
     def _noticed(self, event: Event) -> None:
         self._uplink.send(Seen(event))  # type: ignore[arg-type]
@@ -398,8 +408,14 @@ class AgentProcess:
 
     # ---- small things ----------------------------------------------------------------------------------------------
 
+    def _announce(self) -> None:
+        self._uplink.send(Announced(self._machine.notice))
+
     def _asked_to_end(self, number: int) -> None:
-        self.end(0, f"{signal.Signals(number).name}")
+        """SIGTERM leaves the workers time to leave; any other signal, or a second one, does not."""
+        name, in_use = signal.Signals(number).name, bool(self._agent.alive()) and self._uplink.open
+        if number != signal.SIGTERM or not in_use or not self._machine.told(name):
+            self.end(0, name)
 
     def _log(self, level: str, text: str) -> None:
         """In the driver's log; and here, where nobody has started this process who would show both."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from elastic.driver.events import (
+    Notice,
     WorkerDisconnected,
     WorkerExited,
     WorkerFrozen,
@@ -61,6 +62,7 @@ class Registered(AgentMessage):
     exits: list[WorkerExited]  # of workers of this job, the latest last
     job: str = ""  # that its workers belong to; empty: it has had none
     release: str = ""  # of this package
+    notice: Notice | None = None  # of the end of its machine, if one stands
 
 
 class Heard(AgentMessage):
@@ -91,6 +93,12 @@ class Logged(AgentMessage):
     text: str
 
 
+class Announced(AgentMessage):
+    """The machine has announced its end; None: that is off."""
+
+    notice: Notice | None
+
+
 class Here(AgentMessage):
     """An answer to `Beat`, now and then: it does not only have a connection, it runs."""
 
@@ -105,6 +113,10 @@ class Hire(AgentMessage):
     term: int  # grows with every driver of a job
     lease_s: float
     away_s: float  # workers train on for so long without a driver
+    preemption: str = (
+        "off"  # who may announce the end of the agent's machine; see `preemption.watch`
+    )
+    slurm: dict[str, str] = {}  # what the driver's environment says of the allocation
 
 
 class Refused(AgentMessage):
@@ -157,7 +169,7 @@ class Dismissed(AgentMessage):
     reason: str
 
 
-FromAgent = AgentAnswer | Registered | Heard | Seen | Printed | Logged | Here
+FromAgent = AgentAnswer | Registered | Heard | Seen | Printed | Logged | Announced | Here
 ToAgent = (
     messages.Challenge
     | messages.Accepted

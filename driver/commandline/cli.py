@@ -29,6 +29,7 @@ from elastic.driver.job.provider import Provider
 from elastic.driver.launch.environment import threads_per_worker
 from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost, parse_hosts, read_hostfile, show
 from elastic.driver.network.interfaces import alone_address, worker_network
+from elastic.driver.preemption import watch
 from elastic.driver.processes.console import stand_in_for_closed
 from elastic.driver.reasons import counted
 from elastic.driver.settings import UNBOUNDED, Settings
@@ -52,6 +53,7 @@ _FROM_ENVIRONMENT = {
     "ELASTIC_CHECKPOINT_DIR": "--checkpoint-dir",
     "ELASTIC_CHECKPOINT_EVERY": "--checkpoint-every",
     "ELASTIC_CHECKPOINT_KEEP": "--checkpoint-keep",
+    "ELASTIC_PREEMPTION": "--preemption",
 }
 # Switches: 1 is the flag, 0 or nothing says nothing.
 _SWITCHES = {
@@ -273,12 +275,20 @@ def make_job(
         collective_timeout_s=_collective_timeout_s(options, environ),
         journal=_writable_file(options.journal),
         metrics=_metrics(options),
+        preemption=_preemption(options),
         output_dir=_writable_dir(options.output_filename),
         prefix_timestamps=options.prefix_output_with_timestamp,
         log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
         log_timestamps=_given(options.log_timestamps, True),
         notes=notes,
     )
+
+
+def _preemption(options: Options) -> str:
+    """Raises Invalid."""
+    wanted = _given(options.preemption, watch.AUTO)
+    watch.check(wanted)
+    return wanted
 
 
 def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:

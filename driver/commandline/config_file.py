@@ -54,6 +54,7 @@ _FLAGS: dict[str, dict[str, str | tuple[str, str]]] = {
         "keep": "--checkpoint-keep",
         "restarts": "--restarts",
     },
+    "preemption": {"source": "--preemption"},
     "logging": {
         "level": "--log-level",
         "with_timestamp": ("--log-with-timestamp", "--log-without-timestamp"),

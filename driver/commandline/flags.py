@@ -28,6 +28,7 @@ from elastic.driver.commandline.arguments import (
 from elastic.driver.commandline.multi_host_flags import (
     add_checkpoints,
     add_failover,
+    add_preemption,
     add_security,
     add_several_hosts,
 )
@@ -117,6 +118,7 @@ class Options:
     checkpoint_keep: int | None = None
     begin_from: str | None = None
     restarts: int | None = None
+    preemption: str | None = None
     resume: bool = False
     standby: bool = False
     fresh: bool = False
@@ -170,6 +172,12 @@ def build_parser() -> Parser:
         parser.group(
             "checkpoints",
             "What is committed outlives all workers, and the driver. See docs/checkpoints.md.",
+        )
+    )
+    add_preemption(
+        parser.group(
+            "machines that go away",
+            "Their workers leave before the end, and others take their places. See docs/spot.md.",
         )
     )
     add_failover(

@@ -118,6 +118,17 @@ def add_checkpoints(add: Group) -> None:
     )
 
 
+def add_preemption(add: Group) -> None:
+    add(
+        "--preemption",
+        "SOURCE",
+        str,
+        "Who announces the end of a machine: aws, gcp, azure, slurm, a command of your own, off, or auto, whichever of"
+        " the first four is there (default: ELASTIC_PREEMPTION, or auto). A command is run again and again: exit code 0"
+        " says that the machine goes, with the seconds until then on its output if they are known; 1 that it stays.",
+    )
+
+
 def add_security(add: Group) -> None:
     add(
         "--secret-file",

@@ -41,6 +41,7 @@ class Job:
     reported: Callable[[Report], object] | None = (
         None  # each report of a worker, in the loop's thread
     )
+    preemption: str = "off"  # who may announce the end of a machine; see `preemption.watch`
     begun: Callable[[Stoppable], object] | None = None  # is given the driver, once there is one
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
     gloo_timeout_s: float = 30.0  # for a group to form

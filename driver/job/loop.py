@@ -31,6 +31,7 @@ from elastic.driver.events import (
     EndJob,
     Event,
     FinishWorld,
+    HastenCheckpoint,
     HostLost,
     HostReported,
     HostsChanged,
@@ -535,6 +536,8 @@ class Driver:
             case FinishWorld(generation, members):
                 broadcast(members, protocol.Finish(generation))
                 return ("debug", f"generation {generation} is finished")
+            case HastenCheckpoint(generation, rank0):
+                send(rank0, protocol.CheckpointSoon(generation))
             case EndJob():
                 return self._end(action)
             case Report(level, text):

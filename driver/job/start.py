@@ -113,7 +113,12 @@ async def _alone(
             if files is None
             else tls.context(files.cert, files.key, files.ca, server=True),
         ),
-        launcher=LocalLauncher(sink=around.output, log=console, lease_s=job.settings.lease_s),
+        launcher=LocalLauncher(
+            sink=around.output,
+            log=console,
+            lease_s=job.settings.lease_s,
+            preemption=job.preemption,
+        ),
         discovery=discovery,
         journal=journal,
         log=console,

@@ -47,6 +47,7 @@ from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.hosts import ThisHost, parse_address
 from elastic.driver.network.interfaces import listen_address
 from elastic.driver.network.server import Server
+from elastic.driver.preemption import slurm
 from elastic.driver.reasons import GONE
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address
@@ -173,7 +174,14 @@ class _Run:
         journal = await self._journal(archive, writer)
         fleet = Fleet(
             server,
-            hire=Hire(self.id, self.term, job.settings.lease_s, plan.away_s),
+            hire=Hire(
+                self.id,
+                self.term,
+                job.settings.lease_s,
+                plan.away_s,
+                job.preemption,
+                {name: job.environ[name] for name in slurm.VARIABLES if name in job.environ},
+            ),
             sink=self.around.output,
             log=self.log,
             starter=self._starter(),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic.driver.events import Event, WorkerExited
+from elastic.driver.events import Event, HostLeaving, HostStaying, Notice, WorkerExited
+from elastic.driver.preemption.watch import OFF, Watch
 from elastic.driver.processes.supervisor import Agent
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log, Sink
@@ -14,11 +15,17 @@ from elastic.protocol.messages import Worker
 class LocalLauncher:
     """All workers run here, whatever host name they carry: several "hosts" of one machine are fine for trials."""
 
-    def __init__(self, *, sink: Sink, log: Log, lease_s: float = Settings.lease_s) -> None:
+    def __init__(
+        self, *, sink: Sink, log: Log, lease_s: float = Settings.lease_s, preemption: str = OFF
+    ) -> None:
         self._sink = sink
         self._log = log
         self._lease_s = lease_s
+        self._preemption = preemption  # who may announce the end of this machine
         self._agent: Agent | None = None
+        self._watch: Watch | None = None
+        self._hosts: set[str] = set()  # names under which workers were started here
+        self._noticed: Callable[[Event], None] = lambda event: None
 
     @property
     def agent(self) -> Agent:
@@ -32,8 +39,22 @@ class LocalLauncher:
         self._agent = Agent(
             exited=exited, noticed=noticed, sink=self._sink, log=self._log, lease_s=self._lease_s
         )
+        self._noticed = noticed
+        self._watch = Watch(self._preemption, changed=self._announce, log=self._log)
+        self._watch.begin()
+
+    def _announce(self, notice: Notice | None) -> None:
+        for host in sorted(self._hosts):
+            self._noticed(
+                HostStaying(host) if notice is None else HostLeaving(host, notice, alone=True)
+            )
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
+        if worker.host not in self._hosts:
+            self._hosts.add(worker.host)
+            notice = None if self._watch is None else self._watch.notice
+            if notice is not None:
+                self._noticed(HostLeaving(worker.host, notice, alone=True))
         self.agent.start(worker, command, env)
 
     def kill(self, worker: Worker) -> None:
@@ -49,5 +70,8 @@ class LocalLauncher:
         return self.agent.alive()
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.released()
+            self._watch.close()
         if self._agent is not None:
             await self._agent.close()

@@ -39,7 +39,7 @@ STOPPED = 143  # the exit code, as if SIGTERM had come; a batch system may run t
 
 
 @dataclass
-class Announced:
+class Departure:
     """One machine's end. ``by``: on the caller's clock, None if not known."""
 
     text: str
@@ -56,7 +56,7 @@ class Notices(Part):
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
-        self.announced: dict[str, Announced] = {}
+        self.announced: dict[str, Departure] = {}
         self._hurry_at: dict[str, float] = {}
         # Where everybody goes: when to ask for a checkpoint, and whether the last one of them was asked for.
         self._ask_at: list[float] = []
@@ -110,7 +110,7 @@ class Notices(Part):
             self.orders.say("warning", f"{host} goes away{left} ({notice.text}): {then}")
         elif known.by is not None and (by is None or by > known.by):
             by = known.by  # of two notices the earlier end counts
-        one = self.announced[host] = Announced(notice.text, by, alone)
+        one = self.announced[host] = Departure(notice.text, by, alone)
         if alone:
             self._end_at = one.before(LAST_S, now)
         if not self.settings.elastic:
@@ -160,7 +160,7 @@ class Notices(Part):
         self._all_go = everybody
         self._ask()
 
-    def _everybody_goes(self, going: list[Announced]) -> None:
+    def _everybody_goes(self, going: list[Departure]) -> None:
         now = self.orders.now
         if self.settings.restarts is None:
             text = "every machine of this job goes away, and its commits are in memory only"

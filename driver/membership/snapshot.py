@@ -31,7 +31,7 @@ from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
 from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.notices import Announced, Notices
+from elastic.driver.membership.notices import Departure, Notices
 from elastic.driver.membership.reconnect import Reconnections
 from elastic.driver.membership.root_cause import Exceptions, Inquest
 from elastic.driver.membership.roster import Roster, Stage, Standing
@@ -60,7 +60,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         Frozen,
         Stuck,
         Notices,
-        Announced,
+        Departure,
         Deadlines,
         Orders,
         Workforce,

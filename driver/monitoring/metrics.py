@@ -319,19 +319,30 @@ def bound_visitors(server: Any) -> None:
     What goes wrong with one of them is no line of the log.
     """
     inside = threading.BoundedSemaphore(VISITORS)
+    begin, hear = server.process_request, server.process_request_thread
 
     class Visit(server.RequestHandlerClass):  # type: ignore[misc]
         timeout = VISIT_S  # of each read and write
 
-        def handle(self) -> None:
-            if not inside.acquire(blocking=False):
-                return
-            try:
-                super().handle()
-            finally:
-                inside.release()
+    def let_in(request: Any, address: Any) -> None:
+        """In the order in which they come: their threads may begin in another."""
+        if not inside.acquire(blocking=False):
+            server.shutdown_request(request)
+            return
+        try:
+            begin(request, address)
+        except BaseException:
+            inside.release()
+            raise
+
+    def heard(request: Any, address: Any) -> None:
+        try:
+            hear(request, address)
+        finally:
+            inside.release()
 
     server.RequestHandlerClass = Visit
+    server.process_request, server.process_request_thread = let_in, heard
     server.handle_error = lambda request, address: None
 
 

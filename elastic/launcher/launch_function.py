@@ -45,6 +45,7 @@ def launch(
     checkpoint_every: str | None = None,
     checkpoint_keep: int | None = None,
     restarts: int | None = None,
+    preemption: str | None = None,
     begin_from: str | None = None,
     fresh: bool = False,
     log_level: str | None = None,
@@ -96,6 +97,7 @@ def launch(
         "--checkpoint-every": checkpoint_every,
         "--checkpoint-keep": checkpoint_keep,
         "--restarts": restarts,
+        "--preemption": preemption,
         "--from": begin_from,
         "--log-level": log_level,
     }

@@ -57,6 +57,7 @@ class Limits:
     checkpoint_every: str | None = None
     checkpoint_keep: int | None = None
     restarts: int | None = None
+    preemption: str | None = None
     begin_from: str | None = None
     fresh: bool = False
     verbose: bool = False
@@ -78,6 +79,7 @@ class Limits:
             "--checkpoint-every": self.checkpoint_every,
             "--checkpoint-keep": self.checkpoint_keep,
             "--restarts": self.restarts,
+            "--preemption": self.preemption,
             "--from": self.begin_from,
         }
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]

@@ -66,6 +66,7 @@ FROM_DRIVER = [
     protocol.TracesTaken(1),
     protocol.TimelineAnswer(1, 1, "/t.json", "no room"),
     protocol.MakeDurable(3, 40),
+    protocol.CheckpointSoon(3),
     protocol.SealCheckpoint(3, 40),
     protocol.DropCheckpoint(3, 40),
     protocol.CheckpointDone(3, 40, Commit(3, 40)),

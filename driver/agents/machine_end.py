@@ -1,0 +1,76 @@
+"""What an agent knows of the end of its machine: announced by the machine's cloud, or by SIGTERM. Acts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from elastic.driver.agents.messages import Hire
+from elastic.driver.events import Notice
+from elastic.driver.preemption.watch import Watch
+from elastic.driver.sinks import Log
+
+TERM_S = 25.0  # from SIGTERM to the end: Kubernetes and Slurm kill after 30 s
+
+
+class MachineEnd:
+    """``changed``: another notice stands, or none. ``end``: the agent is to end, and why."""
+
+    def __init__(
+        self, host: str, *, changed: Callable[[], None], end: Callable[[int, str], None], log: Log
+    ) -> None:
+        self._host = host
+        self._changed = changed
+        self._end = end
+        self._log = log
+        self._watch: Watch | None = None
+        self._watches = ""
+        self._told = ""  # by SIGTERM
+        self._end_by = 0.0
+
+    def watch(self, hire: Hire) -> None:
+        """As this driver wishes."""
+        if self._watch is not None:
+            if self._watches == hire.preemption:
+                return
+            self._watch.close()
+        self._watches = hire.preemption
+        environ = {**hire.slurm, **os.environ, "ELASTIC_HOST": self._host}
+        self._watch = Watch(
+            hire.preemption,
+            changed=lambda notice: self._changed(),
+            log=self._log,
+            environ=environ,
+        )
+        self._watch.begin()
+
+    @property
+    def notice(self) -> Notice | None:
+        """What stands, with the time that is left."""
+        if self._told:
+            left_s = self._end_by - asyncio.get_running_loop().time()
+            return Notice(self._told, max(0.0, left_s))
+        return None if self._watch is None else self._watch.notice
+
+    def told(self, signal: str) -> bool:
+        """By a signal, which leaves the workers time to leave. False: it was told before."""
+        if self._told:
+            return False
+        loop = asyncio.get_running_loop()
+        self._told = f"its agent was told to end ({signal})"
+        self._end_by = loop.time() + TERM_S
+        loop.call_later(TERM_S, self._end, 0, f"{signal}, {TERM_S:g} s ago")
+        self._changed()
+        return True
+
+    def nobody_left(self) -> None:
+        """The last worker has gone."""
+        if self._told:
+            self._end(0, self._told)
+        elif self._watch is not None:
+            self._watch.released()
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()

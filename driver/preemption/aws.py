@@ -1,0 +1,91 @@
+"""Amazon EC2: the notice of a spot instance's interruption, two minutes ahead.
+
+Instance metadata service v2, docs.aws.amazon.com/AWSEC2/latest/UserGuide: "Spot Instance interruption notices" and
+"EC2 instance rebalance recommendations". A recommendation is no announcement: it is only said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime
+
+from elastic.driver.preemption.metadata import Answer, MetadataServer
+from elastic.driver.preemption.source import Ends, Trouble
+
+ENDPOINT = "http://169.254.169.254"
+ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"  # as in Amazon's own tools
+OFF_VARIABLE = "AWS_EC2_METADATA_DISABLED"
+TOKEN_S = 21600
+
+
+class Aws:
+    name = "AWS"
+    pause_s = 1.0
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._off = environ.get(OFF_VARIABLE, "").lower() == "true"
+        self._server = MetadataServer(environ.get(ENDPOINT_VARIABLE) or ENDPOINT)
+        self._token = ""
+        self._renew_at = 0.0
+        self._hint = ""
+        self._hinted = False
+
+    def here(self) -> bool:
+        try:
+            return not self._off and self._ask("/latest/meta-data/", within_s=1.0).status == 200
+        except Trouble:
+            return False
+
+    def look(self) -> Ends | None:
+        self._look_for_a_hint()
+        answer = self._ask("/latest/meta-data/spot/instance-action")
+        if answer.status == 404:
+            return None
+        if answer.status != 200:
+            raise Trouble(f"it answers with status {answer.status}")
+        said = answer.json()
+        try:
+            action, moment = str(said["action"]), datetime.fromisoformat(said["time"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}") from error
+        text = f"AWS will {action} this spot instance"
+        return Ends(text, answer.ends_at(moment.timestamp()))
+
+    def released(self) -> None:
+        pass
+
+    def hint(self) -> str:
+        hint, self._hint = self._hint, ""
+        return hint
+
+    def _look_for_a_hint(self) -> None:
+        if not self._hinted:
+            answer = self._ask("/latest/meta-data/events/recommendations/rebalance")
+            if answer.status == 200:
+                self._hinted = True
+                self._hint = (
+                    "AWS recommends to leave this spot instance: it may be interrupted soon"
+                )
+
+    def _ask(self, path: str, *, within_s: float = 2.0) -> Answer:
+        if time.monotonic() >= self._renew_at:
+            self._renew(within_s)
+        answer = self._server.ask(
+            path, {"X-aws-ec2-metadata-token": self._token}, within_s=within_s
+        )
+        if answer.status == 401:  # the token is over before its time
+            self._renew(within_s)
+            headers = {"X-aws-ec2-metadata-token": self._token}
+            answer = self._server.ask(path, headers, within_s=within_s)
+        return answer
+
+    def _renew(self, within_s: float) -> None:
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+        answer = self._server.ask(
+            "/latest/api/token", headers, method="PUT", body=b"", within_s=within_s
+        )
+        if answer.status != 200 or not answer.text:
+            raise Trouble(f"it gives no token, but status {answer.status}")
+        self._token = answer.text
+        self._renew_at = time.monotonic() + TOKEN_S / 2

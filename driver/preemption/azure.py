@@ -1,0 +1,96 @@
+"""Microsoft Azure: Scheduled Events, at least 30 seconds ahead, and acknowledged once nobody needs the machine.
+
+learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. A freeze ends nothing, and is passed over. Events are
+delivered to all machines of a scale set: those of others are passed over.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from elastic.driver.preemption.metadata import Answer, MetadataServer
+from elastic.driver.preemption.source import Ends, Trouble
+
+ENDPOINT = "http://169.254.169.254"
+ENDPOINT_VARIABLE = "ELASTIC_AZURE_METADATA_ENDPOINT"
+HEADERS = {"Metadata": "true"}
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+ENDING = {
+    "Preempt": "Azure takes this spot machine back",
+    "Terminate": "Azure deletes this machine",
+    "Reboot": "Azure restarts this machine",
+    "Redeploy": "Azure moves this machine, and what it holds is lost",
+}
+FIRST_ANSWER_S = (
+    150.0  # the service is switched on by the first request, which may take two minutes
+)
+
+
+class Azure:
+    name = "Azure"
+    pause_s = 1.0
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._server = MetadataServer(environ.get(ENDPOINT_VARIABLE) or ENDPOINT)
+        self._own_name = ""
+        self._answered = False
+        self._announced: list[str] = []  # identities of events
+
+    def here(self) -> bool:
+        try:
+            return self._ask(NAME, within_s=1.0).status == 200
+        except Trouble:
+            return False
+
+    def look(self) -> Ends | None:
+        if not self._own_name:
+            answer = self._ask(NAME)
+            if answer.status != 200:
+                raise Trouble(f"it answers with status {answer.status}")
+            self._own_name = answer.text
+        answer = self._ask(EVENTS, within_s=2.0 if self._answered else FIRST_ANSWER_S)
+        if answer.status != 200:
+            raise Trouble(f"it answers with status {answer.status}")
+        self._answered = True
+        said = answer.json()
+        try:
+            mine = [event for event in said["Events"] if self._is_mine(event)]
+            self._announced = [str(event["EventId"]) for event in mine]
+            ends = [self._ends(event, answer) for event in mine]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}") from error
+        return min(ends, key=lambda each: each.at or 0.0, default=None)
+
+    def released(self) -> None:
+        if self._announced:
+            requests = [{"EventId": each} for each in self._announced]
+            body = json.dumps({"StartRequests": requests}).encode()
+            answer = self._ask(EVENTS, method="POST", body=body)
+            if answer.status >= 300:
+                raise Trouble(f"it does not take the acknowledgement: status {answer.status}")
+
+    def hint(self) -> str:
+        return ""
+
+    def _is_mine(self, event: Any) -> bool:
+        return event["EventType"] in ENDING and self._own_name in event["Resources"]
+
+    def _ends(self, event: Any, answer: Answer) -> Ends:
+        """Without a NotBefore it has begun."""
+        text, moment = ENDING[event["EventType"]], event.get("NotBefore")
+        at = email.utils.parsedate_to_datetime(moment).timestamp() if moment else 0.0
+        return Ends(text, answer.ends_at(at))
+
+    def _ask(
+        self,
+        path: str,
+        *,
+        method: str = "GET",
+        body: bytes | None = None,
+        within_s: float = 2.0,
+    ) -> Answer:
+        return self._server.ask(path, HEADERS, method=method, body=body, within_s=within_s)

@@ -1,0 +1,92 @@
+"""Asks a cloud's metadata server, which every machine has under an address of its own. Never through a proxy."""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from elastic.driver.preemption.source import Trouble
+
+ANSWER_S = 2.0
+LIMIT = 1 << 20  # bytes
+PIECE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``skew_s``: by how much the server's clock is ahead of this machine's."""
+
+    status: int
+    headers: Mapping[str, str]  # names in lower case
+    body: bytes
+    skew_s: float
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace").strip()
+
+    def json(self) -> Any:
+        """Raises Trouble."""
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise Trouble(f"its answer is no JSON: {self.text[:80]!r}") from error
+
+    def ends_at(self, moment: float) -> float:
+        """A time by the server's clock, by this machine's."""
+        return moment - self.skew_s
+
+
+class MetadataServer:
+    """At ``endpoint``, as in http://169.254.169.254."""
+
+    def __init__(self, endpoint: str) -> None:
+        parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+        if parts.scheme != "http" or not parts.hostname:
+            raise Trouble(
+                f"{endpoint!r} is no address of a metadata server; give http://HOST[:PORT]"
+            )
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._prefix = parts.path.rstrip("/")
+
+    def ask(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        method: str = "GET",
+        body: bytes | None = None,
+        within_s: float = ANSWER_S,
+    ) -> Answer:
+        """One request on a connection of its own. Raises Trouble where there is no answer in time."""
+        deadline = time.monotonic() + within_s
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=within_s)
+        try:
+            connection.request(method, self._prefix + path, body=body, headers=dict(headers))
+            response = connection.getresponse()
+            pieces: list[bytes] = []
+            while piece := response.read1(PIECE):
+                pieces.append(piece)
+                if time.monotonic() > deadline or sum(map(len, pieces)) > LIMIT:
+                    raise Trouble("its answer does not end")
+            named = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, named, b"".join(pieces), _skew_s(named))
+        except (OSError, http.client.HTTPException) as error:
+            raise Trouble(str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+
+
+def _skew_s(headers: Mapping[str, str]) -> float:
+    """Of its Date; whole seconds, so that less than two says nothing."""
+    try:
+        skew = email.utils.parsedate_to_datetime(headers["date"]).timestamp() - time.time()
+    except (KeyError, ValueError):
+        return 0.0
+    return skew if abs(skew) >= 2.0 else 0.0

@@ -1,0 +1,181 @@
+"""Watches for the machine's own announcement of its end, each source in a thread of its own. Decides nothing.
+
+`auto` asks once which sources are here, and is quiet where none is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from elastic.driver.events import Notice
+from elastic.driver.preemption.aws import Aws
+from elastic.driver.preemption.azure import Azure
+from elastic.driver.preemption.command import Command
+from elastic.driver.preemption.google_cloud import GoogleCloud
+from elastic.driver.preemption.slurm import Slurm
+from elastic.driver.preemption.source import Ends, Source, Trouble
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
+
+AUTO, OFF = "auto", "off"
+NAMED: dict[str, Callable[[Mapping[str, str]], Source]] = {
+    "aws": Aws,
+    "gcp": GoogleCloud,
+    "azure": Azure,
+    "slurm": Slurm,
+}
+FAILS = 5  # looks in a row that fail before it is said
+LONGEST_PAUSE_S = 30.0  # between two looks that fail
+SAME_S = 2.0  # a time that is said again may differ by so much
+
+
+def check(wanted: str) -> None:
+    """Raises Invalid."""
+    if not wanted.strip():
+        raise Invalid("--preemption is empty; give auto, aws, gcp, azure, slurm, a command, or off")
+    if wanted in (AUTO, OFF, *NAMED) or " " in wanted or os.sep in wanted:
+        return
+    if shutil.which(wanted) is None:
+        raise Invalid(
+            f"--preemption {wanted} is none of auto, aws, gcp, azure, slurm and off, and there is no command of that"
+            " name; give one of these, or a command with its path"
+        )
+
+
+class Watch:
+    """Of one machine. ``changed`` is called in the event loop's thread, with the notice that stands, or None."""
+
+    def __init__(
+        self,
+        wanted: str,
+        *,
+        changed: Callable[[Notice | None], None],
+        log: Log,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._wanted = wanted
+        self._changed = changed
+        self._log = log
+        self._environ = environ
+        self._standing: dict[str, Ends] = {}  # by source
+        self._sources: list[Source] = []
+        self._over = threading.Event()
+        self._released = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._catches_signals = False
+
+    def begin(self) -> None:
+        if self._wanted == OFF:
+            return
+        for source in self._candidates():
+            name = f"preemption-{source.name}"
+            threading.Thread(target=self._run, args=(source,), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+        if self._catches_signals:
+            self._loop.remove_signal_handler(signal.SIGUSR1)
+
+    @property
+    def notice(self) -> Notice | None:
+        """What stands, with the time that is left: of several the one that ends first."""
+        if not self._standing:
+            return None
+        now = time.time()
+        first = min(self._standing.values(), key=lambda e: float("inf") if e.at is None else e.at)
+        return Notice(first.text, None if first.at is None else max(0.0, first.at - now))
+
+    def released(self) -> None:
+        """Nobody works here any more."""
+        if self._standing:
+            self._released.set()
+
+    # ---- one thread for each source --------------------------------------------------------------------------------
+
+    def _candidates(self) -> list[Source]:
+        if self._wanted in NAMED:
+            made: list[Callable[[Mapping[str, str]], Source]] = [NAMED[self._wanted]]
+        elif self._wanted == AUTO:
+            made = [*NAMED.values()]
+        else:
+            return [Command(self._wanted, self._environ)]
+        sources = []
+        for make in made:
+            try:
+                source = make(self._environ)
+            except Trouble as error:
+                self._log(
+                    "warning", f"announcements of this machine's end are not watched: {error}"
+                )
+                continue
+            if isinstance(source, Slurm) and source.here():
+                self._catch_signals(source)
+            sources.append(source)
+        return sources
+
+    def _catch_signals(self, slurm: Slurm) -> None:
+        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):  # no main thread
+            self._loop.add_signal_handler(signal.SIGUSR1, slurm.signalled)
+            self._catches_signals = True
+
+    def _run(self, source: Source) -> None:
+        if not source.here():
+            if self._wanted != AUTO:
+                text = (
+                    "asked for announcements of this machine's end, and does not answer; asking on"
+                )
+                self._tell(self._log, "warning", f"{source.name} is {text}")
+            else:
+                return
+        self._tell(self._log, "debug", f"watching for announcements of {source.name}")
+        failed = 0
+        while not self._over.is_set():
+            try:
+                ends = source.look()
+                if self._released.is_set() and ends is not None:
+                    source.released()
+                    self._released.clear()
+                if failed >= FAILS:
+                    self._tell(self._log, "info", f"{source.name} answers again")
+                failed = 0
+                self._tell(self._seen, source.name, ends)
+            except Trouble as error:
+                failed += 1
+                if failed == FAILS:
+                    text = f"announcements of {source.name} can't be read: {error}; trying on"
+                    self._tell(self._log, "warning", text)
+            hint = source.hint()
+            if hint:
+                self._tell(self._log, "warning", hint)
+            self._over.wait(min(LONGEST_PAUSE_S, source.pause_s * 2 ** min(failed, 10)))
+
+    def _tell(self, what: Callable[..., object], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(what, *args)
+
+    # ---- in the loop's thread --------------------------------------------------------------------------------------
+
+    def _seen(self, name: str, ends: Ends | None) -> None:
+        before = self._standing.get(name)
+        if self._over.is_set() or ends == before:
+            return
+        if ends is not None and before is not None and _same(ends, before):
+            return
+        if ends is None:
+            del self._standing[name]
+        else:
+            self._standing[name] = ends
+        self._changed(self.notice)
+
+
+def _same(one: Ends, other: Ends) -> bool:
+    if one.text != other.text or one.at is None or other.at is None:
+        return one == other
+    return abs(one.at - other.at) < SAME_S

@@ -1,0 +1,371 @@
+"""Announcements of a machine's end, as clouds make them, and what workers do then. Real requests on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from elastic.driver.events import Notice
+from elastic.driver.preemption import command, slurm, watch
+from elastic.driver.preemption.aws import Aws
+from elastic.driver.preemption.azure import Azure
+from elastic.driver.preemption.google_cloud import GoogleCloud
+from elastic.driver.preemption.source import Ends, Source, Trouble
+from elastic.errors import Invalid
+from harness.history import SCRIPTS
+from harness.metadata_servers import AwsCloud, AzureServer, Cloud, GoogleServer, served
+
+
+@contextmanager
+def aws() -> Iterator[tuple[AwsCloud, Aws]]:
+    with served(AwsCloud()) as cloud:
+        yield cloud, Aws({"AWS_EC2_METADATA_SERVICE_ENDPOINT": cloud.endpoint})
+
+
+@contextmanager
+def google() -> Iterator[tuple[GoogleServer, GoogleCloud]]:
+    with served(GoogleServer()) as cloud:
+        yield cloud, GoogleCloud({"GCE_METADATA_HOST": cloud.endpoint.removeprefix("http://")})
+
+
+@contextmanager
+def azure() -> Iterator[tuple[AzureServer, Azure]]:
+    with served(AzureServer()) as cloud:
+        yield cloud, Azure({"ELASTIC_AZURE_METADATA_ENDPOINT": cloud.endpoint})
+
+
+CLOUDS = [aws, google, azure]
+
+
+def left_s(ends: Ends | None) -> float:
+    assert ends is not None and ends.at is not None
+    return ends.at - time.time()
+
+
+# ---- what each cloud says --------------------------------------------------------------------------------------------
+
+
+def test_aws_interrupts_a_spot_instance():
+    with aws() as (cloud, source):
+        assert source.here()
+        assert source.look() is None
+        cloud.interrupts(120.0)
+        ends = source.look()
+        assert ends is not None and ends.text == "AWS will terminate this spot instance"
+        assert 115 < left_s(ends) <= 120
+        cloud.change(action=None)
+        assert source.look() is None
+
+
+def test_aws_asks_for_another_token_when_the_first_is_over():
+    with aws() as (cloud, source):
+        assert source.look() is None
+        cloud.forget_tokens()
+        assert source.look() is None
+        assert sum("api/token" in each for each in cloud.asked) == 2
+
+
+def test_aws_recommends_to_leave_which_is_only_said_once():
+    with aws() as (cloud, source):
+        cloud.change(rebalance=True)
+        assert source.look() is None
+        assert (
+            source.hint()
+            == "AWS recommends to leave this spot instance: it may be interrupted soon"
+        )
+        assert source.look() is None
+        assert source.hint() == ""
+
+
+def test_google_preempts_a_machine_and_the_answer_comes_at_once():
+    with google() as (cloud, source):
+        assert source.here()
+        assert source.look() is None
+        ends = asyncio.run(_changes_while_it_looks(cloud, source, preempted="TRUE"))
+        assert 25 < left_s(ends) <= 30
+
+
+async def _changes_while_it_looks(cloud: Cloud, source: Source, **fields: str) -> Ends | None:
+    """The long poll is there before the change is."""
+    asked = len(cloud.asked)
+    looking = asyncio.create_task(asyncio.to_thread(source.look))
+    while len(cloud.asked) == asked:
+        await asyncio.sleep(0.01)
+    began = time.monotonic()
+    cloud.change(**fields)
+    ends = await looking
+    assert time.monotonic() - began < 5.0
+    return ends
+
+
+def test_google_ends_a_machine_for_maintenance_but_live_migration_is_no_end():
+    with google() as (cloud, source):
+        cloud.change(maintenance="MIGRATE_ON_HOST_MAINTENANCE")
+        assert source.look() is None
+        cloud.change(maintenance="TERMINATE_ON_HOST_MAINTENANCE")
+        assert 55 < left_s(source.look()) <= 60
+
+
+def test_azure_takes_a_machine_back_and_is_told_when_nobody_needs_it():
+    with azure() as (cloud, source):
+        assert source.here()
+        assert source.look() is None
+        cloud.announces("Freeze", 30.0, id="E0")
+        cloud.announces("Preempt", 30.0, of="worker_4", id="E1")
+        assert source.look() is None  # a short pause; another machine
+        cloud.announces("Preempt", 30.0, id="E2")
+        ends = source.look()
+        assert ends is not None and ends.text == "Azure takes this spot machine back"
+        assert 25 < left_s(ends) <= 30
+        source.released()
+        assert cloud.acknowledged == ["E2"]
+
+
+def test_of_two_events_the_earlier_counts():
+    with azure() as (cloud, source):
+        cloud.announces("Redeploy", 600.0, id="E1")
+        cloud.announces("Preempt", 30.0, id="E2")
+        assert 25 < left_s(source.look()) <= 30
+
+
+@pytest.mark.parametrize("cloud_of", CLOUDS)
+@pytest.mark.parametrize("trouble", ["close", "garbage", 500, 403])
+def test_what_is_not_as_documented_is_trouble_and_passes(cloud_of, trouble):
+    with cloud_of() as (cloud, source):
+        assert source.look() is None
+        cloud.change(trouble=trouble)
+        if trouble == "garbage":
+            source = type(source)(_environ(cloud))
+        with pytest.raises(Trouble):
+            source.look()
+        cloud.change(trouble="")
+        assert source.look() is None
+
+
+def _environ(cloud: Cloud) -> dict[str, str]:
+    host = cloud.endpoint.removeprefix("http://")
+    return {
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT": cloud.endpoint,
+        "GCE_METADATA_HOST": host,
+        "ELASTIC_AZURE_METADATA_ENDPOINT": cloud.endpoint,
+    }
+
+
+@pytest.mark.parametrize("cloud_of", CLOUDS)
+def test_one_cloud_is_not_taken_for_another(cloud_of):
+    with cloud_of() as (cloud, source):
+        for kind in (Aws, GoogleCloud, Azure):
+            assert kind(_environ(cloud)).here() is (kind is type(source))
+
+
+def test_a_server_that_hangs_is_given_up_in_time():
+    with aws() as (cloud, source):
+        cloud.change(trouble="hang")
+        began = time.monotonic()
+        assert not source.here()
+        assert time.monotonic() - began < 5.0
+
+
+def test_amazons_own_switch_turns_it_off():
+    with aws() as (cloud, _):
+        off = Aws({**_environ(cloud), "AWS_EC2_METADATA_DISABLED": "true"})
+        assert not off.here() and cloud.asked == []
+
+
+# ---- Slurm, and commands ---------------------------------------------------------------------------------------------
+
+
+def test_slurm_says_when_the_allocation_ends():
+    def of(ends_in_s: float) -> slurm.Slurm:
+        end = str(int(time.time() + ends_in_s))
+        return slurm.Slurm({"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": end})
+
+    assert not slurm.Slurm({}).here()
+    assert of(600).here()
+    assert of(600).look() is None
+    assert 90 < left_s(of(100).look()) <= 100
+    signalled = slurm.Slurm({"SLURM_JOB_ID": "77"})
+    signalled.signalled()
+    assert 55 < left_s(signalled.look()) <= 60
+
+
+def test_a_command_says_whether_and_when(tmp_path):
+    mark = tmp_path / "goes"
+    source = command.Command(f"test -e {mark} && cat {mark}", os.environ)
+    assert source.look() is None
+    mark.write_text("")
+    ends = source.look()
+    assert ends is not None and ends.at is None
+    mark.write_text("45 the landlord wants it back\n")
+    ends = source.look()
+    assert ends is not None and ends.text == "the landlord wants it back"
+    assert 40 < left_s(ends) <= 45
+    mark.unlink()
+    assert source.look() is None
+    with pytest.raises(Trouble, match=r"exit code 127, expected 0 or 1: .*not found"):
+        command.Command("no-such-program-here", os.environ).look()
+
+
+def test_a_wish_that_names_nothing_is_refused():
+    with pytest.raises(Invalid, match="awss is none of auto, aws, gcp, azure, slurm and off"):
+        watch.check("awss")
+    with pytest.raises(Invalid, match="is empty"):
+        watch.check(" ")
+    for wanted in ("auto", "off", "aws", "/opt/site/goes", "test -e /run/goes", "true"):
+        watch.check(wanted)
+
+
+# ---- the watch -------------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """What a watch says."""
+
+    def __init__(self) -> None:
+        self.notices: list[Notice | None] = []
+        self.lines: list[str] = []
+        self.news = asyncio.Event()
+
+    def changed(self, notice: Notice | None) -> None:
+        self.notices.append(notice)
+        self.news.set()
+
+    def log(self, level: str, text: str) -> None:
+        if level != "debug":
+            self.lines.append(text)
+        self.news.set()
+
+    async def until(self, found) -> None:
+        async def wait() -> None:
+            while not found():
+                self.news.clear()
+                await self.news.wait()
+
+        await asyncio.wait_for(wait(), 20.0)
+
+
+def watching(wanted: str, told: Told, cloud: Cloud) -> watch.Watch:
+    found = watch.Watch(wanted, changed=told.changed, log=told.log, environ=_environ(cloud))
+    found.begin()
+    return found
+
+
+def test_auto_finds_which_cloud_it_is_and_hears_of_a_notice_and_that_it_is_off():
+    async def talk(cloud: AwsCloud) -> None:
+        told = Told()
+        watched = watching("auto", told, cloud)
+        cloud.interrupts(60.0)
+        await told.until(lambda: told.notices)
+        [notice] = told.notices
+        assert notice is not None and notice.text == "AWS will terminate this spot instance"
+        assert notice.within_s is not None and 50 < notice.within_s <= 60
+        cloud.change(action=None)
+        await told.until(lambda: told.notices[-1] is None)
+        assert told.lines == []
+        watched.close()
+
+    with served(AwsCloud()) as cloud:
+        asyncio.run(talk(cloud))
+
+
+def test_azure_is_told_once_nobody_works_there():
+    async def talk(cloud: AzureServer) -> None:
+        told = Told()
+        watched = watching("azure", told, cloud)
+        cloud.announces("Preempt", 30.0)
+        await told.until(lambda: told.notices)
+        assert cloud.acknowledged == []
+        watched.released()
+        await told.until(lambda: told.notices[-1] is None)  # Azure lists no event that has begun
+        assert cloud.acknowledged == ["E1"]
+        watched.close()
+
+    with served(AzureServer()) as cloud:
+        asyncio.run(talk(cloud))
+
+
+def test_a_cloud_that_fails_is_said_once_and_that_it_answers_again(monkeypatch):
+    monkeypatch.setattr(Aws, "pause_s", 0.001)
+
+    async def talk(cloud: AwsCloud) -> None:
+        told = Told()
+        cloud.change(trouble=500)
+        watched = watching("aws", told, cloud)
+        await told.until(lambda: len(told.lines) == 2)
+        cloud.change(trouble="")
+        await told.until(lambda: len(told.lines) == 3)
+        first, second, third = told.lines
+        assert first.startswith("AWS is asked for announcements of this machine's end, and does")
+        assert second.startswith("announcements of AWS can't be read: ")
+        assert third == "AWS answers again"
+        watched.close()
+
+    with served(AwsCloud()) as cloud:
+        asyncio.run(talk(cloud))
+
+
+# ---- whole jobs ------------------------------------------------------------------------------------------------------
+
+TRAINING = ["python", str(SCRIPTS / "durable.py")]
+
+
+def test_the_only_machine_goes_and_the_same_command_goes_on(job, tmp_path):
+    folder = tmp_path / "checkpoints"
+    flags = f"-np 2 --min-np 1 --checkpoint-every 1h --checkpoint-dir {folder}"
+    with served(AwsCloud()) as cloud:
+        env = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": cloud.endpoint}
+        training = job(f"{flags} --preemption aws", TRAINING, env=env)
+        training.wait_for("rank 0 begins at 0")
+        cloud.interrupts(20.0)
+        training.wait_for(r"localhost goes away in \d+ s \(AWS will terminate this spot instance\)")
+        said = training.wait_for(
+            r"this machine goes away .*; commit (\S+) is durable, and the same"
+        )
+        assert training.wait(30) == 143
+    again = job(flags, TRAINING)
+    again.wait_for(rf"training goes on from commit {re.escape(said[1])}")
+    again.wait_for("the same bits")
+    (folder / "enough").touch()
+    assert again.wait(60) == 0
+
+
+TWO = ["-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1", "--resume"]
+
+
+def left_without_a_break(training, folder) -> None:
+    training.wait_for(r"127.0.0.2:0#1 has left with exit code 0")
+    (folder / "enough").touch()
+    assert training.wait(60) == 0
+    assert training.actions("BreakWorld") == [] and training.actions("KillWorker") == []
+    sizes = [len(world["members"]) for world in training.worlds()]
+    assert sizes == [2, 2, 1]  # of init, of both, of the one that stays
+
+
+def test_one_of_two_machines_goes_and_no_step_fails(job, tmp_path):
+    goes = tmp_path / "goes"
+    asked = f'test -e {goes} -a "$ELASTIC_HOST" = 127.0.0.2 && echo 60 the landlord wants it back'
+    flags = [*TWO, "--preemption", asked, "--checkpoint-dir", str(tmp_path)]
+    training = job(flags, TRAINING)
+    training.wait_for("rank 0 begins at 0")
+    goes.touch()
+    training.wait_for(r"127.0.0.2 goes away in \d+ s \(the landlord wants it back\): its workers")
+    left_without_a_break(training, tmp_path)
+
+
+def test_sigterm_leaves_the_workers_of_an_agent_time_to_leave(job, tmp_path):
+    training = job([*TWO, "--checkpoint-dir", str(tmp_path)], TRAINING)
+    training.wait_for("rank 0 begins at 0")
+    [started] = [e for e in training.events("WorkerConnected") if e["worker"][0] == "127.0.0.2"]
+    parents = psutil.Process(started["pid"]).parents()
+    [agent] = [each for each in parents if "agent_process" in " ".join(each.cmdline())]
+    agent.send_signal(signal.SIGTERM)
+    training.wait_for(r"127.0.0.2 goes away in 25 s \(its agent was told to end \(SIGTERM\)\)")
+    left_without_a_break(training, tmp_path)
