@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
@@ -90,7 +90,7 @@ class AwsCloud(Cloud):
     tokens = 0
 
     def interrupts(self, within_s: float, action: str = "terminate") -> None:
-        at = datetime.now(UTC) + timedelta(seconds=within_s)
+        at = datetime.now(timezone.utc) + timedelta(seconds=within_s)
         self.change(action={"action": action, "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")})
 
     def forget_tokens(self) -> None:
@@ -153,7 +153,7 @@ class AzureServer(Cloud):
         self.acknowledged: list[str] = []
 
     def announces(self, kind: str, within_s: float, *, of: str = own_name, id: str = "E1") -> None:
-        at = datetime.now(UTC) + timedelta(seconds=within_s)
+        at = datetime.now(timezone.utc) + timedelta(seconds=within_s)
         event = {
             **{"EventId": id, "EventType": kind, "ResourceType": "VirtualMachine"},
             **{"Resources": [of], "EventStatus": "Scheduled"},
