@@ -23,6 +23,8 @@ from elastic.errors import Invalid
 from harness.history import SCRIPTS
 from harness.metadata_servers import AwsCloud, AzureServer, Cloud, GoogleServer, served
 
+pytestmark = pytest.mark.forked
+
 
 @contextmanager
 def aws() -> Iterator[tuple[AwsCloud, Aws]]:

@@ -7,11 +7,14 @@ import re
 import signal
 
 import psutil
+import pytest
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.storage import Storage
 from harness.history import SCRIPTS
 from harness.job import Job
+
+pytestmark = pytest.mark.forked
 
 TRAINING = ["python", str(SCRIPTS / "durable.py")]
 FLAGS = "-np 2 --min-np 2 --checkpoint-every 10commits --checkpoint-dir"
@@ -22,12 +25,10 @@ def begun(output: str) -> list[int]:
     return [int(step) for step in re.findall(r"rank 0 begins at (\d+)", output)]
 
 
-def workers(running) -> list[psutil.Process]:
-    return [
-        each
-        for each in map(psutil.Process, [p.pid for p in running.processes()])
-        if "durable.py" in " ".join(each.cmdline()) and "elasticrun" not in " ".join(each.cmdline())
-    ]
+def workers(running: Job) -> list[psutil.Process]:
+    """Of the last world."""
+    members = running.worlds()[-1]["members"]
+    return [psutil.Process(running.pid(rank)) for rank in range(len(members))]
 
 
 def test_all_workers_are_killed_and_it_goes_on_from_the_newest_checkpoint(job, tmp_path):

@@ -51,6 +51,7 @@ def answers(address: tuple[str, int]) -> bool:
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 
 
+@pytest.mark.forked
 def test_ctrl_c_in_training_ends_the_job_with_130(job):
     training = started(job, 2, HOLD="3:file=never")
     training.until(lambda: bool(History(training).all("step")), "training")
@@ -69,6 +70,7 @@ def test_ctrl_c_while_workers_start_ends_the_job_with_130(job):
     assert training.wait(15) == 130
 
 
+@pytest.mark.forked
 def test_ctrl_c_outside_elastic_run_prints_no_traceback(job):
     """The driver has said why, once for all."""
     loop = (
@@ -81,6 +83,7 @@ def test_ctrl_c_outside_elastic_run_prints_no_traceback(job):
     assert "Traceback" not in plain.output and "Error" not in plain.output
 
 
+@pytest.mark.forked
 def test_ctrl_c_twice_does_not_wait_for_anybody(job):
     """The workers take no notice of anything but SIGKILL."""
     stubborn = job(
@@ -92,6 +95,7 @@ def test_ctrl_c_twice_does_not_wait_for_anybody(job):
     assert stubborn.wait(5) == 130
 
 
+@pytest.mark.forked
 def test_sigterm_at_the_driver_ends_the_job_with_143(job):
     training = started(job, 2, HOLD="3:file=never")
     training.until(lambda: bool(History(training).all("step")), "training")
@@ -261,6 +265,7 @@ def test_output_of_ranks_goes_to_a_file_for_each(job):
         assert lines == [f"step {step} 2.0" for step in range(5)]
 
 
+@pytest.mark.forked
 def test_output_follows_the_rank_when_the_world_shrinks(job):
     training = started(
         job,
@@ -274,6 +279,7 @@ def test_output_follows_the_rank_when_the_world_shrinks(job):
     assert "slot 2 enters" in (training.folder / "out" / "rank.1" / "stdout").read_text()
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize("number", [signal.SIGINT])
 def test_a_stop_while_below_min_np(job, number):
     training = job(
