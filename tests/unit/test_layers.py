@@ -34,6 +34,7 @@ ROOMS = """
     elastic.driver.journal
     elastic.driver.monitoring
     elastic.driver.processes
+    elastic.driver.preemption
     elastic.driver.launch
     elastic.driver.etcd
     elastic.driver.discovery
@@ -253,6 +254,14 @@ def room(name: str) -> str:
     while name not in LEVEL:
         name = name.rpartition(".")[0]
     return name
+
+
+def test_every_room_has_its_place():
+    for top in ("elastic", "driver", "chaos"):
+        prefix = "elastic" if top == "elastic" else f"elastic.{top}"
+        for folder in (ROOT / top).iterdir():
+            if (folder / "__init__.py").exists() and not folder.is_symlink():
+                assert f"{prefix}.{folder.name}" in LEVEL, f"{folder} stands in no line of ROOMS"
 
 
 def test_no_room_imports_from_one_that_stands_on_it():
