@@ -62,8 +62,8 @@ def test_a_case_that_hangs_is_ended_with_its_children_and_what_it_had_found_is_k
         " child = subprocess.Popen(['sleep', '99'], env=env, start_new_session=True);"
         " result.figure('child', child.pid); time.sleep(99)"
     )
-    outcome = outcome_of(body, 10.0, tmp_path, monkeypatch)
-    assert outcome["ok"] is False and "did not end within 10 s" in outcome["reason"]
+    outcome = outcome_of(body, 5.0, tmp_path, monkeypatch)
+    assert outcome["ok"] is False and "did not end within 5 s" in outcome["reason"]
     left = Path(f"/proc/{outcome['figures']['child']}/stat")
     assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z"
 

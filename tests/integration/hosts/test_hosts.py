@@ -64,9 +64,11 @@ def test_a_job_outlives_its_driver_a_cut_link_and_a_dead_host(bench):
         assert job.finish().troubles == []
 
 
+@pytest.mark.nightly
 def test_a_driver_that_was_stopped_can_not_act_beside_another_one(bench):
     assert scenarios.two_drivers(bench).troubles == []
 
 
+@pytest.mark.nightly
 def test_a_job_started_by_ssh_goes_on_with_another_driver(bench):
     assert scenarios.driver_resumed(bench).troubles == []

@@ -46,6 +46,7 @@ def test_a_forked_worker_finds_in_its_process_what_a_started_one_finds(tmp_path)
     assert found[True] == found[False]
 
 
+@pytest.mark.nightly
 @pytest.mark.forked
 def test_a_fork_that_its_driver_has_no_more_is_started_instead(job):
     """Two workers and what is spare are forks, those after them are not: the job does not notice."""

@@ -94,7 +94,9 @@ def where_it_is_seen(training: Job, secret: str) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["clear", "tls"])
+@pytest.mark.parametrize(
+    "tls", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["clear", "tls"]
+)
 def test_strangers_at_the_port_change_nothing_and_learn_nothing(job, tmp_path, tls):
     if tls and OPENSSL is None:
         pytest.skip("needs openssl")

@@ -75,7 +75,10 @@ def test_others_train_on_while_a_newcomer_starts(job, tmp_path):
     assert [enter["step"] for enter in joined] == [8]
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "plain SGD", "Adam"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["SGD", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("plain SGD", "Adam"))],
+)
 def test_a_newcomer_gets_everything_and_keeps_it_through_a_rollback(job, optimizer):
     """Defects H, I and J: weights though it began with others, the optimizer's state, options that were changed once.
 
@@ -151,6 +154,7 @@ def test_a_newcomer_with_another_model_harms_only_itself(job):
 # ---- hosts that come and go ----------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_hosts_added_one_after_another_removed_and_added_again(job, tmp_path):
     """Defects N and Z: each is used, a removal is no failure, and a removed host may come back."""
     hosts = Hosts(tmp_path, "localhost:1")
@@ -220,6 +224,7 @@ def test_a_host_is_added_while_a_recovery_is_under_way(job, tmp_path):
     History(training).check()
 
 
+@pytest.mark.nightly
 def test_a_newcomer_dies_while_all_stop_for_it(job):
     """Rank 0 is busy before its next commit, so the change has begun and can't be completed."""
     training = started(

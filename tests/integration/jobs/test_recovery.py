@@ -42,7 +42,7 @@ def until_saved(training: Job, worker: str, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("optimizer", [pytest.param("SGD", marks=pytest.mark.nightly), "Adam"])
 def test_kills_and_joins_leave_no_trace_in_the_losses(job, optimizer):
     """Defects B and E: slots return, all of them, and Python values go back with the weights."""
     dying = "slot=0,step=5,place=backward;slot=2,step=9,place=commit;slot=1,step=12,place=forward"

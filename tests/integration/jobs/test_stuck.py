@@ -25,8 +25,8 @@ def stalling(job, np: int, stall: str, flags: str = SOON, **env: str) -> Job:
 @pytest.mark.parametrize(
     ("how", "where"),
     [
-        ("sleep", "in sleeps"),
-        ("lock", "in waits_for_a_lock_that_it_holds"),
+        pytest.param("sleep", "in sleeps", marks=pytest.mark.nightly),
+        pytest.param("lock", "in waits_for_a_lock_that_it_holds", marks=pytest.mark.nightly),
         ("gil", "in holds_the_interpreter_in_c"),
     ],
 )
@@ -82,6 +82,7 @@ def test_without_a_check_everybody_is_awaited(job):
     assert training.end() == []
 
 
+@pytest.mark.nightly
 def test_the_straggler_is_named(job):
     training = stalling(job, 3, "slot=2,place=forward,how=slow", STEPS="2000")
     training.wait_for(r"warning: rank \d \(localhost:2#1 .*holds the others up", timeout=60)

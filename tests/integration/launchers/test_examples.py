@@ -21,12 +21,14 @@ def run(*words: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_run_plainly_the_minimal_one_is_a_world_of_one(tmp_path):
     printed = run(EXAMPLES / "minimal.py", cwd=tmp_path)
     assert "workers 1" in printed
     assert "y = 3.00 x + 1.00" in printed
 
 
+@pytest.mark.forked
 def test_the_minimal_one_survives_the_loss_of_rank_0(job):
     fitting = job("-np 3 --min-np 2", ["python", EXAMPLES / "minimal.py"])
     fitting.wait_for("step 40 .*workers 3")

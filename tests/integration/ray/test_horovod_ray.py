@@ -50,6 +50,7 @@ def trained(value: int, size: int = 2) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.nightly
 def test_workers_that_stay_on_exactly_two_hosts(cluster):
     said = told(cluster, "static")
     assert said["free"] == [1, 3]  # while it runs, and afterwards

@@ -102,6 +102,7 @@ def alive(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
+@pytest.mark.nightly
 def test_from_a_script_called_driver_and_from_a_client_at_once(
     cluster: RayCluster, client_port: int, call: Callable[..., RayJob], tmp_path: Path
 ):
@@ -173,6 +174,7 @@ def test_from_a_task_and_from_an_actor(call: Callable[..., RayJob]):
     met(by_actor, 2, workers=1)
 
 
+@pytest.mark.nightly
 def test_trials_of_tune_keep_to_their_bundles(
     cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
 ):
@@ -267,6 +269,7 @@ def test_rays_own_calls_in_a_worker_outlive_another_node(
     cluster.kill(nodes[0])
 
 
+@pytest.mark.nightly
 def test_the_example_of_ray_data_trains_on_each_row_once_an_epoch(
     cluster: RayCluster, call: Callable[..., RayJob]
 ):

@@ -106,6 +106,7 @@ def test_the_worker_of_a_drained_node_leaves_at_a_commit(cluster: RayCluster, tr
     assert committed_lost(training.steps()) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("redis-server"), reason="needs redis-server")
 def test_without_its_gcs_a_cluster_trains_on_and_survives_a_node(
     cluster: RayCluster, training: Stepping
