@@ -23,9 +23,17 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **rest: Any) -> None:
         super().__init__(formatter_class=_Help, allow_abbrev=False, add_help=False, **rest)
         self.actions: list[argparse.Action] = []
+        self.variables: dict[str, str] = {}  # of the environment: the flag that has their value
+        self.switches: dict[str, str] = {}  # the same: 1 is the flag, 0 or nothing says nothing
+        # ``section.key`` of the configuration file: the flag that has its value, or, of a switch, those for true, false
+        self.keys: dict[str, dict[str, str]] = {}
 
     def group(self, title: str, description: str | None = None) -> Group:
-        """A function that adds a flag to a new group: its names, its value, the value's type, its help."""
+        """A function that adds a flag to a new group: its names, its value, the value's type, its help.
+
+        ``variable`` of the environment and ``keys`` of the configuration file say the same as the flag does. A key of a
+        switch has the value with which it is this flag, as in ``timeline.mark_cycles=true``.
+        """
         group = self.add_argument_group(title, description)
 
         def add(
@@ -33,6 +41,9 @@ class Parser(argparse.ArgumentParser):
             value: str | tuple[str, str] | None,
             convert: Callable[[str], object] | None,
             text: str,
+            *,
+            variable: str = "",
+            keys: Sequence[str] = (),
             **rest: Any,
         ) -> None:
             if value is not None:
@@ -46,6 +57,13 @@ class Parser(argparse.ArgumentParser):
                 *names.split(), default=argparse.SUPPRESS, help=text, **rest
             )
             self.actions.append(action)
+            flag = next(each for each in action.option_strings if each.startswith("--"))
+            if variable:
+                told = self.switches if action.nargs == 0 else self.variables
+                told[variable] = flag
+            for key in keys:
+                name, _, when = key.partition("=")
+                self.keys.setdefault(name, {})[when] = flag
 
         return add
 

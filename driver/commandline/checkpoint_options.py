@@ -16,7 +16,6 @@ from elastic.checkpoints.storage import Storage
 from elastic.driver.commandline.flags import Options
 from elastic.errors import Invalid
 
-RESTARTS = 3
 ANSWER_S = 60.0  # for the storage to answer at the start
 
 
@@ -64,7 +63,7 @@ def checkpoint_plan(options: Options, *, elastic: bool) -> CheckpointPlan:
         )
         if options.begin_from is not None:
             env[told.FROM] = f"{url}@{found.name}"
-    restarts = RESTARTS if options.restarts is None else options.restarts
+    restarts = told.DEFAULT_RESTARTS if options.restarts is None else options.restarts
     return CheckpointPlan(env, restarts if elastic else None, notes)
 
 

@@ -37,35 +37,6 @@ from elastic.errors import Invalid
 
 T = TypeVar("T")
 
-_FROM_ENVIRONMENT = {
-    "HOROVOD_START_TIMEOUT": "--start-timeout",
-    "HOROVOD_ELASTIC_TIMEOUT": "--elastic-timeout",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "--gloo-timeout-seconds",
-    "HOROVOD_LOG_LEVEL": "--log-level",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "--stall-check-warning-time-seconds",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "--stall-check-shutdown-time-seconds",
-    "HOROVOD_CYCLE_TIME": "--cycle-time-ms",
-    "HOROVOD_CACHE_CAPACITY": "--cache-capacity",
-    "HOROVOD_THREAD_AFFINITY": "--thread-affinity",
-    "HOROVOD_TIMELINE": "--timeline-filename",
-    "HOROVOD_AUTOTUNE_LOG": "--autotune-log-file",
-    "HOROVOD_NUM_NCCL_STREAMS": "--num-nccl-streams",
-    "ELASTIC_CHECKPOINT_DIR": "--checkpoint-dir",
-    "ELASTIC_CHECKPOINT_EVERY": "--checkpoint-every",
-    "ELASTIC_CHECKPOINT_KEEP": "--checkpoint-keep",
-    "ELASTIC_PREEMPTION": "--preemption",
-}
-# Switches: 1 is the flag, 0 or nothing says nothing.
-_SWITCHES = {
-    "HOROVOD_STALL_CHECK_DISABLE": "--no-stall-check",
-    "HOROVOD_TIMELINE_MARK_CYCLES": "--timeline-mark-cycles",
-    "HOROVOD_LOG_HIDE_TIME": "--log-without-timestamp",
-    "HOROVOD_AUTOTUNE": "--autotune",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "--hierarchical-allreduce",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "--hierarchical-allgather",
-    "HOROVOD_TORUS_ALLREDUCE": "--torus-allreduce",
-    "HOROVOD_MPI_THREADS_DISABLE": "--mpi-threads-disable",
-}
 # Read by workers only, and checked here so that a mistake is told once and before anything starts.
 _WORKERS_SWITCHES = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_DISABLE_GROUP_FUSION")
 _SAYS_NOTHING = {
@@ -141,12 +112,12 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
     options = flags.parse(arguments)
     words = [
         (f"{flag}={environ[name]}", f"environment variable {name}")
-        for name, flag in _FROM_ENVIRONMENT.items()
+        for name, flag in flags.parser().variables.items()
         if environ.get(name) and (name, environ[name]) not in _SAYS_NOTHING
     ]
     words += _switches(environ) + _fusion(environ)
     if options.config_file is not None:
-        words += read_config(options.config_file)
+        words += read_config(options.config_file, flags.parser().keys)
     for word, source in words:
         try:
             flags.parse([word])
@@ -157,14 +128,14 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
 
 
 def _switches(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    words = []
-    for name in (*_SWITCHES, *_WORKERS_SWITCHES):
+    words, switches = [], flags.parser().switches
+    for name in (*switches, *_WORKERS_SWITCHES):
         match environ.get(name, "").lower():
             case "" | "0" | "false":
                 pass
             case "1" | "true":
-                if name in _SWITCHES:
-                    words.append((_SWITCHES[name], f"environment variable {name}"))
+                if name in switches:
+                    words.append((switches[name], f"environment variable {name}"))
             case _:
                 raise Invalid(f"{name} is {environ[name]!r}; set it to 1 or 0")
     return words

@@ -6,7 +6,7 @@ Every entry becomes the flag of the same meaning, so that a value is checked in 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import yaml
 
@@ -14,59 +14,13 @@ from elastic.errors import Invalid
 
 _FILE_LIMIT = 1 << 20
 
-# Section -> key -> flag. A pair of flags is a switch: the one for true, the one for false.
-_FLAGS: dict[str, dict[str, str | tuple[str, str]]] = {
-    "params": {
-        "fusion_threshold_mb": "--fusion-threshold-mb",
-        "cycle_time_ms": "--cycle-time-ms",
-        "cache_capacity": "--cache-capacity",
-        "hierarchical_allreduce": ("--hierarchical-allreduce", "--no-hierarchical-allreduce"),
-        "hierarchical_allgather": ("--hierarchical-allgather", "--no-hierarchical-allgather"),
-        "torus_allreduce": ("--torus-allreduce", "--no-torus-allreduce"),
-    },
-    "autotune": {
-        "enabled": ("--autotune", "--no-autotune"),
-        "log_file": "--autotune-log-file",
-        "warmup_samples": "--autotune-warmup-samples",
-        "steps_per_sample": "--autotune-steps-per-sample",
-        "bayes_opt_max_samples": "--autotune-bayes-opt-max-samples",
-        "gaussian_process_noise": "--autotune-gaussian-process-noise",
-    },
-    "timeline": {
-        "filename": "--timeline-filename",
-        "mark_cycles": ("--timeline-mark-cycles", "--no-timeline-mark-cycles"),
-    },
-    "stall_check": {
-        "enabled": ("--stall-check", "--no-stall-check"),
-        "warning_time_seconds": "--stall-check-warning-time-seconds",
-        "shutdown_time_seconds": "--stall-check-shutdown-time-seconds",
-    },
-    "library_options": {
-        "mpi_threads_disable": ("--mpi-threads-disable", "--no-mpi-threads-disable"),
-        "num_nccl_streams": "--num-nccl-streams",
-        "ccl_bgt_affinity": "--thread-affinity",
-        "thread_affinity": "--thread-affinity",
-        "gloo_timeout_seconds": "--gloo-timeout-seconds",
-    },
-    "checkpoint": {
-        "dir": "--checkpoint-dir",
-        "every": "--checkpoint-every",
-        "keep": "--checkpoint-keep",
-        "restarts": "--restarts",
-    },
-    "preemption": {"source": "--preemption"},
-    "logging": {
-        "level": "--log-level",
-        "with_timestamp": ("--log-with-timestamp", "--log-without-timestamp"),
-        "hide_timestamp": ("--log-hide-timestamp", "--no-log-hide-timestamp"),
-    },
-}
 _CONTROLLERS = ("gloo", "mpi", "jsrun")
 
 
-def read_config(path: str) -> list[tuple[str, str]]:
+def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
     """Pairs of a flag, as one word, and where it stands, such as ``("--log-level=INFO", "job.yaml, logging.level")``.
 
+    ``flags``: by ``section.key``; see `Parser.keys`.
     Raises Invalid, with a sentence that names file and entry, for what can't be read or is no such file.
     """
     try:
@@ -81,6 +35,10 @@ def read_config(path: str) -> list[tuple[str, str]]:
         raise Invalid(f"config file {path} is nested too deeply") from None
     if content is None:
         return []
+    known: dict[str, dict[str, Mapping[str, str]]] = {}
+    for full, meant in flags.items():
+        title, _, entry = full.partition(".")
+        known.setdefault(title, {})[entry] = meant
     words: list[tuple[str, str]] = []
     for name, section in _mapping(content, f"config file {path}").items():
         where = f"config file {path}, {name}"
@@ -89,30 +47,28 @@ def read_config(path: str) -> list[tuple[str, str]]:
                 raise Invalid(f"{where}: there is no controller {section!r}; write gloo")
             words.append((f"--{str(section).lower()}", where))
             continue
-        if name not in _FLAGS:
+        if name not in known:
             raise Invalid(
-                f"{where}: there is no such section{_near(name, ['controller', *_FLAGS])}"
+                f"{where}: there is no such section{_near(name, ['controller', *sorted(known)])}"
             )
         if section is None:
             continue
         for key, value in _mapping(section, where).items():
-            if key not in _FLAGS[name]:
-                raise Invalid(
-                    f"{where}.{key}: there is no such key{_near(key, list(_FLAGS[name]))}"
-                )
+            if key not in known[name]:
+                raise Invalid(f"{where}.{key}: there is no such key{_near(key, list(known[name]))}")
             if value is not None:
-                words.append((_word(_FLAGS[name][key], value, f"{where}.{key}"), f"{where}.{key}"))
+                words.append((_word(known[name][key], value, f"{where}.{key}"), f"{where}.{key}"))
     return words
 
 
-def _word(flag: str | tuple[str, str], value: object, where: str) -> str:
-    if isinstance(flag, tuple):
+def _word(meant: Mapping[str, str], value: object, where: str) -> str:
+    if "" not in meant:
         if not isinstance(value, bool):
             raise Invalid(f"{where} is {value!r}; write true or false")
-        return flag[0] if value else flag[1]
+        return meant["true" if value else "false"]
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise Invalid(f"{where} is {value!r}; write one number or text")
-    return f"{flag}={value}"
+    return f"{meant['']}={value}"
 
 
 def _mapping(value: object, where: str) -> dict[str, object]:

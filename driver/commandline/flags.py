@@ -32,6 +32,7 @@ from elastic.driver.commandline.multi_host_flags import (
     add_security,
     add_several_hosts,
 )
+from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -132,12 +133,12 @@ class Options:
 
 def parse(arguments: Sequence[str]) -> Options:
     """The options of a command line without its program name. Raises Invalid; prints and exits for ``--help``."""
-    parser = _parser()
-    own, command = parser.split(arguments)
+    known = parser()
+    own, command = known.split(arguments)
     options = Options()
-    _, unknown = parser.parse_known_args(own, namespace=options)
+    _, unknown = known.parse_known_args(own, namespace=options)
     if unknown:
-        flags = [name for action in parser.actions for name in action.option_strings]
+        flags = [name for action in known.actions for name in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
         hint = f"did you mean {near[0]}?" if near else "see elasticrun --help"
         raise Invalid(f"unknown flag {unknown[0]}; {hint}")
@@ -211,7 +212,7 @@ def build_parser() -> Parser:
     return parser
 
 
-_parser = functools.cache(build_parser)
+parser = functools.cache(build_parser)
 
 
 def _add_workers(add: Group) -> None:
@@ -228,15 +229,17 @@ def _add_workers(add: Group) -> None:
         "--elastic-timeout",
         "S",
         seconds,
-        "Give up after waiting this long for --min-np workers (default: 600, or"
+        f"Give up after waiting this long for --min-np workers (default: {Settings.elastic_timeout_s:g}, or"
         " HOROVOD_ELASTIC_TIMEOUT).",
+        variable="HOROVOD_ELASTIC_TIMEOUT",
     )
     add(
         "--start-timeout",
         "S",
         seconds,
-        "Give a worker this long from its start to hvd.init() (default: 120, or"
+        f"Give a worker this long from its start to hvd.init() (default: {Settings.start_timeout_s:g}, or"
         " HOROVOD_START_TIMEOUT).",
+        variable="HOROVOD_START_TIMEOUT",
     )
     add(
         "--reset-limit",
@@ -248,7 +251,8 @@ def _add_workers(add: Group) -> None:
         "--blacklist-cooldown-range",
         ("MIN", "MAX"),
         seconds,
-        "Use a slot again MIN seconds after its worker failed, doubling up to MAX (default: 1 60).",
+        "Use a slot again MIN seconds after its worker failed, doubling up to MAX (default:"
+        f" {Settings.cooldown_min_s:g} {Settings.cooldown_max_s:g}).",
         dest="cooldown_range",
         nargs=2,
     )
@@ -256,7 +260,8 @@ def _add_workers(add: Group) -> None:
         "--slot-attempts",
         "N",
         whole(1),
-        "Give a slot up after N workers in a row died there before they trained (default: 5).",
+        "Give a slot up after N workers in a row died there before they trained (default:"
+        f" {Settings.slot_attempts}).",
     )
     add(
         "--host-attempts",
@@ -302,6 +307,8 @@ def _add_communication(add: Group) -> None:
         "End a collective that has waited this long, whoever is to blame (default:"
         " HOROVOD_GLOO_TIMEOUT_SECONDS, ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout and a minute);"
         " also the time to connect (default: 30).",
+        variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
+        keys=("library_options.gloo_timeout_seconds",),
     )
     add("--tcp", None, None, "Keep NCCL off InfiniBand (sets NCCL_IB_DISABLE=1).")
 
@@ -313,6 +320,7 @@ def _add_tuning(add: Group) -> None:
         number,
         "Fuse small tensors into collectives of up to so many MiB; 0: never (default:"
         " HOROVOD_FUSION_THRESHOLD, in bytes, or 128).",
+        keys=("params.fusion_threshold_mb",),
     )
     add(
         "--cycle-time-ms",
@@ -320,6 +328,8 @@ def _add_tuning(add: Group) -> None:
         number,
         "Wait this long for more to fuse before a round of negotiation (default:"
         " HOROVOD_CYCLE_TIME, or 1).",
+        variable="HOROVOD_CYCLE_TIME",
+        keys=("params.cycle_time_ms",),
     )
     add(
         "--cache-capacity",
@@ -327,6 +337,8 @@ def _add_tuning(add: Group) -> None:
         whole(0),
         "Remember the negotiation of so many tensors; 0: of none (default:"
         " HOROVOD_CACHE_CAPACITY, or 1024).",
+        variable="HOROVOD_CACHE_CAPACITY",
+        keys=("params.cache_capacity",),
     )
     add(
         "--thread-affinity",
@@ -334,6 +346,8 @@ def _add_tuning(add: Group) -> None:
         cores,
         "Keep each worker's background thread on one core: their numbers, one for each worker of a"
         " host, as in 0,1,2,3 (default: HOROVOD_THREAD_AFFINITY, or any core).",
+        variable="HOROVOD_THREAD_AFFINITY",
+        keys=("library_options.ccl_bgt_affinity", "library_options.thread_affinity"),
     )
 
 
@@ -343,33 +357,36 @@ def _add_detection(add: Group) -> None:
         "S",
         seconds,
         "Fence a worker that was not able to run for this long, as its process is stopped, or that"
-        " the network does not reach (default: 2).",
+        f" the network does not reach (default: {Settings.lease_s:g}).",
     )
     add(
         "--idle-timeout",
         "S",
         number,
         "Fence a worker that others wait for and that uses neither processor nor disk for this"
-        " long; 0: never (default: 30; in a job of a fixed size, --busy-timeout).",
+        f" long; 0: never (default: {Settings.idle_s:g}; in a job of a fixed size, --busy-timeout).",
     )
     add(
         "--busy-warning",
         "S",
         number,
-        "Name a busy worker once others have waited for it this long; 0: never (default: 60).",
+        "Name a busy worker once others have waited for it this long; 0: never (default:"
+        f" {Settings.busy_warning_s:g}).",
     )
     add(
         "--busy-timeout",
         "S",
         number,
-        "Fence a busy worker once others have waited for it this long; 0: never (default: 600).",
+        "Fence a busy worker once others have waited for it this long; 0: never (default:"
+        f" {Settings.busy_s:g}).",
     )
     add(
         "--gpu-hang-timeout",
         "S",
         number,
         "Fence a worker whose GPU has not come to a collective this long after those of the others;"
-        " where all have come, form a new world after three times as long; 0: never (default: 10).",
+        " where all have come, form a new world after three times as long; 0: never (default:"
+        f" {Settings.gpu_hang_s:g}).",
     )
     add(
         "--stall-check-warning-time-seconds",
@@ -378,6 +395,8 @@ def _add_detection(add: Group) -> None:
         "As --busy-warning, and name tensors that some ranks have not submitted for this long, and"
         " these ranks (default: HOROVOD_STALL_CHECK_TIME_SECONDS, or 60).",
         dest="stall_warning",
+        variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
+        keys=("stall_check.warning_time_seconds",),
     )
     add(
         "--stall-check-shutdown-time-seconds",
@@ -386,15 +405,26 @@ def _add_detection(add: Group) -> None:
         "As --busy-timeout, and fail collectives that some ranks have not submitted for this long;"
         " 0: never (default: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
         dest="stall_shutdown",
+        variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        keys=("stall_check.shutdown_time_seconds",),
     )
     add(
         "--no-stall-check",
         None,
         None,
         "Turn the last five off, as HOROVOD_STALL_CHECK_DISABLE=1 does. --stall-check: leave them on.",
+        variable="HOROVOD_STALL_CHECK_DISABLE",
+        keys=("stall_check.enabled=false",),
         **_switch("stall_check", False),
     )
-    add("--stall-check", None, None, argparse.SUPPRESS, **_switch("stall_check", True))
+    add(
+        "--stall-check",
+        None,
+        None,
+        argparse.SUPPRESS,
+        keys=("stall_check.enabled=true",),
+        **_switch("stall_check", True),
+    )
 
 
 def _add_output(add: Group) -> None:
@@ -416,6 +446,8 @@ def _add_output(add: Group) -> None:
         str,
         "Write to FILE what every rank does when, for chrome://tracing or ui.perfetto.dev"
         " (default: HOROVOD_TIMELINE).",
+        variable="HOROVOD_TIMELINE",
+        keys=("timeline.filename",),
     )
     add(
         "--timeline-mark-cycles",
@@ -423,6 +455,8 @@ def _add_output(add: Group) -> None:
         None,
         "Mark every round of negotiation there, as HOROVOD_TIMELINE_MARK_CYCLES=1 does."
         " Off: --no-timeline-mark-cycles.",
+        variable="HOROVOD_TIMELINE_MARK_CYCLES",
+        keys=("timeline.mark_cycles=true",),
         **_switch("timeline_mark_cycles", True),
     )
     add(
@@ -430,6 +464,7 @@ def _add_output(add: Group) -> None:
         None,
         None,
         argparse.SUPPRESS,
+        keys=("timeline.mark_cycles=false",),
         **_switch("timeline_mark_cycles", False),
     )
     add("--journal", "FILE", str, "Write every event and decision of the driver to FILE.")
@@ -446,6 +481,8 @@ def _add_output(add: Group) -> None:
         log_level,
         f"Show messages from this level on: {', '.join(LOG_LEVELS)} (default: INFO, or"
         " HOROVOD_LOG_LEVEL).",
+        variable="HOROVOD_LOG_LEVEL",
+        keys=("logging.level",),
     )
     add("--verbose", None, None, "The same as --log-level DEBUG.")
     add(
@@ -454,6 +491,8 @@ def _add_output(add: Group) -> None:
         None,
         "Leave the time out of our own lines, as HOROVOD_LOG_HIDE_TIME=1 does."
         " On: --log-with-timestamp.",
+        variable="HOROVOD_LOG_HIDE_TIME",
+        keys=("logging.with_timestamp=false", "logging.hide_timestamp=true"),
         **_switch("log_timestamps", False),
     )
     add(
@@ -461,6 +500,7 @@ def _add_output(add: Group) -> None:
         None,
         None,
         argparse.SUPPRESS,
+        keys=("logging.with_timestamp=true", "logging.hide_timestamp=false"),
         **_switch("log_timestamps", True),
     )
 
@@ -474,27 +514,52 @@ def _add_general(add: Group) -> None:
 
 
 def _add_without_meaning(add: Group) -> None:
-    for flag, convert, text in (
-        ("--autotune-log-file", str, "Where autotuning writes its trials."),
-        ("--autotune-warmup-samples", whole(0), "Samples that autotuning discards first."),
-        ("--autotune-steps-per-sample", whole(0), "Steps in a sample of autotuning."),
-        ("--autotune-bayes-opt-max-samples", whole(0), "Most samples of autotuning."),
-        ("--autotune-gaussian-process-noise", number, "Noise that autotuning assumes."),
-        ("--num-nccl-streams", whole(0), "Number of NCCL streams."),
-        ("--mpi-args", str, "Arguments of mpirun."),
-        ("--binding-args", str, "Binding of processes under MPI."),
+    valued: tuple[tuple[str, Any, str, dict[str, Any]], ...] = (
+        (
+            *("--autotune-log-file", str, "Where autotuning writes its trials."),
+            {"variable": "HOROVOD_AUTOTUNE_LOG", "keys": ["autotune.log_file"]},
+        ),
+        (
+            *("--autotune-warmup-samples", whole(0), "Samples that autotuning discards first."),
+            {"keys": ["autotune.warmup_samples"]},
+        ),
+        (
+            *("--autotune-steps-per-sample", whole(0), "Steps in a sample of autotuning."),
+            {"keys": ["autotune.steps_per_sample"]},
+        ),
+        (
+            *("--autotune-bayes-opt-max-samples", whole(0), "Most samples of autotuning."),
+            {"keys": ["autotune.bayes_opt_max_samples"]},
+        ),
+        (
+            *("--autotune-gaussian-process-noise", number, "Noise that autotuning assumes."),
+            {"keys": ["autotune.gaussian_process_noise"]},
+        ),
+        (
+            *("--num-nccl-streams", whole(0), "Number of NCCL streams."),
+            {"variable": "HOROVOD_NUM_NCCL_STREAMS", "keys": ["library_options.num_nccl_streams"]},
+        ),
+        ("--mpi-args", str, "Arguments of mpirun.", {}),
+        ("--binding-args", str, "Binding of processes under MPI.", {}),
+    )
+    for flag, convert, text, rest in valued:
+        add(flag, "X", convert, text, action=WithoutMeaning, dest=flag, const=True, **rest)
+    for name, text, key in (
+        ("hierarchical-allreduce", "Allreduce in two levels.", "params.hierarchical_allreduce"),
+        ("hierarchical-allgather", "Allgather in two levels.", "params.hierarchical_allgather"),
+        ("torus-allreduce", "Allreduce on a torus.", "params.torus_allreduce"),
+        ("autotune", "Tune fusion and cycle time while training.", "autotune.enabled"),
+        (
+            *("mpi-threads-disable", "Turn MPI's threads off."),
+            "library_options.mpi_threads_disable",
+        ),
     ):
-        add(flag, "X", convert, text, action=WithoutMeaning, dest=flag, const=True)
-    for on, off, text in (
-        ("--hierarchical-allreduce", "--no-hierarchical-allreduce", "Allreduce in two levels."),
-        ("--hierarchical-allgather", "--no-hierarchical-allgather", "Allgather in two levels."),
-        ("--torus-allreduce", "--no-torus-allreduce", "Allreduce on a torus."),
-        ("--autotune", "--no-autotune", "Tune fusion and cycle time while training."),
-        ("--mpi-threads-disable", "--no-mpi-threads-disable", "Turn MPI's threads off."),
-    ):
+        on, off = f"--{name}", f"--no-{name}"
+        variable = f"HOROVOD_{name.upper().replace('-', '_')}"
         rest = {"action": WithoutMeaning, "dest": on, "nargs": 0}
-        add(on, None, None, f"{text} Off: {off}.", const=True, **rest)
-        add(off, None, None, argparse.SUPPRESS, const=False, **rest)
+        shown = f"{text} Off: {off}."
+        add(on, None, None, shown, const=True, variable=variable, keys=[f"{key}=true"], **rest)
+        add(off, None, None, argparse.SUPPRESS, const=False, keys=[f"{key}=false"], **rest)
 
 
 def why_without_meaning(flag: str) -> str:

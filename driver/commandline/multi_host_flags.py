@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic.checkpoints.options import DEFAULT_EVERY, DEFAULT_KEEP, DEFAULT_RESTARTS
 from elastic.driver.commandline.arguments import Group, Names, seconds, whole
 
 
@@ -94,15 +95,27 @@ def add_checkpoints(add: Group) -> None:
         str,
         "Write commits here in the background, and go on from the newest one when all workers are gone: a folder that"
         " all hosts share, or a URL of fsspec such as s3://bucket/folder (default: ELASTIC_CHECKPOINT_DIR).",
+        variable="ELASTIC_CHECKPOINT_DIR",
+        keys=("checkpoint.dir",),
     )
     add(
         "--checkpoint-every",
         "EVERY",
         str,
-        "How often: 60s, 10m, 1h, 500commits, or manual, when the script asks (default: 60s)."
+        "How often: 60s, 10m, 1h, 500commits, or manual, when the script asks (default:"
+        f" {DEFAULT_EVERY})."
         " The last commit of a training becomes durable in any case.",
+        variable="ELASTIC_CHECKPOINT_EVERY",
+        keys=("checkpoint.every",),
     )
-    add("--checkpoint-keep", "N", whole(1), "Keep the newest N, remove older ones (default: 3).")
+    add(
+        "--checkpoint-keep",
+        "N",
+        whole(1),
+        f"Keep the newest N, remove older ones (default: {DEFAULT_KEEP}).",
+        variable="ELASTIC_CHECKPOINT_KEEP",
+        keys=("checkpoint.keep",),
+    )
     add(
         "--from",
         "DIR@COMMIT",
@@ -114,7 +127,8 @@ def add_checkpoints(add: Group) -> None:
         "--restarts",
         "N",
         whole(0),
-        "Start all workers again at most N times with no new checkpoint between (default: 3).",
+        f"Start all workers again at most N times with no new checkpoint between (default: {DEFAULT_RESTARTS}).",
+        keys=("checkpoint.restarts",),
     )
 
 
@@ -126,6 +140,8 @@ def add_preemption(add: Group) -> None:
         "Who announces the end of a machine: aws, gcp, azure, slurm, a command of your own, off, or auto, whichever of"
         " the first four is there (default: ELASTIC_PREEMPTION, or auto). A command is run again and again: exit code 0"
         " says that the machine goes, with the seconds until then on its output if they are known; 1 that it stays.",
+        variable="ELASTIC_PREEMPTION",
+        keys=("preemption.source",),
     )
 
 

@@ -614,7 +614,7 @@ def test_flags_win_over_the_config_file():
         ("controller: mpi", "--mpi is not available"),
         ("controller: nccl", "controller: there is no controller 'nccl'; write gloo"),
         ("loging: {}", "loging: there is no such section; did you mean logging?"),
-        ("zzz: {}", "there is no such section; there are controller, params"),
+        ("zzz: {}", "there is no such section; there are controller, autotune"),
         ("logging: {levle: INFO}", "logging.levle: there is no such key; did you mean level?"),
         ("logging: {level: LOUD}", "logging.level: --log-level: 'LOUD' must be one of"),
         ("logging: {level: [INFO]}", "logging.level is ['INFO']; write one number or text"),
