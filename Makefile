@@ -125,7 +125,7 @@ fix: $(STAMP)
 	$(BIN)/ruff check --fix
 
 bench: $(READY)
-	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery frozen join reinit negotiation timeline \
+	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery frozen join notice preload reinit negotiation timeline \
 	    control_plane; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 

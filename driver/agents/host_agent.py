@@ -241,6 +241,7 @@ class AgentProcess:
             self._away_alarm.cancel()
             self._away_alarm = None
         self._machine.watch(hire)
+        self._agent.prepared.modules = hire.preload
         others = self._agent.alive() if self._workers_of != hire.job else frozenset()
         self._stale |= others
         self._workers_of = hire.job

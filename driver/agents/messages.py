@@ -117,6 +117,7 @@ class Hire(AgentMessage):
         "off"  # who may announce the end of the agent's machine; see `preemption.watch`
     )
     slurm: dict[str, str] = {}  # what the driver's environment says of the allocation
+    preload: str = ""  # what the next worker is prepared with
 
 
 class Refused(AgentMessage):

@@ -247,6 +247,7 @@ def make_job(
         journal=_writable_file(options.journal),
         metrics=_metrics(options),
         preemption=_preemption(options),
+        preload=_preload(options),
         output_dir=_writable_dir(options.output_filename),
         prefix_timestamps=options.prefix_output_with_timestamp,
         log_level=options.log_level or ("DEBUG" if options.verbose else "INFO"),
@@ -260,6 +261,15 @@ def _preemption(options: Options) -> str:
     wanted = _given(options.preemption, watch.AUTO)
     watch.check(wanted)
     return wanted
+
+
+def _preload(options: Options) -> str:
+    """Raises Invalid."""
+    names = [name.strip() for name in (options.preload or "").split(",") if name.strip()]
+    wrong = [name for name in names if not all(map(str.isidentifier, name.split(".")))]
+    if wrong:
+        raise Invalid(f"--preload {wrong[0]} is no name of a module; give names, or auto")
+    return ",".join(names)
 
 
 def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:

@@ -120,6 +120,7 @@ class Options:
     begin_from: str | None = None
     restarts: int | None = None
     preemption: str | None = None
+    preload: str | None = None
     resume: bool = False
     standby: bool = False
     fresh: bool = False

@@ -143,6 +143,16 @@ def add_preemption(add: Group) -> None:
         variable="ELASTIC_PREEMPTION",
         keys=("preemption.source",),
     )
+    add(
+        "--preload",
+        "MODULES",
+        str,
+        "Keep on each host one process that has imported torch, and these modules, and start the next worker there from"
+        " it, in place of a lost one; auto: those that the script imports first (default: ELASTIC_PRELOAD, or no such"
+        " process).",
+        variable="ELASTIC_PRELOAD",
+        keys=("preload.modules",),
+    )
 
 
 def add_security(add: Group) -> None:

@@ -42,6 +42,9 @@ class Job:
         None  # each report of a worker, in the loop's thread
     )
     preemption: str = "off"  # who may announce the end of a machine; see `preemption.watch`
+    preload: str = (
+        ""  # modules that a process for the next worker has imported; see `processes.prepared`
+    )
     begun: Callable[[Stoppable], object] | None = None  # is given the driver, once there is one
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
     gloo_timeout_s: float = 30.0  # for a group to form

@@ -118,6 +118,7 @@ async def _alone(
             log=console,
             lease_s=job.settings.lease_s,
             preemption=job.preemption,
+            preload=job.preload,
         ),
         discovery=discovery,
         journal=journal,

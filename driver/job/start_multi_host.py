@@ -181,6 +181,7 @@ class _Run:
                 plan.away_s,
                 job.preemption,
                 {name: job.environ[name] for name in slurm.VARIABLES if name in job.environ},
+                job.preload,
             ),
             sink=self.around.output,
             log=self.log,

@@ -16,12 +16,19 @@ class LocalLauncher:
     """All workers run here, whatever host name they carry: several "hosts" of one machine are fine for trials."""
 
     def __init__(
-        self, *, sink: Sink, log: Log, lease_s: float = Settings.lease_s, preemption: str = OFF
+        self,
+        *,
+        sink: Sink,
+        log: Log,
+        lease_s: float = Settings.lease_s,
+        preemption: str = OFF,
+        preload: str = "",
     ) -> None:
         self._sink = sink
         self._log = log
         self._lease_s = lease_s
         self._preemption = preemption  # who may announce the end of this machine
+        self._preload = preload  # what the next worker is prepared with
         self._agent: Agent | None = None
         self._watch: Watch | None = None
         self._hosts: set[str] = set()  # names under which workers were started here
@@ -39,6 +46,7 @@ class LocalLauncher:
         self._agent = Agent(
             exited=exited, noticed=noticed, sink=self._sink, log=self._log, lease_s=self._lease_s
         )
+        self._agent.prepared.modules = self._preload
         self._noticed = noticed
         self._watch = Watch(self._preemption, changed=self._announce, log=self._log)
         self._watch.begin()

@@ -24,6 +24,7 @@ def spawn(
     announce: Callable[[int], None],
     *,
     folder: str | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Raises OSError, SubprocessError or ValueError. ``announce`` is told its process number, in the child.
 
@@ -48,6 +49,7 @@ def spawn(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=pass_fds,
             preexec_fn=before_exec,
         )
 

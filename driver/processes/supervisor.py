@@ -30,6 +30,7 @@ from elastic.driver.processes.leases import Leases
 from elastic.driver.processes.orphan_reaper_process import WardenProcess
 from elastic.driver.processes.out_of_memory import OutOfMemory
 from elastic.driver.processes.pipes import Pipe
+from elastic.driver.processes.prepared import Prepared
 from elastic.driver.processes.spawning import spawn, why_not_started
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log, Sink, Stream
@@ -72,6 +73,7 @@ class Agent:
         self._memory = OutOfMemory()
         self._born = mmap.mmap(-1, 8)  # shared with children
         self._warden = WardenProcess(self._loop, self._groups, log)
+        self.prepared = Prepared("", announce=self._warden.announce, log=log)
 
     def start(
         self,
@@ -86,7 +88,10 @@ class Agent:
         self._warden.ensure()
         self._born[:] = bytes(len(self._born))
         try:
-            process = _Process(worker, spawn(command, env, self._announce, folder=folder))
+            popen = self.prepared.take(command, env, folder)
+            if popen is None:
+                popen = spawn(command, env, self._announce, folder=folder)
+            process = _Process(worker, popen)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             if pid := int.from_bytes(self._born[:], "little"):
                 self._warden.tell(f"-{pid}\n")
@@ -158,6 +163,7 @@ class Agent:
         """Kill every worker, wait at most DEATH_S for them, read out their pipes, end the warden."""
         if self._next_look is not None:
             self._next_look.cancel()
+        self.prepared.close()
         for worker in list(self._processes):
             self.kill(worker)
         deadline = self._loop.time() + DEATH_S

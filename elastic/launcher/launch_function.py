@@ -46,6 +46,7 @@ def launch(
     checkpoint_keep: int | None = None,
     restarts: int | None = None,
     preemption: str | None = None,
+    preload: str | None = None,
     begin_from: str | None = None,
     fresh: bool = False,
     log_level: str | None = None,
@@ -98,6 +99,7 @@ def launch(
         "--checkpoint-keep": checkpoint_keep,
         "--restarts": restarts,
         "--preemption": preemption,
+        "--preload": preload,
         "--from": begin_from,
         "--log-level": log_level,
     }

@@ -58,6 +58,7 @@ class Limits:
     checkpoint_keep: int | None = None
     restarts: int | None = None
     preemption: str | None = None
+    preload: str | None = None
     begin_from: str | None = None
     fresh: bool = False
     verbose: bool = False
@@ -80,6 +81,7 @@ class Limits:
             "--checkpoint-keep": self.checkpoint_keep,
             "--restarts": self.restarts,
             "--preemption": self.preemption,
+            "--preload": self.preload,
             "--from": self.begin_from,
         }
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]

@@ -134,10 +134,11 @@ def drive(words: list[str], forks: list[Fork]) -> None:
         announce: Callable[[int], None],
         *,
         folder: str | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> Any:
         script = len(command) > 1 and command[0] == "python" and command[1].endswith(".py")
         if not (script and forks and early(env) == early(at_the_start)):
-            return spawning.spawn(command, env, announce, folder=folder)
+            return spawning.spawn(command, env, announce, folder=folder, pass_fds=pass_fds)
         fork = forks.pop(0)
         fork.start(Told(list(command), dict(env), folder))
         return fork

@@ -1,0 +1,107 @@
+"""What does it cost the others when a machine announces its end and goes?
+
+Two hosts with two workers each. One announces its end two seconds ahead, its workers leave, and whoever of them is left
+after these two seconds is killed. Then it is another machine, and its workers come back. Counted: steps that a survivor
+had to make again, worlds that broke, workers that had not left in time, and the longest gap between two steps of a
+survivor.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from disturbed import Disturbed, Step, options_of, table_of, write_json
+
+AHEAD_S = 2.0
+OTHER = "127.0.0.2"
+
+
+def longest_gap(steps: list[Step], pids: set[int], begin: float, end: float) -> float:
+    """Milliseconds."""
+    longest = 0.0
+    for pid in pids:
+        times = [s.at for s in steps if s.pid == pid and begin <= s.at <= end]
+        longest = max([longest, *((b - a) * 1e3 for a, b in itertools.pairwise(times))])
+    return longest
+
+
+def repeated(steps: list[Step], pids: set[int]) -> int:
+    """Steps that one of these has made twice."""
+    made = [(s.pid, s.step) for s in steps if s.pid in pids]
+    return len(made) - len(set(made))
+
+
+def told(job: Disturbed, since: int) -> float | None:
+    """When the driver has heard of the notice."""
+    heard = [
+        r for r in job.records()[since:] if (r.get("event") or {}).get("type") == "HostLeaving"
+    ]
+    return float(heard[0]["at"]) if heard else None
+
+
+def passed(moment: float) -> bool:
+    return time.monotonic() > moment
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--notices", type=int, default=20)
+    options = parser.parse_args()
+    gaps, steady, left_ms = [], [], []
+    again = late = 0
+    with tempfile.TemporaryDirectory() as folder:
+        goes = Path(folder, "goes")
+        says = f'test -e {goes} -a "$ELASTIC_HOST" = {OTHER} && echo {AHEAD_S:g} taken back'
+        hosts = f"localhost:2,{OTHER}:2"
+        with Disturbed(4, "-H", hosts, "--resume", "--preemption", says) as job:
+            for _ in range(options.notices):
+                last = job.wait("a full world", lambda: job.full(200), 90)
+                known = len(job.records())
+                goes.touch()
+                heard_at = job.wait("the notice", functools.partial(told, job, known), 20)
+                connected = {
+                    record["event"]["pid"]: record["event"]["worker"][0]
+                    for record in job.records()
+                    if (record.get("event") or {}).get("type") == "WorkerConnected"
+                }
+                going = {step.pid for step in last if connected[step.pid] == OTHER}
+                others = {step.pid for step in last} - going
+                while any(map(alive, going)) and time.monotonic() < heard_at + AHEAD_S:
+                    time.sleep(0.005)
+                left_ms.append((time.monotonic() - heard_at) * 1e3)
+                for pid in filter(alive, going):
+                    late += 1
+                    os.kill(pid, signal.SIGKILL)
+                job.wait("a second of steps", functools.partial(passed, heard_at + 3.0), 10)
+                steps = job.steps()
+                again += repeated(steps, others)
+                gaps.append(longest_gap(steps, others, heard_at - 0.3, heard_at + 1.5))
+                steady.append(longest_gap(steps, others, heard_at + 1.5, heard_at + 3.0))
+                goes.unlink()
+            job.finish()
+        broke = len(job.actions("BreakWorld"))
+    title = f"a notice {AHEAD_S:g} s ahead: {again} steps made again, {broke} worlds broke, {late} workers too late"
+    rows = {
+        "longest gap between a survivor's steps": gaps,
+        "afterwards, nobody leaving": steady,
+        "from the notice until its workers have gone": left_ms,
+    }
+    Console().print(table_of(title, "notices", rows))
+    figures = {"gap_ms": gaps, "steady_ms": steady, "left_ms": left_ms}
+    write_json(options.json, {**figures, "repeated": again, "broken": broke, "late": late})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""A process that has imported what the next worker needs becomes a worker that can't tell. Real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic.driver.processes import prepared
+from elastic.driver.processes.prepared_process import leading_imports
+from harness.history import SCRIPTS
+from integration.hosts.test_agent import A, B, conversation, until
+
+OWN_PROCESS = str(SCRIPTS / "own_process.py")
+SPARE = {"HOME": "/nowhere", "ELASTIC_PREEMPTION": "off"}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(prepared, "QUIET_S", 0.0)
+
+
+async def waits(host) -> int:
+    """The number of the process that has imported everything, and waits."""
+    kept = host.launcher.agent.prepared
+    await until(lambda: kept._kept is not None, "a process")
+    pid: int = kept._kept.process.pid
+    await until(lambda: waits_at_its_pipe(pid), f"{pid} to wait")
+    return pid
+
+
+def waits_at_its_pipe(pid: int) -> bool:
+    """Whether it is in a read() of a pipe: it has imported everything."""
+    try:
+        number, descriptor, *_ = Path(f"/proc/{pid}/syscall").read_text().split()
+        return number == "0" and "pipe:" in os.readlink(f"/proc/{pid}/fd/{int(descriptor, 16)}")
+    except (OSError, ValueError):
+        return False
+
+
+async def facts_of(host, worker, name: str) -> tuple[int, Path]:
+    folder = host.folder / name / "job"
+    folder.mkdir(parents=True)
+    host.launcher.agent.start(
+        worker,
+        [sys.executable, OWN_PROCESS, "-u", "a word"],
+        {"PATH": os.environ["PATH"], **SPARE, "HOROVOD_RANK": name},
+        folder=str(folder),
+    )
+    return host.launcher.agent.pid(worker), folder
+
+
+@conversation
+async def test_it_finds_in_its_process_what_a_started_one_finds(host):
+    host.launcher.agent.prepared.modules = "numpy"
+    found: list[dict[str, object]] = []
+    for worker, name in ((A, "first"), (B, "second")):
+        ready = await waits(host) if found else None
+        started, folder = await facts_of(host, worker, name)
+        assert started == (ready or started)
+        assert (await host.exit()).code == 0
+        facts = json.loads((folder / "facts.0").read_text())
+        assert facts.pop("pid") == started and facts.pop("parent") == os.getpid()
+        found.append(facts)
+    assert found[0].pop("drawn") != found[1].pop("drawn")
+    assert found[0] == found[1]
+    assert found[0]["words"] == [OWN_PROCESS, "-u", "a word"]
+
+
+@conversation
+async def test_its_command_line_is_shown_and_its_errors_are_those_of_the_script(host):
+    host.launcher.agent.prepared.modules = "auto"
+    script = host.folder / "script.py"
+    script.write_text("import sys\nif sys.argv[1:]:\n    1 / 0\n")
+    env = {"PATH": os.environ["PATH"]}
+    host.launcher.start(A, [sys.executable, str(script)], env)
+    assert (await host.exit()).code == 0
+    ready = await waits(host)
+    script.write_text(
+        "import os, sys\nprint(*open('/proc/self/cmdline').read().split('\\0'))\n1 / 0\n"
+    )
+    host.launcher.start(B, [sys.executable, str(script), "x"], env)
+    assert host.launcher.agent.pid(B) == ready
+    ended = await host.exit()
+    assert ended.code == 1
+    assert ended.output.startswith(f'Traceback (most recent call last):\n  File "{script}", line 3')
+    assert ended.output.rstrip().endswith("ZeroDivisionError: division by zero")
+    await until(lambda: b"script.py x" in bytes(host.out), "its output")
+
+
+@conversation
+async def test_one_with_another_environment_is_started_anew_and_the_log_says_why(host):
+    host.launcher.agent.prepared.modules = "auto"
+    command = [sys.executable, "-c", "pass"]
+    host.launcher.start(A, command, {"PATH": os.environ["PATH"]})
+    await host.exit()
+    assert host.launcher.agent.prepared._kept is None  # nobody can tell what that imports
+    script = host.folder / "script.py"
+    script.write_text("")
+    host.start(A, [sys.executable, str(script)])
+    await host.exit()
+    ready = await waits(host)
+    host.start(B, [sys.executable, str(script)], OMP_NUM_THREADS="3")
+    assert host.launcher.agent.pid(B) != ready
+    assert (await host.exit()).code == 0
+    [line] = [line for line in host.log if "anew" in line]
+    assert line.endswith(
+        "not from the prepared process: its environment differs in OMP_NUM_THREADS"
+    )
+    assert not psutil.pid_exists(ready)
+
+
+@conversation
+async def test_one_that_has_died_is_no_loss(host):
+    host.launcher.agent.prepared.modules = "auto"
+    script = host.folder / "script.py"
+    script.write_text("")
+    host.start(A, [sys.executable, str(script)])
+    await host.exit()
+    ready = await waits(host)
+    os.kill(ready, signal.SIGKILL)
+    os.waitid(os.P_PID, ready, os.WEXITED | os.WNOWAIT)
+    host.start(B, [sys.executable, str(script)])
+    assert (await host.exit()).code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("python train.py --lr 1", ("python", False, ["train.py", "--lr", "1"])),
+        ("/opt/bin/python3.11 -u train.py", ("/opt/bin/python3.11", True, ["train.py"])),
+        ("python -m pkg.train -u", ("python", False, ["-m", "pkg.train", "-u"])),
+        ("python -O train.py", None),
+        ("python -c pass", None),
+        ("python", None),
+        ("bash run.sh", None),
+        ("./train.py", None),
+    ],
+)
+def test_only_plain_commands_of_python_are_prepared(command, found):
+    assert prepared.plain(command.split()) == found
+
+
+def test_what_a_script_does_before_an_import_may_decide_what_that_does():
+    source = '"""Words."""\nfrom __future__ import annotations\nimport a.b, c\nfrom d import e\n'
+    assert [*leading_imports(source + "import os\nos.environ['X'] = '1'\nimport late\n")] == [
+        *("a.b", "c", "d", "os"),
+    ]
+    assert [*leading_imports("from . import x\nimport y\nif True:\n    import z\n")] == ["y"]
+
+
+def test_a_job_takes_its_next_worker_from_it(job, tmp_path):
+    flags = f"-np 2 --min-np 1 --preload auto --checkpoint-dir {tmp_path}"
+    training = job(flags, ["python", str(SCRIPTS / "durable.py")])
+    training.wait_for("rank 0 begins at 0")
+
+    def ready() -> list[psutil.Process]:
+        children = psutil.Process(training.driver.pid).children()
+        return [each for each in children if "prepared_process" in " ".join(each.cmdline())]
+
+    training.until(lambda: any(waits_at_its_pipe(each.pid) for each in ready()), "one that waits")
+    [waiting] = ready()
+    training.kill(1)
+    training.wait_for_world(1)
+    training.wait_for_world(2)
+    assert training.pid(1) == waiting.pid
+    (tmp_path / "enough").touch()
+    assert training.wait(60) == 0
