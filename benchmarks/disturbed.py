@@ -6,6 +6,7 @@ Also what the benchmarks that do so share: their options, and the table in which
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -170,6 +171,15 @@ class Disturbed:
                 if len(parts) == 5:
                     found.append(Step(int(path.stem), float(parts[0]), *map(int, parts[1:])))
         return found
+
+
+def longest_gap(steps: list[Step], pids: set[int], begin: float, end: float) -> float:
+    """Milliseconds between two steps of one of these workers, from ``begin`` to ``end``."""
+    longest = 0.0
+    for pid in pids:
+        times = [s.at for s in steps if s.pid == pid and begin <= s.at <= end]
+        longest = max([longest, *((b - a) * 1e3 for a, b in itertools.pairwise(times))])
+    return longest
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -7,22 +7,12 @@ start (its imports share the machine's cores) until a second after its first ste
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 
 from rich.console import Console
 
-from disturbed import Disturbed, Step, options_of, table_of, write_json
-
-
-def longest_gap(steps: list[Step], old: set[int], begin: float, end: float) -> float:
-    """Milliseconds."""
-    longest = 0.0
-    for pid in old:
-        times = [s.at for s in steps if s.pid == pid and begin <= s.at <= end]
-        longest = max([longest, *((b - a) * 1e3 for a, b in itertools.pairwise(times))])
-    return longest
+from disturbed import Disturbed, longest_gap, options_of, table_of, write_json
 
 
 def main() -> None:

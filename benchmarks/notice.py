@@ -9,7 +9,6 @@ survivor.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import signal
 import tempfile
@@ -18,19 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from disturbed import Disturbed, Step, options_of, table_of, write_json
+from disturbed import Disturbed, Step, longest_gap, options_of, table_of, write_json
 
 AHEAD_S = 2.0
 OTHER = "127.0.0.2"
-
-
-def longest_gap(steps: list[Step], pids: set[int], begin: float, end: float) -> float:
-    """Milliseconds."""
-    longest = 0.0
-    for pid in pids:
-        times = [s.at for s in steps if s.pid == pid and begin <= s.at <= end]
-        longest = max([longest, *((b - a) * 1e3 for a, b in itertools.pairwise(times))])
-    return longest
 
 
 def repeated(steps: list[Step], pids: set[int]) -> int:

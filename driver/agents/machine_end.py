@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from elastic.driver.agents.messages import Hire
 from elastic.driver.events import Notice
+from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 
@@ -36,7 +37,8 @@ class MachineEnd:
                 return
             self._watch.close()
         self._watches = hire.preemption
-        environ = {**hire.slurm, **os.environ, "ELASTIC_HOST": self._host}
+        own = {**without_secrets(os.environ), "ELASTIC_HOST": self._host}
+        environ = {**hire.slurm, **own}
         self._watch = Watch(
             hire.preemption,
             changed=lambda notice: self._changed(),

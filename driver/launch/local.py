@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic.driver.events import Event, HostLeaving, HostStaying, Notice, WorkerExited
+from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import OFF, Watch
 from elastic.driver.processes.supervisor import Agent
 from elastic.driver.settings import Settings
@@ -48,7 +50,12 @@ class LocalLauncher:
         )
         self._agent.prepared.modules = self._preload
         self._noticed = noticed
-        self._watch = Watch(self._preemption, changed=self._announce, log=self._log)
+        self._watch = Watch(
+            self._preemption,
+            changed=self._announce,
+            log=self._log,
+            environ=without_secrets(os.environ),
+        )
         self._watch.begin()
 
     def _announce(self, notice: Notice | None) -> None:
@@ -79,7 +86,6 @@ class LocalLauncher:
 
     async def close(self) -> None:
         if self._watch is not None:
-            self._watch.released()
             self._watch.close()
         if self._agent is not None:
             await self._agent.close()

@@ -65,6 +65,7 @@ class Notices(Part):
         self._asked_in: int | None = None  # the generation; until there is an answer
         self._newest: Commit | None = None  # that is durable
         self._end_at: float | None = None
+        self._looked_at: tuple[int, int, int] | None = None  # what members were looked at for
 
     def handle(self, event: Event) -> bool:
         """What is told of machines: whether it was that."""
@@ -111,6 +112,7 @@ class Notices(Part):
         elif known.by is not None and (by is None or by > known.by):
             by = known.by  # of two notices the earlier end counts
         one = self.announced[host] = Departure(notice.text, by, alone)
+        self._looked_at = None
         if alone:
             self._end_at = one.before(LAST_S, now)
         if not self.settings.elastic:
@@ -136,6 +138,7 @@ class Notices(Part):
                 standing.leaving, standing.noticed = None, False
 
     def _clear(self, host: str) -> None:
+        self._looked_at = None
         if self.announced.pop(host).alone:
             self._end_at = None
         self._hurry_at.pop(host, None)
@@ -147,6 +150,14 @@ class Notices(Part):
 
     def watch(self) -> None:
         """After every event: does everybody go?"""
+        # Looking at all members after each of very many events would take too long where nothing has changed.
+        basis = (self.worlds.generation, self.roster.shifts, self.staff.slots.version)
+        if basis != self._looked_at:
+            self._looked_at = basis
+            self._look_at_all()
+        self._ask()
+
+    def _look_at_all(self) -> None:
         members = self.worlds.live() if self.announced else []
         going = [self.announced.get(standing.worker.host) for standing in members]
         everybody = bool(going) and None not in going and self.worlds.world.running
@@ -158,14 +169,12 @@ class Notices(Part):
             self._ask_at.insert(0, self.orders.now)  # the world that was asked is over
             self._asked_in = None
         self._all_go = everybody
-        self._ask()
 
     def _everybody_goes(self, going: list[Departure]) -> None:
         now = self.orders.now
         if self.settings.restarts is None:
             text = "every machine of this job goes away, and its commits are in memory only"
             self.orders.say("error", f"{text}; with --checkpoint-dir it could go on later")
-            self._last_asked = True
             return
         text = "every machine of this job goes away: it trains on, and makes a checkpoint first"
         self.orders.say("warning", text)

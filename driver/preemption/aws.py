@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timezone
 
 from elastic.driver.preemption.metadata import Answer, MetadataServer
 from elastic.driver.preemption.source import Ends, Trouble
@@ -46,7 +46,8 @@ class Aws:
             raise Trouble(f"it answers with status {answer.status}")
         said = answer.json()
         try:
-            action, moment = str(said["action"]), datetime.fromisoformat(said["time"])
+            action, time_said = str(said["action"]), str(said["time"])
+            moment = datetime.strptime(time_said, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         except (KeyError, TypeError, ValueError) as error:
             raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}") from error
         text = f"AWS will {action} this spot instance"
@@ -71,14 +72,15 @@ class Aws:
     def _ask(self, path: str, *, within_s: float = 2.0) -> Answer:
         if time.monotonic() >= self._renew_at:
             self._renew(within_s)
-        answer = self._server.ask(
-            path, {"X-aws-ec2-metadata-token": self._token}, within_s=within_s
-        )
+        answer = self._ask_with_token(path, within_s)
         if answer.status == 401:  # the token is over before its time
             self._renew(within_s)
-            headers = {"X-aws-ec2-metadata-token": self._token}
-            answer = self._server.ask(path, headers, within_s=within_s)
+            answer = self._ask_with_token(path, within_s)
         return answer
+
+    def _ask_with_token(self, path: str, within_s: float) -> Answer:
+        headers = {"X-aws-ec2-metadata-token": self._token}
+        return self._server.ask(path, headers, within_s=within_s)
 
     def _renew(self, within_s: float) -> None:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}

@@ -12,8 +12,10 @@ import time
 from collections.abc import Mapping
 
 from elastic.driver.preemption.source import Ends, Trouble
+from elastic.driver.processes import orphan_reaper
 
 ANSWER_S = 10.0
+MOST_S = 1e6  # until the end; whoever says more, or infinity, means some day
 
 
 class Command:
@@ -29,26 +31,14 @@ class Command:
         return True
 
     def look(self) -> Ends | None:
-        try:
-            ran = subprocess.run(
-                ["sh", "-c", self._command],
-                stdin=subprocess.DEVNULL,
-                env=self._environ,
-                capture_output=True,
-                timeout=ANSWER_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise Trouble(f"no answer within {ANSWER_S:g} s") from error
-        except OSError as error:
-            raise Trouble(str(error)) from error
-        if ran.returncode == 1:
+        code, printed, wrote = self._run()
+        if code == 1:
             self._known = None
             return None
-        if ran.returncode != 0:
-            wrote = ran.stderr.decode(errors="replace").strip()[-200:]
-            raise Trouble(f"exit code {ran.returncode}, expected 0 or 1{wrote and f': {wrote}'}")
-        self._known = self._read(ran.stdout.decode(errors="replace"))
+        if code != 0:
+            wrote = wrote.strip()[-200:]
+            raise Trouble(f"exit code {code}, expected 0 or 1{wrote and f': {wrote}'}")
+        self._known = self._read(printed)
         return self._known
 
     def released(self) -> None:
@@ -57,11 +47,34 @@ class Command:
     def hint(self) -> str:
         return ""
 
+    def _run(self) -> tuple[int, str, str]:
+        """Its exit code, and what it has written to stdout and stderr. Nothing of it is left after ANSWER_S."""
+        try:
+            process = subprocess.Popen(
+                ["sh", "-c", self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=self._environ,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Trouble(str(error)) from error
+        with process:
+            try:
+                printed, wrote = process.communicate(timeout=ANSWER_S)
+            except subprocess.TimeoutExpired as error:
+                orphan_reaper.kill_group(process.pid)  # with what it waits for
+                raise Trouble(f"no answer within {ANSWER_S:g} s") from error
+        return process.returncode, printed, wrote
+
     def _read(self, printed: str) -> Ends:
         lines = printed.strip().splitlines()
         first, _, rest = (lines[0] if lines else "").partition(" ")
         try:
-            within_s: float | None = max(0.0, float(first))
+            within_s: float | None = min(max(0.0, float(first)), MOST_S)
         except ValueError:
             within_s, rest = None, lines[0] if lines else ""
         text = rest.strip()[:200] or f"{self._command!r} says so"

@@ -47,12 +47,16 @@ class MetadataServer:
     """At ``endpoint``, as in http://169.254.169.254."""
 
     def __init__(self, endpoint: str) -> None:
-        parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+            host, port = parts.hostname, parts.port or 80
+        except ValueError:
+            host = None
+        if host is None or parts.scheme != "http":
             raise Trouble(
                 f"{endpoint!r} is no address of a metadata server; give http://HOST[:PORT]"
             )
-        self._host, self._port = parts.hostname, parts.port or 80
+        self._host, self._port = host, port
         self._prefix = parts.path.rstrip("/")
 
     def ask(
@@ -77,7 +81,8 @@ class MetadataServer:
                     raise Trouble("its answer does not end")
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            # A ValueError where what an earlier answer has said can't be part of a request.
             raise Trouble(str(error) or type(error).__name__) from error
         finally:
             connection.close()

@@ -58,7 +58,7 @@ class Watch:
         *,
         changed: Callable[[Notice | None], None],
         log: Log,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str],
     ) -> None:
         self._wanted = wanted
         self._changed = changed
@@ -170,6 +170,8 @@ class Watch:
             return
         if ends is None:
             del self._standing[name]
+            if not self._standing:
+                self._released.clear()  # of another notice nobody knows yet who still works here
         else:
             self._standing[name] = ends
         self._changed(self.notice)

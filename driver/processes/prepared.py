@@ -7,14 +7,13 @@ to run; until then it has one pipe and no thread of ours. Nothing is forked. See
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic.driver.processes.spawning import spawn
+from elastic.driver.processes import orphan_reaper
 from elastic.driver.sinks import Log
 
 PROGRAM = (
@@ -23,11 +22,14 @@ PROGRAM = (
 )
 QUIET_S = 3.0  # after the last start: workers that are starting need the processors themselves
 ROOM = "." * 4096  # bytes for the command line of what is run later
-OWN = (
-    "HOROVOD_",
-    "ELASTIC_",
-)  # variables that are read when a worker calls init(), not when modules are imported
+OWN = ("HOROVOD_", "ELASTIC_")  # variables that init() reads, and no import
 
+DEATH_S = 1.0  # from SIGKILL to the end; the driver does nothing else meanwhile
+
+# Of a command, environment, folder and the descriptors that are kept open; raises as `spawning.spawn` does.
+Spawn = Callable[
+    [Sequence[str], Mapping[str, str], "str | None", Sequence[int]], "subprocess.Popen[bytes]"
+]
 Plain = tuple[str, bool, list[str]]  # the interpreter, whether unbuffered, and what it runs
 
 
@@ -63,11 +65,17 @@ class _Kept:
 
 
 class Prepared:
-    """Of one host, at most one at a time. ``modules``: see `prepared_process`; empty: none is kept."""
+    """Of one host, at most one at a time. ``modules``: see `prepared_process`; empty: none is kept.
 
-    def __init__(self, modules: str, *, announce: Callable[[int], None], log: Log) -> None:
+    ``spawn`` starts it as workers are started; ``gone`` is told the number of one that is not needed and has ended.
+    """
+
+    def __init__(
+        self, modules: str, *, spawn: Spawn, gone: Callable[[int], None], log: Log
+    ) -> None:
         self.modules = modules
-        self._announce = announce
+        self._spawn = spawn
+        self._gone = gone
         self._log = log
         self._kept: _Kept | None = None
         self._next: asyncio.TimerHandle | None = None
@@ -129,13 +137,7 @@ class Prepared:
         program = [interpreter, *["-u"][: int(unbuffered)], "-c", PROGRAM]
         arguments = [first, str(hears), str(what), self.modules, script, ROOM]
         try:
-            process = spawn(
-                [*program, *arguments],
-                environ,
-                self._announce,
-                folder=folder,
-                pass_fds=(hears, what),
-            )
+            process = self._spawn([*program, *arguments], environ, folder, (hears, what))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             self._log("debug", f"no process is prepared: {error}")
             os.close(told)
@@ -148,12 +150,20 @@ class Prepared:
     def _end(self, kept: _Kept) -> None:
         os.close(kept.told)
         os.close(kept.what)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(kept.process.pid, 9)
         for pipe in (kept.process.stdout, kept.process.stderr):
             if pipe is not None:
                 pipe.close()
-        kept.process.wait()
+        if kept.process.returncode is None:
+            orphan_reaper.kill_group(kept.process.pid)
+            try:
+                kept.process.wait(DEATH_S)
+            except subprocess.TimeoutExpired:
+                self._log(
+                    "warning",
+                    f"the prepared process {kept.process.pid} can't be killed; leaving it",
+                )
+                return
+        self._gone(kept.process.pid)
 
     def close(self) -> None:
         """Ends the one that waits."""

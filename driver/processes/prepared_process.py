@@ -64,9 +64,11 @@ def prepare(modules: str, script: str) -> None:
 
 def become(words: Sequence[str], environ: dict[str, str], folder: str | None) -> None:
     """Has the command line, environment and folder of what it is to run."""
-    coerced = {name: os.environ[name] for name in ("LC_CTYPE",) if name in os.environ}
-    os.environ.clear()  # the interpreter may have set one, for a locale without UTF-8 (PEP 538)
-    os.environ.update({**coerced, **environ})
+    coerced = os.environ.get("LC_CTYPE")  # the interpreter may have set it: PEP 538
+    os.environ.clear()
+    os.environ.update(environ)
+    if coerced is not None:
+        os.environ.setdefault("LC_CTYPE", coerced)
     if folder is not None:
         os.chdir(folder)
     with contextlib.suppress(OSError, ValueError):

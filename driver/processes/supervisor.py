@@ -73,7 +73,7 @@ class Agent:
         self._memory = OutOfMemory()
         self._born = mmap.mmap(-1, 8)  # shared with children
         self._warden = WardenProcess(self._loop, self._groups, log)
-        self.prepared = Prepared("", announce=self._warden.announce, log=log)
+        self.prepared = Prepared("", spawn=self._spawn, gone=self._is_gone, log=log)
 
     def start(
         self,
@@ -86,15 +86,10 @@ class Agent:
         """See `Launcher.start`. It starts in ``folder``, by default in ours."""
         assert worker not in self._processes, f"{worker} runs already"
         self._warden.ensure()
-        self._born[:] = bytes(len(self._born))
         try:
-            popen = self.prepared.take(command, env, folder)
-            if popen is None:
-                popen = spawn(command, env, self._announce, folder=folder)
+            popen = self.prepared.take(command, env, folder) or self._spawn(command, env, folder)
             process = _Process(worker, popen)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            if pid := int.from_bytes(self._born[:], "little"):
-                self._warden.tell(f"-{pid}\n")
             code = 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
             reason = why_not_started(command[0], error)
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
@@ -177,6 +172,26 @@ class Agent:
             pipe.close()
         await self._warden.close()
         self._born.close()
+
+    def _spawn(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        folder: str | None,
+        pass_fds: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        """See `spawning.spawn`. The warden knows of the process, and of no other."""
+        self._born[:] = bytes(len(self._born))
+        try:
+            return spawn(command, env, self._announce, folder=folder, pass_fds=pass_fds)
+        except (OSError, subprocess.SubprocessError, ValueError):
+            if pid := int.from_bytes(self._born[:], "little"):
+                self._is_gone(pid)
+            raise
+
+    def _is_gone(self, pid: int) -> None:
+        """Its number may be another process's from here on."""
+        self._warden.tell(f"-{pid}\n")
 
     def _announce(self, pid: int) -> None:
         """In the child. If its exec fails, this memory is all that the parent learns of it."""
@@ -261,7 +276,7 @@ class Agent:
         dead, self._unreaped = self._unreaped, set()
         orphan_reaper.kill_sessions({process.pid for process in dead})
         for process in dead:
-            self._warden.tell(f"-{process.pid}\n")
+            self._is_gone(process.pid)
             process.popen.wait()  # a zombie: returns at once
 
     def _groups(self) -> list[int]:

@@ -20,6 +20,7 @@ from elastic.driver.preemption.azure import Azure
 from elastic.driver.preemption.google_cloud import GoogleCloud
 from elastic.driver.preemption.source import Ends, Source, Trouble
 from elastic.errors import Invalid
+from harness import metadata_servers
 from harness.history import SCRIPTS
 from harness.metadata_servers import AwsCloud, AzureServer, Cloud, GoogleServer, served
 
@@ -216,6 +217,33 @@ def test_a_command_says_whether_and_when(tmp_path):
         command.Command("no-such-program-here", os.environ).look()
 
 
+def test_a_command_that_hangs_is_ended_with_what_it_waits_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "ANSWER_S", 0.5)
+    with pytest.raises(Trouble, match=r"no answer within 0.5 s"):
+        command.Command(f"sleep 99 & echo $! >{tmp_path}/pid; wait", os.environ).look()
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("printed", ["inf", "1e300"])
+def test_a_command_may_say_some_day(printed):
+    ends = command.Command(f"echo {printed}", os.environ).look()
+    assert 0.9e6 < left_s(ends) <= 1e6  # what a message and a journal can hold
+
+
+@pytest.mark.parametrize("endpoint", ["http://host:port", "https://host", "http://", "http://[::"])
+def test_an_address_that_is_none_is_said(endpoint):
+    with pytest.raises(Trouble, match=r"give http://HOST\[:PORT\]"):
+        Aws({"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint})
+
+
+def test_a_token_that_is_none_is_trouble(monkeypatch):
+    with aws() as (_, source):
+        monkeypatch.setattr(metadata_servers, "TOKEN", "two\nlines")
+        with pytest.raises(Trouble, match="Invalid header value"):
+            source.look()
+
+
 def test_a_wish_that_names_nothing_is_refused():
     with pytest.raises(Invalid, match="awss is none of auto, aws, gcp, azure, slurm and off"):
         watch.check("awss")
@@ -292,6 +320,18 @@ def test_azure_is_told_once_nobody_works_there():
 
     with served(AzureServer()) as cloud:
         asyncio.run(talk(cloud))
+
+
+def test_who_works_on_after_a_notice_is_not_given_away_at_the_next():
+    async def talk() -> None:
+        told = Told()
+        watched = watch.Watch("off", changed=told.changed, log=told.log, environ={})
+        watched._seen("Azure", Ends("it goes", None))
+        watched.released()
+        watched._seen("Azure", None)
+        assert not watched._released.is_set()
+
+    asyncio.run(talk())
 
 
 def test_a_cloud_that_fails_is_said_once_and_that_it_answers_again(monkeypatch):

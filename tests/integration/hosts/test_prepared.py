@@ -171,3 +171,24 @@ def test_a_job_takes_its_next_worker_from_it(job, tmp_path):
     assert training.pid(1) == waiting.pid
     (tmp_path / "enough").touch()
     assert training.wait(60) == 0
+
+
+@conversation
+async def test_the_warden_forgets_one_that_was_not_needed(host):
+    told: list[str] = []
+    warden = host.launcher.agent._warden
+    tell = warden.tell
+
+    def heard(line: str) -> None:
+        told.append(line)
+        tell(line)
+
+    warden.tell = heard
+    host.launcher.agent.prepared.modules = "auto"
+    script = host.folder / "script.py"
+    script.write_text("")
+    host.start(A, [sys.executable, str(script)])
+    await host.exit()
+    ready = await waits(host)
+    host.launcher.agent.prepared.close()
+    assert f"-{ready}\n" in told and not psutil.pid_exists(ready)

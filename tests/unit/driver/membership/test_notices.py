@@ -18,6 +18,7 @@ from elastic.driver.events import (
     PublishWorld,
     StartWorker,
 )
+from elastic.driver.membership.notices import Notices
 from elastic.driver.membership.snapshot import restored, taken
 from elastic.protocol.messages import Commit
 from harness.conversation import (
@@ -28,6 +29,7 @@ from harness.conversation import (
     hosts,
     names,
     order,
+    paced,
     running,
     said,
     static,
@@ -170,6 +172,25 @@ def test_where_the_driver_goes_and_stays_after_all_there_is_no_end():
     talk.tell(goes("h", 30.0, alone=True), HostStaying("h"))
     talk.tell(CheckpointMade(Commit(2, 4)))
     assert not has(EndJob, talk.wait(100))
+
+
+def test_members_are_not_looked_at_after_every_event(monkeypatch):
+    """Thousands say how they get on while a notice stands."""
+    talk = on_two_hosts(workers_min=4, restarts=3)
+    talk.tell(goes("g", 60.0))
+    looked: list[Notices] = []
+    whole = Notices._look_at_all
+
+    def counted(self: Notices) -> None:
+        looked.append(self)
+        whole(self)
+
+    monkeypatch.setattr(Notices, "_look_at_all", counted)
+    for _ in range(50):
+        talk.tell(paced("h:0", 2, 0.1))
+    assert not looked
+    talk.tell(goes("h", 60.0))
+    assert looked
 
 
 def test_a_driver_that_follows_knows_what_was_announced():
