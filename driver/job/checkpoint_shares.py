@@ -94,7 +94,7 @@ class CheckpointShares:
         default_factory=dict
     )  # digests, by request
     _ever_equal: bool = False  # all replicas were, at some checkpoint of this job
-    _off: set[int] = field(default_factory=set)
+    _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # by request
     _done: dict[int, Commit] = field(default_factory=dict)
 
     def world(self, generation: int, members: Sequence[Worker]) -> None:
@@ -115,7 +115,7 @@ class CheckpointShares:
             case CheckpointDue():
                 return [TellRanks(self._members, MakeDurable(self._generation, number))]
             case ShareWritten() | ShareDropped() if number in self._off:
-                return [TellRanks([worker], DropCheckpoint(self._generation, number))]
+                return [TellRanks([worker], self._off[number])]
             case ShareWritten() | ShareDropped() if number in self._done:
                 done = CheckpointDone(self._generation, number, self._done[number])
                 return [TellRanks([worker], done)]
@@ -129,9 +129,8 @@ class CheckpointShares:
                     silent = [each for each in self._members if each not in written]
                     return [TellRanks(silent, MakeDurable(self._generation, number))]
             case ShareDropped(reason=reason):
-                self._off.add(number)
                 self._written.pop(number, None)
-                drop = TellRanks(self._members, DropCheckpoint(self._generation, number))
+                drop = self._drop(number, again=message.timing)
                 return [drop, Failed(number, worker, reason, not message.timing)]
             case CheckpointWritten():
                 self._written.pop(number, None)
@@ -150,9 +149,8 @@ class CheckpointShares:
         if len(groups) == 1:
             self._ever_equal = True
             return [TellRanks(self._members[:1], SealCheckpoint(self._generation, number))]
-        self._off.add(number)
         del self._written[number]
-        drop = TellRanks(self._members, DropCheckpoint(self._generation, number))
+        drop = self._drop(number, again=False)
         most, *others = sorted(groups.values(), key=len, reverse=True)
         right = written[most[0]]
         if not self._ever_equal or 2 * len(most) <= len(self._members):
@@ -169,6 +167,10 @@ class CheckpointShares:
             parts = [part for part, value in right.items() if written[worker].get(part) != value]
             damaged.append(Damaged(worker, self._generation, commit, parts, len(most)))
         return [drop, *damaged]
+
+    def _drop(self, number: int, *, again: bool) -> TellRanks:
+        off = self._off[number] = DropCheckpoint(self._generation, number, again)
+        return TellRanks(self._members, off)
 
     def _of_the_past(self, message: Any) -> list[Action]:
         """Of an older world nothing counts any more, but what is whole."""

@@ -42,6 +42,7 @@ class Schedule:
         self._target: int | None = None
         self._next = False  # the script wants the next commit
         self._wanted: int | None = None  # the script wanted this one
+        self._owed: int | None = None  # one that was due was begun, and is not known to be durable
         self._asked_at: float | None = None
         self._stretch = 1  # how many times LEAD_S the next one is named ahead
         self._last_at: float | None = None
@@ -74,16 +75,18 @@ class Schedule:
         """This one was just made. ``leads``: by rank 0. ``busy``: one before it is still being written."""
         if commit.generation != self._generation:
             self._generation, self._target, self._asked_at = commit.generation, None, None
+            if self._owed is not None:  # whatever was begun in another world stays undone
+                self._due_at, self._owed = min(self._due_at, now), None
         self._newest = commit.number
         self._pace(now)
         wanted, self._next = self._next, False
         target = self._target
         if target is not None and commit.number >= target:
             self._target = self._asked_at = None
-            self._began(now)
+            self._began(target, now)
             return Step(begin=target)
         if wanted:
-            self._wanted = commit.number
+            self._wanted = self._owed = commit.number
             return Step(begin=commit.number)
         due = now >= self._due_at
         if not leads or busy or not self._interval_s or not (due or self._every_commits):
@@ -101,18 +104,25 @@ class Schedule:
         self._asked_at = now
         return Step(ask=ask)
 
-    def dropped(self, number: int, now: float) -> None:
-        """What was asked for will not be written: somebody heard of it too late, or could not write."""
-        if number == self._wanted:
-            self._due_at, self._wanted = now, None  # then one of the next, when that can be
+    def dropped(self, number: int, now: float, *, again: bool) -> None:
+        """What was asked for will not be written: somebody could not, or, ``again``, it only came at the wrong time."""
+        if number == self._owed and (again or number == self._wanted):
+            self._due_at = now  # then one of the next, when that can be
+        self.settled(number)
         self._target = self._asked_at = None
         self._stretch = min(self._stretch * 2, FURTHEST)
 
     def written(self) -> None:
-        """What was asked for is in the storage."""
+        """What was asked for is in the storage, as rank 0 knows first."""
         self._stretch = max(self._stretch // 2, 1)
 
-    def _began(self, now: float) -> None:
+    def settled(self, number: int) -> None:
+        """It is known what has become of this request."""
+        if number == self._owed:
+            self._owed = None
+
+    def _began(self, number: int, now: float) -> None:
+        self._owed = number if self._due_at <= now else None
         if self._every_s is not None:
             self._due_at = now + self._every_s
         elif self._due_at <= now:

@@ -220,14 +220,15 @@ class Writer:
                 if attempt is not None:
                     attempt.sealing = True
                     self._begin(functools.partial(self._seal, attempt))
-            case messages.DropCheckpoint(generation, number):
-                self._schedule.dropped(number, monotonic())
+            case messages.DropCheckpoint(generation, number, again):
+                self._schedule.dropped(number, monotonic(), again=again)
                 self._settle(generation, number, None)
                 attempt = self._attempt_of(generation, number)
                 if attempt is not None:
                     attempt.off.set()
                     self._begin(functools.partial(self._over, attempt))
             case messages.CheckpointDone(generation, number, commit):
+                self._schedule.settled(number)
                 self._settle(generation, number, commit)
             case _:
                 return False
@@ -308,6 +309,7 @@ class Writer:
         self._over(attempt)
         self._schedule.written()
         if self._alone:
+            self._schedule.settled(attempt.number)
             self._settle(attempt.name.generation, attempt.number, attempt.name.commit)
         else:
             name = attempt.name
@@ -353,7 +355,7 @@ class Writer:
 
     def _refuse(self, attempt: _Attempt, reason: str) -> None:
         self._over(attempt)
-        self._schedule.dropped(attempt.number, monotonic())
+        self._schedule.dropped(attempt.number, monotonic(), again=False)
         if self._alone:
             self._settle(attempt.name.generation, attempt.number, None)
             self._say(f"commit {attempt.name.commit} could not be made durable: {reason}")

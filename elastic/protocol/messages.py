@@ -534,10 +534,11 @@ class SealCheckpoint(Message):
 
 
 class DropCheckpoint(Message):
-    """It will not become whole: write no more of it."""
+    """It will not become whole: write no more of it. ``again``: it only came at the wrong time for somebody."""
 
     generation: int
     number: int
+    again: bool = False
 
 
 class CheckpointDone(Message):

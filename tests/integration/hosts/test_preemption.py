@@ -219,8 +219,10 @@ def test_a_command_says_whether_and_when(tmp_path):
 
 def test_a_command_that_hangs_is_ended_with_what_it_waits_for(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "ANSWER_S", 0.5)
+    began = time.monotonic()
     with pytest.raises(Trouble, match=r"no answer within 0.5 s"):
         command.Command(f"sleep 99 & echo $! >{tmp_path}/pid; wait", os.environ).look()
+    assert time.monotonic() - began < 50, "nobody waits for its sleep"
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -365,13 +367,15 @@ def test_the_only_machine_goes_and_the_same_command_goes_on(job, tmp_path):
     with served(AwsCloud()) as cloud:
         env = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": cloud.endpoint}
         training = job(f"{flags} --preemption aws", TRAINING, env=env)
-        training.wait_for("rank 0 begins at 0")
+        training.wait_for(r"commit \S+ is durable", count=2)  # the script has asked for these
         cloud.interrupts(20.0)
         training.wait_for(r"localhost goes away in \d+ s \(AWS will terminate this spot instance\)")
         said = training.wait_for(
             r"this machine goes away .*; commit (\S+) is durable, and the same"
         )
         assert training.wait(30) == 143
+    [ended] = [r for r in training.records() if any(a["type"] == "EndJob" for a in r["actions"])]
+    assert ended["event"]["type"] == "CheckpointMade", "it was asked for, and waited for"
     again = job(flags, TRAINING)
     again.wait_for(rf"training goes on from commit {re.escape(said[1])}")
     again.wait_for("the same bits")

@@ -70,6 +70,14 @@ def test_one_that_can_not_write_ends_it_for_all_once():
     assert shares.handle(A, wrote()) == again
 
 
+def test_one_that_came_at_the_wrong_time_for_somebody_is_to_be_asked_for_again():
+    shares = two()
+    off = DropCheckpoint(3, 40, again=True)
+    failed = Failed(40, B, "busy", False)
+    assert shares.handle(B, ShareDropped(3, 40, "busy", True)) == [TellRanks([A, B], off), failed]
+    assert shares.handle(A, wrote()) == [TellRanks([A], off)]
+
+
 def test_who_says_it_again_has_heard_no_answer_or_waits_for_somebody_who_has_heard_nothing():
     shares = two()
     shares.handle(B, wrote())

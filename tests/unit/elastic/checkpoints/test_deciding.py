@@ -90,9 +90,44 @@ def test_who_hears_of_it_too_late_says_so_and_the_next_is_named_further_ahead():
         schedule.at_commit(Commit(2, n + 1), n * 0.01, leads=True, busy=False)
     first = schedule.at_commit(Commit(2, 101), 1.0, leads=True, busy=False).ask
     assert first is not None and not schedule.told(2, 50) and not schedule.told(1, first)
-    schedule.dropped(first, 1.0)
+    schedule.dropped(first, 1.0, again=True)
     second = schedule.at_commit(Commit(2, 102), 1.01, leads=True, busy=False).ask
     assert second is not None and second - 102 > first - 101
+
+
+def begun_by_time(*, hastened: bool = False) -> tuple[Schedule, int]:
+    """Rank 0 has begun a checkpoint that was due; the next is due in an hour."""
+    schedule = Schedule(None, 3600.0, 0.0 if hastened else -3600.0)
+    schedule.at_commit(Commit(2, 1), 0.0, leads=True, busy=False)
+    if hastened:
+        schedule.hasten(0.5)
+    asked = schedule.at_commit(Commit(2, 2), 1.0, leads=True, busy=False).ask
+    assert asked is not None and schedule.told(2, asked)
+    assert schedule.at_commit(Commit(2, asked), 2.0, leads=True, busy=False).begin == asked
+    return schedule, asked
+
+
+@pytest.mark.parametrize("hastened", [False, True])
+def test_one_that_another_rank_heard_of_too_late_is_not_put_off_for_an_hour(hastened):
+    schedule, asked = begun_by_time(hastened=hastened)
+    schedule.dropped(asked, 2.1, again=True)
+    assert schedule.at_commit(Commit(2, asked + 1), 3.0, leads=True, busy=False).ask is not None
+
+
+def test_one_that_a_changed_world_has_torn_is_not_put_off_for_an_hour():
+    schedule, _ = begun_by_time()
+    assert schedule.at_commit(Commit(3, 1), 3.0, leads=True, busy=False).ask is not None
+
+
+def test_one_that_is_written_or_can_not_be_is_not_asked_for_again_at_once():
+    for written in (True, False):
+        schedule, asked = begun_by_time()
+        schedule.dropped(asked - 1, 2.1, again=True)  # an older one
+        schedule.settled(asked) if written else schedule.dropped(asked, 2.1, again=False)
+        for n in (1, 2, 3):
+            step = schedule.at_commit(Commit(2, asked + n), 3.0 + n, leads=True, busy=False)
+            assert step == Step()
+        assert schedule.at_commit(Commit(3, 1), 9.0, leads=True, busy=False) == Step()
 
 
 def test_another_world_begins_from_nothing():

@@ -68,7 +68,7 @@ FROM_DRIVER = [
     protocol.MakeDurable(3, 40),
     protocol.CheckpointSoon(3),
     protocol.SealCheckpoint(3, 40),
-    protocol.DropCheckpoint(3, 40),
+    protocol.DropCheckpoint(3, 40, True),
     protocol.CheckpointDone(3, 40, Commit(3, 40)),
 ]
 
