@@ -375,8 +375,9 @@ def test_the_only_machine_goes_and_the_same_command_goes_on(job, tmp_path):
             r"this machine goes away .*; commit (\S+) is durable, and the same"
         )
         assert training.wait(30) == 143
-    [ended] = [r for r in training.records() if any(a["type"] == "EndJob" for a in r["actions"])]
-    assert ended["event"]["type"] == "CheckpointMade", "it was asked for, and waited for"
+    told = [(r.get("event"), a) for r in training.records() for a in r.get("actions") or []]
+    [ended] = [event for event, action in told if action["type"] == "EndJob"]
+    assert ended["type"] == "CheckpointMade", "it was asked for, and waited for"
     again = job(flags, TRAINING)
     again.wait_for(rf"training goes on from commit {re.escape(said[1])}")
     again.wait_for("the same bits")
