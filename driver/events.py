@@ -9,7 +9,17 @@ from __future__ import annotations
 import msgspec
 
 from elastic.driver.reasons import Reason
-from elastic.protocol.messages import Address, Commit, Finite, Launches, Place, Value, Worker
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    Finite,
+    Launches,
+    Part,
+    Place,
+    Times,
+    Value,
+    Worker,
+)
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -125,6 +135,15 @@ class WorkerPaced(Event):
     over_s: Finite
     commits: int = 0
     commit: Commit | None = None
+
+
+class WorkerSpent(Event):
+    """How its time went since ``init()``; see protocol.TimeSpent. Nothing is decided by it."""
+
+    worker: Worker
+    generation: int
+    times: Times
+    doing: Part
 
 
 class WorkerFrozen(Event):

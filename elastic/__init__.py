@@ -37,6 +37,7 @@ _MODULES = {
     "elastic.monitoring.tracing": "start_timeline stop_timeline",
     "elastic.launcher.launch_function": "launch",
     "elastic.monitoring.reporting": "report Report",
+    "elastic.monitoring.goodput": "goodput Goodput",
     "elastic.errors": (
         "ElasticError Interrupted JobFailed NotInitialized PeerLost StateMismatch TensorMismatch WorldChanging"
     ),
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from elastic.checkpoints.on_request import Checkpoints as Checkpoints
     from elastic.errors import *  # noqa: F403
     from elastic.launcher.launch_function import launch as launch
+    from elastic.monitoring.goodput import Goodput as Goodput
+    from elastic.monitoring.goodput import goodput as goodput
     from elastic.monitoring.reporting import Report as Report
     from elastic.monitoring.reporting import report as report
     from elastic.monitoring.tracing import start_timeline as start_timeline

@@ -21,14 +21,15 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (Where only
 
 
 class Context(Protocol):
-    """What collectives, gradients, reports and traces ask of the runtime. ``engine``, ``tracing``, ``reporting`` are
-    typed where they are asked for."""
+    """What collectives, gradients, reports and traces ask of the runtime. ``engine``, ``tracing``, ``account`` and
+    ``reporting`` are typed where they are asked for."""
 
     env: Environment
     elastic: bool
     alone: bool
     activity: int
     tracing: Any
+    account: Any
     reporting: Any
 
     @property

@@ -111,12 +111,13 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
         try:
             _enter_world(rt, state, beside, first=first)
             first = False
+            rt.training.begins()
             value = func(state, *args, **kwargs)
             durable.finish(rt, state)
             rt.training.returned()
             return value
         except WorldChanging:
-            rt.training.interrupted()
+            rt.training.interrupted(planned=True)
             # Unchanged since commit(), or the state at check_host_updates(): a planned change loses
             # nothing.
             rt.commits.keep(state)

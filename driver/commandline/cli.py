@@ -245,6 +245,7 @@ def make_job(
         gloo_timeout_s=_given(options.gloo_timeout_seconds, Job.gloo_timeout_s),
         collective_timeout_s=_collective_timeout_s(options, environ),
         journal=_writable_file(options.journal),
+        summary=options.summary,
         metrics=_metrics(options),
         preemption=_preemption(options),
         preload=_preload(options),

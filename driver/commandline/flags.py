@@ -74,6 +74,7 @@ class Options:
     output_filename: str | None = None
     prefix_output_with_timestamp: bool = False
     journal: str | None = None
+    summary: bool = False
     metrics_port: int | None = None
     metrics_host: str | None = None
     log_level: str | None = None
@@ -469,6 +470,15 @@ def _add_output(add: Group) -> None:
         **_switch("timeline_mark_cycles", False),
     )
     add("--journal", "FILE", str, "Write every event and decision of the driver to FILE.")
+    add(
+        "--summary",
+        None,
+        None,
+        "Say at the end how the time of the job and of each worker went: training, committing, waiting, recovering,"
+        " lost; as ELASTIC_SUMMARY=1 does.",
+        variable="ELASTIC_SUMMARY",
+        keys=("summary.enabled=true",),
+    )
     add(
         "--metrics-port",
         "PORT",

@@ -52,6 +52,7 @@ class Job:
     output_dir: str | None = None  # exists, and can be written to
     prefix_timestamps: bool = False
     journal: str | None = None  # can be written to
+    summary: bool = False  # say at the end how the time went
     metrics: tuple[str, int] | None = None  # address and port to serve them on
     log_level: str = "INFO"  # one of flags.LOG_LEVELS
     log_timestamps: bool = True  # in the driver's own lines

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from elastic.driver.events import Action, Event
 from elastic.driver.job.job import Job
+from elastic.driver.monitoring.time_spent import TimeSpent, summary
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.processes.console import Console, is_terminal, write_both
 from elastic.driver.processes.output import Output
@@ -44,6 +45,7 @@ class Surroundings:
     output: Output
     tracing: Tracing
     metrics: Metrics | None
+    spent: TimeSpent | None  # for a summary at the end
     place_of: Callable[[Worker], Place | None]
 
     level: str  # of the console
@@ -56,7 +58,10 @@ class Surroundings:
         if reported is not None:
             reported(report)
 
-    def noted(self, event: Event, actions: Sequence[Action]) -> None:
+    def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        """``now``: by the clock of the journal."""
+        if self.spent is not None:
+            self.spent.note(event, actions, now)
         if self.metrics is not None:
             self.metrics.note(event, actions)
 
@@ -97,11 +102,15 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
             metrics = Metrics(*job.metrics)
             host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
             console("info", f"metrics are at http://{host}:{metrics.port}/metrics")
-        found.append(Surroundings(console, output, tracing, metrics, lambda worker: None, level))
-        yield found[0]
+        spent = TimeSpent() if job.summary else None
+        around = Surroundings(console, output, tracing, metrics, spent, lambda worker: None, level)
+        found.append(around)
+        yield around
         if not found[0].stopped:
             wait_s = None
     finally:
+        if found and found[0].spent is not None:
+            console("info", "\n".join(summary(found[0].spent)))
         if metrics is not None:
             metrics.close()
         with _ctrl_c_ends_it():

@@ -155,10 +155,10 @@ class Adopted:
 class Driver:
     """One job, from its first worker to its exit code.
 
-    ``log`` takes a level and a text, ``noted`` every event with its actions, as the journal does. ``past``: what the
-    driver before this one has left, if membership was rebuilt from its journal. ``listening`` is awaited with the
-    address at which this driver is found, before anything else happens. ``reported`` is called with each report of a
-    worker, in the event loop's thread.
+    ``log`` takes a level and a text, ``noted`` every event with its actions and time, as the journal does.
+    ``past``: what the driver before this one has left, if membership was rebuilt from its journal. ``listening`` is
+    awaited with the address at which this driver is found, before anything else happens. ``reported`` is called with
+    each report of a worker, in the event loop's thread.
     After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
     """
 
@@ -172,7 +172,7 @@ class Driver:
         discovery: Discovery,
         journal: Journal,
         log: Log,
-        noted: Callable[[Event, Sequence[Action]], None] | None = None,
+        noted: Callable[[Event, Sequence[Action], float], None] | None = None,
         tracing: Tracing | None = None,
         past: Adopted | None = None,
         listening: Callable[[Address], Awaitable[None]] | None = None,
@@ -450,7 +450,7 @@ class Driver:
         self._journal.record(now, event, actions)
         self._tracing.noted(event, actions)
         if self._noted is not None:
-            self._noted(event, actions)
+            self._noted(event, actions, now)
         return actions
 
     def _set_alarm(self) -> None:

@@ -369,8 +369,8 @@ class _Run:
             clock_offset=clock_offset,
         )
 
-    def _noted(self, event: Event, actions: Sequence[Action]) -> None:
-        self.around.noted(event, actions)
+    def _noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        self.around.noted(event, actions, now)
         if self.lead is None:
             return
         for action in actions:

@@ -38,6 +38,7 @@ from elastic.driver.events import (
     WorkerFrozen,
     WorkerReady,
     WorkerReconnected,
+    WorkerSpent,
     WorkerThawed,
 )
 from elastic.driver.membership.failure_detection.frozen import Frozen
@@ -174,7 +175,7 @@ class Membership:
                 self.notices.checkpoint_made(event)
             case StopRequested():
                 self.worlds.end(1, in_words(event.reason))
-            case TimePassed():
+            case TimePassed() | WorkerSpent():
                 pass  # deadlines are looked at after every event
             case _:
                 raise IllegalEvent("no handler for it")

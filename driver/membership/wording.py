@@ -20,6 +20,7 @@ from elastic.driver.events import (
     WorkerReconnected,
     WorkerResumed,
     WorkerReturned,
+    WorkerSpent,
     WorkerStranded,
 )
 from elastic.protocol import messages
@@ -49,6 +50,8 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerProgressed(worker, generation, entered, inside, waited_s, phase, gpu)
         case messages.Pace(generation, collectives, waited_s, over_s, commits, commit):
             return WorkerPaced(worker, generation, collectives, waited_s, over_s, commits, commit)
+        case messages.TimeSpent(generation, times, doing):
+            return WorkerSpent(worker, generation, times, doing)
         case messages.Digested(generation, commit, digest, buffers, samples, epoch):
             return WorkerDigested(worker, generation, commit, digest, buffers, samples, epoch)
         case messages.Raised(generation, commit, summary, traceback, hardware, final):

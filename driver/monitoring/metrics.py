@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -40,6 +41,7 @@ from elastic.driver.events import (
     WorkerReturned,
 )
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Why
 from elastic.errors import Invalid
 from elastic.protocol.messages import Commit, Worker
@@ -113,6 +115,7 @@ class Figures:
         self.commits_per_s = 0.0
         self.reported: dict[int, dict[str, float]] = {}  # by rank and name
         self.over = False
+        self.spent = TimeSpent()
         self._expected_to_go: set[Worker] = set()
         self._judge = Stragglers()
         self._now = 0.0
@@ -129,6 +132,7 @@ class Figures:
     def note(self, event: Event, actions: Sequence[Action], now: float = 0.0) -> None:
         """One event, and what was decided about it, ``now`` seconds since 1970."""
         self._now = now
+        self.spent.note(event, actions, now)
         self._happened(event)
         for action in actions:
             self._decided(action)
@@ -258,6 +262,12 @@ def families(figures: Figures) -> Iterator[Metric]:
         ("reported_seconds", "Time that was reported about.", [(w, x.over_s) for w, x in waits]),
     ):
         yield _counter(name, text, "worker", values)
+    yield _gauge(
+        "spent_seconds",
+        "How the time of all workers went, by their last word; what has to be done again is lost.",
+        "part",
+        msgspec.structs.asdict(figures.spent.total()).items(),
+    )
     yield CounterMetricFamily("elastic_commits", "Commits of the job.", value=figures.commits)
     yield CounterMetricFamily(
         "elastic_durable_commits", "Commits that became durable.", value=figures.durable

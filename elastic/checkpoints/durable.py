@@ -65,7 +65,8 @@ def finish(rt: Runtime, state: State) -> None:
     if rt.commits.durable is None:
         return
     # Who returns later than the others, or has more to write, must not be taken for stuck meanwhile.
-    with contextlib.nullcontext() if rt.alone else rt.training.long_phase("last checkpoint"):
+    long = contextlib.nullcontext() if rt.alone else rt.training.long_phase("last checkpoint")
+    with long, rt.account.during("storage"):
         rt.commits.finish(state)
 
 
@@ -77,6 +78,11 @@ def resume(rt: Runtime, state: State) -> None:
     found = options.read(os.environ)
     if found is None or not isinstance(state, ObjectState):
         return
+    with rt.account.during("storage"):
+        _resume(rt, state, found)
+
+
+def _resume(rt: Runtime, state: ObjectState, found: CheckpointOptions) -> None:
     told = None
     if rt.place.rank == 0:
         try:

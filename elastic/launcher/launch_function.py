@@ -49,6 +49,7 @@ def launch(
     preload: str | None = None,
     begin_from: str | None = None,
     fresh: bool = False,
+    summary: bool = False,
     log_level: str | None = None,
     verbose: bool = False,
     env: Mapping[str, str] | None = None,
@@ -110,6 +111,8 @@ def launch(
         flags += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
     if fresh:
         flags.append("--fresh")
+    if summary:
+        flags.append("--summary")
     if verbose:
         flags.append("--verbose")
     environ = dict(os.environ if env is None else env)

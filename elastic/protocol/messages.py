@@ -10,12 +10,12 @@ Nothing that a worker is sent when the world changes grows with the size of the 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-VERSION = 3
+VERSION = 4
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
 RELAY_LIMIT = FRAME_LIMIT + 4096  # bytes; the same, and who said it
@@ -86,6 +86,22 @@ class Address(Value):
         """``host:port``, with brackets around an IPv6 address."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+
+class Times(Value):
+    """How many seconds of a worker went to what; see `elastic.monitoring.time_account`. They add up to its age."""
+
+    training: Finite = 0.0
+    committing: Finite = 0.0
+    data: Finite = 0.0
+    storage: Finite = 0.0
+    recovering: Finite = 0.0
+    joining: Finite = 0.0
+    lost: Finite = 0.0
+    idle: Finite = 0.0
+
+
+Part = Literal["training", "committing", "data", "storage", "recovering", "joining", "lost", "idle"]
 
 
 class Place(Value):
@@ -246,6 +262,14 @@ class Pace(Message):
     over_s: Finite  # seconds
     commits: int = 0  # made in that time
     commit: Commit | None = None  # the newest, of those that all agree on
+
+
+class TimeSpent(Message):
+    """How this worker's time went since ``init()``. Sent now and then, when it comes into a world, and at its end."""
+
+    generation: int
+    times: Times
+    doing: Part  # now
 
 
 class Digested(Message):
@@ -562,6 +586,7 @@ FromWorker = (
     | Resumed
     | Progress
     | Pace
+    | TimeSpent
     | Digested
     | Raised
     | Quit

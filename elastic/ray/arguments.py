@@ -61,6 +61,7 @@ class Limits:
     preload: str | None = None
     begin_from: str | None = None
     fresh: bool = False
+    summary: bool = False
     verbose: bool = False
     flags: tuple[str, ...] = field(default=())  # further ones of elasticrun
 
@@ -89,6 +90,8 @@ class Limits:
             flags += ["--blacklist-cooldown-range", *map(str, self.cooldown_range)]
         if self.fresh:
             flags.append("--fresh")
+        if self.summary:
+            flags.append("--summary")
         if self.verbose:
             flags.append("--verbose")
         return [*flags, *self.flags]

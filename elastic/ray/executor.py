@@ -54,6 +54,7 @@ def run(
     preload: str | None = None,
     begin_from: str | None = None,
     fresh: bool = False,
+    summary: bool = False,
     verbose: bool = False,
 ) -> Result:
     """Calls ``train_fn(config)``, or ``train_fn()`` without one, on workers of a Ray cluster, and waits for the end.
@@ -97,6 +98,7 @@ def run(
         preload=preload,
         begin_from=begin_from,
         fresh=fresh,
+        summary=summary,
         verbose=verbose,
     ) as executor:
         if not callable(train_fn):
@@ -174,6 +176,7 @@ class Executor:
         preload: str | None = None,
         begin_from: str | None = None,
         fresh: bool = False,
+        summary: bool = False,
         verbose: bool = False,
     ) -> None:
         """Checks the arguments; nothing is started. ``num_hosts``: exactly so many nodes, evenly. Raises Invalid."""
@@ -201,6 +204,7 @@ class Executor:
             preload=preload,
             begin_from=begin_from,
             fresh=fresh,
+            summary=summary,
             verbose=verbose,
         )
         arguments.check_limits(self._limits)

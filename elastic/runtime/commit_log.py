@@ -69,6 +69,7 @@ class CommitLog:
         """A state was saved."""
         with self._session.lock:
             self._session.recovery.committed()
+        self._session.account.committed(time.monotonic())
 
     def make_durable(self, state: Any) -> None:
         """The commit that was just made may be one that goes to the storage."""
@@ -143,6 +144,7 @@ class CommitLog:
         """What `keep_own` has saved counts, now that the world is given up; see `Recovery`."""
         with self._session.lock:
             self._session.recovery.committed_alone()
+        self._session.account.committed(time.monotonic())
 
     def step_back(self, state: Kept) -> None:
         """To the newest commit. One that is torn is forgotten: nobody could go on from it."""
@@ -151,6 +153,7 @@ class CommitLog:
                 self._session.recovery.forget_commit()
         with timeline.during("state", "restore"):
             state.restore()
+        self._session.account.stepped_back()
         self._session.phases.restored(time.monotonic())
 
     def adopt(self, copied_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Mapping
 
 from elastic import context, failpoints
@@ -11,7 +12,7 @@ from elastic.errors import ElasticError, Interrupted, NotInitialized
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.protocol import messages
-from elastic.protocol.messages import Address, Place
+from elastic.protocol.messages import Address, Part, Place
 from elastic.rendezvous import environment, find_rank0
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.launcher_env import Started
@@ -90,6 +91,9 @@ def init() -> None:
     assert _runtime is not None
     if not _runtime.alone:
         _runtime.first_world()
+    # Without a way to come into another world, all that follows is training.
+    part: Part = "joining" if _runtime.elastic else "training"
+    _runtime.account.begin(part, time.monotonic())
     _initialized = True
 
 

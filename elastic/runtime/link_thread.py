@@ -23,6 +23,8 @@ from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
 from elastic.runtime.worlds import DriverWorlds
 
+SPENT_S = 30.0  # between two words about how this worker's time went, while nothing changes
+
 
 class LinkThread:
     """One worker's. `receive` and `poked` are for the link's thread."""
@@ -44,6 +46,7 @@ class LinkThread:
             session.when_lost(reporting.driver_lost)
         self.checkpoints: Callable[[Message], bool] = lambda message: False
         self._leave_asked = False
+        self._spent_told = (0, time.monotonic())  # in which generation, and when
         self._told_of = (0, 0)  # the planned change that listeners know of
 
     # ---- starting ------------------------------------------------------------------------------------------------
@@ -93,6 +96,18 @@ class LinkThread:
         for message in news:
             session.send(message)
         self._tracing.due()
+        generation, told_at = self._spent_told
+        trains = session.account.part in ("training", "committing", "data")
+        came_in = trains and session.recovery.generation != generation
+        if came_in or now - told_at >= SPENT_S:
+            self._spent_told = session.recovery.generation, now
+            session.send(self.time_spent())
+
+    def time_spent(self) -> messages.TimeSpent:
+        """Up to now."""
+        account = self._session.account
+        part, times = account.part, account.times(time.monotonic())
+        return messages.TimeSpent(self._session.recovery.generation, times, part)
 
     def receive(self, message: Message) -> None:
         """Whatever the driver says."""

@@ -21,6 +21,10 @@ class Phases:
         self.mark("raised", now)
         self._ms = {"raised": self._between("broken", "raised")}
 
+    def broken_at(self) -> float:
+        """When the world was last heard to be over, or a planned change stopped it; 0 before that."""
+        return self._marks.get("broken", 0.0)
+
     def restored(self, now: float) -> None:
         self.mark("restored", now)
         self._ms["restored"] = self._between("raised", "restored")

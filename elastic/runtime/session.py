@@ -22,6 +22,7 @@ from elastic.errors import (
 )
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
+from elastic.monitoring.time_account import TimeAccount
 from elastic.protocol import messages
 from elastic.protocol.messages import Message
 from elastic.rendezvous.environment import Environment
@@ -68,6 +69,7 @@ class Session:
         self.changed = threading.Condition(self.lock)
         self.groups = Groups(env, over=lambda: self.broken)
         self.phases = Phases()
+        self.account = TimeAccount(time.monotonic())
         self.pulse = Pulse()
         self.lost_driver = False  # nobody else will say why this worker ends
         self._link = link
@@ -234,5 +236,6 @@ class Session:
     def pause(self) -> None:
         """``shutdown()``: groups are kept until the next world or the exit, because a peer may still be in one."""
         self.groups.leave()
+        self.account.begin("idle", time.monotonic())
         with self.lock:
             self.recovery.pause()

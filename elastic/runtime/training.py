@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 
 from elastic.errors import JobFailed, PeerLost
-from elastic.monitoring import timeline
+from elastic.monitoring import data_waits, timeline
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.session import Session
@@ -34,17 +34,28 @@ class Training:
             )
         with self._session.lock:
             self._session.recovery.enter()
+        self._session.account.begin("joining", time.monotonic())
+        data_waits.count(self._session.account)
         self._trains_in = threading.get_ident()
 
     def leave(self) -> None:
         """``elastic.run`` is over."""
         with self._session.lock:
             self._session.recovery.leave()
+        self._session.account.begin("idle", time.monotonic())
+        data_waits.stop()
         self._trains_in = None
+
+    def begins(self) -> None:
+        """The training function is called: the state is equal everywhere, and nothing is to be done again."""
+        now = time.monotonic()
+        self._session.account.begin("training", now)
+        self._session.account.committed(now)
 
     def returned(self) -> None:
         """Says that the function returned; waits for the others. Raises PeerLost if one of them is lost first."""
         session = self._session
+        session.account.begin("idle", time.monotonic())
         if session.alone:
             return
         session.update(Recovery.returned)
@@ -77,9 +88,14 @@ class Training:
         """User code gave this world up (it raised HorovodInternalError): regroup with everybody."""
         self._session.mark_broken(self._session.recovery.generation, reason)
 
-    def interrupted(self) -> None:
-        """The training thread has come back to ``elastic.run``."""
-        self._session.phases.raised(time.monotonic())
+    def interrupted(self, *, planned: bool = False) -> None:
+        """The training thread has come back to ``elastic.run``. ``planned``: the world changes, and nothing is lost."""
+        now = time.monotonic()
+        self._session.phases.raised(now)
+        if planned:
+            self._session.account.begin("joining", now)
+        else:
+            self._session.account.begin("recovering", now, self._session.phases.broken_at())
         if timeline.on:
             timeline.end_all()
 

@@ -52,6 +52,7 @@ class Runtime:
         self.training = Training(session, progress)
         self.commits = CommitLog(session, progress)
         self._groups = GuardedGroups(session, progress)
+        self.account = session.account
 
     # ---- where this worker stands --------------------------------------------------------------------------------
 
@@ -139,6 +140,7 @@ class Runtime:
         code of this worker, nobody can know yet; and a worker whose link is gone is taken for lost.
         """
         self.tracing.close()
+        self.session.send(self.link_thread.time_spent())
         if self.reporting is not None:
             self.reporting.close()
         if not self.elastic and not self.broken:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import queue
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -60,19 +61,28 @@ class State:
         Raises Invalid if a value can't be copied, WorldChanging and PeerLost to unwind to ``elastic.run``.
         """
         rt = lifecycle.active()
-        if rt is not None:
-            rt.commits.may_commit()
+        if rt is None:
+            self._save_whole()
+            self.check_host_updates()
+            return
+        rt.commits.may_commit()
+        before = rt.account.begin("committing", time.monotonic())
+        try:
+            self._save_whole()
+            rt.commits.committed()
+            rt.commits.make_durable(self)
+            self.report_commit()
+            self.check_host_updates()
+        finally:
+            rt.account.begin(before, time.monotonic())
+
+    def _save_whole(self) -> None:
         with timeline.during("state", "commit"):
             if _is_ours(type(self).save):
                 self.save()  # says itself from where on the commit before is no longer whole
             else:
                 with self._saving():
                     self.save()
-        if rt is not None:
-            rt.commits.committed()
-            rt.commits.make_durable(self)
-            self.report_commit()
-        self.check_host_updates()
 
     def check_host_updates(self) -> None:
         """Looks whether the world is to change, without saving. Raises WorldChanging, PeerLost."""

@@ -328,7 +328,7 @@ async def test_members_are_told_of_another_list_of_hosts(s):
 def test_what_goes_into_the_journal_is_noted_too(tmp_path):
     noted: list[str] = []
 
-    @story(noted=lambda event, actions: noted.append(type(event).__name__))
+    @story(noted=lambda event, actions, now: noted.append(type(event).__name__))
     async def talk(s):
         await s.train(A, B)
 

@@ -34,5 +34,12 @@ def test_together_they_hold_every_kind_of_event_and_action_but_one(tmp_path):
         told |= {type(action).__name__ for entry in entries for action in entry.actions}
     known = {each.__name__ for each in (*Event.__subclasses__(), *Action.__subclasses__())}
     # The journals were kept before there were checkpoints, digests of them, and notices.
-    later = {"CheckpointMade", "WorkerDiffers", "HostLeaving", "HostStaying", "HastenCheckpoint"}
+    later = {
+        "CheckpointMade",
+        "WorkerDiffers",
+        "HostLeaving",
+        "HostStaying",
+        "HastenCheckpoint",
+        "WorkerSpent",
+    }
     assert known - told <= {"TellWorld", *later}

@@ -27,6 +27,7 @@ FROM_WORKER = [
     protocol.Progress(3, 17, "gradients", 1.5, ""),
     protocol.Progress(3, 17, "gradients", 1.5, "", [protocol.Launches("g", 4, 7, 6, 6, 1.0, True)]),
     protocol.Pace(3, 100, 12.5, 30.0),
+    protocol.TimeSpent(3, protocol.Times(1.5, 0.5, 0.0, 0.0, 2.0), "data"),
     protocol.Digested(3, Commit(3, 7), 2**63 - 1, 5, [1, 2], 1),
     protocol.Raised(3, None, "ValueError: x", "Traceback"),
     protocol.Quit(3, 255),

@@ -10,6 +10,7 @@ import pytest
 
 from elastic.collectives import fake
 from elastic.errors import Invalid, WorldChanging
+from elastic.monitoring.time_account import TimeAccount
 from elastic.runtime import lifecycle
 from elastic.runtime.commit_log import CommitLog
 from elastic.state.state import ObjectState, State, has_custom_sync
@@ -25,12 +26,14 @@ class FakeRuntime:
         self.said: list[str] = []
         self.change: BaseException | None = None
         self.env = SimpleNamespace(digest_commits=False)
+        self.account = TimeAccount(0.0, "training")
         self.commits = create_autospec(CommitLog, instance=True)
         self.commits.committed.side_effect = lambda: self.said.append("committed")
         self.commits.check.side_effect = self._check
 
     def _check(self) -> None:
         self.said.append("check")
+        self.committing = self.account.part == "committing"
         if self.change is not None:
             raise self.change
 
@@ -123,6 +126,7 @@ def test_commit_saves_first_and_looks_at_changes_after(rt):
     with pytest.raises(WorldChanging):
         state.commit()
     assert rt.said == ["committed", "check"]
+    assert rt.committing and rt.account.part == "training"
     state.batch = 2
     state.restore()
     assert state.batch == 1

@@ -1,0 +1,254 @@
+"""How the time of a job and of its workers went, from the same events and decisions that the journal holds. Pure.
+
+A worker says itself how its time went since ``init()``. What it can't say is added here: from its start to ``init()``
+it was joining, and from its last word to its exit it went on with what it did. A worker that died has no chance to step
+back: it lost as much as the first of its world that did, or, where all died, what it had trained since the newest
+checkpoint. So the parts of a worker add up to the time from its start to its exit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    CheckpointMade,
+    EndJob,
+    Event,
+    HostLost,
+    HostReported,
+    PublishWorld,
+    StartWorker,
+    WorkerExited,
+    WorkerReady,
+    WorkerSpent,
+)
+from elastic.protocol.messages import Part, Times, Worker
+
+Stretch = Literal["starting", "training", "recovering", "changing", "ending"]
+STRETCHES: tuple[Stretch, ...] = ("starting", "training", "recovering", "changing", "ending")
+SHOWN = 32  # workers in a summary
+KEPT = 1000  # workers that are gone, in a list of their own; older ones are added up
+
+
+@dataclass
+class Spent:
+    """Of one worker, in seconds of the driver's clock."""
+
+    worker: Worker
+    began: float
+    ended: float | None = None
+    said: Times = field(default_factory=Times)
+    said_at: float | None = None
+    doing: Part = "joining"
+    generation: int = 0  # of the last world that it was in
+    joined: int = 0  # the generation of the first world that it trains in
+    trains_since: float | None = None  # when that was
+    lost: float = 0.0  # in addition to what it said itself
+
+    def times(self, now: float) -> Times:
+        """They add up to its age."""
+        parts = msgspec.structs.asdict(self.said)
+        end = now if self.ended is None else self.ended
+        heard = self.trains_since if self.said_at is None else self.said_at
+        doing: Part = "training" if self.said_at is None else self.doing
+        heard = end if heard is None else heard
+        parts["joining"] += max(0.0, heard - self.began - sum(parts.values()))
+        parts[doing] += max(0.0, end - heard)
+        lost = min(self.lost, parts["training"])
+        parts["training"] -= lost
+        parts["lost"] += lost
+        return Times(**parts)
+
+
+class TimeSpent:
+    """Of one job, as far as this driver has seen it."""
+
+    def __init__(self) -> None:
+        self.running: dict[Worker, Spent] = {}
+        self.gone: list[Spent] = []
+        self.older = Times()  # of those that are gone and no longer listed
+        self.older_count = 0
+        self.job: dict[Stretch, float] = dict.fromkeys(STRETCHES, 0.0)
+        self.count: dict[Stretch, int] = dict.fromkeys(STRETCHES, 0)
+        self.now = 0.0  # the latest that was noted
+        self._stretch: Stretch = "starting"
+        self._since: float | None = None
+        self._members: set[Worker] = set()
+        self._running = False  # somebody is in elastic.run
+        self._durable_at: float | None = None
+        self._died: list[Spent] = []  # and nobody has said yet what that lost
+
+    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        """One event, and what was decided about it."""
+        if self._since is None:
+            self._since = now
+        self.now = now
+        match event:
+            case WorkerSpent():
+                self._said(event, now)
+            case WorkerReady(worker, running=running):
+                if worker in self._members and self._stretch == "training":
+                    self._stop(now, first=running and not self._running)
+                self._running = running
+            case WorkerExited(worker, code):
+                self._ended(worker, now, died=code != 0)
+            case HostLost(host):
+                for worker in [each for each in self.running if each.host == host]:
+                    self._ended(worker, now, died=True)
+            case HostReported(host, alive, known) if known is not None:
+                for worker in [each for each in self.running if each.host == host]:
+                    if worker in known and worker not in alive:
+                        self._ended(worker, now, died=True)
+            case CheckpointMade():
+                self._durable_at = now
+            case _:
+                pass
+        for action in actions:
+            self._decided(action, now)
+
+    def _decided(self, action: Action, now: float) -> None:
+        match action:
+            case StartWorker(worker):
+                self.running[worker] = Spent(worker, now)
+            case BreakWorld():
+                if self._stretch == "training":
+                    self._begin("recovering", now)
+            case PublishWorld(generation, members, _, holders):
+                if not holders:
+                    self._all_gone()
+                self._members = {member.worker for member in members}
+                for worker in self._members & self.running.keys():
+                    self.running[worker].generation = generation
+                    if self._running and not self.running[worker].joined:
+                        self.running[worker].joined = generation
+                        self.running[worker].trains_since = now
+                if self._stretch != "ending":
+                    self._begin("training", now)
+            case EndJob():
+                self._begin("ending", now)
+            case _:
+                pass
+
+    def _stop(self, now: float, *, first: bool) -> None:
+        """A member waits for another world. ``first``: the one before was for ``init()`` only."""
+        if first:
+            self._stretch = "starting"
+        else:
+            self._begin("changing", now)
+
+    def _begin(self, stretch: Stretch, now: float) -> None:
+        assert self._since is not None
+        self.job[self._stretch] += now - self._since
+        self._stretch, self._since = stretch, now
+        self.count[stretch] += 1
+
+    def _said(self, event: WorkerSpent, now: float) -> None:
+        spent = self.running.get(event.worker)
+        if spent is None:
+            if any(each.worker == event.worker for each in self.gone):
+                return  # its last word, after its host was given up
+            # Started under the driver before this one, which has not said when.
+            age = sum(msgspec.structs.astuple(event.times))
+            spent = self.running[event.worker] = Spent(event.worker, now - age)
+        for dead in [*self._died]:
+            if 0 < spent.joined <= dead.generation < event.generation:
+                dead.lost = max(0.0, event.times.lost - spent.said.lost)
+                self._died.remove(dead)
+        spent.said, spent.said_at, spent.doing = event.times, now, event.doing
+
+    def _ended(self, worker: Worker, now: float, *, died: bool) -> None:
+        spent = self.running.pop(worker, None)
+        if spent is None:
+            return
+        spent.ended = now
+        self.gone.append(spent)
+        if died and worker in self._members and self._stretch != "ending":
+            self._died.append(spent)
+        if len(self.gone) > 2 * KEPT:
+            for old in self.gone[:KEPT]:
+                self.older = _sum([self.older, old.times(now)])
+            self.older_count += KEPT
+            del self.gone[:KEPT]
+
+    def _all_gone(self) -> None:
+        """Nobody holds a commit: what has followed the newest checkpoint, or the beginning, has to be done again."""
+        for dead in self._died:
+            assert dead.ended is not None
+            since = dead.began if self._durable_at is None else self._durable_at
+            dead.lost = max(0.0, dead.ended - max(since, dead.began))
+        self._died.clear()
+
+    # ---- what is asked: up to the latest that was noted ------------------------------------------------------------
+
+    def stretches(self) -> dict[Stretch, float]:
+        """Of the job. They add up to the time since this driver's first event."""
+        job = dict(self.job)
+        job[self._stretch] += 0.0 if self._since is None else self.now - self._since
+        return job
+
+    def workers(self) -> list[tuple[Spent, Times]]:
+        """Of each that is still listed, in the order in which they began."""
+        everybody = sorted([*self.gone, *self.running.values()], key=lambda each: each.began)
+        return [(spent, spent.times(self.now)) for spent in everybody]
+
+    def total(self) -> Times:
+        """Of all of them."""
+        return _sum([self.older, *(times for _, times in self.workers())])
+
+
+def _sum(each: Sequence[Times]) -> Times:
+    return Times(*map(sum, zip(*map(msgspec.structs.astuple, each), strict=True)))
+
+
+WORDS: dict[Stretch, str] = {
+    "starting": "before the first world",
+    "training": "training",
+    "recovering": "recovering",
+    "changing": "changing the world",
+    "ending": "after training",
+}
+
+
+def summary(spent: TimeSpent) -> list[str]:
+    """As lines of a table, with SHOWN of the workers."""
+    job, total = spent.stretches(), spent.total()
+    rows = [(str(each.worker), times) for each, times in spent.workers()]
+    count = len(rows) + spent.older_count
+    parts = [
+        f"{WORDS[stretch]} {job[stretch]:.1f} s{_often(spent.count[stretch], stretch)}"
+        for stretch in STRETCHES
+    ]
+    width = max([len("all workers"), *(len(name) for name, _ in rows[:SHOWN])])
+    names = ("total", *Times.__struct_fields__)
+    lines = [
+        f"how the time went, {sum(job.values()):.1f} s: {', '.join(parts)}",
+        f"  {'seconds':<{width}}" + "".join(f"{name:>11}" for name in names),
+        *(_row(name, width, times) for name, times in rows[:SHOWN]),
+    ]
+    if count > SHOWN:
+        lines.append(f"  ... and {count - SHOWN} more")
+    lines.append(_row("all workers", width, total))
+    worked = sum(msgspec.structs.astuple(total))
+    if worked:
+        lines.append(
+            f"  goodput {total.training / worked:.3f}: {total.training:.1f} s of the workers' {worked:.1f} s were"
+            " training that counts"
+        )
+    return lines
+
+
+def _often(count: int, stretch: Stretch) -> str:
+    if stretch not in ("recovering", "changing"):
+        return ""
+    return f" ({count} time{'' if count == 1 else 's'})"
+
+
+def _row(name: str, width: int, times: Times) -> str:
+    values = msgspec.structs.astuple(times)
+    return f"  {name:<{width}}" + "".join(f"{value:>11.2f}" for value in (sum(values), *values))

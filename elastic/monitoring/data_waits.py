@@ -1,0 +1,44 @@
+"""Counts how long a training thread waits for torch's DataLoader. Acts: wraps the method that gives the next batch."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from elastic.monitoring.time_account import TimeAccount
+
+_account: TimeAccount | None = None
+_thread = 0  # of whose waits are counted
+
+
+def count(account: TimeAccount) -> None:
+    """From now on, of the calling thread, in any DataLoader. Where torch has no such method, nothing is counted."""
+    global _account, _thread
+    _account, _thread = account, threading.get_ident()
+    from torch.utils.data import dataloader
+
+    iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
+    following = getattr(iterator, "__next__", None)
+    if iterator is not None and following is not None and not hasattr(following, "counted"):
+        iterator.__next__ = _counted(following)
+
+
+def stop() -> None:
+    """Nobody trains."""
+    global _account
+    _account = None
+
+
+def _counted(following: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(following)
+    def wrapper(self: Any) -> Any:
+        account = _account
+        if account is None or account.part != "training" or threading.get_ident() != _thread:
+            return following(self)
+        with account.during("data"):
+            return following(self)
+
+    wrapper.counted = True  # type: ignore[attr-defined]
+    return wrapper

@@ -1,0 +1,49 @@
+"""`goodput`: how this worker's time went, for whoever asks in a script."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from elastic import context
+from elastic.protocol.messages import Times
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """How many seconds of a worker went to what, since its ``init()``; docs/spot.md says what each part is.
+
+    ``wall_s`` is the sum of the parts, ``goodput`` is ``training_s / wall_s``.
+    """
+
+    training_s: float
+    committing_s: float
+    data_s: float
+    storage_s: float
+    recovering_s: float
+    joining_s: float
+    lost_s: float
+    idle_s: float
+
+    @property
+    def wall_s(self) -> float:
+        return float(sum(self.__dict__.values()))
+
+    @property
+    def goodput(self) -> float:
+        return self.training_s / self.wall_s if self.wall_s else 0.0
+
+
+def goodput() -> Goodput:
+    """How this worker's time went so far: ``elastic.goodput().goodput`` is the share that was training that counts.
+
+    Asks nobody, and costs microseconds. ``elasticrun --summary`` says the same of all workers when the job ends.
+    Raises NotInitialized before ``init()``.
+    """
+    times: Times = context.current().account.times(time.monotonic())
+    return Goodput(**{f"{part}_s": spent for part, spent in msgspec.structs.asdict(times).items()})
+
+
+__all__ = ["Goodput", "goodput"]

@@ -1,0 +1,106 @@
+"""`--summary`: how the time went, of a job in which workers are killed; and the journal says the same."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from harness.history import SCRIPTS
+from harness.job import Job
+
+pytestmark = pytest.mark.forked
+
+TRAINING = ["python", str(SCRIPTS / "spending.py")]
+FLAGS = (
+    "-np 2 --min-np 1 --max-np 2 --blacklist-cooldown-range 0.1 0.2 --slot-attempts 1000 --summary"
+)
+PARTS = [
+    "total",
+    "training",
+    "committing",
+    "data",
+    "storage",
+    "recovering",
+    "joining",
+    "lost",
+    "idle",
+]
+NAME = r"\S+:\d+#\d+"
+
+
+def table(output: str) -> dict[str, dict[str, float]]:
+    """The rows of the summary, by worker."""
+    rows = re.findall(rf"^elastic \|     ({NAME}|all workers)\s+([\d. ]+)$", output, re.M)
+    return {name: dict(zip(PARTS, map(float, cells.split()), strict=True)) for name, cells in rows}
+
+
+def lifetimes(training: Job) -> dict[str, float]:
+    """By the journal: from the start of each worker to its exit, in seconds."""
+    began, ended = {}, {}
+    for record in training.records():
+        event = record.get("event") or {}
+        if event.get("type") == "WorkerExited":
+            ended[name_of(event["worker"])] = record["at"]
+        for action in record.get("actions") or []:
+            if action["type"] == "StartWorker":
+                began[name_of(action["worker"])] = record["at"]
+    return {name: ended[name] - began[name] for name in began}
+
+
+def name_of(worker: list) -> str:
+    host, slot, incarnation = worker
+    return f"{host}:{slot}#{incarnation}"
+
+
+def until_two_train(training: Job) -> None:
+    def found() -> bool:
+        worlds, resumed = training.worlds(), training.events("WorkerResumed")
+        two = bool(worlds) and len(worlds[-1]["members"]) == 2
+        return two and worlds[-1]["generation"] in [each["generation"] for each in resumed]
+
+    training.until(found, "a world of two that trains")
+
+
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])]
+)
+def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, kills):
+    training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
+    for _ in range(kills):
+        until_two_train(training)
+        training.kill(1)
+        training.until(lambda: len(training.worlds()[-1]["members"]) == 1, "a world of one")
+    until_two_train(training)
+    (tmp_path / "enough").touch()
+    assert training.wait(60) == 0
+
+    rows = table(training.output)
+    everybody = rows.pop("all workers")
+    lived = lifetimes(training)
+    if kills < 30:  # of more, the table has some
+        assert rows.keys() == lived.keys()
+    for name, row in rows.items():
+        assert sum(row[part] for part in PARTS[1:]) == pytest.approx(row["total"], abs=0.05)
+        assert row["total"] == pytest.approx(lived[name], rel=0.001, abs=0.02)
+    assert everybody["total"] == pytest.approx(sum(lived.values()), rel=0.001)
+    recovered = [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
+    assert len(recovered) == kills
+    assert f"({kills} times)" in training.output
+    # The survivor of all was there all the time, and has recovered for as long as the journal's reports say.
+    first = rows[min(rows)]
+    said = sum(report["total_ms"] for report in recovered) / 1e3
+    assert first["recovering"] <= said + 0.05 * kills
+    assert first["data"] > 0 and first["training"] > 0
+    # What the workers printed of themselves: since init(), and so a part of what the driver counts.
+    walls = [float(wall) for wall in re.findall(r"wall ([\d.]+)", training.output)]
+    assert len(walls) == 2
+    assert max(walls) <= first["total"]
+
+
+def test_without_the_flag_nothing_is_said(job, tmp_path):
+    (tmp_path / "enough").touch()
+    flags = FLAGS.replace(" --summary", "")
+    training = job(flags, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
+    assert training.wait(60) == 0
+    assert "how the time went" not in training.output

@@ -1,0 +1,247 @@
+"""How the time of a job went: its events go in, and seconds come out that add up."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elastic.driver.events import (
+    BreakWorld,
+    CheckpointMade,
+    EndJob,
+    HostLost,
+    Member,
+    PublishWorld,
+    StartWorker,
+    TimePassed,
+    WorkerExited,
+    WorkerReady,
+    WorkerSpent,
+)
+from elastic.driver.monitoring import time_spent
+from elastic.driver.monitoring.time_spent import TimeSpent, summary
+from elastic.driver.reasons import in_words
+from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+
+A, B, C = (Worker("h", slot) for slot in range(3))
+PLACE = Place(0, 2, 0, 2, 0, 1)
+STORE = Address("h", 1)
+WHY = in_words("because")
+
+
+def published(generation: int, *workers: Worker, holders: int = 1) -> PublishWorld:
+    members = [Member(worker, PLACE) for worker in workers]
+    return PublishWorld(generation, members, STORE, holders, None, WHY)
+
+
+def ready(worker: Worker, generation: int, *, running: bool = True) -> WorkerReady:
+    return WorkerReady(worker, generation, None, STORE, running=running)
+
+
+def trains() -> TimeSpent:
+    """A and B are started at 100, are in elastic.run at 110, and have trained until 140."""
+    spent = TimeSpent()
+    spent.note(TimePassed(), [StartWorker(each, PLACE, WHY) for each in (A, B)], 100.0)
+    first = published(1, A, B, holders=0)
+    spent.note(ready(A, 0, running=False), [first], 104.0)
+    spent.note(ready(A, 1), [], 109.0)
+    spent.note(ready(B, 1), [published(2, A, B, holders=0)], 110.0)
+    for worker in (A, B):
+        said = Times(training=29.0, committing=1.0, joining=8.0)
+        spent.note(WorkerSpent(worker, 2, said, "training"), [], 140.0)
+    return spent
+
+
+def of(spent: TimeSpent, worker: Worker) -> Times:
+    return next(times for each, times in spent.workers() if each.worker == worker)
+
+
+def age(times: Times) -> float:
+    return float(sum(msgspec.structs.astuple(times)))
+
+
+def broken(spent: TimeSpent, worker: Worker, now: float, code: int = -9) -> None:
+    spent.note(WorkerExited(worker, code), [BreakWorld(2, [A], WHY)], now)
+
+
+# ---- workers -------------------------------------------------------------------------------------
+
+
+def test_what_a_worker_can_not_say_is_added_to_what_it_said():
+    spent = trains()
+    spent.note(TimePassed(), [], 150.0)
+    # 2 s before init(); and it has gone on training for 10 s.
+    assert of(spent, A) == Times(training=39.0, committing=1.0, joining=10.0)
+
+
+def test_a_dead_worker_has_lost_what_the_first_of_its_world_has():
+    spent = trains()
+    broken(spent, B, 150.0)
+    spent.note(ready(A, 2), [published(3, A)], 151.0)
+    said = Times(training=36.0, committing=1.0, joining=8.0, recovering=1.0, lost=3.0)
+    spent.note(WorkerSpent(A, 3, said, "training"), [], 151.0)
+    assert of(spent, B) == Times(training=36.0, committing=1.0, joining=10.0, lost=3.0)
+    assert of(spent, A) == Times(
+        training=36.0, committing=1.0, joining=10.0, recovering=1.0, lost=3.0
+    )
+
+
+def test_a_newcomer_does_not_know_what_the_dead_have_lost():
+    spent = trains()
+    broken(spent, B, 150.0)
+    spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 150.0)
+    spent.note(ready(A, 2), [published(3, A, C)], 155.0)
+    spent.note(WorkerSpent(C, 3, Times(joining=4.0), "training"), [], 156.0)
+    assert of(spent, B).lost == 0.0
+    said = Times(training=36.0, committing=1.0, joining=8.0, recovering=5.0, lost=4.0)
+    spent.note(WorkerSpent(A, 3, said, "training"), [], 156.0)
+    assert of(spent, B).lost == 4.0
+
+
+def test_who_loses_nothing_says_so_and_a_later_loss_is_not_put_to_the_dead():
+    spent = trains()
+    broken(spent, B, 150.0)
+    spent.note(ready(A, 2), [published(3, A)], 151.0)
+    said = Times(training=39.0, committing=1.0, joining=8.0, recovering=1.0)
+    spent.note(WorkerSpent(A, 3, said, "training"), [], 151.0)
+    spent.note(WorkerSpent(A, 4, msgspec.structs.replace(said, lost=9.0), "training"), [], 170.0)
+    assert of(spent, B).lost == 0.0
+
+
+def test_where_all_die_what_followed_the_newest_checkpoint_is_lost():
+    spent = trains()
+    spent.note(CheckpointMade(Commit(2, 5)), [], 144.0)
+    broken(spent, A, 150.0)
+    broken(spent, B, 150.0)
+    spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 151.0)
+    spent.note(ready(C, 0), [published(3, C, holders=0)], 155.0)
+    assert of(spent, A).lost == of(spent, B).lost == 6.0
+
+
+def test_without_a_checkpoint_all_training_is_lost():
+    spent = trains()
+    broken(spent, A, 150.0)
+    broken(spent, B, 150.0)
+    spent.note(ready(C, 0), [published(3, C, holders=0)], 155.0)
+    assert of(spent, A) == Times(committing=1.0, joining=10.0, lost=39.0)
+
+
+def test_who_dies_before_it_has_said_anything_has_trained_since_its_first_world():
+    spent = TimeSpent()
+    spent.note(TimePassed(), [StartWorker(A, PLACE, WHY)], 100.0)
+    spent.note(ready(A, 0), [published(1, A, holders=0)], 104.0)
+    broken(spent, A, 106.5)
+    assert of(spent, A) == Times(training=2.5, joining=4.0)
+
+
+def test_the_workers_of_a_lost_host_end_with_it():
+    spent = trains()
+    spent.note(HostLost("h", "gone"), [], 150.0)
+    spent.note(TimePassed(), [], 190.0)
+    assert [age(times) for _, times in spent.workers()] == [50.0, 50.0]
+    spent.note(WorkerSpent(A, 2, Times(), "idle"), [], 191.0)  # its last word comes late
+    assert len(spent.workers()) == 2
+
+
+def test_a_worker_of_the_driver_before_this_one_is_as_old_as_it_says():
+    spent = TimeSpent()
+    spent.note(WorkerSpent(A, 5, Times(training=70.0, joining=5.0), "training"), [], 20.0)
+    spent.note(WorkerExited(A, 0), [], 30.0)
+    assert of(spent, A) == Times(training=80.0, joining=5.0)
+
+
+def test_thousands_that_are_gone_are_added_up(monkeypatch):
+    monkeypatch.setattr(time_spent, "KEPT", 5)
+    spent = TimeSpent()
+    for number in range(1, 21):
+        worker = Worker("h", 0, number)
+        spent.note(TimePassed(), [StartWorker(worker, PLACE, WHY)], 10.0 * number)
+        spent.note(WorkerExited(worker, 1), [], 10.0 * number + 4.0)
+    assert len(spent.workers()) <= 10
+    assert age(spent.total()) == 20 * 4.0
+    assert any(
+        line.split()[:2] == ["all", "workers"] and "80.00" in line for line in summary(spent)
+    )
+
+
+# ---- the job -------------------------------------------------------------------------------------
+
+
+def test_the_job_is_in_one_stretch_after_another():
+    spent = trains()
+    broken(spent, B, 150.0)
+    spent.note(ready(A, 2), [published(3, A)], 151.0)
+    spent.note(ready(A, 3), [published(4, A, C)], 160.0)
+    spent.note(TimePassed(), [EndJob(0, WHY)], 170.0)
+    spent.note(WorkerExited(A, 0), [], 172.0)
+    assert spent.stretches() == {
+        "starting": 10.0,
+        "training": 59.0,
+        "recovering": 1.0,
+        "changing": 0.0,
+        "ending": 2.0,
+    }
+    assert sum(spent.stretches().values()) == 72.0
+    assert (spent.count["recovering"], spent.count["changing"]) == (1, 1)
+
+
+def test_a_change_takes_from_the_first_member_that_stops_until_the_next_world():
+    spent = trains()
+    spent.note(ready(A, 2), [], 150.0)
+    spent.note(ready(B, 2), [published(3, A, B, C)], 150.5)
+    assert spent.stretches()["changing"] == 0.5
+
+
+def test_a_static_job_has_one_world():
+    spent = TimeSpent()
+    spent.note(TimePassed(), [StartWorker(A, PLACE, WHY)], 100.0)
+    spent.note(ready(A, 0, running=False), [published(1, A)], 104.0)
+    spent.note(WorkerExited(A, 0), [EndJob(0, WHY)], 154.0)
+    assert spent.stretches()["training"] == 50.0
+
+
+# ---- in words ------------------------------------------------------------------------------------
+
+
+def test_the_summary_is_a_table_with_its_sum():
+    spent = trains()
+    spent.note(TimePassed(), [EndJob(0, WHY)], 140.0)
+    first, head, a, b, everybody, last = summary(spent)
+    assert first == (
+        "how the time went, 40.0 s: before the first world 10.0 s, training 30.0 s,"
+        " recovering 0.0 s (0 times), changing the world 0.0 s (0 times), after training 0.0 s"
+    )
+    assert head.split()[:3] == ["seconds", "total", "training"]
+    assert a.split() == [
+        "h:0#1",
+        "40.00",
+        "29.00",
+        "1.00",
+        "0.00",
+        "0.00",
+        "0.00",
+        "10.00",
+        "0.00",
+        "0.00",
+    ]
+    assert b.split()[0] == "h:1#1"
+    assert everybody.split()[2:4] == ["80.00", "58.00"]
+    assert last.strip().startswith("goodput 0.725: 58.0 s of the workers' 80.0 s")
+
+
+def test_a_job_of_many_shows_some(monkeypatch):
+    monkeypatch.setattr(time_spent, "SHOWN", 1)
+    assert "  ... and 1 more" in summary(trains())
+
+
+def test_a_job_that_never_had_a_worker_says_no_more_than_that():
+    assert summary(TimeSpent())[0].startswith("how the time went, 0.0 s")
+
+
+@pytest.mark.parametrize("doing", ["training", "idle", "data"])
+def test_whatever_it_does_is_booked_until_its_exit(doing):
+    spent = trains()
+    spent.note(WorkerSpent(A, 2, Times(joining=38.0), doing), [], 140.0)
+    spent.note(WorkerExited(A, 0), [], 145.0)
+    assert age(of(spent, A)) == 45.0
+    assert getattr(of(spent, A), doing) == 5.0

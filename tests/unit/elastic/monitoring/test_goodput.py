@@ -1,0 +1,77 @@
+"""`elastic.goodput`, and what counts as waiting for data."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+import elastic
+from elastic.monitoring import data_waits
+from elastic.monitoring.goodput import Goodput
+from elastic.monitoring.time_account import TimeAccount
+
+
+class Slow(Dataset):
+    """Each item is said to have taken a second: the account's clock is moved on by hand."""
+
+    def __init__(self, seen: list[str], account: TimeAccount) -> None:
+        self.seen, self.account = seen, account
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        self.seen.append(self.account.part)
+        return index
+
+
+@pytest.fixture
+def account():
+    account = TimeAccount(time.monotonic(), "training")
+    data_waits.count(account)
+    yield account
+    data_waits.stop()
+
+
+def test_a_batch_that_is_awaited_is_data_and_then_it_trains_again(account):
+    seen: list[str] = []
+    for _ in DataLoader(Slow(seen, account)):
+        assert account.part == "training"
+    assert seen == ["data"] * 3
+    assert account.times(time.monotonic()).data > 0
+
+
+def test_a_loader_in_another_thread_holds_nobody_up(account):
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: list(DataLoader(Slow(seen, account))))
+    thread.start()
+    thread.join()
+    assert seen == ["training"] * 3
+
+
+def test_a_loader_used_while_the_world_recovers_counts_as_that(account):
+    account.begin("recovering", time.monotonic())
+    seen: list[str] = []
+    list(DataLoader(Slow(seen, account)))
+    assert seen == ["recovering"] * 3
+
+
+def test_without_a_training_function_nothing_is_booked(account):
+    data_waits.stop()
+    seen: list[str] = []
+    list(DataLoader(Slow(seen, account)))
+    assert seen == ["training"] * 3
+
+
+def test_goodput_is_the_share_that_counts():
+    spent = Goodput(6.0, 1.0, 0.5, 0.5, 0.5, 1.0, 0.25, 0.25)
+    assert (spent.wall_s, spent.goodput) == (10.0, 0.6)
+    assert Goodput(*[0.0] * 8).goodput == 0.0
+
+
+def test_before_init_it_says_what_to_do():
+    with pytest.raises(elastic.NotInitialized, match="init"):
+        elastic.goodput()

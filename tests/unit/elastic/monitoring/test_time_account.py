@@ -1,0 +1,80 @@
+"""How a worker's time is booked, moment by moment."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastic.monitoring.time_account import TimeAccount
+from elastic.protocol.messages import Times
+
+
+def total(times: Times) -> float:
+    return float(sum(msgspec.structs.astuple(times)))
+
+
+def trained() -> TimeAccount:
+    """Joins for 10 s, trains for 20, commits for 1; then it is 131."""
+    account = TimeAccount(100.0)
+    account.begin("training", 110.0)
+    account.begin("committing", 130.0)
+    account.committed(131.0)
+    account.begin("training", 131.0)
+    return account
+
+
+def test_each_second_is_booked_once():
+    assert trained().times(135.0) == Times(training=24.0, committing=1.0, joining=10.0)
+
+
+def test_what_follows_the_newest_commit_is_lost_when_the_worker_steps_back():
+    account = trained()
+    account.begin("data", 132.0)
+    account.begin("training", 134.0)
+    account.begin("committing", 137.0)  # a commit that is not completed
+    account.begin("recovering", 138.0)
+    account.stepped_back()
+    times = account.times(140.0)
+    expected = Times(training=20.0, committing=1.0, recovering=2.0, joining=10.0, lost=7.0)
+    assert times == expected
+    assert total(times) == 40.0
+
+
+def test_a_recovery_begins_when_the_world_broke_and_not_when_the_thread_came_to_know():
+    account = trained()
+    account.begin("recovering", 140.0, since=138.5)
+    assert account.times(140.0).recovering == 1.5
+
+
+def test_a_recovery_does_not_begin_before_the_last_change():
+    account = trained()
+    account.begin("recovering", 140.0, since=90.0)  # of a world long ago
+    assert account.times(140.0) == Times(
+        training=20.0, committing=1.0, recovering=9.0, joining=10.0
+    )
+
+
+def test_a_planned_change_loses_nothing():
+    account = trained()
+    account.begin("joining", 140.0)
+    account.committed(141.0)
+    account.stepped_back()
+    assert account.times(141.0) == Times(training=29.0, committing=1.0, joining=11.0)
+
+
+def test_stepping_back_twice_loses_once():
+    account = trained()
+    account.begin("recovering", 133.0)
+    account.stepped_back()
+    account.stepped_back()
+    assert account.times(133.0).lost == 2.0
+
+
+def test_a_wait_inside_is_booked_even_if_it_raises():
+    account = TimeAccount(0.0, "training")
+    try:
+        with account.during("storage"):
+            assert account.part == "storage"
+            raise OSError
+    except OSError:
+        pass
+    assert account.part == "training"
