@@ -409,6 +409,12 @@ class RejectWorker(Action):
     expected: str
 
 
+class TellStandby(Action):
+    """Tell a worker that the world has no place for it now; it is to wait for one."""
+
+    worker: Worker
+
+
 class FinishWorld(Action):
     generation: int
     members: list[Worker]

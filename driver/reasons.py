@@ -30,6 +30,7 @@ class Why(enum.Enum):
     # A worker is started.
     FIRST_START = "first start"
     SLOT_IS_FREE = "slot is free"
+    TO_STAND_BY = "to stand by"
     # It is fenced: it holds the others up, or would spoil what they do.
     FROZEN = "frozen"
     CUT_OFF = "cut off"
@@ -249,6 +250,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.UNKNOWN: "{text}",
     Why.FIRST_START: "first start",
     Why.SLOT_IS_FREE: "its slot is free again",
+    Why.TO_STAND_BY: "to stand by, for the next that is lost",
     Why.FROZEN: ("it is frozen", " ({how})"),
     Why.CUT_OFF: ("it is cut off", ": its host acknowledges nothing any more"),
     Why.IDLE: ("it is stuck", ": idle for {for_s:.0f} s while the others waited {where}"),

@@ -21,6 +21,7 @@ class Settings:
     workers_min: int
     workers_max: int
     elastic: bool
+    standbys: int = 0  # workers beyond workers_max, which wait for a place
     start_timeout_s: float = 120.0  # from a worker's start to its init()
     elastic_timeout_s: float = 600.0  # waiting for enough workers, or for survivors to gather
     reset_limit: int | None = None  # failures survived; planned changes do not count
@@ -63,6 +64,12 @@ class Settings:
         if not self.workers_min <= self.np <= self.workers_max:
             raise Invalid(
                 f"-np {self.np} is outside --min-np {self.workers_min} .. --max-np {self.workers_max}"
+            )
+        if self.standbys < 0:
+            raise Invalid(f"--standbys is {self.standbys}; give 0 or more")
+        if self.standbys and (not self.elastic or self.workers_max == UNBOUNDED):
+            raise Invalid(
+                f"--standbys {self.standbys} waits for places in a world of a largest size; give --max-np"
             )
         for name in ("start_timeout_s", "elastic_timeout_s", "cooldown_min_s", "cooldown_max_s"):
             if getattr(self, name) <= 0:

@@ -15,7 +15,9 @@ NEVER BACK         A world begins from the newest commit that its old members re
                    Not seen: what a worker held that was killed before it reported.
 EQUAL DIGESTS      Equal (generation, number) means equal parameters; a world's commit 0 is the one it began from.
 EACH SAMPLE ONCE   See `sample_history`. Only where workers report samples, which they do in tests.
-SIZE               min <= members <= max, one more while somebody leaves; a gathering that takes long says why.
+SIZE               min <= members <= max, one more while somebody leaves; a gathering that takes long says why. No
+                   world of elastic.run has a free place while somebody waits in there for one; and no more than max
+                   and the standbys are started.
 NO MIXING          A worker speaks only of generations that it was given a place in, never of an older one after a
                    newer, and resumes once in each. Not seen: which bytes a collective moved.
 RANK 0 IS NO OTHER Old members keep their order behind the holders, newcomers come last, ranks count from 0. The job
@@ -271,6 +273,14 @@ class Invariants:
         self.job.must(worker.incarnation > last, "ONE PER SLOT", what)
         self.job.slots[slot], self.job.incarnations[slot] = worker, worker.incarnation
         self.job.workers[worker] = Known()
+        here = [
+            k for k in self.job.workers.values() if not (k.going or k.asked_to_leave or k.finished)
+        ]
+        settings = self.job.settings
+        most = settings.workers_max + settings.standbys
+        what = f"{worker} is started as number {len(here)}, expected at most {most}"
+        leaves = any(w.slot >= self.job.hosts.get(w.host, 0) for w in self.job.workers)
+        self.job.must(len(here) <= most or leaves, "SIZE", what)
         if self.job.first_ready_at is not None:
             self.job.awaits_init(worker, self.job.workers[worker])
 

@@ -22,7 +22,7 @@ class WorldSequence:
         self.job.must(generation == self.job.generation + 1, "ONE GENERATION", what)
         for rank, member in enumerate(world.members):
             self._may_be_a_member(member, rank, size)
-        self._has_a_legal_size(workers)
+        self._has_a_legal_size(workers, let_go)
         self._leaves_nobody_behind(set(workers), let_go)
         self._begins_from_the_newest(world, workers, let_go)
         self._keeps_the_order(world, workers)
@@ -66,7 +66,7 @@ class WorldSequence:
             what = f"{worker} has rank {place.rank} of {place.size}, expected {rank} of {size}"
             self.job.broken("RANK 0 IS NO OTHER", what)
 
-    def _has_a_legal_size(self, workers: list[Worker]) -> None:
+    def _has_a_legal_size(self, workers: list[Worker], let_go: set[Worker]) -> None:
         least = 1 if self.job.finished else self.job.settings.workers_min
         if not self.job.settings.elastic:
             least = self.job.settings.np
@@ -77,6 +77,12 @@ class WorldSequence:
         most = self.job.settings.workers_max + leaving
         what = f"a world of {len(workers)}, expected {least} to {most} workers"
         self.job.must(least <= len(workers) <= most, "SIZE", what)
+        if len(workers) < self.job.settings.workers_max and self.job.workers[workers[0]].running:
+            here = {*workers, *let_go}
+            for worker, known in self.job.workers.items():
+                if known.ready and known.running and not known.going and worker not in here:
+                    what = f"{worker} waits, but a world of {len(workers)} has no place for it"
+                    self.job.must(known.asked_to_leave or known.dismissed, "SIZE", what)
 
     def _leaves_nobody_behind(self, chosen: set[Worker], let_go: set[Worker]) -> None:
         for worker in self.job.members:

@@ -218,15 +218,24 @@ def announce_an_end(sim: SimulatedJob) -> None:
         sim.clock.after(sim.clock.between(0.0, within_s), agent.announce, None)
 
 
+def _too_soon(sim: SimulatedJob, agent: SimulatedAgent, seconds: float) -> bool:
+    """Two short silences with no beat between are a long one: a mild run must not take a host by that."""
+    now, before = sim.clock.now, agent.quiet_until
+    agent.quiet_until = now + seconds
+    return sim.mild and now - before < sim.settings.lease_s
+
+
 def freeze_agent(sim: SimulatedJob) -> None:
     """Its workers go on."""
     agent = _agent(sim)
     if agent is not None:
         seconds = sim.clock.random.choice((0.5, 1.2, 6.0))
-        sim.note(f"freeze the agent of {agent.host} for {seconds} s")
         if seconds > 1:
             for process in agent.processes.values():
                 process.doomed = True
+        if seconds <= 1 and _too_soon(sim, agent, seconds):
+            return
+        sim.note(f"freeze the agent of {agent.host} for {seconds} s")
         agent.freeze()
         sim.clock.after(seconds, agent.thaw)
 
@@ -265,6 +274,8 @@ def cut_host(sim: SimulatedJob) -> None:
     data = random.random() < 0.5
     names = {INWARD: "inward", OUTWARD: "outward"}
     how = ", ".join([*(names[way] for way in ways), *(["from its peers"] if data else [])])
+    if seconds < 1 and _too_soon(sim, agent, seconds):
+        return
     sim.note(f"cut {agent.host} ({how}) for {seconds} s")
     if seconds > 1:
         for process in agent.processes.values():

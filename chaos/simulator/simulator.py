@@ -60,12 +60,13 @@ class Violation(AssertionError):
     """An invariant does not hold. Carries the seed and the latest events."""
 
 
-def settings_for(workers: int) -> Settings:
+def settings_for(workers: int, standbys: int = 0) -> Settings:
     """Short enough for what is stuck to be found while a run lasts."""
     return Settings(
         np=workers,
         workers_min=min(2, workers),
         workers_max=workers,
+        standbys=standbys,
         elastic=True,
         start_timeout_s=30.0,
         elastic_timeout_s=60.0,
@@ -92,6 +93,7 @@ class Simulation:
         mild: bool = False,
         weather: Weather | None = None,
         slots: int = SLOTS,
+        standbys: int = 0,
         step_s: float = 0.0,
         faults_s: float = FAULTS_S,
         keep_journal: bool = True,
@@ -106,11 +108,12 @@ class Simulation:
         self.weather = weather or Weather.drawn(seed, mild=mild)
         # The one report that is not repeated on a new connection.
         self.reports_samples = not self.weather.loses_messages
-        self.settings = settings_for(workers)
+        self.settings = settings_for(workers, standbys)
         self.clock = Clock(seed)
         self.network = SimulatedNetwork(self.clock, self.weather.network)
         self.network.conditions.lease_s = self.settings.lease_s
-        self.hosts = {f"h{n}": slots for n in range((workers + slots - 1) // slots)}
+        wanted = workers + standbys
+        self.hosts = {f"h{n}": slots for n in range((wanted + slots - 1) // slots)}
         self.listed = self.hosts  # as discovery has it now
         self.processes: dict[Worker, SimulatedWorker] = {}  # live ones
         self.training = Training(self)

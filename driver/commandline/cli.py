@@ -175,7 +175,8 @@ def make_job(
         )
     np, workers_min, workers_max, elastic = _workers(options)
     this_host = this_host or ThisHost()
-    hosts = _hosts(options, workers_max) if provider is None else None
+    standbys = _given(options.standbys, 0)
+    hosts = _hosts(options, workers_max, standbys) if provider is None else None
     elsewhere = {host for host in hosts or () if this_host.elsewhere(host) is not None}
     fleet = fleet_plan(options, environ, elsewhere=bool(elsewhere))
     if provider is not None:
@@ -192,6 +193,11 @@ def make_job(
             f"{np} workers need {np} slots, but {show(hosts)} has {sum(hosts.values())} available;"
             " list more slots, or lower -np"
         )
+    if hosts is not None and standbys and sum(hosts.values()) <= workers_max:
+        raise Invalid(
+            f"--standbys {standbys} needs slots beyond --max-np {workers_max}, but {show(hosts)} has"
+            f" {sum(hosts.values())}; list more slots, or lower --max-np"
+        )
     bind = "" if fleet.needed else alone_address(options.network_interfaces or ())
     timeline = _writable_place(options.timeline_filename)
     checkpoints = checkpoint_plan(options, elastic=elastic)
@@ -200,7 +206,7 @@ def make_job(
     # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.
     if "OMP_NUM_THREADS" not in environ and not fleet.needed and hosts is not None:
         cores = cores or len(os.sched_getaffinity(0))
-        workers = min(workers_max, sum(hosts.values()))
+        workers = min(workers_max + standbys, sum(hosts.values()))
         threads = threads_per_worker(cores, workers)
         env["OMP_NUM_THREADS"] = str(threads)
         told = f"OMP_NUM_THREADS={threads} ({cores} cores, up to {counted(workers, 'worker')})"
@@ -216,6 +222,7 @@ def make_job(
             workers_min=workers_min,
             workers_max=workers_max,
             elastic=elastic,
+            standbys=standbys,
             start_timeout_s=_given(options.start_timeout, Settings.start_timeout_s),
             elastic_timeout_s=_given(options.elastic_timeout, Settings.elastic_timeout_s),
             reset_limit=options.reset_limit,
@@ -387,7 +394,7 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     return np, least, most, True
 
 
-def _hosts(options: Options, workers_max: int) -> dict[str, int] | None:
+def _hosts(options: Options, workers_max: int, standbys: int) -> dict[str, int] | None:
     """The list that never changes, or None where hosts come and go."""
     sources = {
         "-H": options.hosts,
@@ -405,12 +412,12 @@ def _hosts(options: Options, workers_max: int) -> dict[str, int] | None:
         hosts = read_hostfile(options.hostfile, default_slots=slots)
     elif given or options.etcd is not None:
         return None
-    elif workers_max > SLOTS_LIMIT:
+    elif workers_max + standbys > SLOTS_LIMIT:
         raise Invalid(
-            f"{workers_max} workers are too many for one machine; it has {SLOTS_LIMIT} slots"
+            f"{workers_max + standbys} workers are too many for one machine; it has {SLOTS_LIMIT} slots"
         )
     else:
-        return {"localhost": workers_max}
+        return {"localhost": workers_max + standbys}
     return hosts
 
 

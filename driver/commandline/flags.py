@@ -61,6 +61,7 @@ class Options:
     num_proc: int | None = None
     min_num_proc: int | None = None
     max_num_proc: int | None = None
+    standbys: int | None = None
     hosts: str | None = None
     hostfile: str | None = None
     host_discovery_script: str | None = None
@@ -226,6 +227,15 @@ def _add_workers(add: Group) -> None:
         whole(1),
         "Elastic: never use more workers (default: -np; where hosts come and go, as many as there are"
         " slots).",
+    )
+    add(
+        "--standbys",
+        "N",
+        whole(0),
+        "Elastic: keep N workers beyond --max-np in free slots, ready to take the place of one that is lost (default:"
+        " ELASTIC_STANDBYS, or 0).",
+        variable="ELASTIC_STANDBYS",
+        keys=("standbys.count",),
     )
     add(
         "--elastic-timeout",

@@ -46,6 +46,7 @@ from elastic.driver.events import (
     StartWorker,
     StopMembersAt,
     StopRequested,
+    TellStandby,
     TellWorld,
     TimePassed,
     WelcomeWorker,
@@ -533,6 +534,9 @@ class Driver:
                 self._let_go.add(worker)
                 send(worker, protocol.Rejected(words))
                 return ("error", f"the state of {worker} differs from the world's:\n{words}")
+            case TellStandby(worker):
+                send(worker, protocol.StandBy())
+                return ("info", f"{worker} stands by")
             case FinishWorld(generation, members):
                 broadcast(members, protocol.Finish(generation))
                 return ("debug", f"generation {generation} is finished")

@@ -29,6 +29,7 @@ FLAGS = {
     "np": "-np",
     "workers_min": "--min-np",
     "workers_max": "--max-np",
+    "standbys": "--standbys",
     "start_timeout_s": "--start-timeout",
     "elastic_timeout_s": "--elastic-timeout",
     "reset_limit": "--reset-limit",

@@ -55,6 +55,7 @@ class Standing:
     exit_by: float | None = None  # must be gone by then, or is killed
     exit_why: Reason | None = None  # given when it is killed for that
     killed_for: Reason | None = None  # why a kill was ordered; None: none was
+    stands_by: bool = False  # was told that it has to wait for a place
     rejected: str = ""  # the digest of the layout that its own should have been
     readies: int = 0  # the number of its latest Ready
     frozen: str = ""  # how, as its agent sees it; empty: it runs

@@ -347,7 +347,8 @@ ADDED: dict[str, dict[str, Any]] = {
     "Gathering": {"anew": False},
     "WorkerRaised": {"final": False},
     "HostReported": {"notice": None},
-    "Standing": {"noticed": False},
+    "Standing": {"noticed": False, "stands_by": False},
+    "Workforce": {"spare": 0},
     "Slots": {"_closed": {}},
 }
 

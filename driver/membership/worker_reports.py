@@ -83,6 +83,7 @@ class WorkerReports(Part):
         if 0 < event.number < standing.readies:
             return  # of a wait that is over
         standing.readies = event.number
+        standing.stands_by = False  # it says so anew where it may not have heard
         self.frozen.speaks(standing)
         if standing.stage is Stage.STARTING:
             raise IllegalEvent("ready before it connected")

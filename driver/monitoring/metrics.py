@@ -33,6 +33,7 @@ from elastic.driver.events import (
     PublishWorld,
     ReportRecovery,
     StartWorker,
+    TellStandby,
     WorkerConnected,
     WorkerDigested,
     WorkerExited,
@@ -49,7 +50,7 @@ from elastic.protocol.report_values import Report
 
 VISITORS = 32  # scrapes at the same time
 VISIT_S = 5.0
-STAGES = ("starting", "connected", "ready", "training", "returned", "leaving", "killed")
+STAGES = ("starting", "connected", "ready", "standby", "training", "returned", "leaving", "killed")
 RANKS, NAMES = 64, 64  # of reported values: this many of the first ranks, and names of each
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histogram
 # Kills that are fences, and how they are counted.
@@ -175,6 +176,8 @@ class Figures:
                     del self.reported[rank]
                 for member in members:
                     self._move(member.worker, "training")
+            case TellStandby(worker):
+                self._move(worker, "standby")
             case LetGo(worker):
                 self._expected_to_go.add(worker)
                 self._move(worker, "leaving")

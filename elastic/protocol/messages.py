@@ -484,6 +484,10 @@ class Rejected(Message):
     reason: str
 
 
+class StandBy(Message):
+    """The world is as large as it may be: this worker waits, for however long, until a place is free."""
+
+
 class Finish(Message):
     """Every member of the world has returned."""
 
@@ -626,6 +630,7 @@ FromDriver = (
     | TimelineAnswer
     | MakeDurable
     | CheckpointSoon
+    | StandBy
     | SealCheckpoint
     | DropCheckpoint
     | CheckpointDone

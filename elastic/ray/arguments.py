@@ -61,6 +61,7 @@ class Limits:
     preload: str | None = None
     begin_from: str | None = None
     fresh: bool = False
+    standbys: int | None = None
     summary: bool = False
     verbose: bool = False
     flags: tuple[str, ...] = field(default=())  # further ones of elasticrun
@@ -83,6 +84,7 @@ class Limits:
             "--restarts": self.restarts,
             "--preemption": self.preemption,
             "--preload": self.preload,
+            "--standbys": self.standbys,
             "--from": self.begin_from,
         }
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]

@@ -150,7 +150,7 @@ class DriverActor:
         wanted = self._spec.wanted
         return RayDiscovery(
             places.Wanted(
-                wanted.most,
+                wanted.most + (self._spec.limits.standbys or 0),
                 wanted.resources,
                 wanted.placement_group,
                 wanted.in_use,

@@ -54,6 +54,7 @@ def run(
     preload: str | None = None,
     begin_from: str | None = None,
     fresh: bool = False,
+    standbys: int | None = None,
     summary: bool = False,
     verbose: bool = False,
 ) -> Result:
@@ -98,6 +99,7 @@ def run(
         preload=preload,
         begin_from=begin_from,
         fresh=fresh,
+        standbys=standbys,
         summary=summary,
         verbose=verbose,
     ) as executor:
@@ -176,6 +178,7 @@ class Executor:
         preload: str | None = None,
         begin_from: str | None = None,
         fresh: bool = False,
+        standbys: int | None = None,
         summary: bool = False,
         verbose: bool = False,
     ) -> None:
@@ -204,6 +207,7 @@ class Executor:
             preload=preload,
             begin_from=begin_from,
             fresh=fresh,
+            standbys=standbys,
             summary=summary,
             verbose=verbose,
         )

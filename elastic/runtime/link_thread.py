@@ -125,11 +125,17 @@ class LinkThread:
             case messages.Broken():
                 session.phases.mark("broken", time.monotonic())
             case messages.World():
+                if session.recovery.stands_by:  # for hours, maybe: nobody has waited for that
+                    session.phases.mark("ready", time.monotonic())
                 session.phases.mark("world", time.monotonic())
+                if session.account.part == "idle":
+                    session.account.begin("joining", time.monotonic())
             case messages.Restate():
                 self._worlds.restate()
         session.update(lambda recovery: recovery.receive(message))
         match message:
+            case messages.StandBy() if session.recovery.stands_by:
+                session.account.begin("idle", time.monotonic())
             case messages.Restate() if self._reporting is not None:
                 self._reporting.say_again()
             case messages.Prepare() if message.generation == session.recovery.generation:

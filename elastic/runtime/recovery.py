@@ -80,6 +80,7 @@ class Recovery:
     newcomer: bool = False
     world: messages.World | None = None
     running: bool = False  # inside elastic.run
+    stands_by: bool = False  # there is no place for it now, and it waits for one
     reason: str = ""  # why the world broke, or why it is over
     newest: Commit | None = None
     over: Message | None = None  # the message that ended it: Leave, Rejected or End
@@ -113,6 +114,8 @@ class Recovery:
                     self.place, self.newcomer = message.place, message.newcomer
                 if message.newcomer and self.phase is Phase.WAITING and not self.running:
                     self.phase = Phase.OUTSIDE  # the world of init() went on without this worker
+            case messages.StandBy():
+                self.stands_by = self.phase is Phase.WAITING
             case messages.World():
                 self._take_place(message)
             case messages.Broken(generation=generation, reason=reason):
@@ -160,6 +163,7 @@ class Recovery:
         self.world = world
         self.generation, self.place = world.generation, world.place
         self.provisional = self.newcomer = self._stranded = self._stopped = False
+        self.stands_by = False
         self._ready, self._resumed, self._own_failure = None, None, False
         self.reason = ""
         self._checks = 0

@@ -93,7 +93,8 @@ class Session:
 
     def wait_while(self, phase: Phase, what: str) -> None:
         """For the driver's word. Bounded by the driver, which counts its own deadlines, by its connection, whose loss
-        is noticed, and by ``wait_timeout_s``, should the driver be frozen. Raises DriverLost.
+        is noticed, and by ``wait_timeout_s``, should the driver be frozen; but a standby waits as long as there is a
+        connection. Raises DriverLost.
         """
         began = said_at = time.monotonic()
         waits = f"{self.env.worker} waits for the driver {what}"
@@ -101,6 +102,8 @@ class Session:
             while self.recovery.phase is phase:
                 self.changed.wait(1.0)
                 now = time.monotonic()
+                if self.recovery.stands_by:
+                    began = said_at = now
                 if now - began > self.env.wait_timeout_s:
                     raise DriverLost(
                         f"{waits}, in vain for {self.env.wait_timeout_s:g} s: is elasticrun stopped,"

@@ -22,6 +22,7 @@ from elastic.driver.events import (
     ReportRecovery,
     StartWorker,
     StopMembersAt,
+    TellStandby,
     TellWorld,
     WelcomeWorker,
 )
@@ -72,6 +73,8 @@ def line_of(action: Action) -> str:
             return f"let {short(worker)} go: {reason}"
         case RejectWorker(worker, layout, expected):
             return f"reject {short(worker)}: its state has layout {layout}, expected {expected}"
+        case TellStandby(worker):
+            return f"have {short(worker)} stand by"
         case FinishWorld(generation, members):
             return f"finish generation {generation}, tell {listed(members)}"
         case HastenCheckpoint(generation, rank0):

@@ -49,6 +49,7 @@ class Bug:
     bug: Callable[[Any], Any]
     changing: bool = False  # found where hosts and workers come and go all the time
     announced: bool = False  # found where machines say that they go
+    standbys: int = 0  # found where so many stand by
 
     def plant(self, setattr: Callable[[Any, str, Any], None]) -> None:
         setattr(self.where, self.name, self.bug(getattr(self.where, self.name)))
@@ -74,6 +75,32 @@ def joiner_first(original: Any) -> Any:
         return dataclasses.replace(made, order=[*joined, *rest])
 
     return arrange
+
+
+def room_for_all(original: Any) -> Any:
+    def compose(*args: Any, **limits: Any) -> Any:
+        return original(*args, **{**limits, "workers_max": limits["workers_max"] + 1})
+
+    return compose
+
+
+def standbys_forgotten(original: Any) -> Any:
+    def candidates(ready: Any, members: Any) -> Any:
+        return original([each for each in ready if not each.stands_by], members)
+
+    return candidates
+
+
+def standby_holds(original: Any) -> Any:
+    def arrange(survivors: Any, newcomers: Any, commits: Any) -> Arrangement:
+        made: Arrangement = original(survivors, newcomers, commits)
+        return dataclasses.replace(made, holders=len(made.order)) if made.commit else made
+
+    return arrange
+
+
+def one_more(original: Any) -> Any:
+    return lambda self: original(self) + (1 if self.spare else 0)
 
 
 def number_alone(original: Any) -> Any:
@@ -312,6 +339,14 @@ def zombies_renew(original: Any) -> Any:
 
 
 SIMULATED = {
+    "standbys are taken beyond the largest world": Bug(worlds, "compose", room_for_all, standbys=2),
+    "who stands by is not taken any more": Bug(
+        worlds, "candidates", standbys_forgotten, standbys=2
+    ),
+    "a standby counts as a holder of a commit": Bug(
+        composition, "arrange", standby_holds, standbys=2
+    ),
+    "standbys come on top of standbys": Bug(Workforce, "_wanted", one_more, standbys=2),
     "workers are started on a machine that goes": Bug(Slots, "close", does_nothing, announced=True),
     "rank 0 is the oldest, not a holder": Bug(composition, "arrange", oldest_first),
     "a joiner is made the source": Bug(composition, "arrange", joiner_first),

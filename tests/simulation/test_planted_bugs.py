@@ -58,7 +58,15 @@ def run(seed: int, bug: Bug) -> None:
         weather = Weather(kinds, (0.001, 0.03), Conditions((0.0005, 0.001, 0.02)))
     mild = seed % 2 == 0
     workers = 3 + seed % 4
-    sim = Simulation(seed, workers=workers, steps=100, faults=12, mild=mild, weather=weather)
+    sim = Simulation(
+        seed,
+        workers=workers,
+        steps=100,
+        faults=12,
+        mild=mild,
+        weather=weather,
+        standbys=bug.standbys,
+    )
     outcome = sim.run()
     assert not (mild and outcome.code), f"the job failed, though a holder lived: {outcome.reason}"
 

@@ -22,7 +22,7 @@ from elastic.chaos.simulator.simulated_faults import (
 from elastic.chaos.simulator.simulated_network import Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
-from elastic.driver.events import Notice
+from elastic.driver.events import Notice, PublishWorld, TellStandby
 from elastic.driver.reasons import Why
 from elastic.protocol.messages import Worker
 
@@ -264,6 +264,33 @@ def test_machines_that_announce_their_end_never_cost_the_job(first):
             seed, workers=WORKERS, steps=150, faults=12, mild=True, weather=weather
         ).run()
         assert outcome.code == 0, f"seed {seed}: {outcome}"
+
+
+@pytest.mark.parametrize("mild", [True, False])
+@pytest.mark.parametrize("first", some(range(0, 200, 5), 8))
+def test_standbys_take_the_places_of_the_lost(first, mild):
+    """In all weathers. Nobody who waits is left out while there is a place."""
+    took = 0
+    for seed in range(first, first + 5):
+        sim = Simulation(seed, workers=4, standbys=2, steps=150, faults=12, mild=mild)
+        outcome = sim.run()
+        assert not mild or outcome.code == 0, f"seed {seed}: {outcome}"
+        took += sim.story().count("TellStandby")
+    assert took >= 1
+
+
+def test_a_standby_makes_a_loss_good_at_once():
+    sim = Simulation(3, workers=4, standbys=1, steps=400, weather=Weather(faults=[], struck=0.0))
+    sim.clock.at(6.0, kill_one, sim)
+    outcome = sim.run()
+    assert outcome.code == 0
+    actions = [action for entry in sim.driver.entries for action in entry.actions]
+    worlds = [action for action in actions if isinstance(action, PublishWorld)]
+    # Of init(), and two of elastic.run.
+    assert [len(world.members) for world in worlds] == [4, 4, 4]
+    first, second = (action.worker for action in actions if isinstance(action, TellStandby))
+    members = [member.worker for member in worlds[-1].members]
+    assert first in members and second not in members
 
 
 def test_a_zombie_that_no_kill_can_reach_changes_nothing_when_it_wakes():

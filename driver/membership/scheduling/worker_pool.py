@@ -28,34 +28,38 @@ class Workforce:
         self.roster = Roster()
         self.slots = Slots(settings)
         self.last_output = ""
+        self.spare = 0  # workers wanted beyond the largest world
         # Since then somebody may wait for others to start.
         self._first_ready_at: float | None = None
         # What slots were looked at for, and that nothing happens to them before then.
-        self._looked_at: tuple[int, int, int] | None = None
+        self._looked_at: tuple[int, ...] | None = None
         self._look_again_at = 0.0
         self._cooling: tuple[tuple[int, int, bool] | None, float] = (None, 0.0)
 
     # ---- coming ----------------------------------------------------------------------------------------------------
 
     def start(self, members: Sequence[Worker]) -> None:
-        """Fills free slots, up to the largest allowed world. A static job starts its workers once."""
+        """Fills free slots, up to the largest allowed world and the standbys. A static job starts its workers once."""
         wanted = self._wanted()
         if wanted <= 0 or (not self.settings.elastic and self.slots.started):
             return
         # Looking at every slot after each of many events would take too long where nothing has changed.
-        state = (self.roster.version, self.slots.version, self.roster.staying())
+        state = (self.roster.version, self.slots.version, self.roster.staying(), self.spare)
         if state == self._looked_at and self.orders.now < self._look_again_at:
             return
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
         free = self.slots.free(self._taken(), self.orders.now, short=self._short())
         started = [self.slots.start(slot) for slot in free[:wanted]]
+        needed = max(0, wanted - self.spare)  # those after them will stand by
         order = [*members, *started]  # never rank 0: somebody trains already
         if not members:
             order = sorted([*self.roster, *started], key=self.slots.order)
         places = dict(zip(order, placement.places(order), strict=True)) if started else {}
-        for worker in started:
+        for number, worker in enumerate(started):
             self.roster[worker] = Standing(worker, self.orders.now, places[worker])
             why = Why.FIRST_START if worker.incarnation == 1 else Why.SLOT_IS_FREE
+            if number >= needed and worker.incarnation == 1:
+                why = Why.TO_STAND_BY
             self.orders.do(StartWorker(worker, places[worker], because(why)))
 
     def welcome(self, standing: Standing, members: Sequence[Worker]) -> None:
@@ -91,7 +95,8 @@ class Workforce:
     def _wanted(self) -> int:
         if not self.slots.known:
             return 0
-        return self.settings.workers_max - self.roster.staying() - len(self.slots.completed)
+        most = self.settings.workers_max + self.spare
+        return most - self.roster.staying() - len(self.slots.completed)
 
     def _taken(self) -> Collection[tuple[str, int]]:
         return {s.slot for s in self.roster.values()}

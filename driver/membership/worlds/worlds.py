@@ -18,6 +18,7 @@ from elastic.driver.events import (
     PrepareChange,
     PublishWorld,
     StopMembersAt,
+    TellStandby,
 )
 from elastic.driver.membership.actions import Orders
 from elastic.driver.membership.root_cause import Exceptions, Inquest
@@ -104,6 +105,8 @@ class Worlds:
 
     def advance(self) -> None:
         """Does what the present state asks for, whatever event led to it."""
+        # Not before there is a world to stand by: until then they would only take from the others.
+        self.staff.spare = self.settings.standbys if self.world.running else 0
         if self.phase is not Phase.ENDING and self.inquest is None:
             self.staff.start(self.members)
         self._end_with_the_last_process()
@@ -199,7 +202,7 @@ class Worlds:
                 self.staff.welcome(standing, self.members)
         for worker in arranged.order:
             standing = self.roster[worker]
-            standing.stage = Stage.MEMBER
+            standing.stage, standing.stands_by = Stage.MEMBER, False
             standing.moved(self.now)
             standing.entered, standing.phase, standing.last_inside = 0, "", ""
             standing.gpu = []
@@ -221,6 +224,7 @@ class Worlds:
         wish, urgent = self._wish()
         if wish is None:
             self.change.unwanted()
+            self._have_stand_by()
             return
         coming = any(
             not s.leaving and s.worker not in self.world.places
@@ -235,15 +239,26 @@ class Worlds:
         self.change_reason, self._cause_at = wish, self.now
         self.orders.do(PrepareChange(self.generation, self.change.number, members, wish))
 
-    def _wish(self) -> tuple[Reason | None, bool]:
-        """What would be different in a world of those who are here now, and whether somebody leaves. None: nothing."""
+    def _have_stand_by(self) -> None:
+        """Who is ready and has no place in a world that is as large as it may be."""
+        for standing in self._joining():
+            if not standing.stands_by:
+                standing.stands_by = True
+                self.orders.do(TellStandby(standing.worker))
+
+    def _joining(self) -> list[Standing]:
+        """Newcomers that are ready."""
         places = self.world.places
-        joining = [
+        return [
             s
             for s in self.roster.first_at(Stage.READY)
             if s.running and not s.leaving and not s.killed_for and s.worker not in places
         ]
-        if not joining and not any(w in places for w in self.roster.leavers):
+
+    def _wish(self) -> tuple[Reason | None, bool]:
+        """What would be different in a world of those who are here now, and whether somebody leaves. None: nothing."""
+        joining = self._joining()
+        if not joining and not any(w in self.world.places for w in self.roster.leavers):
             return None, False
         # Looking at all members after each of very many answers would take too long where nothing has changed.
         basis = (self.generation, self.roster.shifts, self.staff.slots.version)

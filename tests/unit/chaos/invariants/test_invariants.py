@@ -254,7 +254,7 @@ def test_a_world_begins_with_the_bits_that_were_committed():
 
 def test_a_world_may_be_too_large_only_while_somebody_leaves():
     def two_are_ready_for_one_place() -> Told:
-        told = Told(np=1, workers_min=1)
+        told = Told(np=1, workers_min=1, standbys=1)
         told.line(hosts(h=1, g=1), started("h:0"), started("g:0"))
         told.lines_of(connected("h:0"), connected("g:0"))
         return told.line(ready("g:0", 0, running=False))
@@ -263,6 +263,21 @@ def test_a_world_may_be_too_large_only_while_somebody_leaves():
     told.breaks("SIZE", ready("h:0", 0, running=False), world(1, "h:0", "g:0"))
     told = two_are_ready_for_one_place().line(leaving("h:0"))
     told.line(ready("h:0", 0, running=False), world(1, "h:0", "g:0"))
+
+
+def test_no_more_are_started_than_the_largest_world_and_the_standbys():
+    told = Told(np=1, workers_min=1, standbys=1)
+    said = told.breaks("SIZE", hosts(h=3), started("h:0"), started("h:1"), started("h:2"))
+    assert "h:2#1 is started as number 3, expected at most 2" in said
+
+
+def test_who_waits_in_elastic_run_is_given_a_free_place():
+    told = training(workers_min=1)
+    told.line(exited("h:2"), broken(2, "h:0", "h:1"), started("h:2#2"))
+    told.lines_of(connected("h:2#2"), ready("h:2#2", 0), ready("h:0", 2, (2, 5)))
+    alone = world(3, "h:0", "h:1", holders=2, commit=(2, 5))
+    said = told.breaks("SIZE", ready("h:1", 2, (2, 5)), alone)
+    assert "h:2#2 waits, but a world of 2 has no place for it" in said
 
 
 def test_a_long_gathering_says_why():

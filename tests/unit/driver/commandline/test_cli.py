@@ -136,6 +136,12 @@ def test_how_many_workers(line, expected):
         ("-np 4 --min-np 5 --max-np 8", "-np 4 is smaller than --min-np 5"),
         ("-np 9 --max-np 8", "--min-np 9 is greater than --max-np 8"),
         ("-np 9 --min-np 2 --max-np 8", "-np 9 is greater than --max-np 8"),
+        ("-np 2 --standbys 1", "give --max-np"),
+        ("-np 2 --min-np 1 --standbys -1", "--standbys"),
+        (
+            "-np 2 --max-np 4 -H localhost:4 --standbys 1",
+            "--standbys 1 needs slots beyond --max-np 4, but localhost:4 has 4",
+        ),
         ("-np 5 -H localhost:2,127.0.0.2:2", "5 workers need 5 slots, but localhost:2,127.0.0.2:2"),
         ("-np 5000", "5000 workers are too many for one machine"),
         ("--reset-limit -1 -np 2", "'-1' must be a whole number, 0 or more"),
@@ -178,6 +184,7 @@ def test_flags_that_do_not_exist_or_lack_a_value_are_told(words, said):
 def test_without_hosts_this_machine_has_the_slots():
     assert job("-np 3").hosts == {"localhost": 3}
     assert job("-np 3 --min-np 1 --max-np 6").hosts == {"localhost": 6}
+    assert job("-np 3 --max-np 6 --standbys 2").hosts == {"localhost": 8}
 
 
 def test_several_names_of_this_machine_are_several_hosts(folder):

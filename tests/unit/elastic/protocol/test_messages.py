@@ -68,6 +68,7 @@ FROM_DRIVER = [
     protocol.TimelineAnswer(1, 1, "/t.json", "no room"),
     protocol.MakeDurable(3, 40),
     protocol.CheckpointSoon(3),
+    protocol.StandBy(),
     protocol.SealCheckpoint(3, 40),
     protocol.DropCheckpoint(3, 40, True),
     protocol.CheckpointDone(3, 40, Commit(3, 40)),

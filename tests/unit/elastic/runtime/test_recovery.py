@@ -24,6 +24,7 @@ from elastic.protocol.messages import (
     Reconnected,
     Rejected,
     Returned,
+    StandBy,
     StopAt,
     Stranded,
     Welcome,
@@ -408,3 +409,23 @@ def test_each_ready_has_a_number_so_that_an_older_one_can_be_told():
     first, second = (r.wait_for_world(STORE, "x")[0] for _ in range(2))
     assert isinstance(first, Send) and isinstance(second, Send)
     assert (first.message.number, second.message.number) == (2, 3)  # type: ignore[attr-defined]
+
+
+# ---- standing by -----------------------------------------------------------------------------------
+
+
+def test_a_newcomer_stands_by_until_there_is_a_world_for_it():
+    r = Recovery()
+    r.receive(Welcome(PLACE, newcomer=True, elastic=True))
+    r.enter()
+    r.wait_for_world(STORE, "x")
+    assert r.receive(StandBy()) == []
+    assert (r.stands_by, r.phase) == (True, Phase.WAITING)
+    r.receive(world(7))
+    assert (r.stands_by, r.phase) == (False, Phase.TRAINING)
+
+
+def test_a_word_to_stand_by_that_comes_late_is_nothing():
+    r = training()
+    r.receive(StandBy())
+    assert not r.stands_by
