@@ -1,0 +1,75 @@
+"""`--standbys`: a worker beyond the largest world takes the place of one that is killed. Real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from harness.history import SCRIPTS
+from harness.job import Job
+
+pytestmark = pytest.mark.forked
+
+TRAINING = ["python", str(SCRIPTS / "spending.py")]
+FLAGS = "-np 2 --min-np 1 --max-np 2 --standbys 1 --blacklist-cooldown-range 0.1 0.2"
+
+
+def name_of(worker: list) -> str:
+    host, slot, incarnation = worker
+    return f"{host}:{slot}#{incarnation}"
+
+
+def members(training: Job) -> list[str]:
+    return [name_of(member["worker"]) for member in training.worlds()[-1]["members"]]
+
+
+def until_all_train(training: Job) -> None:
+    def found() -> bool:
+        last = training.worlds()[-1]["generation"] if training.worlds() else 0
+        resumed = [e for e in training.events("WorkerResumed") if e["generation"] == last]
+        return len(resumed) == 2
+
+    training.until(found, "two workers that train")
+
+
+def test_a_standby_takes_the_place_and_the_next_one_follows(job, tmp_path):
+    training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
+    training.wait_for("localhost:2#1 stands by")
+    assert members(training) == ["localhost:0#1", "localhost:1#1"]
+    until_all_train(training)
+    training.kill(1)
+    training.wait_for(r"recovered in .*, generation 3, 2 workers")
+    assert members(training) == ["localhost:0#1", "localhost:2#1"]
+    [recovered] = [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
+    assert recovered["phases_ms"]["waited"] <= recovered["total_ms"]  # not since it stood by
+    training.wait_for("localhost:1#2 stands by")
+    training.kill(0)  # the one that has been there from the beginning: the other holds the state
+    training.wait_for(r"recovered in .*, generation 4, 2 workers")
+    assert members(training) == ["localhost:2#1", "localhost:1#2"]
+    (tmp_path / "enough").touch()
+    assert training.wait(60) == 0
+
+
+def test_a_standby_that_is_killed_disturbs_nobody(job, tmp_path):
+    training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
+    training.wait_for("localhost:2#1 stands by")
+    [pid] = [
+        event["pid"]
+        for event in training.events("WorkerConnected")
+        if name_of(event["worker"]) == "localhost:2#1"
+    ]
+    os.kill(pid, signal.SIGKILL)
+    training.wait_for("localhost:2#2 stands by")
+    (tmp_path / "enough").touch()
+    assert training.wait(60) == 0
+    assert [world["generation"] for world in training.worlds()] == [1, 2]
+    assert not training.actions("BreakWorld") and not training.actions("PrepareChange")
+    # Those that wait do so for nobody: what they say of their time is that they were idle.
+    idle = [
+        event["times"]
+        for event in training.events("WorkerSpent")
+        if name_of(event["worker"]) == "localhost:2#2"
+    ]
+    assert idle[-1][-1] > 0
