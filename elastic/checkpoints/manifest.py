@@ -7,11 +7,13 @@ A commit lies in a folder of its own, ``r0002-g0003-c00000450``: the 2nd run on 
     share-0.json ...   what rank 0 has written, when it was complete
     .metadata          torch.distributed.checkpoint's index of the tensors
     python.pkl         values that are no plain data, if there are any
-    manifest.json      everything above with sizes and checksums. It is written last: without it there is no commit.
+    manifest.json      everything above with sizes and checksums, and its own. It is written last: without it there is
+                       no commit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Any
 
@@ -19,7 +21,9 @@ import msgspec
 
 from elastic.protocol.messages import Commit
 
-FORMAT = 1  # grows when older versions could not read what is written
+FORMAT = (
+    2  # grows when older versions could not read what is written; 1 had no checksums of manifests
+)
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 PICKLED = "python.pkl"
@@ -116,7 +120,12 @@ _encoder = msgspec.json.Encoder()
 
 
 def encoded(value: Share | Manifest) -> bytes:
-    return _encoder.encode(value)
+    """JSON, whose last field is the sha256 of the object without it."""
+    body = _encoder.encode(value)
+    return body[:-1] + f',"checksum":"{hashlib.sha256(body).hexdigest()}"}}'.encode()
+
+
+_CHECKSUM = re.compile(rb',"checksum":"([0-9a-f]{64})"\}\Z')
 
 
 class _Versioned(msgspec.Struct):
@@ -150,6 +159,11 @@ def _check_format(content: bytes, what: str) -> None:
         raise NotReadable(
             f"it was written by a newer version (format {version}, this one reads up to {FORMAT})"
         )
+    if version >= 2:
+        last = _CHECKSUM.search(content)
+        body = content[: last.start()] + b"}" if last else content
+        if last is None or hashlib.sha256(body).hexdigest().encode() != last[1]:
+            raise NotReadable(f"its {what} is damaged: its checksum differs")
 
 
 def missing(manifest: Manifest, sizes: dict[str, int]) -> str:

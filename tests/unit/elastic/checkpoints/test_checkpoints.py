@@ -176,7 +176,7 @@ def test_a_newer_version_is_refused(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     written(storage, state, Name(1, 2, 30))
     path = tmp_path / "r0001-g0002-c00000030" / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":9', 1))
+    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9', 1))
     assert "newer version (format 9" in catalog.entry(storage, Name(1, 2, 30)).trouble
 
 
