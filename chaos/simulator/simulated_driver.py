@@ -40,7 +40,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.journal import Entry, rebuilt
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.wording import event_of
+from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.processes.leases import Leases
 from elastic.driver.reasons import Why, because
 from elastic.protocol import messages

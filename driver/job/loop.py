@@ -68,8 +68,9 @@ from elastic.driver.launch.environment import (
 )
 from elastic.driver.launch.interface import Launcher
 from elastic.driver.membership.torch_versions import Versions
-from elastic.driver.membership.wording import event_of, recovery_line
+from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.membership.worlds import layout_diff
+from elastic.driver.monitoring.recovery_line import recovery_line
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.credentials import TlsFiles

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic.collectives import reducing
+from elastic.collectives import dtypes_and_ops
 from elastic.collectives.interface import Op, Work
 from elastic.errors import CollectiveFailed
 
@@ -66,7 +66,7 @@ class FakeCollectives:
         self._calls = 0
 
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
-        reducing.check(tensor, op)
+        dtypes_and_ops.check(tensor, op)
         kind = f"allreduce {op.name} {tensor.numel()} {tensor.dtype} times {scale}"
         return self._join(kind, tensor, op, scale)
 
@@ -143,9 +143,9 @@ def _compute(joined: _Round) -> None:
     match joined.kind.split()[0]:
         case "allreduce":
             total = calls[0][0].clone()
-            carried, then = reducing.carried(total, *calls[0][1:])
+            carried, then = dtypes_and_ops.carried(total, *calls[0][1:])
             for tensor, op, _ in calls[1:]:
-                other, _ = reducing.carried(tensor.view_as(total), op)
+                other, _ = dtypes_and_ops.carried(tensor.view_as(total), op)
                 carried.copy_(_FOLD[op](carried, other))
             if then is not None:
                 then()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic.collectives import reducing
+from elastic.collectives import dtypes_and_ops
 from elastic.collectives.interface import Op, Work
 from elastic.errors import CollectiveFailed
 
@@ -20,9 +20,9 @@ class LocalCollectives:
         self._aborted = False
 
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
-        reducing.check(tensor, op)
+        dtypes_and_ops.check(tensor, op)
         done = self._done()
-        _, then = reducing.carried(tensor, op, scale)
+        _, then = dtypes_and_ops.carried(tensor, op, scale)
         if then is not None:
             then()
         return done

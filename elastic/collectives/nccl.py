@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic.collectives import nccl_library, own_gpu, reducing, threads
+from elastic.collectives import dtypes_and_ops, nccl_library, own_gpu, threads
 from elastic.collectives.interface import Op, Work
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment
@@ -183,10 +183,10 @@ class NcclCollectives:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
-        reducing.check(tensor, op)
+        dtypes_and_ops.check(tensor, op)
         options = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE[op]  # type: ignore[assignment]
-        carried, then = reducing.carried(tensor, op, scale)
+        carried, then = dtypes_and_ops.carried(tensor, op, scale)
         return self._submit("allreduce", [carried], options, then=then)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:

@@ -26,7 +26,7 @@ from elastic.driver.events import (
     TellWorld,
     WelcomeWorker,
 )
-from elastic.driver.membership.wording import recovery_line
+from elastic.driver.monitoring.recovery_line import recovery_line
 from elastic.protocol.messages import Place, Worker
 
 

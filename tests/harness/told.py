@@ -19,7 +19,7 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerReturned,
 )
-from elastic.driver.membership.scheduling.placement import places
+from elastic.driver.membership.scheduling.rank_order import places
 from elastic.driver.reasons import Reason, Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Place, Worker

@@ -21,7 +21,7 @@ from elastic.driver.membership.failure_detection.suspicion import Suspicions
 from elastic.driver.membership.notices import Notices
 from elastic.driver.membership.reconnect import Reconnections
 from elastic.driver.membership.roster import Stage
-from elastic.driver.membership.scheduling.placement import Arrangement
+from elastic.driver.membership.scheduling.rank_order import Arrangement
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worker_reports import WorkerReports

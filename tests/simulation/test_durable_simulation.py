@@ -23,7 +23,7 @@ from elastic.checkpoints.schedule import Schedule
 from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.writer import Writer
 from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Made, TellRanks
-from elastic.driver.membership.scheduling import placement
+from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, SealCheckpoint, Worker
 from elastic.state.held import Held
 from elastic.state.torch_state import TorchState
@@ -105,7 +105,7 @@ class Job:
             rank.writer.world_over(self.generation)
         self.history[Commit(self.generation, 0)] = step
         self.number = 0
-        self.places = list(placement.places([rank.worker for rank in self.ranks]))
+        self.places = list(rank_order.places([rank.worker for rank in self.ranks]))
         self.shares.world(self.generation, [rank.worker for rank in self.ranks])
 
     def resumed(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from elastic.driver.membership.scheduling import placement
+from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.scheduling.cooldown import Cooldown, Slot
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
@@ -125,7 +125,7 @@ class Slots:
         return min(times, default=None)
 
     def _usable(self, taken: Collection[Slot]) -> Iterator[tuple[Slot, float]]:
-        for slot in placement.slots(self._hosts):
+        for slot in rank_order.slots(self._hosts):
             if slot not in taken and slot not in self.completed:
                 ready_at = self.cooldown.ready_at(slot)
                 if ready_at is not None:
@@ -133,10 +133,10 @@ class Slots:
 
     def spent(self) -> bool:
         """Whether no listed slot can give a worker ever again. An empty list may still grow."""
-        listed = list(placement.slots(self._hosts))
+        listed = list(rank_order.slots(self._hosts))
         return bool(listed) and all(
             slot in self.completed or self.cooldown.given_up(slot) for slot in listed
         )
 
     def any_given_up(self) -> bool:
-        return any(self.cooldown.given_up(slot) for slot in placement.slots(self._hosts))
+        return any(self.cooldown.given_up(slot) for slot in rank_order.slots(self._hosts))

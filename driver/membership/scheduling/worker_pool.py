@@ -12,7 +12,7 @@ from math import inf
 from elastic.driver.events import KillWorker, LetGo, RejectWorker, StartWorker, WelcomeWorker
 from elastic.driver.membership.actions import Orders
 from elastic.driver.membership.roster import AT_STAKE, Roster, Stage, Standing
-from elastic.driver.membership.scheduling import placement
+from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
@@ -54,7 +54,7 @@ class Workforce:
         order = [*members, *started]  # never rank 0: somebody trains already
         if not members:
             order = sorted([*self.roster, *started], key=self.slots.order)
-        places = dict(zip(order, placement.places(order), strict=True)) if started else {}
+        places = dict(zip(order, rank_order.places(order), strict=True)) if started else {}
         for number, worker in enumerate(started):
             self.roster[worker] = Standing(worker, self.orders.now, places[worker])
             why = Why.FIRST_START if worker.incarnation == 1 else Why.SLOT_IS_FREE
@@ -68,7 +68,7 @@ class Workforce:
         place = standing.first_place
         if members:
             others = [worker for worker in members if worker != standing.worker]
-            place = placement.next_place(others, standing.worker)
+            place = rank_order.next_place(others, standing.worker)
         elastic = self.settings.elastic
         self.orders.do(WelcomeWorker(standing.worker, place, bool(members), elastic))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic.driver.membership.roster import Standing
-from elastic.driver.membership.scheduling.placement import Arrangement, arrange
+from elastic.driver.membership.scheduling.rank_order import Arrangement, arrange
 from elastic.protocol.messages import Commit, Worker
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from elastic.driver.events import Member, ReportRecovery, WorkerDigested, WorkerResumed
 from elastic.driver.membership.roster import Roster, Stage
-from elastic.driver.membership.scheduling import placement
+from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.reasons import Reason, Why, because
 from elastic.protocol.messages import Commit, Place, Worker
@@ -33,7 +33,7 @@ class World:
     _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.places = dict(zip(self.members, placement.places(self.members), strict=True))
+        self.places = dict(zip(self.members, rank_order.places(self.members), strict=True))
 
     def placed(self) -> list[Member]:
         return [Member(worker, place) for worker, place in self.places.items()]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from elastic.collectives.algorithms import adasum
+from elastic.collectives.dtypes_and_ops import DTYPES
 from elastic.collectives.interface import Collectives, Op, Work
-from elastic.collectives.reducing import DTYPES
 from elastic.errors import UnsupportedType
 
 Started = tuple[list[Work], Callable[[], Any]]

@@ -34,7 +34,7 @@ import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic.collectives import reducing, threads
+from elastic.collectives import dtypes_and_ops, threads
 from elastic.collectives.gloo import sockets, thread_activity
 from elastic.collectives.gloo.sockets import Endpoint
 from elastic.collectives.interface import Op, Work
@@ -176,9 +176,9 @@ class GlooCollectives:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0) -> Work:
-        reducing.check(tensor, op)
-        carried, then = reducing.carried(tensor, op, scale)
-        if reducing.goes_directly(carried, self.size):
+        dtypes_and_ops.check(tensor, op)
+        carried, then = dtypes_and_ops.carried(tensor, op, scale)
+        if dtypes_and_ops.goes_directly(carried, self.size):
             return self._allreduce_directly(carried, op, then)
         options = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE[op]  # type: ignore[assignment]
@@ -196,7 +196,7 @@ class GlooCollectives:
         own = _bytes(flat).repeat(self.size)
 
         def reduce() -> None:
-            tensor.detach().copy_(reducing.total(parts, op).view(tensor.shape))
+            tensor.detach().copy_(dtypes_and_ops.total(parts, op).view(tensor.shape))
             if then is not None:
                 then()
 

@@ -23,13 +23,13 @@ from typing import Protocol
 
 import torch
 
+from elastic.collectives.dtypes_and_ops import check
 from elastic.collectives.hierarchical.ordered_executor import InOrder
 from elastic.collectives.hierarchical.part import GroupPart
 from elastic.collectives.hierarchical.plan import Seats
 from elastic.collectives.hierarchical.steps import Halves, Steps
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
-from elastic.collectives.reducing import check
 from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Store

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from elastic.collectives.dtypes_and_ops import DTYPES, check
 from elastic.collectives.interface import Op, Work
-from elastic.collectives.reducing import DTYPES, check
 from elastic.collectives.shared_memory.native_library import Library, NativeOptions
 from elastic.errors import CollectiveFailed
 

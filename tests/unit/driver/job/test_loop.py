@@ -28,7 +28,8 @@ from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import Journal, replay
 from elastic.driver.launch.fake import FakeLauncher
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.wording import event_of, recovery_line
+from elastic.driver.membership.worker_messages import event_of
+from elastic.driver.monitoring.recovery_line import recovery_line
 from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol

@@ -336,7 +336,7 @@ def test_another_version_that_decides_otherwise_is_noticed(tmp_path, job, monkey
         await drive.tell(job[1][:30])
         assert b"StartWorker" not in place.contents()
         monkeypatch.setattr(
-            "elastic.driver.membership.scheduling.placement.places",
+            "elastic.driver.membership.scheduling.rank_order.places",
             lambda order: [None] * len(order),
         )
         with pytest.raises(ValueError, match=r"has decided otherwise \(line .*HostsChanged"):

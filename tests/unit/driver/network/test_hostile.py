@@ -21,7 +21,7 @@ from elastic.chaos.fuzz.decoders import Decoders, Streams
 from elastic.chaos.fuzz.inputs import Inputs
 from elastic.chaos.fuzz.server import OnLoopback
 from elastic.driver.agents import messages as agent_protocol
-from elastic.driver.membership.wording import event_of
+from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.monitoring import metrics
 from elastic.driver.monitoring.metrics import Metrics
 from elastic.driver.monitoring.tracing import Tracing

@@ -19,7 +19,7 @@ from elastic.checkpoints.options import CheckpointOptions, parse_every
 from elastic.checkpoints.storage import Storage
 from elastic.checkpoints.writer import Writer
 from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Failed, Made, TellRanks
-from elastic.driver.membership.scheduling import placement
+from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, Worker
 from elastic.state.torch_state import TorchState
 from harness.stalls import wait_until
@@ -40,7 +40,7 @@ class Job:
         options = CheckpointOptions(str(folder), commits, seconds, run=1)
         self.storage = Storage(str(folder))
         self.workers = [Worker("h", slot, 1) for slot in range(ranks)]
-        self.places = list(placement.places(self.workers))
+        self.places = list(rank_order.places(self.workers))
         self.shares = CheckpointShares()
         self.shares.world(GENERATION, self.workers)
         self.made: list[Commit] = []

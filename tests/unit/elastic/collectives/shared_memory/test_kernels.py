@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic.collectives.dtypes_and_ops import OPS
 from elastic.collectives.interface import Op
-from elastic.collectives.reducing import OPS
 from elastic.collectives.shared_memory import native_library
 from elastic.collectives.shared_memory.native_library import DType
 

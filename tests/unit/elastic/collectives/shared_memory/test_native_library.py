@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.collectives import reducing
+from elastic.collectives import dtypes_and_ops
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import native_library
 
@@ -176,7 +176,7 @@ def test_every_function_is_declared_as_in_the_headers():
 
 def test_the_numbers_are_those_of_the_headers():
     text = source("kernels.h")
-    for enum, names in (("DType", native_library.DType), ("Op", reducing.OPS)):
+    for enum, names in (("DType", native_library.DType), ("Op", dtypes_and_ops.OPS)):
         body = re.search(rf"enum class {enum} : int32_t {{(.*?)}};", text, re.DOTALL)
         assert body is not None
         declared = {
@@ -197,19 +197,19 @@ def test_the_options_have_the_fields_of_the_header():
     assert declared == known
 
 
-@pytest.mark.parametrize("dtype", list(reducing.DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", list(dtypes_and_ops.DTYPES), ids=str)
 def test_the_dtypes_are_as_wide_as_their_numbers_say(dtype):
     name = str(dtype).removeprefix("torch.").upper()
-    assert reducing.DTYPES[dtype] is native_library.DType[name]
-    reducing.check(torch.zeros(1, dtype=dtype), Op.SUM)
+    assert dtypes_and_ops.DTYPES[dtype] is native_library.DType[name]
+    dtypes_and_ops.check(torch.zeros(1, dtype=dtype), Op.SUM)
 
 
 def test_what_is_not_in_the_table_is_refused_with_the_same_words_everywhere():
     with pytest.raises(ValueError, match="AVERAGE can't be reduced here; use SUM, MIN"):
-        reducing.check(torch.zeros(1), Op.AVERAGE)
+        dtypes_and_ops.check(torch.zeros(1), Op.AVERAGE)
     for dtype in (torch.bool, torch.complex64):
         with pytest.raises(TypeError, match=rf"tensors of {dtype} can't be reduced; convert"):
-            reducing.check(torch.zeros(1, dtype=dtype), Op.SUM)
+            dtypes_and_ops.check(torch.zeros(1, dtype=dtype), Op.SUM)
 
 
 def test_a_group_that_outlives_the_modules_is_silent():

@@ -7,23 +7,23 @@ import math
 import pytest
 import torch
 
-from elastic.collectives import reducing
+from elastic.collectives import dtypes_and_ops
 from elastic.collectives.interface import Op
 
 
 def test_what_goes_directly_follows_from_the_bytes_that_a_rank_sends():
-    limit = reducing.DIRECT_BYTES
-    assert reducing.goes_directly(torch.zeros(1), 2)
-    assert reducing.goes_directly(torch.zeros(limit // 16), 4)
-    assert not reducing.goes_directly(torch.zeros(limit // 16 + 1), 4)
-    assert not reducing.goes_directly(torch.zeros(1), reducing.DIRECT_RANKS + 1)
-    assert not reducing.goes_directly(torch.zeros(0), 2)  # there is nothing to send
+    limit = dtypes_and_ops.DIRECT_BYTES
+    assert dtypes_and_ops.goes_directly(torch.zeros(1), 2)
+    assert dtypes_and_ops.goes_directly(torch.zeros(limit // 16), 4)
+    assert not dtypes_and_ops.goes_directly(torch.zeros(limit // 16 + 1), 4)
+    assert not dtypes_and_ops.goes_directly(torch.zeros(1), dtypes_and_ops.DIRECT_RANKS + 1)
+    assert not dtypes_and_ops.goes_directly(torch.zeros(0), 2)  # there is nothing to send
 
 
 def test_parts_are_added_up_in_the_order_of_the_ranks():
     """So the bits are the same on every machine, whatever its vectors are."""
     parts = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
-    assert reducing.total(parts, Op.SUM).tolist() == [1.0]
+    assert dtypes_and_ops.total(parts, Op.SUM).tolist() == [1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -31,7 +31,7 @@ def test_half_precision_is_rounded_once(dtype):
     one = 1.0
     little = torch.finfo(dtype).eps / 2  # lost, if it is added to one in this precision
     parts = torch.tensor([[one], [little], [little]], dtype=dtype)
-    assert reducing.total(parts, Op.SUM).item() == 1.0 + torch.finfo(dtype).eps
+    assert dtypes_and_ops.total(parts, Op.SUM).item() == 1.0 + torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("op", [Op.MIN, Op.MAX, Op.SUM, Op.PRODUCT])
@@ -39,9 +39,9 @@ def test_what_is_no_number_on_one_rank_is_none_in_the_result(op):
     for rank in range(3):
         parts = torch.ones(3, 1)
         parts[rank] = math.nan
-        assert math.isnan(reducing.total(parts, op).item())
+        assert math.isnan(dtypes_and_ops.total(parts, op).item())
 
 
 def test_integers_wrap_around():
     parts = torch.full((3, 1), 100, dtype=torch.int8)
-    assert reducing.total(parts, Op.SUM).item() == 300 - 256
+    assert dtypes_and_ops.total(parts, Op.SUM).item() == 300 - 256

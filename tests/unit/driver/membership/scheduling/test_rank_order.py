@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.driver.membership.roster import Standing
-from elastic.driver.membership.scheduling.placement import arrange, next_place, places, slots
+from elastic.driver.membership.scheduling.rank_order import arrange, next_place, places, slots
 from elastic.driver.membership.worlds.composition import Composition, compose
 from elastic.driver.reasons import in_words
 from elastic.protocol.messages import Commit, Place, Worker
