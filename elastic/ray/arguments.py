@@ -182,7 +182,7 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
     return found
 
 
-def check_limits(limits: Limits) -> None:
+def check_limits(limits: Limits, *, elastic: bool = True) -> None:
     """Raises Invalid."""
     seconds = {
         "elastic_timeout": limits.elastic_timeout,
@@ -197,11 +197,17 @@ def check_limits(limits: Limits) -> None:
         if not number or not math.isfinite(value) or value < LEAST_S:
             raise Invalid(f"{name} is {value!r}; give seconds, at least {LEAST_S:g}")
 
-    for name, least in (("reset_limit", 0), ("checkpoint_keep", 1), ("restarts", 0)):
+    whole = {"reset_limit": 0, "checkpoint_keep": 1, "restarts": 0, "standbys": 0}
+    for name, least in whole.items():
         count = getattr(limits, name)
-        whole = isinstance(count, int) and not isinstance(count, bool)
-        if count is not None and (not whole or count < least):
+        number = isinstance(count, int) and not isinstance(count, bool)
+        if count is not None and (not number or count < least):
             raise Invalid(f"{name} is {count!r}; give a whole number, {least} or more")
+    if limits.standbys and not elastic:
+        raise Invalid(
+            f"standbys is {limits.standbys}, but a job without min_workers and max_workers replaces nobody; give one"
+            " of them"
+        )
     if limits.cooldown_range is not None:
         _check_cooldown(limits.cooldown_range)
 

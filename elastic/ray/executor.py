@@ -211,7 +211,7 @@ class Executor:
             summary=summary,
             verbose=verbose,
         )
-        arguments.check_limits(self._limits)
+        arguments.check_limits(self._limits, elastic=self._wanted.elastic)
         arguments.check_callables(on_report=on_report, on_output=on_output)
         arguments.check_environ(env)
         self._env = dict(env or {})

@@ -65,6 +65,8 @@ def test_what_can_not_be_meant(arguments_, says):
         (Limits(cooldown_range=(5, 1)), "the shortest and the longest"),
         (Limits(checkpoint_dir="/a", checkpoint_keep=0), "checkpoint_keep is 0; .* 1 or more"),
         (Limits(restarts=-1), "restarts is -1"),
+        (Limits(standbys=-1), "standbys is -1"),
+        (Limits(standbys=True), "standbys is True"),
     ],
 )
 def test_limits_are_checked(limits, says):
@@ -111,6 +113,16 @@ def test_a_function_is_called_as_it_can_be():
 def test_what_is_given_becomes_the_flags_of_elasticrun():
     flags = Limits(checkpoint_dir="/a b", checkpoint_every="10m", fresh=True).as_flags()
     assert flags == ["--checkpoint-dir=/a b", "--checkpoint-every=10m", "--fresh"]
+    assert Limits(standbys=2, summary=True).as_flags() == ["--standbys=2", "--summary"]
+
+
+def test_a_job_that_is_not_elastic_has_no_use_for_standbys():
+    arguments.check_limits(Limits(standbys=1))
+    arguments.check_limits(Limits(standbys=0), elastic=False)
+    with pytest.raises(
+        Invalid, match="standbys is 1, but a job without min_workers and max_workers"
+    ):
+        arguments.check_limits(Limits(standbys=1), elastic=False)
 
 
 def test_a_short_time_for_the_placement_is_none_for_the_start():
