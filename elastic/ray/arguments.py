@@ -182,6 +182,11 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
     return found
 
 
+def places(wanted: Wanted, limits: Limits) -> int:
+    """How many the job may hold at most."""
+    return wanted.most + (limits.standbys or 0)
+
+
 def check_limits(limits: Limits, *, elastic: bool = True) -> None:
     """Raises Invalid."""
     seconds = {

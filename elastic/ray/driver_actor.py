@@ -32,7 +32,7 @@ from elastic.driver.ray.node.worker_calls import CallFailed
 from elastic.driver.ray.starter import RayStarter
 from elastic.errors import ElasticError, Invalid
 from elastic.protocol.report_values import Report
-from elastic.ray import calls
+from elastic.ray import arguments, calls
 from elastic.ray.arguments import Limits, Wanted
 from elastic.ray.news import Item, News, Told
 
@@ -150,7 +150,7 @@ class DriverActor:
         wanted = self._spec.wanted
         return RayDiscovery(
             places.Wanted(
-                wanted.most + (self._spec.limits.standbys or 0),
+                arguments.places(wanted, self._spec.limits),
                 wanted.resources,
                 wanted.placement_group,
                 wanted.in_use,

@@ -1,6 +1,10 @@
-"""Trains until a file says enough, and says how its time went. ELASTIC_TEST_FOLDER: where that file will be."""
+"""Trains until a file says enough, and says how its time went. ELASTIC_TEST_FOLDER: where that file will be.
+
+Where there is a file ``die``, rank 1 does: in the third step after a commit, and after 50 steps in its world.
+"""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -26,12 +30,17 @@ class Data(torch.utils.data.Dataset):
 
 @elastic.run
 def train(state):
+    began = state.step
     while True:
         for batch in torch.utils.data.DataLoader(Data(), batch_size=4):
             optimizer.zero_grad()
             net(batch).square().sum().backward()
             optimizer.step()
             state.step += 1
+            due = state.step % 5 == 3 and state.step > began + 50 and elastic.rank() == 1
+            if due and (folder / "die").exists():
+                (folder / "die").unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
             if state.step % 5 == 0:
                 state.commit()
         over = elastic.allreduce(torch.tensor(float((folder / "enough").exists())), name="over")

@@ -116,6 +116,12 @@ def test_what_is_given_becomes_the_flags_of_elasticrun():
     assert Limits(standbys=2, summary=True).as_flags() == ["--standbys=2", "--summary"]
 
 
+def test_a_job_holds_places_for_its_standbys_too():
+    wanted = arguments.wanted(2, 1, 4, None, use_gpu=False)
+    assert arguments.places(wanted, Limits()) == 4
+    assert arguments.places(wanted, Limits(standbys=2)) == 6
+
+
 def test_a_job_that_is_not_elastic_has_no_use_for_standbys():
     arguments.check_limits(Limits(standbys=1))
     arguments.check_limits(Limits(standbys=0), elastic=False)

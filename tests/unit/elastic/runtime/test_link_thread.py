@@ -1,0 +1,107 @@
+"""What a worker's link thread makes of the driver's words, and what it says by itself about how the time goes."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest.mock import create_autospec
+
+import pytest
+
+from elastic.monitoring.tracing import TraceSession
+from elastic.protocol import messages
+from elastic.protocol.messages import Address, Place, StandBy, TimeSpent, World
+from elastic.rendezvous import environment
+from elastic.runtime import link_thread
+from elastic.runtime.link_thread import SPENT_S, LinkThread
+from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.session import Session
+from elastic.runtime.worlds import DriverWorlds
+
+STORE = Address("127.0.0.1", 7000)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class Worker:
+    """One whose words to the driver are kept."""
+
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        env = dataclasses.replace(environment.read({}), elastic=True)
+        self.clock = clock
+        self.session = Session(env, None)
+        self.said: list[messages.Message] = []
+        monkeypatch.setattr(self.session, "send", self.said.append)
+        tracing = create_autospec(TraceSession, instance=True)
+        tracing.receive.return_value = False
+        worlds = DriverWorlds(self.session)
+        self.thread = LinkThread(self.session, worlds, ProgressCounter(), tracing, None)
+
+    def waits(self) -> None:
+        """In elastic.run, for a world."""
+        self.session.recovery.enter()
+        self.session.update(lambda recovery: recovery.wait_for_world(STORE, "x"))
+        self.session.phases.mark("ready", self.clock.now)
+
+    def world(self, generation: int) -> None:
+        place = Place(0, 2, 0, 2, 0, 1)
+        self.thread.receive(World(generation, place, STORE, 0, None, "because"))
+
+    def passes(self, seconds: float) -> list[TimeSpent]:
+        """What it says of its time after that."""
+        self.clock.now += seconds
+        self.said.clear()
+        self.thread.poked()
+        return [message for message in self.said if isinstance(message, TimeSpent)]
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(link_thread, "time", clock)
+    return Worker(clock, monkeypatch)
+
+
+def test_who_stands_by_is_idle_until_there_is_a_place(worker):
+    worker.waits()
+    assert worker.session.account.part == "joining"
+    worker.thread.receive(StandBy())
+    assert worker.session.account.part == "idle"
+    worker.world(3)
+    assert worker.session.account.part == "joining"
+
+
+def test_for_a_standby_nobody_has_waited(worker):
+    worker.waits()
+    worker.thread.receive(StandBy())
+    worker.clock.now += 7200.0
+    worker.world(3)
+    worker.session.phases.mark("synced", worker.clock.now)
+    report = worker.session.phases.stepped(3, worker.clock.now)
+    assert report is not None
+    assert report[0]["waited"] == 0.0
+
+
+def test_who_has_come_into_a_world_says_at_once_how_its_time_went(worker):
+    worker.waits()
+    assert worker.passes(1.0) == []
+    worker.world(3)
+    assert worker.passes(1.0) == []  # the state is being copied
+    worker.session.account.begin("training", worker.clock.now)
+    [said] = worker.passes(1.0)
+    assert (said.generation, said.doing) == (3, "training")
+    assert worker.passes(1.0) == []
+
+
+def test_nothing_new_is_said_now_and_then(worker):
+    assert worker.passes(SPENT_S - 1.0) == []
+    assert len(worker.passes(1.0)) == 1
+    assert worker.passes(SPENT_S - 1.0) == []
