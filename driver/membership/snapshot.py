@@ -48,7 +48,7 @@ from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Reason, Why, because
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
-from elastic.protocol.messages import Address, Commit, Launches, Place, Value, Worker
+from elastic.protocol.messages import Address, Commit, Launches, Place, Times, Value, Worker
 
 OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not the same
     *(
@@ -76,7 +76,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
 ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict, Why)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # made of their parts, as are enums and tuples
-    *(Worker, Commit, Address, Place, Launches, Member, Notice, Reason),
+    *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason),
     *Event.__subclasses__(),
     *Action.__subclasses__(),
 )

@@ -224,7 +224,8 @@ class Worlds:
         wish, urgent = self._wish()
         if wish is None:
             self.change.unwanted()
-            self._have_stand_by()
+            if self.settings.standbys:
+                self._have_stand_by()
             return
         coming = any(
             not s.leaving and s.worker not in self.world.places

@@ -6,11 +6,13 @@ import json
 import time
 from math import inf
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
+    Action,
     Event,
     HostsChanged,
     WorkerConnected,
@@ -26,7 +28,7 @@ from elastic.driver.membership.snapshot import NotTaken, restored, taken
 from elastic.driver.reasons import in_words
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
-from elastic.protocol.messages import Address, Launches, Worker
+from elastic.protocol.messages import Address, Launches, Value, Worker
 from harness.conversation import (
     Talk,
     connected,
@@ -153,6 +155,20 @@ def test_a_field_of_an_unknown_kind_is_an_error_when_it_is_taken():
         talk.m._news = value  # type: ignore[attr-defined]
         with pytest.raises(NotTaken, match="can't hold"):
             taken(talk.m)
+
+
+def values_in(hint: Any) -> set[type[Value]]:
+    """The values that a field with this annotation may hold."""
+    found = {hint} if isinstance(hint, type) and issubclass(hint, Value) else set()
+    return found.union(*map(values_in, get_args(hint)))
+
+
+def test_it_can_hold_whatever_an_event_or_an_action_has():
+    """The latest events are a part of the state: a new kind of value in one is a kind that a snapshot has to know."""
+    for kind in (*Event.__subclasses__(), *Action.__subclasses__()):
+        for name, hint in get_type_hints(kind).items():
+            unknown = values_in(hint) - {*snapshot.STRUCTS}
+            assert not unknown, f"{kind.__name__}.{name} has {unknown}"
 
 
 def test_a_new_field_of_a_known_kind_is_kept():
