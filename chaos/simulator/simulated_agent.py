@@ -40,9 +40,8 @@ class SimulatedAgent:
         self.alive = True
         self.frozen = False
         self.lost = False  # the machine is gone for good
-        self.quiet_until = (
-            0.0  # it was cut off or frozen for a short time, which is harmless if it comes once
-        )
+        # It was cut off or frozen for a short time, which is harmless if it comes once.
+        self.quiet_until = float("-inf")
         self.processes: dict[Worker, SimulatedWorker] = {}
         self._notice: Notice | None = None  # of the end of its machine, and when that is
         self._ends_at = 0.0

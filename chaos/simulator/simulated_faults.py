@@ -230,11 +230,11 @@ def freeze_agent(sim: SimulatedJob) -> None:
     agent = _agent(sim)
     if agent is not None:
         seconds = sim.clock.random.choice((0.5, 1.2, 6.0))
+        if seconds < 1 and _too_soon(sim, agent, seconds):
+            return
         if seconds > 1:
             for process in agent.processes.values():
                 process.doomed = True
-        if seconds <= 1 and _too_soon(sim, agent, seconds):
-            return
         sim.note(f"freeze the agent of {agent.host} for {seconds} s")
         agent.freeze()
         sim.clock.after(seconds, agent.thaw)

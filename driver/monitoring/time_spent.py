@@ -18,6 +18,7 @@ from elastic.driver.events import (
     Action,
     BreakWorld,
     CheckpointMade,
+    DriverRestarted,
     EndJob,
     Event,
     HostLost,
@@ -33,7 +34,7 @@ from elastic.protocol.messages import Part, Times, Worker
 Stretch = Literal["starting", "training", "recovering", "changing", "ending"]
 STRETCHES: tuple[Stretch, ...] = ("starting", "training", "recovering", "changing", "ending")
 SHOWN = 32  # workers in a summary
-KEPT = 1000  # workers that are gone, in a list of their own; older ones are added up
+KEPT = 100  # workers that are gone, one by one, and up to as many more; older ones are added up
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Spent:
     said: Times = field(default_factory=Times)
     said_at: float | None = None
     doing: Part = "joining"
+    running: bool = False  # in elastic.run, when it was last ready
     generation: int = 0  # of the last world that it was in
     joined: int = 0  # the generation of the first world that it trains in
     trains_since: float | None = None  # when that was
@@ -80,7 +82,7 @@ class TimeSpent:
         self._stretch: Stretch = "starting"
         self._since: float | None = None
         self._members: set[Worker] = set()
-        self._running = False  # somebody is in elastic.run
+        self._trains = False  # they are in elastic.run
         self._durable_at: float | None = None
         self._died: list[Spent] = []  # and nobody has said yet what that lost
 
@@ -93,9 +95,10 @@ class TimeSpent:
             case WorkerSpent():
                 self._said(event, now)
             case WorkerReady(worker, running=running):
+                if worker in self.running:
+                    self.running[worker].running = running
                 if worker in self._members and self._stretch == "training":
-                    self._stop(now, first=running and not self._running)
-                self._running = running
+                    self._stop(now, first=running and not self._trains)
             case WorkerExited(worker, code):
                 self._ended(worker, now, died=code != 0)
             case HostLost(host):
@@ -107,6 +110,8 @@ class TimeSpent:
                         self._ended(worker, now, died=True)
             case CheckpointMade():
                 self._durable_at = now
+            case DriverRestarted():
+                self._stretch = "training"  # the driver before this one has not said more
             case _:
                 pass
         for action in actions:
@@ -123,11 +128,12 @@ class TimeSpent:
                 if not holders:
                     self._all_gone()
                 self._members = {member.worker for member in members}
-                for worker in self._members & self.running.keys():
-                    self.running[worker].generation = generation
-                    if self._running and not self.running[worker].joined:
-                        self.running[worker].joined = generation
-                        self.running[worker].trains_since = now
+                known = [self.running[w] for w in self._members if w in self.running]
+                self._trains = any(spent.running for spent in known)
+                for spent in known:
+                    spent.generation = generation
+                    if self._trains and not spent.joined:
+                        spent.joined, spent.trains_since = generation, now
                 if self._stretch != "ending":
                     self._begin("training", now)
             case EndJob():
@@ -156,6 +162,10 @@ class TimeSpent:
             # Started under the driver before this one, which has not said when.
             age = sum(msgspec.structs.astuple(event.times))
             spent = self.running[event.worker] = Spent(event.worker, now - age)
+            spent.joined = spent.generation = event.generation
+            if event.generation:  # none of those that wait for their first world
+                self._members.add(event.worker)
+                self._trains = True
         for dead in [*self._died]:
             if 0 < spent.joined <= dead.generation < event.generation:
                 dead.lost = max(0.0, event.times.lost - spent.said.lost)

@@ -34,6 +34,16 @@ async def waits(host) -> int:
     return pid
 
 
+async def prepared_for_an_empty_script(host) -> tuple[int, Path]:
+    """One worker has run it, and a process for the next one waits. Its number, and the script."""
+    host.launcher.agent.prepared.modules = "auto"
+    script = host.folder / "script.py"
+    script.write_text("")
+    host.start(A, [sys.executable, str(script)])
+    await host.exit()
+    return await waits(host), script
+
+
 def waits_at_its_pipe(pid: int) -> bool:
     """Whether it is in a read() of a pipe: it has imported everything."""
     try:
@@ -118,12 +128,7 @@ async def test_one_with_another_environment_is_started_anew_and_the_log_says_why
 
 @conversation
 async def test_one_that_has_died_is_no_loss(host):
-    host.launcher.agent.prepared.modules = "auto"
-    script = host.folder / "script.py"
-    script.write_text("")
-    host.start(A, [sys.executable, str(script)])
-    await host.exit()
-    ready = await waits(host)
+    ready, script = await prepared_for_an_empty_script(host)
     os.kill(ready, signal.SIGKILL)
     os.waitid(os.P_PID, ready, os.WEXITED | os.WNOWAIT)
     host.start(B, [sys.executable, str(script)])
@@ -185,11 +190,6 @@ async def test_the_warden_forgets_one_that_was_not_needed(host):
         tell(line)
 
     warden.tell = heard
-    host.launcher.agent.prepared.modules = "auto"
-    script = host.folder / "script.py"
-    script.write_text("")
-    host.start(A, [sys.executable, str(script)])
-    await host.exit()
-    ready = await waits(host)
+    ready, _ = await prepared_for_an_empty_script(host)
     host.launcher.agent.prepared.close()
     assert f"-{ready}\n" in told and not psutil.pid_exists(ready)

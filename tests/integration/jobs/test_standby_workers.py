@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from elastic.protocol.messages import Worker
 from harness.history import SCRIPTS
 from harness.job import Job
 
@@ -16,13 +17,8 @@ TRAINING = ["python", str(SCRIPTS / "spending.py")]
 FLAGS = "-np 2 --min-np 1 --max-np 2 --standbys 1 --blacklist-cooldown-range 0.1 0.2"
 
 
-def name_of(worker: list) -> str:
-    host, slot, incarnation = worker
-    return f"{host}:{slot}#{incarnation}"
-
-
 def members(training: Job) -> list[str]:
-    return [name_of(member["worker"]) for member in training.worlds()[-1]["members"]]
+    return [str(Worker(*member["worker"])) for member in training.worlds()[-1]["members"]]
 
 
 def until_all_train(training: Job) -> None:
@@ -58,7 +54,7 @@ def test_a_standby_that_is_killed_disturbs_nobody(job, tmp_path):
     [pid] = [
         event["pid"]
         for event in training.events("WorkerConnected")
-        if name_of(event["worker"]) == "localhost:2#1"
+        if str(Worker(*event["worker"])) == "localhost:2#1"
     ]
     os.kill(pid, signal.SIGKILL)
     training.wait_for("localhost:2#2 stands by")
@@ -70,6 +66,6 @@ def test_a_standby_that_is_killed_disturbs_nobody(job, tmp_path):
     idle = [
         event["times"]
         for event in training.events("WorkerSpent")
-        if name_of(event["worker"]) == "localhost:2#2"
+        if str(Worker(*event["worker"])) == "localhost:2#2"
     ]
     assert idle[-1][-1] > 0

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from elastic.protocol.messages import Worker
 from harness.history import SCRIPTS
 from harness.job import Job
 
@@ -41,16 +42,11 @@ def lifetimes(training: Job) -> dict[str, float]:
     for record in training.records():
         event = record.get("event") or {}
         if event.get("type") == "WorkerExited":
-            ended[name_of(event["worker"])] = record["at"]
+            ended[str(Worker(*event["worker"]))] = record["at"]
         for action in record.get("actions") or []:
             if action["type"] == "StartWorker":
-                began[name_of(action["worker"])] = record["at"]
+                began[str(Worker(*action["worker"]))] = record["at"]
     return {name: ended[name] - began[name] for name in began}
-
-
-def name_of(worker: list) -> str:
-    host, slot, incarnation = worker
-    return f"{host}:{slot}#{incarnation}"
 
 
 def until_two_train(training: Job) -> None:

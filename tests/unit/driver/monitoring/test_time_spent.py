@@ -8,6 +8,7 @@ import pytest
 from elastic.driver.events import (
     BreakWorld,
     CheckpointMade,
+    DriverRestarted,
     EndJob,
     HostLost,
     Member,
@@ -190,6 +191,28 @@ def test_a_change_takes_from_the_first_member_that_stops_until_the_next_world():
     spent.note(ready(A, 2), [], 150.0)
     spent.note(ready(B, 2), [published(3, A, B, C)], 150.5)
     assert spent.stretches()["changing"] == 0.5
+
+
+def test_a_newcomer_that_waits_outside_elastic_run_is_no_beginning_of_the_job():
+    spent = trains()
+    spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 150.0)
+    spent.note(ready(C, 0, running=False), [], 155.0)
+    spent.note(ready(A, 2), [], 160.0)
+    assert spent.stretches()["training"] == 50.0
+    assert spent.stretches()["starting"] == 10.0
+
+
+def test_another_driver_goes_on_with_a_job_that_trains():
+    spent = TimeSpent()
+    spent.note(DriverRestarted(), [], 500.0)
+    spent.note(WorkerSpent(A, 5, Times(training=70.0, lost=2.0), "training"), [], 510.0)
+    spent.note(WorkerSpent(B, 5, Times(training=70.0, lost=2.0), "training"), [], 510.0)
+    broken(spent, B, 520.0)
+    spent.note(ready(A, 5), [published(6, A)], 521.0)
+    assert spent.stretches()["training"] == 20.0 and spent.stretches()["recovering"] == 1.0
+    said = Times(training=77.0, lost=5.0, recovering=1.0)
+    spent.note(WorkerSpent(A, 6, said, "training"), [], 521.0)
+    assert of(spent, B).lost == 5.0  # two before, and three by its death
 
 
 def test_a_static_job_has_one_world():
