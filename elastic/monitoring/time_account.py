@@ -1,7 +1,7 @@
 """How a worker's time goes: what its training thread does, from one moment to the next. Times are passed in.
 
     training     in the training function, and in none of the others
-    committing   in ``state.commit()``, holding at it for the driver's word included
+    committing   in ``state.commit()``
     data         waiting for the next batch of a ``DataLoader``
     storage      reading a checkpoint to begin with, and waiting for the last one to be written
     recovering   from the end of a world that broke until the state is equal everywhere in the next
@@ -40,7 +40,7 @@ class TimeAccount:
         before."""
         with self._lock:
             before = self.part
-            at = max(self._since, min(since or now, now))
+            at = max(self._since, min(since, now)) if since else now
             self._spent[before] += at - self._since
             self.part, self._since = part, at
         return before
@@ -54,13 +54,14 @@ class TimeAccount:
         finally:
             self.begin(before, time.monotonic())
 
-    def committed(self, now: float) -> None:
-        """Up to here nothing will have to be done again."""
+    def committed(self, now: float, then: Part | None = None) -> None:
+        """Up to here nothing will have to be done again. From here on it does what it did, or ``then``."""
         with self._lock:
             self._spent[self.part] += now - self._since
             self._since = now
-            for part in REPEATED:
-                self._kept[part] = self._spent[part]
+            self.part = then or self.part
+            for repeated in REPEATED:
+                self._kept[repeated] = self._spent[repeated]
 
     def stepped_back(self) -> None:
         """To the newest commit: what followed it is lost."""

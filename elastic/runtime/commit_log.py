@@ -69,7 +69,6 @@ class CommitLog:
         """A state was saved."""
         with self._session.lock:
             self._session.recovery.committed()
-        self._session.account.committed(time.monotonic())
 
     def make_durable(self, state: Any) -> None:
         """The commit that was just made may be one that goes to the storage."""
@@ -128,7 +127,9 @@ class CommitLog:
         state.save()
         self.committed()
         state.report_commit()
-        self._session.phases.restored(time.monotonic())
+        now = time.monotonic()
+        self._session.account.committed(now)
+        self._session.phases.restored(now)
 
     def keep_own(self, state: Kept) -> bool:
         """User code asks for a new world with the state as it is: saves it, unless the world broke before, and with it

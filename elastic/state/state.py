@@ -72,9 +72,11 @@ class State:
             rt.commits.committed()
             rt.commits.make_durable(self)
             self.report_commit()
-            self.check_host_updates()
-        finally:
+        except BaseException:
             rt.account.begin(before, time.monotonic())
+            raise
+        rt.account.committed(time.monotonic(), before)
+        self.check_host_updates()
 
     def _save_whole(self) -> None:
         with timeline.during("state", "commit"):

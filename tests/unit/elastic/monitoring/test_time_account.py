@@ -78,3 +78,11 @@ def test_a_wait_inside_is_booked_even_if_it_raises():
     except OSError:
         pass
     assert account.part == "training"
+
+
+def test_a_commit_ends_with_what_was_done_before_it():
+    account = trained()
+    account.begin("committing", 140.0)
+    account.committed(141.0, "training")
+    account.stepped_back()
+    assert account.times(143.0) == Times(training=31.0, committing=2.0, joining=10.0)

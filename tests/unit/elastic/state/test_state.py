@@ -33,7 +33,6 @@ class FakeRuntime:
 
     def _check(self) -> None:
         self.said.append("check")
-        self.committing = self.account.part == "committing"
         if self.change is not None:
             raise self.change
 
@@ -126,7 +125,7 @@ def test_commit_saves_first_and_looks_at_changes_after(rt):
     with pytest.raises(WorldChanging):
         state.commit()
     assert rt.said == ["committed", "check"]
-    assert rt.committing and rt.account.part == "training"
+    assert rt.account.part == "training" and rt.account.times(rt.account._since).committing > 0
     state.batch = 2
     state.restore()
     assert state.batch == 1
@@ -208,3 +207,11 @@ def test_works_in_a_world_of_one_without_init():
     state.epoch = 2
     state.restore()
     assert state.epoch == 1
+
+
+def test_a_commit_that_fails_leaves_the_time_account_as_it_was(rt):
+    state = ObjectState(lock=1)
+    rt.commits.make_durable.side_effect = OSError
+    with pytest.raises(OSError):
+        state.commit()
+    assert rt.account.part == "training"
