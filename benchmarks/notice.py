@@ -13,6 +13,8 @@ import os
 import signal
 import tempfile
 import time
+from bisect import bisect
+from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +23,7 @@ from disturbed import Disturbed, Step, longest_gap, options_of, table_of, write_
 
 AHEAD_S = 2.0
 OTHER = "127.0.0.2"
+moment = attrgetter("at")
 
 
 def repeated(steps: list[Step], pids: set[int]) -> int:
@@ -49,8 +52,9 @@ def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--notices", type=int, default=20)
     options = parser.parse_args()
-    gaps, steady, left_ms = [], [], []
-    again = late = 0
+    left_ms: list[float] = []
+    told_at: list[tuple[float, set[int]]] = []  # when the driver heard of it, and who stayed
+    late = 0
     with tempfile.TemporaryDirectory() as folder:
         goes = Path(folder, "goes")
         says = f'test -e {goes} -a "$ELASTIC_HOST" = {OTHER} && echo {AHEAD_S:g} taken back'
@@ -75,13 +79,16 @@ def main() -> None:
                     late += 1
                     os.kill(pid, signal.SIGKILL)
                 job.wait("a second of steps", functools.partial(passed, heard_at + 3.0), 10)
-                steps = job.steps()
-                again += repeated(steps, others)
-                gaps.append(longest_gap(steps, others, heard_at - 0.3, heard_at + 1.5))
-                steady.append(longest_gap(steps, others, heard_at + 1.5, heard_at + 3.0))
+                told_at.append((heard_at, others))
                 goes.unlink()
             job.finish()
-        broke = len(job.actions("BreakWorld"))
+        broke, steps = len(job.actions("BreakWorld")), job.steps()  # once: there may be millions
+    again = repeated(steps, set().union(*(others for _, others in told_at)))
+    gaps, steady = [], []
+    for at, others in told_at:
+        near = steps[bisect(steps, at - 0.3, key=moment) : bisect(steps, at + 3.0, key=moment)]
+        gaps.append(longest_gap(near, others, at - 0.3, at + 1.5))
+        steady.append(longest_gap(near, others, at + 1.5, at + 3.0))
     title = f"a notice {AHEAD_S:g} s ahead: {again} steps made again, {broke} worlds broke, {late} workers too late"
     rows = {
         "longest gap between a survivor's steps": gaps,
