@@ -117,9 +117,7 @@ def allreduce_async(
     """
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
-    return start_allreduce(
-        [tensor], name, _reduction(op, average), *scales, members=members, pick=_only
-    )
+    return start_allreduce([tensor], name, as_op(op, average), *scales, members=members, pick=_only)
 
 
 def allreduce_(
@@ -132,7 +130,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """`allreduce` into the tensor itself, which is returned. Not differentiable."""
-    reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
+    reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
         [tensor], name, reduction, *scales, members=members, in_place=True, pick=_only, soon=True
@@ -151,7 +149,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts an `allreduce` into the tensor itself; don't touch it before `synchronize`, which returns it."""
-    reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
+    reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(
         [tensor], name, reduction, *scales, members=members, in_place=True, pick=_only
@@ -180,7 +178,7 @@ def grouped_allreduce(
     Raises:
         UnsupportedType, ValueError, TensorMismatch, PeerLost: see the module.
     """
-    members, reduction = resolve(process_set), _reduction(op, average)
+    members, reduction = resolve(process_set), as_op(op, average)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
     reduced = autograd.allreduce(
@@ -204,7 +202,7 @@ def grouped_allreduce_async(
     """Starts a `grouped_allreduce`; `synchronize` returns the list of new tensors."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
-    return start_allreduce(tensors, name, _reduction(op, average), *scales, members=members)
+    return start_allreduce(tensors, name, as_op(op, average), *scales, members=members)
 
 
 def grouped_allreduce_(
@@ -217,7 +215,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`grouped_allreduce` into the tensors themselves, which are returned. Not differentiable."""
-    reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
+    reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
         tensors, name, reduction, *scales, members=members, in_place=True, soon=True
@@ -236,7 +234,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a `grouped_allreduce` into the tensors themselves; don't touch them before `synchronize`."""
-    reduction, scales = _reduction(op, average), (prescale_factor, postscale_factor)
+    reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, reduction, *scales, members=members, in_place=True)
 
@@ -262,7 +260,7 @@ def sparse_allreduce_async(
         ValueError: if the tensor is dense, or for another ``op``.
         TypeError, PeerLost: see the module.
     """
-    members, reduction = resolve(process_set), _reduction(op, None)
+    members, reduction = resolve(process_set), as_op(op, None)
     if not tensor.is_sparse:
         raise ValueError("sparse_allreduce_async needs a sparse COO tensor; use allreduce_async")
     if reduction not in (Op.AVERAGE, Op.SUM):
@@ -496,7 +494,7 @@ def reducescatter_async(
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(
-        [tensor], name, _reduction(op, None), *scales, members=members, pick=_only
+        [tensor], name, as_op(op, None), *scales, members=members, pick=_only
     )
 
 
@@ -514,7 +512,7 @@ def grouped_reducescatter(
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
     reduced = autograd.reducescatter(
-        name, members, _reduction(op, None), *scales, *(tensor for tensor, _ in packed)
+        name, members, as_op(op, None), *scales, *(tensor for tensor, _ in packed)
     )
     return [
         compression.decompress(tensor, context)
@@ -533,7 +531,7 @@ def grouped_reducescatter_async(
     """Starts a `grouped_reducescatter`; `synchronize` returns the list of this rank's rows."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
-    return start_reducescatter(tensors, name, _reduction(op, None), *scales, members=members)
+    return start_reducescatter(tensors, name, as_op(op, None), *scales, members=members)
 
 
 # ---- waiting -----------------------------------------------------------------------------------
@@ -544,7 +542,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     submission.barrier(resolve(process_set))
 
 
-def _reduction(op: int | None, average: bool | None) -> Op:
+def as_op(op: int | None, average: bool | None) -> Op:
+    """What both arguments say together. Raises ValueError, for other doors too."""
     if average is not None:
         if op is not None:
             raise ValueError("op and average were both given; give op alone")

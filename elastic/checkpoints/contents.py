@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.held import Held
 
 Path = tuple[Any, ...]
@@ -73,11 +72,12 @@ def contents(held: Held) -> Contents:
                 objects[path] = leaf
             else:
                 paths[key].append(path)
-        model = isinstance(part.part, ModelStateHandler)
-        parameters = set(part.structure["names"]["parameters"]) if model else set()
+        equal = part.part.equal_everywhere(part.structure)
         for key, tensor in part.tensors.items():
             places = tuple(paths[key]) or (("elastic", name, key),)
-            items.append(StateItem(name, key, tensor, places, model and key not in parameters))
+            items.append(
+                StateItem(name, key, tensor, places, equal is not None and key not in equal)
+            )
     return Contents(items, objects)
 
 

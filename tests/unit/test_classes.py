@@ -18,7 +18,7 @@ LARGE = {"GradientReducer": 37, "SimulatedWorker": 36}  # they may shrink
 # Public names of an optimizer or a state are torch's and the user's: what inherits from ours shares private ones.
 SPREAD = (
     "elastic/optimizer/adasum_optimizer.py",
-    "elastic/state/torch_state.py",
+    "elastic/state/handled_state.py",
     "driver/commandline/arguments.py",  # of argparse
 )
 FOREIGN = (torch.Tensor, torch.nn.Module(), os)  # have private names that others may use

@@ -28,6 +28,8 @@ ROOMS = """
     elastic.optimizer
     elastic.checkpoints
     elastic.run_loop
+    elastic.tensorflow
+    elastic.keras
     elastic.driver
     elastic.driver.membership
     elastic.driver.network

@@ -63,6 +63,9 @@ class ModelStateHandler(Part):
         before, self._gradients = self._gradients, gradients
         return gradients == before
 
+    def restore_nothing(self) -> None:
+        self.value.zero_grad(set_to_none=True)
+
     def layout(self) -> list[str]:
         anatomy = dissect(self.value)
         lines = [
@@ -185,6 +188,9 @@ class ModelStateHandler(Part):
     def _device(self) -> torch.device:
         return next((each.device for each in self.value.parameters()), torch.device("cpu"))
 
+    def equal_everywhere(self, structure: Any) -> set[str] | None:
+        return set(structure["names"]["parameters"])
+
     def digested(self) -> dict[str, torch.Tensor]:
         return self._committed("parameters")
 
@@ -197,7 +203,6 @@ class ModelStateHandler(Part):
         return {name: buffers[name] for name in bank.beside[0]["names"][kind] if name in buffers}
 
     def differing(self) -> list[str]:
-        """Names of the parameters that differ from what is committed."""
         live = dissect(self.value).parameters
         return [
             self._full(name)

@@ -101,6 +101,18 @@ class Part(StateHandler):
         """The committed tensors that must be equal on all workers."""
         return {}
 
+    def digested_buffers(self) -> dict[str, torch.Tensor]:
+        """The committed tensors that each worker may have others of, and that are reported all the same."""
+        return {}
+
+    def equal_everywhere(self, structure: Any) -> set[str] | None:
+        """Of a commit, the names of the tensors that are equal on all workers; None: all are."""
+        return None
+
+    def differing(self) -> list[str]:
+        """Names of tensors that must be equal on all workers, and differ from what is committed."""
+        return []
+
     # ---- Horovod's interface ---------------------------------------------------------------------
 
     def set_value(self, value: Any) -> None:
@@ -142,6 +154,9 @@ class Part(StateHandler):
         transit.wait()
         bank.adopt(self.live()[1])
         self.seems_unchanged()
+
+    def restore_nothing(self) -> None:
+        """As `restore`, where nothing whole is saved: the value stays as it is."""
 
     def before_restore(self, own: Any) -> None:
         """Puts back what the committed tensors belong to."""

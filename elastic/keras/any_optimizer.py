@@ -1,0 +1,83 @@
+"""``hvd.DistributedOptimizer`` for TensorFlow: of Keras optimizers and of those of TensorFlow 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from elastic.errors import Invalid
+from elastic.negotiation.process_sets import ProcessSet, global_process_set
+from elastic.tensorflow import gradients, v1_optimizer
+from elastic.tensorflow.compression import Compression
+from elastic.tensorflow.ops import Average
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer that applies gradients reduced over all ranks.
+
+    Args:
+        optimizer: of Keras (see `elastic.keras.distributed_optimizer.DistributedOptimizer`), or a
+            ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` then reduces.
+        name, use_locking: of the wrapper of an optimizer of TensorFlow 1.
+        compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
+            `elastic.tensorflow.gradients.GradientOptions`.
+        backward_passes_per_step, average_aggregated_gradients: with Keras optimizers.
+        num_groups, groups: accepted: all gradients travel together.
+        device_dense, device_sparse: accepted, and without a meaning.
+
+    Raises:
+        Invalid: (a ValueError) for bad arguments, and for what is no optimizer.
+    """
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        from elastic.keras import distributed_optimizer
+
+        return distributed_optimizer.DistributedOptimizer(
+            optimizer,
+            name,
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            gradient_predivide_factor,
+            op,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            num_groups,
+            groups,
+            process_set,
+            scale_local_gradients,
+        )
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        gradients.check_groups(num_groups or groups)
+        options = gradients.GradientOptions(
+            op=op,  # type: ignore[arg-type]
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+        return v1_optimizer.distribute(
+            optimizer, name, use_locking, backward_passes_per_step, options
+        )
+    raise Invalid(
+        f"{type(optimizer).__name__} is neither a Keras optimizer nor one of tf.compat.v1.train; wrap one"
+    )

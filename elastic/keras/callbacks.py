@@ -1,0 +1,352 @@
+"""Keras callbacks: equal weights at the start, metrics of all ranks, learning rates that grow with the world, and the
+position in an epoch for elastic training. The same on each of Keras's backends.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from elastic.api import arrays, broadcasting
+from elastic.api import ops as collectives
+from elastic.errors import Invalid
+from elastic.keras import tensors
+from elastic.negotiation.process_sets import ProcessSet, global_process_set
+from elastic.runtime import basics
+from elastic.state.state import ObjectState
+
+
+def broadcast_variables(
+    variables: Any, root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrites Keras's variables with those of rank ``root_rank``. Raises ValueError, PeerLost: see
+    `elastic.api.broadcasting.broadcast_parameters`.
+    """
+    variables = list(variables)
+    own = {f"{number:06}": arrays.value_of(each).clone() for number, each in enumerate(variables)}
+    broadcasting.broadcast_parameters(own, root_rank, process_set)
+    for variable, tensor in zip(variables, own.values(), strict=True):
+        variable.assign(arrays.to_numpy(tensor))
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Brings rank ``root_rank``'s model and optimizer to all ranks at the beginning of training.
+
+    After the first batch, as in Horovod: the model and its optimizer have all their variables then.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.broadcast_done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.broadcast_done = False
+        if self.model.built:
+            broadcast_variables(self.model.variables, self.root_rank)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.broadcast_done:
+            return
+        model = self.model
+        broadcast_variables(model.variables, self.root_rank)
+        if getattr(model, "optimizer", None) is not None:
+            broadcast_variables(model.optimizer.variables, self.root_rank)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages the metrics of an epoch over all ranks, in place: put it before callbacks that read them."""
+
+    def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
+        super().__init__()
+        self.process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        names = sorted(
+            name for name, value in (logs or {}).items() if isinstance(value, int | float)
+        )
+        if not names or logs is None:
+            return
+        own = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64)
+        mean = collectives.allreduce(own, name="metrics", process_set=self.process_set)
+        logs.update(zip(names, mean.tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to ``initial_lr`` times a multiplier, of epochs or of batches.
+
+    Args:
+        initial_lr: the learning rate that the multiplier belongs to.
+        multiplier: a number, or a function of the epoch: of its fraction with ``staircase=False``.
+        start_epoch, end_epoch: the epochs in which it acts, the second one excluded.
+        staircase: once an epoch; else at every batch.
+        momentum_correction: with SGD, the momentum is scaled with the learning rate for the batch in which that changes
+            (Goyal et al. 2017, https://arxiv.org/abs/1706.02677).
+        steps_per_epoch: of this rank; by default what Keras knows.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr is missing; give the learning rate to start from")
+        self.initial_lr = float(initial_lr)
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+        self._momentum: float | None = None
+        if callable(multiplier):
+            self.staircase = staircase
+            self.multiplier: Callable[[float], float] = multiplier
+        else:
+            constant = float(multiplier)
+            self.staircase = True
+            self.multiplier = lambda epoch: constant
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError(
+                    "Keras does not know how many steps an epoch has; give steps_per_epoch"
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        epoch = self.current_epoch
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if self.staircase:
+            if batch == 0:
+                self._adjust(epoch)
+            return
+        assert self.steps_per_epoch is not None
+        self._adjust(epoch + batch / self.steps_per_epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._momentum is not None:
+            self.model.optimizer.momentum = self._momentum
+            self._momentum = None
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = _learning_rate(self.model.optimizer)
+
+    def _adjust(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        before = _learning_rate(optimizer)
+        after = self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = after
+        momentum = getattr(optimizer, "momentum", None)
+        # A momentum that a compiled step holds as a constant can't be corrected for one batch.
+        eager = self.model.run_eagerly or tensors.backend() == "torch"
+        if self.momentum_correction and eager and isinstance(momentum, float) and before:
+            self._momentum = momentum
+            optimizer.momentum = momentum * after / before
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Grows the learning rate from ``initial_lr / size`` to ``initial_lr`` within the first epochs (Goyal et al. 2017).
+
+    Args:
+        initial_lr: the learning rate after the warm-up: usually that of one worker, times ``hvd.size()``.
+        warmup_epochs: how long it takes.
+        momentum_correction, steps_per_epoch: see `LearningRateScheduleCallback`.
+        verbose: 1 prints the learning rate that was reached.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            # Exactly 1 in the last batch.
+            assert self.steps_per_epoch is not None
+            epoch += 1.0 / self.steps_per_epoch
+            size = basics.size()
+            return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=math.ceil(warmup_epochs),
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0:
+            rate = _learning_rate(self.model.optimizer)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """``keras.callbacks.ModelCheckpoint`` that keeps the best model, and is given its file later, by ``filepath``."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        filepath: str = "best.keras",
+    ) -> None:
+        super().__init__(
+            filepath,
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=False,
+            mode=mode,
+            save_freq=save_freq,
+        )
+
+
+# ---- elastic -----------------------------------------------------------------------------------
+
+
+class _Position(keras.callbacks.Callback):
+    """Keeps a part of the position in a state. A commit at the same moment sees it, however callbacks are ordered."""
+
+    def __init__(self, state: ObjectState) -> None:
+        super().__init__()
+        self.state = state
+        _positions.setdefault(state, []).append(weakref.ref(self))
+
+    def batch_ended(self, batch: int) -> None:
+        """May be called twice."""
+
+    def epoch_ended(self, epoch: int) -> None:
+        """May be called twice."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batch_ended(batch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epoch_ended(epoch)
+
+
+_positions: weakref.WeakKeyDictionary[ObjectState, list[weakref.ref[_Position]]]
+_positions = weakref.WeakKeyDictionary()
+
+
+def _kept_with(state: ObjectState) -> list[_Position]:
+    return [each for ref in _positions.get(state, []) if (each := ref()) is not None]
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits the state each ``batches_per_commit`` batches, and at the end of each epoch.
+
+    Raises Invalid for a ``batches_per_commit`` below 1.
+    """
+
+    def __init__(self, state: ObjectState, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        if not isinstance(batches_per_commit, int) or batches_per_commit < 1:
+            raise Invalid(f"batches_per_commit is {batches_per_commit!r}; give a number from 1 on")
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches_remaining -= 1
+        if self.batches_remaining <= 0:
+            self.batches_remaining = self.batches_per_commit
+            for each in _kept_with(self.state):
+                each.batch_ended(batch)
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for each in _kept_with(self.state):
+            each.epoch_ended(epoch)
+        self.state.commit()
+
+
+class _EndOfEpoch:
+    """A true value of ``model.stop_training`` that ends an epoch, and not the training."""
+
+
+class UpdateBatchStateCallback(_Position):
+    """Keeps ``state.batch``: how many batches of this epoch are done.
+
+    An epoch that was left in the middle goes on there: so many batches fewer are trained in it. Which ones is the data
+    set's affair; ``fit(dataset.skip(state.batch), ...)`` would skip those that are done in every epoch.
+    """
+
+    def __init__(self, state: ObjectState) -> None:
+        super().__init__(state)
+        self.steps_per_epoch: int | None = None
+        self._begun_at = 0  # of the present epoch
+        self._done = False  # with it
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.steps_per_epoch = self.steps_per_epoch or (self.params or {}).get("steps")
+        self._begun_at, self._done = self.state.batch, False
+
+    def batch_ended(self, batch: int) -> None:
+        self.state.batch = self._begun_at + batch + 1
+        if (
+            self._begun_at
+            and self.steps_per_epoch
+            and self.state.batch >= self.steps_per_epoch
+            and not self.model.stop_training
+        ):
+            self.model.stop_training = _EndOfEpoch()
+
+    def epoch_ended(self, epoch: int) -> None:
+        self.state.batch = 0
+        if isinstance(self.model.stop_training, _EndOfEpoch):
+            self.model.stop_training = False
+
+
+class UpdateEpochStateCallback(_Position):
+    """Keeps ``state.epoch``: how many epochs are done, those before this ``fit`` included."""
+
+    def __init__(self, state: ObjectState) -> None:
+        super().__init__(state)
+        self.initial_epoch = state.epoch
+        self._first: int | None = None  # of this fit: 0, or its initial_epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.initial_epoch = self.state.epoch
+        self._first = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._first is None:
+            self._first = epoch
+
+    def epoch_ended(self, epoch: int) -> None:
+        self.state.epoch = self.initial_epoch + epoch - (self._first or 0) + 1
+
+
+def _learning_rate(optimizer: Any) -> float:
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))

@@ -1,0 +1,167 @@
+"""``hvd.DistributedOptimizer`` for Keras, and models that are loaded with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from elastic.api.compression import Compression as TorchCompression
+from elastic.api.ops import Average, as_op
+from elastic.collectives.interface import Op
+from elastic.errors import Invalid
+from elastic.keras import optimizer as reducing
+from elastic.keras import tensors
+from elastic.negotiation.process_sets import ProcessSet, global_process_set
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """The same Keras optimizer, which from now on applies gradients reduced over all ranks.
+
+    All gradients of a step travel in one call. A model that is saved with it is one of Keras's own, and can be loaded
+    without Horovod; `load_model` makes its optimizer a distributed one again.
+
+    Args:
+        optimizer: of Keras 3, on TensorFlow, torch or JAX.
+        compression: ``hvd.Compression.none``, ``fp16``, ``bf16``, or a class with the same two methods.
+        sparse_as_dense: gradients of embeddings travel as dense ones (TensorFlow; elsewhere they are dense anyway).
+        gradient_predivide_factor: Average divides by it before the sum and multiplies by it after.
+        op: Average, Sum or Adasum.
+        backward_passes_per_step: gradients of so many steps are added up before they are applied: Keras's own
+            ``gradient_accumulation_steps``, which averages them.
+        average_aggregated_gradients: what is added up is divided by their number; else their sum is applied.
+        num_groups, groups, name: accepted: all gradients travel together.
+        process_set: the ranks that reduce among themselves. On others the optimizer works as it did.
+        scale_local_gradients: gradients of local variables are divided by the number of ranks.
+        device_dense, device_sparse: accepted, and without a meaning.
+
+    Raises:
+        Invalid: (a ValueError) for bad arguments.
+
+    Example::
+
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size()))
+        model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise Invalid(f"{type(optimizer).__name__} is no Keras optimizer; wrap one")
+    reduction = as_op(op, None)
+    if reduction not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
+        raise Invalid(f"gradients can't be reduced with {reduction.name.title()}; use Average")
+    if gradient_predivide_factor != 1.0 and reduction is not Op.AVERAGE:
+        raise Invalid("gradient_predivide_factor goes with op=Average only; leave it out")
+    if not isinstance(gradient_predivide_factor, int | float) or gradient_predivide_factor <= 0:
+        raise Invalid(
+            f"gradient_predivide_factor is {gradient_predivide_factor!r}; give a positive number"
+        )
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise Invalid(
+            f"backward_passes_per_step is {backward_passes_per_step!r}; give a number from 1 on"
+        )
+    if backward_passes_per_step > 1:
+        _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
+    options = reducing.KerasOptions(
+        reduction,
+        _of_torch(compression),
+        float(gradient_predivide_factor),
+        process_set,
+        scale_local_gradients,
+    )
+    if tensors.backend() == "tensorflow":
+        from elastic.tensorflow import gradients
+
+        gradients.check_groups(num_groups or groups)
+        options.of_tensorflow = gradients.GradientOptions(
+            op=reduction,
+            compression=_of_tensorflow(compression),
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+    return reducing.distribute(optimizer, options)
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> Any:
+    """`DistributedOptimizer`, but the variables of ``local_layers``, a layer or several, belong to this rank: their
+    gradients are not reduced.
+    """
+    made = DistributedOptimizer(optimizer, *args, **kwargs)
+    layers = [] if local_layers is None else local_layers
+    for layer in layers if isinstance(layers, list | tuple | set) else [layers]:
+        if not isinstance(layer, keras.layers.Layer):
+            raise Invalid(f"local_layers has a {type(layer).__name__}, which is no Keras layer")
+        for variable in layer.trainable_weights:
+            made.register_local_var(variable)
+    return made
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Any = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = None,
+) -> Any:
+    """A saved Keras model, whose optimizer becomes a distributed one, with its state.
+
+    Args:
+        filepath: of a ``.keras`` or ``.h5`` file.
+        custom_optimizers: a list of optimizer classes of one's own.
+        custom_objects: as for ``keras.models.load_model``.
+        compression: as for `DistributedOptimizer`.
+    """
+    objects = {each.__name__: each for each in custom_optimizers or []} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects or None)
+    if getattr(model, "optimizer", None) is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def _accumulate(optimizer: Any, passes: int, average: bool) -> None:
+    if optimizer.built:
+        raise Invalid(
+            "backward_passes_per_step is for an optimizer that has not worked yet; wrap a new one"
+        )
+    optimizer.gradient_accumulation_steps = passes
+    if not average:
+        # Keras averages what it adds up.
+        clip = optimizer._clip_gradients
+        object.__setattr__(
+            optimizer, "_clip_gradients", lambda grads: clip([g * passes for g in grads])
+        )
+
+
+def _of_torch(compression: Any) -> Any:
+    """Each framework casts its own tensors."""
+    if tensors.backend() == "tensorflow":
+        return TorchCompression.none  # not used
+    return TorchCompression.none if compression is None else compression
+
+
+def _of_tensorflow(compression: Any) -> Any:
+    """Horovod has one ``Compression`` for TensorFlow and another for torch: either will do."""
+    from elastic.tensorflow.compression import Compression
+
+    if compression is None:
+        return Compression.none
+    for name in ("none", "fp16", "bf16"):
+        if compression is getattr(TorchCompression, name):
+            return getattr(Compression, name)
+    return compression

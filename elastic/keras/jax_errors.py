@@ -1,0 +1,31 @@
+"""What JAX reports from inside a compiled step, as the error that it was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from elastic.keras import tensors
+
+Value = TypeVar("Value")
+
+
+def unwrapping(func: Callable[..., Value]) -> Callable[..., Value]:
+    """Raises what a collective raised inside a compiled step, in place of JAX's error."""
+
+    @functools.wraps(func)
+    def training(*args: Any, **kwargs: Any) -> Value:
+        tensors.raised.clear()
+        try:
+            return func(*args, **kwargs)
+        except jax.errors.JaxRuntimeError as error:
+            if not tensors.raised:
+                raise
+            cause = tensors.raised.pop()
+            tensors.raised.clear()
+            raise cause from error
+
+    return training

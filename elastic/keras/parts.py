@@ -1,0 +1,106 @@
+"""A Keras model and a Keras optimizer as parts of a state: see `elastic.state.handlers.part`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+
+from elastic.api import arrays
+from elastic.errors import Invalid
+from elastic.state.handlers import registry
+from elastic.state.handlers.variables import VariablesPart
+from elastic.state.snapshots.snapshot import same_bits
+
+
+class ModelPart(VariablesPart):
+    """A Keras model that has been built."""
+
+    value: keras.Model
+
+    def _adopt_value(self) -> None:
+        if not self.value.built:
+            raise Invalid(
+                f"{self.what} has no weights yet; give it an Input, or call it once, before you hand it to a state"
+            )
+
+    def variables(self) -> Sequence[Any]:
+        _settle(self.value)
+        return list(self.value.weights)
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        trained = {id(each) for each in self.value.trainable_weights}
+        named = self.named()
+        names = [name for name, each in named.items() if id(each) in trained]
+        return {"trained": names}, super().pack()[1]
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        _forget(self.value)
+        super().place(structure, fresh, own, restoring=restoring)
+
+    def equal_everywhere(self, structure: Any) -> set[str] | None:
+        return set(structure["trained"])
+
+    def digested(self) -> dict[str, torch.Tensor]:
+        return self._committed(True)
+
+    def digested_buffers(self) -> dict[str, torch.Tensor]:
+        return self._committed(False)
+
+    def _committed(self, trained: bool) -> dict[str, torch.Tensor]:
+        bank = self.snapshot.bank
+        names = set(bank.beside[0]["trained"])
+        return {
+            name: tensor for name, tensor in bank.buffers().items() if (name in names) == trained
+        }
+
+    def differing(self) -> list[str]:
+        live = self.named()
+        return [
+            f"{self.name}.{name}"
+            for name, buffer in self.digested().items()
+            if name in live and not same_bits(arrays.value_of(live[name]), buffer)
+        ]
+
+
+class OptimizerPart(VariablesPart):
+    """A Keras optimizer. It must know its model's variables: see `build`."""
+
+    value: keras.optimizers.Optimizer
+
+    def _adopt_value(self) -> None:
+        if not self.value.built:
+            raise Invalid(
+                f"{self.what} has not been built; give the state the model too, or call"
+                " optimizer.build(model.trainable_variables)"
+            )
+
+    def variables(self) -> Sequence[Any]:
+        return list(self.value.variables)
+
+
+def _settle(model: Any) -> None:
+    """In the middle of ``fit`` the JAX backend has a model's values elsewhere."""
+    sync = getattr(model, "jax_state_sync", None)
+    if sync is not None:
+        sync()
+
+
+def _forget(model: Any) -> None:
+    """What the JAX backend has elsewhere is of before."""
+    if hasattr(model, "_jax_state"):
+        model._jax_state = None
+        model._jax_state_synced = True
+
+
+registry.set_handler_registry(
+    [
+        (keras.Model, ModelPart),
+        (keras.optimizers.Optimizer, OptimizerPart),
+        *registry.get_handler_registry(),
+    ]
+)

@@ -1,0 +1,26 @@
+"""``elastic.run`` for functions that train with Keras, on each of its backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from elastic import run_loop
+from elastic.keras import tensors
+
+Value = TypeVar("Value")
+
+
+def run(func: Callable[..., Value]) -> Callable[..., Value]:
+    """`elastic.run_loop.run`, which also recovers from what is reported of a collective inside a compiled step."""
+    match tensors.backend():
+        case "tensorflow":
+            from elastic.tensorflow import run as of_tensorflow
+
+            return of_tensorflow.run(func)
+        case "jax":
+            from elastic.keras import jax_errors
+
+            return run_loop.run(jax_errors.unwrapping(func))
+        case _:
+            return run_loop.run(func)

@@ -1,0 +1,46 @@
+"""States of Keras models, on each of its backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from elastic.errors import Invalid
+from elastic.keras import parts  # noqa: F401  tells states how models and optimizers are handled
+from elastic.state.handled_state import HandledState
+
+
+class KerasState(HandledState):
+    """A Keras model, its optimizer, and Python values: ``KerasState(model, batch=0, epoch=0)``.
+
+    Committed, restored, and brought to workers that lack it: all weights, the state of the optimizer, and the values.
+
+    Args:
+        model: built: with an Input, or called once.
+        optimizer: the model's own by default. It is built here if it has not been.
+        backend: accepted, and without a meaning.
+        rng: commits and restores this worker's random generators too (torch, numpy, random).
+        **kwargs: values of the state, as attributes.
+
+    Raises:
+        Invalid: for a model that is not built, or a value that can't be copied.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        backend: Any = None,
+        rng: Any = False,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(model, keras.Model):
+            raise Invalid(f"model is a {type(model).__name__}; pass the keras.Model itself")
+        optimizer = optimizer or getattr(model, "optimizer", None)
+        if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise Invalid(f"optimizer is a {type(optimizer).__name__}; pass the Keras optimizer")
+        if optimizer is not None and model.built and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        values = {"model": model, "optimizer": optimizer}
+        super().__init__({n: v for n, v in values.items() if v is not None} | kwargs, rng)

@@ -1,0 +1,226 @@
+"""A state of values of which some are handled: models, optimizers, samplers. Each is a part (see `part`); this keeps
+them in step. `TorchState` and Keras's states say which they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from elastic.collectives.interface import Collectives
+from elastic.errors import Invalid
+from elastic.failpoints import failpoint
+from elastic.state import exchange
+from elastic.state.exchange import GroupOn
+from elastic.state.handlers.part import Part, SamplerStateHandler
+from elastic.state.handlers.random_state import RandomState
+from elastic.state.handlers.registry import StateHandler, handler_for
+from elastic.state.held import Held, HeldPart
+from elastic.state.snapshots import digest
+from elastic.state.snapshots.snapshot import Snapshot
+from elastic.state.state import ObjectState, log, refuse_method_names
+
+
+class HandledState(ObjectState):
+    """Values of which some are handled by a `Part` or a handler of the script's own: `registry` says which."""
+
+    def __init__(self, values: dict[str, Any], rng: Any = False) -> None:
+        values = dict(values)
+        if not isinstance(rng, bool):  # a script's own value of that name
+            values["rng"] = rng
+        refuse_method_names(values)
+        self._handlers: dict[str, StateHandler] = {}
+        for name, value in values.items():
+            handler = handler_for(name, value)
+            if handler is not None:
+                self._handlers[name] = handler
+                object.__setattr__(self, name, value)
+        self._random = RandomState() if rng is True else None
+        self._begun = 0  # saves; tells a digest that a save came in between
+        super().__init__(**{name: v for name, v in values.items() if name not in self._handlers})
+        if self._random is not None:
+            self._random.save()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):  # ours; a commit sets several
+            object.__setattr__(self, name, value)
+            return
+        handlers: dict[str, StateHandler] = self.__dict__.get("_handlers", {})
+        if name in handlers or (
+            name in self.__dict__.get("_saved_state", ()) and value is not None
+        ):
+            handler = handlers.get(name)
+            if handler is None or handler.value is not value:
+                self._handle(name, value)
+        super().__setattr__(name, value)
+
+    def _handle(self, name: str, value: Any) -> None:
+        """A name gets another value: which may be of a kind that is handled differently."""
+        present = self._handlers.get(name)
+        handler = None
+        if present is None or not isinstance(value, type(present.value)):
+            handler = handler_for(name, value)
+            if present is None and handler is None:
+                return
+        if handler is not None:
+            self._handlers[name] = handler
+            self._saved_state.pop(name, None)
+        elif present is not None and isinstance(value, type(present.value)):
+            present.set_value(value)
+        else:
+            del self._handlers[name]
+            self._saved_state[name] = self._copied({name: value})[name]
+
+    def _parts(self) -> dict[str, Part]:
+        """The values that travel in one transfer."""
+        return {
+            name: handler
+            for name, handler in self._handlers.items()
+            if isinstance(handler, Part) and type(handler).sync is Part.sync
+        }
+
+    def _trained(self) -> list[tuple[int, list[int]]]:
+        samplers = [h.value for h in self._handlers.values() if isinstance(h, SamplerStateHandler)]
+        return samplers[0].take_trained() if samplers else []
+
+    def _foreign_handlers(self) -> dict[str, StateHandler]:
+        """Handlers with a ``sync`` of their own."""
+        parts = self._parts()
+        return {name: each for name, each in self._handlers.items() if name not in parts}
+
+    def _of_ours(self) -> list[Part]:
+        return [handler for handler in self._handlers.values() if isinstance(handler, Part)]
+
+    def _snapshots(self) -> list[Snapshot]:
+        return [part.snapshot for part in self._of_ours()]
+
+    def _referred(self) -> list[object]:
+        return [handler.value for handler in self._handlers.values()]
+
+    # ---- commits ---------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Copies what may have changed since the last save. Raises Invalid, DeviceLost."""
+        # First what is likely to fail: then the last commit is still whole.
+        values = self._copied(self._values())
+        with self._saving():
+            self._begun += 1
+            for handler in self._handlers.values():
+                handler.save()
+                failpoint("snapshot")
+            self._saved_state = values
+            if self._random is not None:
+                self._random.save()
+
+    def restore(self) -> None:
+        """Goes back to the last commit; after a torn save only gradients are cleared. Raises DeviceLost."""
+        if not self.valid():
+            log.warning(
+                "the last save() did not complete, so there is nothing whole to restore:"
+                " values stay as they are"
+            )
+            for part in self._of_ours():
+                part.restore_nothing()
+            return
+        for snapshot in self._snapshots():
+            snapshot.complete()
+        for handler in self._handlers.values():
+            handler.restore()
+        self._restore_values()
+        if self._random is not None:
+            self._random.restore()
+
+    def reset(self) -> None:
+        """The world has changed: samplers deal out anew what is left."""
+        for part in self._of_ours():
+            part.reset()
+
+    def _hold(self) -> Held:
+        foreign = self._foreign_handlers()
+        if foreign:
+            name, handler = next(iter(foreign.items()))
+            raise Invalid(
+                f"state.{name} is kept by {type(handler).__name__}, which does not say what it consists of, so it can't"
+                " be part of a checkpoint: let the handler be a Part, or train without --checkpoint-dir"
+            )
+        held = {name: HeldPart.of(part) for name, part in self._parts().items()}
+        saved = None if self._random is None else self._random.saved
+        return Held(self.layout(), self._saved_state, held, saved)
+
+    def _take_random(self, saved: dict[str, Any]) -> None:
+        if self._random is not None:
+            self._random.adopt(saved)
+
+    # ---- other workers ---------------------------------------------------------------------------
+
+    def layout(self) -> str:
+        """``model.0.weight float32 [10, 20]``, ``optimizer SGD groups [4]``; no values, no optimizer entries."""
+        return "\n".join(line for part in self._parts().values() for line in part.layout())
+
+    def handled(self) -> list[object]:
+        return [part.value for part in self._parts().values()]
+
+    def sync(self) -> None:
+        """Makes everything equal to rank 0's present state, everywhere, and commits it. Raises StateMismatch."""
+        for handler in self._foreign_handlers().values():
+            handler.sync()
+        super().sync()
+        for part in self._parts().values():
+            part.reset()  # rank 0 too deals out what is left, as the others did when they took it over
+
+    def transfer(
+        self,
+        group: Collectives,
+        root: int,
+        *,
+        expected_equal: bool = False,
+        group_on: GroupOn | None = None,
+    ) -> int:
+        """Rank ``root`` sends its live state, the others receive it in place. Returns bytes copied. Does not save.
+
+        ``expected_equal``: the receiver holds the same commit, so a parameter that differs from it is named in a
+        warning. Raises StateMismatch at a receiver whose layout differs, after everything was received.
+        """
+        moved, values = exchange.transfer(
+            group, root, self._parts(), self._values(), self.layout(), group_on
+        )
+        if group.rank == root:
+            return moved
+        self._take_over(values)
+        if expected_equal:
+            names = [name for part in self._of_ours() for name in part.differing()]
+            if names:
+                log.warning(
+                    "%d parameters differed from rank %d's under the same commit: %s",
+                    len(names),
+                    root,
+                    ", ".join(names),
+                )
+        return moved
+
+    def digest(self) -> int:
+        """63-bit digest of the committed parameters. 0 if there are none, or if a save began meanwhile: ask again."""
+        return self._digest(
+            (f"{name}.{key}", tensor)
+            for name, part in self._parts().items()
+            for key, tensor in part.digested().items()
+        )
+
+    def digest_buffers(self) -> int:
+        """The same of the committed persistent buffers."""
+        return self._digest(
+            (f"{name}.{key}", tensor)
+            for name, part in self._parts().items()
+            for key, tensor in part.digested_buffers().items()
+        )
+
+    def _digest(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        begun = self._begun
+        if not self.valid():
+            return 0
+        for snapshot in self._snapshots():
+            snapshot.complete()
+        made = digest.digest(tensors)
+        return made if begun == self._begun else 0

@@ -1,0 +1,109 @@
+"""TensorFlow's tensors as torch's and back, when TensorFlow runs eagerly and in a ``tf.function`` or graph. Knows no
+collective.
+
+On the CPU inputs are views of TensorFlow's memory, and results are new tensors. On a GPU both are copied over the host.
+XLA can't call Python: what comes through here can't be compiled with ``jit_compile=True``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import torch
+
+from elastic.api.arrays import to_numpy, to_torch
+
+Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+KEPT = 64  # errors on their way through TensorFlow; each is taken once, or never
+
+_raised: OrderedDict[int, BaseException] = OrderedDict()
+_numbers = itertools.count(1)
+
+
+def call(
+    compute: Compute,
+    tensors: Sequence[tf.Tensor],
+    shapes: Sequence[tf.TensorShape],
+    dtypes: Sequence[tf.DType] | None = None,
+    name: str = "elastic",
+) -> list[tf.Tensor]:
+    """``compute`` of these tensors: now, or each time that the graph comes by. It takes and returns torch's on the CPU.
+
+    ``shapes`` are those of the results, as far as they are known; ``dtypes`` are those of ``tensors`` by default.
+    What ``compute`` raises is raised here, or, out of a graph, an error of TensorFlow's from which `original` finds it.
+    """
+    if not tensors and dtypes is None:
+        return []
+    if tf.executing_eagerly():
+        now = compute([to_torch(_array(tensor)) for tensor in tensors])
+        return [tf.convert_to_tensor(to_numpy(result)) for result in now]
+
+    def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        try:
+            found = compute([to_torch(np.asarray(array)) for array in arrays])
+            return [to_numpy(each) for each in found]
+        except BaseException as error:
+            raise RuntimeError(f"{type(error).__name__}: {error} {_keep(error)}") from error
+
+    wanted = list(dtypes or [tensor.dtype for tensor in tensors])
+    after = _last_here()
+    with tf.control_dependencies(after or []):
+        made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=_legal(name))
+    results: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
+    if after is not None and results:
+        after[:] = [results[0].op]
+    for result, shape in zip(results, shapes, strict=True):
+        result.set_shape(shape)
+    return results
+
+
+def original(error: tf.errors.OpError) -> BaseException | None:
+    """What was raised inside a graph, where this error of TensorFlow's is due to it; None if to something else."""
+    message = str(error)
+    for number in reversed(_raised):
+        if _mark(number) in message:
+            return _raised.pop(number)
+    return None
+
+
+def _keep(error: BaseException) -> str:
+    number = next(_numbers)
+    _raised[number] = error
+    while len(_raised) > KEPT:
+        _raised.popitem(last=False)
+    return _mark(number)
+
+
+def _mark(number: int) -> str:
+    return f"(error {number} of this process)"
+
+
+def _array(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
+    return np.asarray(tensor.numpy())
+
+
+def _last_here() -> list[tf.Operation] | None:
+    """What comes last in a graph of TensorFlow 1, to run the next one after it; None where that is seen to already.
+
+    A ``tf.function`` runs what has side effects in the order in which it was written. A graph runs whatever is ready:
+    with as many calls waiting as it has threads, on each rank for another collective, nobody would get on.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if graph.building_function or graph._get_control_flow_context() is not None:
+        return None
+    last: list[list[tf.Operation]] = graph.get_collection_ref("elastic_last_collective")
+    if not last:
+        last.append([])
+    return last[0]
+
+
+def _legal(name: str) -> str:
+    """A name as operations of a graph may have."""
+    kept = "".join(c if (c.isalnum() and c.isascii()) or c in "_." else "_" for c in name)
+    return kept if kept[:1].isalnum() else f"e{kept}"

@@ -1,0 +1,22 @@
+"""What TensorFlow reports from inside a graph, as the error that it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from elastic.tensorflow import bridge
+
+
+@contextlib.contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raises what a collective raised inside a ``tf.function`` or graph, in place of TensorFlow's error."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        cause = bridge.original(error)
+        if cause is None:
+            raise
+        raise cause from error

@@ -1,0 +1,564 @@
+"""Collectives for TensorFlow, with Horovod's names, signatures and defaults; `elastic.negotiation` does the work.
+
+All functions take tensors, variables or what can be converted to a tensor. They run eagerly and inside ``tf.function``,
+and have gradients. A reduction takes (u)int8, int16, int32, int64, float16, bfloat16, float32 and float64; what only
+moves data also takes bool and complex numbers. Shapes and dtypes are the same on all ranks, unless a function says
+otherwise.
+
+These arguments mean the same everywhere:
+
+    name: what the call is matched by: ranks may submit different names in different orders. Calls without a name are
+        matched by their order among those of one kind.
+    op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+    average: deprecated; True is ``op=Average``, False is ``op=Sum``.
+    prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
+        only.
+    compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods.
+    process_set: only its ranks call, and only they take part. All ranks by default.
+    device_dense, device_sparse, ignore_name_scope: accepted, and without a meaning here.
+
+All raise what torch's collectives raise (see `elastic.api.ops`). Out of a ``tf.function`` comes an error of
+TensorFlow's in its place, with the same sentence; ``hvd.elastic.run`` recovers from both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+import torch
+
+from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum, as_op
+from elastic.collectives.interface import Op
+from elastic.negotiation import submission
+from elastic.negotiation.process_sets import ProcessSet, global_process_set, resolve
+from elastic.optimizer import join as joining
+from elastic.runtime import basics
+from elastic.tensorflow import bridge
+from elastic.tensorflow.compression import Compression
+
+Tensors = Sequence[tf.Tensor]
+_CPU = torch.device("cpu")
+
+
+# ---- allreduce ---------------------------------------------------------------------------------
+
+
+def allreduce(
+    tensor: tf.Tensor | tf.IndexedSlices,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> tf.Tensor | tf.IndexedSlices:
+    """Reduces a tensor over all ranks. Differentiable.
+
+    Args:
+        tensor: of any shape and a dtype that can be reduced; or ``tf.IndexedSlices``, which are gathered from all
+            ranks, with ``op`` Average (the values are divided by the number of ranks) or Sum.
+
+    Returns:
+        A new tensor of the same shape and dtype, or IndexedSlices.
+
+    Raises:
+        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the module.
+
+    Example::
+
+        loss = hvd.allreduce(loss)  # the mean over all ranks
+    """
+    if isinstance(tensor, tf.IndexedSlices):
+        return _allreduce_slices(tensor, name, as_op(op, average), process_set)
+    factors = (prescale_factor, postscale_factor)
+    return _grouped_allreduce(
+        [tensor], name, as_op(op, average), factors, compression, process_set
+    )[0]
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[tf.Tensor]:
+    """`allreduce` of several tensors at once; those of one dtype travel in one buffer. Differentiable.
+
+    Raises ValueError for IndexedSlices, besides what the module says.
+    """
+    if not tensors:
+        return []
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise ValueError("grouped_allreduce takes no tf.IndexedSlices; give each to allreduce")
+    factors = (prescale_factor, postscale_factor)
+    return _grouped_allreduce(tensors, name, as_op(op, average), factors, compression, process_set)
+
+
+def _grouped_allreduce(
+    tensors: Tensors,
+    name: str | None,
+    op: Op,
+    factors: tuple[float, float],
+    compression: Any,
+    process_set: ProcessSet,
+) -> list[tf.Tensor]:
+    packed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    reduced = _reduce(name, process_set, op, factors, [tensor for tensor, _ in packed])
+    return [
+        compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(reduced, packed, strict=True)
+    ]
+
+
+def _reduce(
+    name: str | None,
+    process_set: ProcessSet,
+    op: Op,
+    factors: tuple[float, float],
+    tensors: Tensors,
+) -> list[tf.Tensor]:
+    """The gradient is the same reduction of the gradients."""
+
+    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        handle = submission.start_allreduce(
+            found, name, op, *factors, members=resolve(process_set), soon=True
+        )
+        result: Sequence[torch.Tensor] = submission.synchronize(handle)
+        return result
+
+    @tf.custom_gradient
+    def reduction(*given: tf.Tensor) -> Any:
+        made = bridge.call(compute, given, [tensor.shape for tensor in given], name="allreduce")
+
+        def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
+            return _of_floating(
+                lambda floating: _reduce(_backward(name), process_set, op, factors, floating),
+                gradients,
+                given,
+            )
+
+        return made, backward
+
+    return list(reduction(*tensors))
+
+
+def _allreduce_slices(
+    slices: tf.IndexedSlices, name: str | None, op: Op, process_set: ProcessSet
+) -> tf.IndexedSlices:
+    if op not in (Op.AVERAGE, Op.SUM):
+        raise NotImplementedError(
+            f"tf.IndexedSlices can't be reduced with {op.name.title()}; use Average or Sum, or sparse_as_dense=True"
+        )
+    names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")
+    values = allgather(slices.values, names[0], process_set=process_set)
+    indices = allgather(slices.indices, names[1], process_set=process_set)
+    if op is Op.AVERAGE:
+        # As many as there are when it runs: a graph outlives a world.
+        (count,) = bridge.call(
+            lambda _: [torch.tensor(submission.group_size(_CPU, resolve(process_set)))],
+            [],
+            [tf.TensorShape([])],
+            [tf.int64],
+            "size",
+        )
+        values = values / tf.cast(count, values.dtype)
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+# ---- allgather ---------------------------------------------------------------------------------
+
+
+def allgather(
+    tensor: tf.Tensor,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Concatenates all ranks' tensors along dimension 0, in rank order. Differentiable.
+
+    Args:
+        tensor: of shape ``[rows, ...]``. ``rows`` may differ between ranks.
+
+    Returns:
+        A new tensor of shape ``[sum of all rows, ...]`` and the same dtype.
+    """
+    return grouped_allgather([tensor], name, process_set=process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Tensors,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """`allgather` of several tensors. Differentiable."""
+    return _gather(name, process_set, [tf.convert_to_tensor(each) for each in tensors])
+
+
+def _gather(name: str | None, process_set: ProcessSet, tensors: Tensors) -> list[tf.Tensor]:
+    """The gradient is this rank's rows of the summed gradient, as in Horovod for TensorFlow."""
+
+    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        handle = submission.start_allgather(found, name, members=resolve(process_set), soon=True)
+        results, starts = submission.synchronize(handle)
+        return [*results, torch.tensor(starts)]
+
+    @tf.custom_gradient
+    def gathering(*given: tf.Tensor) -> Any:
+        shapes = [_any_rows(tensor) for tensor in given]
+        shapes.append(tf.TensorShape([len(given)]))
+        dtypes = [*(tensor.dtype for tensor in given), tf.int64]
+        # In which row of each result this rank's rows start.
+        *made, starts = bridge.call(compute, given, shapes, dtypes, "allgather")
+
+        def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
+            def rows(floating: Tensors) -> list[tf.Tensor]:
+                summed = _reduce(_backward(name), process_set, Op.SUM, (1.0, 1.0), floating)
+                places = [number for number, each in enumerate(given) if _differentiable(each)]
+                lengths = [tf.shape(given[place], tf.int64)[0] for place in places]
+                return [
+                    each[starts[place] : starts[place] + length]
+                    for each, place, length in zip(summed, places, lengths, strict=True)
+                ]
+
+            return _of_floating(rows, gradients, given)
+
+        return made, backward
+
+    return list(gathering(*tensors))
+
+
+# ---- broadcast ---------------------------------------------------------------------------------
+
+
+def broadcast(
+    tensor: tf.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Gives every rank the tensor of rank ``root_rank``, which counts in the world. Differentiable."""
+    return _broadcast(name, process_set, root_rank, tf.convert_to_tensor(tensor))
+
+
+def broadcast_(
+    variables: Sequence[tf.Variable],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Variable]:
+    """Overwrites variables with those of rank ``root_rank``, and returns them. Not differentiable."""
+    from elastic.tensorflow.variables import broadcast_variables
+
+    broadcast_variables(variables, root_rank, process_set)
+    return list(variables)
+
+
+def _broadcast(
+    name: str | None, process_set: ProcessSet, root: int, tensor: tf.Tensor
+) -> tf.Tensor:
+    """The gradient is the summed gradient on the root, zeros elsewhere."""
+
+    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        handle = submission.start_broadcast(
+            found[0], root, name, members=resolve(process_set), in_place=False, soon=True
+        )
+        return [submission.synchronize(handle)]
+
+    @tf.custom_gradient
+    def casting(given: tf.Tensor) -> Any:
+        (made,) = bridge.call(compute, [given], [given.shape], name="broadcast")
+
+        def backward(gradient: tf.Tensor) -> tf.Tensor:
+            (summed,) = _reduce(_backward(name), process_set, Op.SUM, (1.0, 1.0), [gradient])
+            (mine,) = bridge.call(
+                lambda _: [torch.tensor(submission.is_root(root, _CPU, resolve(process_set)))],
+                [],
+                [tf.TensorShape([])],
+                [tf.bool],
+                "is_root",
+            )
+            return tf.where(mine, summed, tf.zeros_like(summed))
+
+        return made, backward
+
+    return casting(tensor)
+
+
+# ---- alltoall ----------------------------------------------------------------------------------
+
+
+def alltoall(
+    tensor: tf.Tensor,
+    splits: tf.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
+    """Sends ``splits[r]`` rows of the tensor to each rank r, and returns what all have sent here. Differentiable.
+
+    Args:
+        tensor: of shape ``[rows, ...]``.
+        splits: an int32 vector with one number for each rank; without it all get equally many rows.
+
+    Returns:
+        The received rows, in rank order; with ``splits`` also a vector that says how many came from each rank.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    if splits is None:
+        return _exchange(name, process_set, tensor, None)[0]
+    given = tf.cast(tf.convert_to_tensor(splits), tf.int32)
+    return _exchange(name, process_set, tensor, given)
+
+
+def _exchange(
+    name: str | None, process_set: ProcessSet, tensor: tf.Tensor, splits: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The gradient of a row goes back to where the row came from."""
+
+    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        rows = found[1] if len(found) > 1 else None
+        handle = submission.start_alltoall(
+            found[0], rows, name, members=resolve(process_set), soon=True
+        )
+        output, received = submission.synchronize(handle)
+        return [output, received.to(torch.int32)]
+
+    @tf.custom_gradient
+    def exchange(given: tf.Tensor) -> Any:
+        inputs = [given] if splits is None else [given, splits]
+        shapes = [_any_rows(given), tf.TensorShape([None])]
+        made, received = bridge.call(compute, inputs, shapes, [given.dtype, tf.int32], "alltoall")
+
+        def backward(gradient: tf.Tensor, _: Any = None) -> tf.Tensor:
+            returned, _sent = _exchange(_backward(name), process_set, gradient, received)
+            missing = tf.shape(given)[0] - tf.shape(returned)[0]
+            rest = tf.concat([[missing], tf.shape(returned)[1:]], 0)
+            back = tf.concat([returned, tf.zeros(rest, returned.dtype)], 0)
+            back.set_shape(given.shape)
+            return back
+
+        return (made, received), backward
+
+    made, received = exchange(tensor)
+    return made, received
+
+
+# ---- reducescatter -----------------------------------------------------------------------------
+
+
+def reducescatter(
+    tensor: tf.Tensor,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """Reduces a tensor of shape ``[rows, ...]``, and gives each rank its share of the rows: the first ranks have one
+    more where they can't be dealt out evenly. ``op`` is Average or Sum. Differentiable.
+    """
+    return grouped_reducescatter(
+        [tensor],
+        device_dense,
+        compression,
+        op,
+        process_set,
+        prescale_factor,
+        postscale_factor,
+        name,
+    )[0]
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[tf.Tensor]:
+    """`reducescatter` of several tensors at once. Differentiable."""
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise NotImplementedError("reducescatter takes no tf.IndexedSlices; use allreduce")
+    packed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    factors = (prescale_factor, postscale_factor)
+    made = _scatter(name, process_set, as_op(op, None), factors, [tensor for tensor, _ in packed])
+    return [
+        compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(made, packed, strict=True)
+    ]
+
+
+def _scatter(
+    name: str | None,
+    process_set: ProcessSet,
+    op: Op,
+    factors: tuple[float, float],
+    tensors: Tensors,
+) -> list[tf.Tensor]:
+    """The gradient: all ranks' gradients, gathered; times the number of ranks for Sum, as in Horovod."""
+
+    def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        handle = submission.start_reducescatter(
+            found, name, op, *factors, members=resolve(process_set), soon=True
+        )
+        result: Sequence[torch.Tensor] = submission.synchronize(handle)
+        return result
+
+    def gathered(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        size = submission.group_size(_CPU, resolve(process_set)) if op is Op.SUM else 1
+        scaled = [each * (factors[0] * factors[1] * size) for each in found]
+        handle = submission.start_allgather(
+            scaled, _backward(name), members=resolve(process_set), soon=True
+        )
+        results, _ = submission.synchronize(handle)
+        return list(results)
+
+    @tf.custom_gradient
+    def scattering(*given: tf.Tensor) -> Any:
+        made = bridge.call(
+            compute, given, [_any_rows(each) for each in given], name="reducescatter"
+        )
+
+        def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
+            floating = [each.shape for each in given if _differentiable(each)]
+            return _of_floating(
+                lambda chosen: bridge.call(gathered, chosen, floating, name="allgather"),
+                gradients,
+                given,
+            )
+
+        return made, backward
+
+    return list(scattering(*tensors))
+
+
+# ---- others ------------------------------------------------------------------------------------
+
+
+def join() -> tf.Tensor:
+    """This rank has no more data: returns once all ranks have called it, an int32 with the rank that did so last.
+
+    See `elastic.optimizer.join.join`.
+    """
+    return bridge.call(
+        lambda _: [torch.tensor(joining.join(), dtype=torch.int32)],
+        [],
+        [tf.TensorShape([])],
+        [tf.int32],
+        "join",
+    )[0]
+
+
+def _asked(name: str | None, kind: str, answer: Any) -> tf.Tensor:
+    """An int32 that is asked for when it runs: a graph outlives a world."""
+    return bridge.call(
+        lambda _: [torch.tensor(int(answer()), dtype=torch.int32)],
+        [],
+        [tf.TensorShape([])],
+        [tf.int32],
+        name or kind,
+    )[0]
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """The number of ranks, of the world or of a process set, as an int32 that is asked for whenever a graph runs."""
+    return _asked(name, "size", lambda: _process_set(process_set_id).size() or 0)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """As `size_op`: the number of ranks on this host."""
+    return _asked(name, "local_size", basics.local_size)
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """As `size_op`: this rank."""
+    return _asked(name, "rank", basics.rank)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """As `size_op`: this rank's number on its host."""
+    return _asked(name, "local_rank", basics.local_rank)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """As `size_op`: 1 if this rank belongs to the process set, else 0."""
+    return _asked(name, "included", lambda: _process_set(process_set_id).included())
+
+
+def _process_set(number: int) -> ProcessSet:
+    from elastic.negotiation.process_sets import process_set_by_id
+
+    return process_set_by_id(number)
+
+
+# ---- what they have in common ------------------------------------------------------------------
+
+
+def _backward(name: str | None) -> str | None:
+    return None if name is None else f"{name}.grad"
+
+
+def _any_rows(tensor: tf.Tensor) -> tf.TensorShape:
+    return tf.TensorShape([None]).concatenate(tensor.shape[1:]) if tensor.shape.rank else None
+
+
+def _differentiable(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _of_floating(
+    compute: Any, gradients: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """``compute`` of the gradients of those that have one, by dtype, so that all ranks choose the same ones."""
+    chosen = [_differentiable(tensor) for tensor in given]
+    made = iter(
+        compute([tf.convert_to_tensor(g) for g, use in zip(gradients, chosen, strict=True) if use])
+        if any(chosen)
+        else []
+    )
+    return [next(made) if use else None for use in chosen]
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "join",
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "rank_op",
+    "reducescatter",
+    "size_op",
+]

@@ -1,0 +1,40 @@
+"""``SyncBatchNormalization``: Keras's batch normalization with the statistics of all ranks' batches together.
+
+One small allreduce of each rank's sums, sums of squares and number of values; from Ioffe and Szegedy, "Batch
+Normalization", ICML 2015, arXiv 1502.03167. Through it flow gradients, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from elastic.api.ops import Sum
+from elastic.negotiation.process_sets import ProcessSet, global_process_set
+from elastic.tensorflow import ops
+
+
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """As ``keras.layers.BatchNormalization``, on TensorFlow; ``process_set`` says who shares statistics."""
+
+    def __init__(self, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
+        if kwargs.pop("fused", False):
+            raise ValueError("SyncBatchNormalization does not support fused=True.")
+        super().__init__(**kwargs)
+        self._process_set = process_set
+
+    def _moments(self, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        mean, variance = super()._moments(inputs, mask)
+        masked = mask is not None
+        values = (
+            tf.reduce_sum(tf.cast(mask, mean.dtype)) if masked else tf.size(inputs) / tf.size(mean)
+        )
+        count = tf.fill(tf.shape(mean), tf.cast(values, mean.dtype))
+        sums = tf.stack([mean * count, (variance + tf.square(mean)) * count, count])
+        of_all = ops.allreduce(sums, op=Sum, process_set=self._process_set)
+        wide = tf.maximum(of_all[2], 1.0)
+        group_mean = of_all[0] / wide
+        group_variance = tf.maximum(of_all[1] / wide - tf.square(group_mean), 0.0)
+        return group_mean, group_variance

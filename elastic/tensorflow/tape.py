@@ -1,0 +1,143 @@
+"""``tf.GradientTape`` whose gradients are reduced over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from elastic.errors import Invalid
+from elastic.negotiation.process_sets import ProcessSet, global_process_set
+from elastic.tensorflow import gradients
+from elastic.tensorflow.compression import Compression
+from elastic.tensorflow.ops import Average
+
+
+class DistributedTape:
+    """What a distributed tape has besides its own methods."""
+
+    _options: gradients.GradientOptions
+    _local_sources: set[Any]
+
+    def register_local_source(self, source: tf.Variable) -> None:
+        """This variable belongs to this rank: its gradient is not reduced."""
+        self._local_sources.add(source.ref())
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """As ``tf.GradientTape.gradient``, reduced over all ranks."""
+        found = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
+        # Not expanded: IndexedSlices are composites.
+        flat = tf.nest.flatten(found)
+        local = [source.ref() in self._local_sources for source in tf.nest.flatten(sources)]
+        reduced = gradients.reduce(flat, self._options, local)
+        return tf.nest.pack_sequence_as(found, reduced)
+
+
+_classes: dict[type, type] = {}
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wraps a tape: its ``gradient()`` is reduced over all ranks, in one call for all sources.
+
+    Args:
+        gradtape: a ``tf.GradientTape``, before or after its block.
+        compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
+            `elastic.tensorflow.gradients.GradientOptions`.
+        num_groups, groups: accepted: all gradients travel together.
+        device_dense, device_sparse: accepted, and without a meaning.
+
+    Raises:
+        Invalid: (a ValueError) for bad arguments.
+
+    Example::
+
+        with tf.GradientTape() as tape:
+            loss = loss_fn(labels, model(images, training=True))
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+    """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise Invalid(f"{type(gradtape).__name__} is no tf.GradientTape; wrap one")
+    if isinstance(gradtape, DistributedTape):
+        raise Invalid("this tape is a DistributedGradientTape already; wrap it only once")
+    gradients.check_groups(num_groups or groups)
+    kind = type(gradtape)
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (DistributedTape, kind), {})
+    tape: Any = object.__new__(_classes[kind])
+    tape.__dict__.update(gradtape.__dict__)
+    tape._options = gradients.GradientOptions(
+        op=op,  # type: ignore[arg-type]
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    tape._local_sources = set()
+    return tape
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """`DistributedGradientTape`, but the variables of ``local_layers``, a layer or several, belong to this rank: their
+    gradients are not reduced.
+    """
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in local_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def local_variables(local_layers: Any) -> list[Any]:
+    """The trainable variables of a layer or several. Raises Invalid for what is no layer."""
+    if local_layers is None:
+        return []
+    layers = list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]
+    for layer in layers:
+        if not hasattr(layer, "trainable_weights"):
+            raise Invalid(f"local_layers has a {type(layer).__name__}, which is no Keras layer")
+    return [getattr(each, "value", each) for layer in layers for each in layer.trainable_weights]

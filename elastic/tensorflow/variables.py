@@ -1,0 +1,109 @@
+"""Makes TensorFlow's variables equal on all ranks, and Python objects known to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+import torch
+
+from elastic.api import broadcasting
+from elastic.negotiation.process_sets import ProcessSet, global_process_set
+from elastic.tensorflow import bridge
+
+
+def broadcast_variables(
+    variables: Sequence[tf.Variable],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> tf.Operation | None:
+    """Overwrites variables with those of rank ``root_rank``, which counts in the world. They travel packed.
+
+    Args:
+        variables: TensorFlow's or Keras's, in the same order, with the same shapes and dtypes on every rank.
+        inplace: accepted, and without a meaning here.
+
+    Returns:
+        In a graph the operation that does it; nothing otherwise.
+
+    Raises:
+        ValueError: on every rank, if shapes or dtypes differ between ranks; nothing has changed then.
+        PeerLost: when the world breaks.
+    """
+
+    def compute(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        own = [tensor.clone() for tensor in tensors]
+        broadcasting.broadcast_parameters(
+            {f"{number:06}": tensor for number, tensor in enumerate(own)}, root_rank, process_set
+        )
+        return own
+
+    values = [tf.convert_to_tensor(value) for value in variables]
+    if not values:
+        return None
+    made = bridge.call(compute, values, [value.shape for value in values], name="broadcast")
+    assigned = [variable.assign(value) for variable, value in zip(variables, made, strict=True)]
+    return None if tf.executing_eagerly() else tf.group(*assigned)
+
+
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
+    """In a graph of TensorFlow 1: an operation that does it for all global variables.
+
+    Raises RuntimeError where TensorFlow runs eagerly: there are no global variables then.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution."
+            " Please use hvd.broadcast_variables(<model/optimizer variables>) instead."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """For ``MonitoredTrainingSession``: brings rank ``root_rank``'s variables to all once the session is there."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.bcast_op: tf.Operation | None = None
+
+    def begin(self) -> None:
+        if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
+            self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        session.run(self.bcast_op)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Rank ``root_rank``'s Python object, on every rank. ``session`` is accepted, and not needed."""
+    return broadcasting.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """A function that does what `broadcast_object` does."""
+    return lambda obj: broadcasting.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Every rank's Python object, in rank order. ``session`` is accepted, and not needed."""
+    return broadcasting.allgather_object(obj, name, process_set)

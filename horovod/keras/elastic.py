@@ -1,0 +1,19 @@
+"""``hvd.elastic`` for Keras: the run loop, the state of a model, and the callbacks that keep it."""
+
+from __future__ import annotations
+
+from elastic.keras.callbacks import (
+    CommitStateCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
+from elastic.keras.run import run
+from elastic.keras.state import KerasState
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]

@@ -1,0 +1,15 @@
+"""``hvd.elastic`` for TensorFlow: the run loop and states."""
+
+from __future__ import annotations
+
+from elastic.keras.state import KerasState
+from elastic.state import ObjectState, State
+from elastic.tensorflow.run import run
+from elastic.tensorflow.state import TensorFlowState
+
+
+class TensorFlowKerasState(KerasState):
+    """`elastic.keras.state.KerasState`, under the name that scripts for TensorFlow know."""
+
+
+__all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]

@@ -1,0 +1,12 @@
+"""Broadcasts of variables and objects, under the path that some scripts import them from."""
+
+from __future__ import annotations
+
+from elastic.tensorflow.variables import (
+    allgather_object,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables"]
