@@ -1,0 +1,27 @@
+"""Runs the functions of a module in the ranks of a world. The module imports a framework; whoever asks need not."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+
+def of(module: str) -> list[str]:
+    """The names of the functions in it that begin with ``test_``, in order."""
+    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text())
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+
+
+def call(rank: int, size: int, module: str, name: str) -> Any:
+    """In a rank's process."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    importlib.import_module("tensorflow")
+    found = importlib.import_module(f"frameworks.{module}")
+    return getattr(found, name)(rank, size)

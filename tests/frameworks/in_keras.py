@@ -1,0 +1,290 @@
+"""What `horovod.keras` and `horovod.tensorflow.keras` do, on every rank of a world, with Keras on TensorFlow."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod.keras as hvd
+import horovod.tensorflow as of_tensorflow
+import horovod.tensorflow.keras as other_door
+
+
+def data(rank, size, rows=24):
+    drawn = np.random.RandomState(3)
+    x, y = drawn.rand(rows, 4).astype("float32"), drawn.rand(rows, 1).astype("float32")
+    return x[rank::size], y[rank::size], x, y
+
+
+def model(seed=1, **layers):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]
+    )
+
+
+def flat(weights):
+    return np.concatenate([np.ravel(keras.ops.convert_to_numpy(each)) for each in weights])
+
+
+def test_fit_on_parts_of_a_batch_is_fit_on_the_whole(rank, size):
+    x, y, all_x, all_y = data(rank, size)
+    for make in (lambda: keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam):
+        alone, together = model(), model()
+        alone.compile(optimizer=make(), loss="mse")
+        alone.fit(all_x, all_y, batch_size=len(all_x), epochs=4, verbose=0)
+        together.compile(optimizer=hvd.DistributedOptimizer(make()), loss="mse")
+        together.fit(x, y, batch_size=len(x), epochs=4, verbose=0)
+        np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
+
+
+def test_fit_without_a_graph_and_a_loop_of_ones_own(rank, size):
+    x, y, all_x, all_y = data(rank, size)
+    alone, eager, loop = model(), model(), model()
+    alone.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    alone.fit(all_x, all_y, batch_size=len(all_x), epochs=2, verbose=0)
+    eager.compile(
+        optimizer=other_door.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        loss="mse",
+        run_eagerly=True,
+    )
+    eager.fit(x, y, batch_size=len(x), epochs=2, verbose=0)
+    optimizer = of_tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(loop(x, training=True) - y))
+        gradients = tape.gradient(loss, loop.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, loop.trainable_variables, strict=True))
+
+    step()
+    step()
+    np.testing.assert_allclose(flat(eager.weights), flat(alone.weights), atol=1e-5)
+    np.testing.assert_allclose(flat(loop.weights), flat(alone.weights), atol=1e-5)
+
+
+def test_an_optimizer_stays_what_it_was_for_those_who_look(rank, size):
+    plain = keras.optimizers.Adam(0.01)
+    config = plain.get_config()
+    made = hvd.DistributedOptimizer(plain)
+    assert isinstance(made, keras.optimizers.Adam) and type(made).__name__ == "Adam"
+    assert made.get_config() == config
+    with pytest.raises(ValueError, match="once"):
+        hvd.DistributedOptimizer(made)
+    with pytest.raises(ValueError, match="Keras optimizer"):
+        hvd.DistributedOptimizer("adam")
+    for wrong in (
+        {"op": hvd.Max},
+        {"gradient_predivide_factor": -1},
+        {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        {"backward_passes_per_step": 0},
+    ):
+        with pytest.raises(ValueError):
+            hvd.DistributedOptimizer(keras.optimizers.SGD(), **wrong)
+
+
+def test_xla_that_was_asked_for_is_left_out_with_a_warning(rank, size):
+    x, y, *_ = data(rank, size)
+    made = model()
+    made.compile(
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()), loss="mse", jit_compile=True
+    )
+    with pytest.warns(UserWarning, match="XLA"):
+        made.fit(x, y, verbose=0)
+    assert made.jit_compile is False
+    others = model()
+    others.compile(optimizer="sgd", loss="mse", jit_compile=True)
+    assert others.jit_compile is True
+
+
+def test_gradients_of_several_passes(rank, size):
+    x, y, all_x, all_y = data(rank, size)
+    half = len(x) // 2
+    rows = [np.concatenate([data(r, size)[i][:half] for r in range(size)]) for i in (0, 1)]
+    later = [np.concatenate([data(r, size)[i][half:] for r in range(size)]) for i in (0, 1)]
+    for average, rate in ((True, 0.1), (False, 0.05)):
+        alone, together = model(), model()
+        alone.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        alone.train_on_batch(
+            np.concatenate([rows[0], later[0]]), np.concatenate([rows[1], later[1]])
+        )
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(rate),
+            backward_passes_per_step=2,
+            average_aggregated_gradients=average,
+        )
+        together.compile(optimizer=optimizer, loss="mse")
+        together.train_on_batch(x[:half], y[:half])
+        together.train_on_batch(x[half:], y[half:])
+        np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
+
+
+def test_a_partial_optimizer_leaves_layers_alone(rank, size):
+    x, y, *_ = data(rank, size)
+    made = model()
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), local_layers=made.layers[0], scale_local_gradients=False
+    )
+    made.compile(optimizer=optimizer, loss="mse")
+    made.fit(x, y, batch_size=len(x), verbose=0)
+    own, shared = flat(made.layers[0].weights), flat(made.layers[1].weights)
+    assert not np.allclose(hvd.allreduce(own), own)
+    np.testing.assert_allclose(hvd.allreduce(shared), shared, atol=1e-6)
+
+
+def test_a_saved_model_is_kerass_own_and_loads_as_a_distributed_one(rank, size):
+    x, y, *_ = data(rank, size)
+    made = model()
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+    made.fit(x, y, verbose=0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.keras")
+        made.save(path)
+        plain = keras.models.load_model(path)
+        assert type(plain.optimizer) is keras.optimizers.Adam
+        loaded = hvd.load_model(path)
+    assert type(loaded.optimizer) is not keras.optimizers.Adam
+    np.testing.assert_allclose(
+        flat(loaded.optimizer.variables), flat(made.optimizer.variables), atol=1e-6
+    )
+    loaded.fit(x, y, verbose=0)
+    np.testing.assert_allclose(hvd.allreduce(flat(loaded.weights)), flat(loaded.weights), atol=1e-6)
+
+
+def test_callbacks_that_make_replicas_and_metrics_equal(rank, size):
+    x, y, *_ = data(rank, size)
+    made = model(seed=rank)
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+    ]
+    history = made.fit(x, y, batch_size=2, epochs=2, callbacks=callbacks, verbose=0)
+    np.testing.assert_allclose(hvd.allreduce(flat(made.weights)), flat(made.weights), atol=1e-6)
+    losses = np.array(history.history["loss"])
+    np.testing.assert_allclose(hvd.allreduce(losses), losses, atol=1e-6)
+
+
+def test_a_learning_rate_that_warms_up_and_one_with_a_schedule(rank, size):
+    x, y, *_ = data(rank, size)
+    rates = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate))
+
+    def fit(callback, epochs):
+        rates.clear()
+        made = model()
+        made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+        made.fit(x, y, batch_size=4, epochs=epochs, callbacks=[callback, Look()], verbose=0)
+        return made.history.history
+
+    steps = -(-len(x) // 4)
+    logs = fit(hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2), 3)
+    done = np.arange(1, 2 * steps + 1) / steps  # epochs, at the end of each batch
+    wanted = 0.1 / size * (done * (size - 1) / 2 + 1)
+    np.testing.assert_allclose(rates, [*wanted, *[0.1] * steps], rtol=1e-5)
+    np.testing.assert_allclose(logs["lr"][-1], 0.1, rtol=1e-5)
+    fit(
+        hvd.callbacks.LearningRateScheduleCallback(
+            0.1, multiplier=lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=3
+        ),
+        4,
+    )
+    np.testing.assert_allclose(rates[::steps], [0.1, 0.05, 0.025, 0.025], rtol=1e-5)
+    with pytest.raises(ValueError, match="initial_lr"):
+        hvd.callbacks.LearningRateScheduleCallback(None, 1.0)
+
+
+def test_values_of_all_ranks(rank, size):
+    assert hvd.allreduce(float(rank)) == pytest.approx((size - 1) / 2)
+    np.testing.assert_allclose(hvd.allgather(np.full([1, 2], rank)), [[r, r] for r in range(size)])
+    assert hvd.broadcast(rank, 1) == 1
+    made = hvd.reducescatter(np.ones([size, 2], "float32"), op=hvd.Sum)
+    np.testing.assert_allclose(made, [[size, size]])
+
+
+def test_a_state_goes_back_to_what_was_committed(rank, size):
+    x, y, *_ = data(rank, size)
+    made = model()
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
+    state = hvd.elastic.KerasState(made, batch=0, epoch=0)
+    made.fit(x, y, verbose=0)
+    state.batch = 7
+    state.save()
+    weights, slots = flat(made.weights), flat(made.optimizer.variables)
+    made.fit(x, y, verbose=0)
+    state.batch = 8
+    assert not np.allclose(flat(made.weights), weights)
+    state.restore()
+    np.testing.assert_array_equal(flat(made.weights), weights)
+    np.testing.assert_array_equal(flat(made.optimizer.variables), slots)
+    assert state.batch == 7
+
+
+def test_a_state_of_variables_is_brought_to_all(rank, size):
+    variables = [tf.Variable([float(rank)]), tf.Variable(rank, dtype=tf.int64)]
+    state = of_tensorflow.elastic.TensorFlowState(variables, batch=rank)
+    state.sync()
+    assert [float(variables[0][0]), int(variables[1]), state.batch] == [0.0, 0, 0]
+    for wrong in ({"variables": None}, {"variables": [3]}, {"variables": variables, "session": 1}):
+        with pytest.raises(ValueError):
+            of_tensorflow.elastic.TensorFlowState(**wrong)
+
+
+def test_a_state_of_a_model_is_brought_to_all_and_says_what_it_needs(rank, size):
+    made = model(seed=rank)
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
+    state = of_tensorflow.elastic.TensorFlowKerasState(made, epoch=rank)
+    state.sync()
+    np.testing.assert_allclose(hvd.allreduce(flat(made.weights)), flat(made.weights), atol=1e-6)
+    assert state.epoch == 0
+    with pytest.raises(ValueError, match="no weights yet"):
+        hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]))
+    with pytest.raises(ValueError, match=r"keras\.Model"):
+        hvd.elastic.KerasState(3)
+
+
+def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
+    x, y, *_ = data(rank, size)
+    steps = -(-len(x) // 2)
+    elastic = hvd.elastic
+    kinds = [
+        elastic.CommitStateCallback, elastic.UpdateBatchStateCallback, elastic.UpdateEpochStateCallback,
+    ]  # fmt: skip
+    for order in (kinds, kinds[::-1]):
+        made = model()
+        made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+        state = elastic.KerasState(made, batch=0, epoch=0)
+        seen = []
+
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None, state=state, seen=seen):
+                seen.append((state.epoch, state.batch))
+                if len(seen) == steps + 2:
+                    raise KeyboardInterrupt
+
+        callbacks = [kind(state) for kind in order]
+        with pytest.raises(KeyboardInterrupt):
+            made.fit(x, y, batch_size=2, epochs=3, callbacks=[*callbacks, Stop()], verbose=0)
+        state.restore()
+        assert (state.epoch, state.batch) == (1, 2)
+        callbacks = [kind(state) for kind in order]
+        seen.clear()
+        made.fit(
+            x,
+            y,
+            batch_size=2,
+            epochs=3 - state.epoch,
+            callbacks=[*callbacks, Stop()][:3],
+            verbose=0,
+        )
+        assert (state.epoch, state.batch) == (3, 0)
+        assert int(made.optimizer.iterations) == 3 * steps

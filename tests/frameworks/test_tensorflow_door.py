@@ -1,0 +1,24 @@
+"""`horovod.tensorflow` and Keras on TensorFlow, in worlds of 2 and 3 processes: see `in_tensorflow`, `in_keras`."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.worlds import World
+from frameworks import behaviours
+
+FIRST_S = 60.0  # imports included
+
+worlds = pytest.mark.parametrize("world", [2, 3], indirect=True, ids="{}-ranks".format)
+
+
+@worlds
+@pytest.mark.parametrize("behaviour", behaviours.of("in_tensorflow"))
+def test_tensorflow(world: World, behaviour: str) -> None:
+    world.run(behaviours.call, "in_tensorflow", behaviour, timeout_s=FIRST_S)
+
+
+@worlds
+@pytest.mark.parametrize("behaviour", behaviours.of("in_keras"))
+def test_keras(world: World, behaviour: str) -> None:
+    world.run(behaviours.call, "in_keras", behaviour, timeout_s=FIRST_S)
