@@ -4,6 +4,7 @@ position in an epoch for elastic training. The same on each of Keras's backends.
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable
@@ -326,6 +327,7 @@ class UpdateBatchStateCallback(_Position):
         self.state.batch = 0
         if isinstance(self.model.stop_training, _EndOfEpoch):
             self.model.stop_training = False
+            _end_epoch_of_data()
 
 
 class UpdateEpochStateCallback(_Position):
@@ -346,6 +348,21 @@ class UpdateEpochStateCallback(_Position):
 
     def epoch_ended(self, epoch: int) -> None:
         self.state.epoch = self.initial_epoch + epoch - (self._first or 0) + 1
+
+
+def _end_epoch_of_data() -> None:
+    """Keras 3 takes it that an epoch which was stopped is the last one, and leaves its data in the middle: a ``PyDataset``
+    would refuse to begin the next. What reads the data is known to ``fit`` alone, which is calling us.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        iterator = frame.f_locals.get("epoch_iterator") if frame.f_code.co_name == "fit" else None
+        if iterator is not None:
+            adapter = iterator.data_adapter
+            if getattr(adapter, "_within_epoch", False):
+                adapter.on_epoch_end()
+            return
+        frame = frame.f_back
 
 
 def _learning_rate(optimizer: Any) -> float:

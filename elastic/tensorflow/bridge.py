@@ -52,15 +52,23 @@ def call(
             raise RuntimeError(f"{type(error).__name__}: {error} {_keep(error)}") from error
 
     wanted = list(dtypes or [tensor.dtype for tensor in tensors])
-    after = _last_here()
-    with tf.control_dependencies(after or []):
-        made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=_legal(name))
+    made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=_legal(name))
     results: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
-    if after is not None and results:
-        after[:] = [results[0].op]
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return results
+
+
+def named(kind: str, name: str | None) -> str | None:
+    """What a collective is matched by. Without a name of its own it is matched by its order: a ``tf.function`` runs
+    what has side effects in the order in which it was written. A graph of TensorFlow 1 runs whatever is ready, so there
+    it is named after its place in the graph, which all ranks build alike. Each that runs occupies a thread until all
+    ranks have come: as many as a session has (``inter_op_parallelism_threads``) may be under way at once.
+    """
+    if name is not None or tf.executing_eagerly():
+        return name
+    graph = tf.compat.v1.get_default_graph()
+    return None if graph.building_function else str(graph.unique_name(f"elastic_{kind}"))
 
 
 def original(error: tf.errors.OpError) -> BaseException | None:
@@ -86,21 +94,6 @@ def _mark(number: int) -> str:
 
 def _array(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
     return np.asarray(tensor.numpy())
-
-
-def _last_here() -> list[tf.Operation] | None:
-    """What comes last in a graph of TensorFlow 1, to run the next one after it; None where that is seen to already.
-
-    A ``tf.function`` runs what has side effects in the order in which it was written. A graph runs whatever is ready:
-    with as many calls waiting as it has threads, on each rank for another collective, nobody would get on.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    if graph.building_function or graph._get_control_flow_context() is not None:
-        return None
-    last: list[list[tf.Operation]] = graph.get_collection_ref("elastic_last_collective")
-    if not last:
-        last.append([])
-    return last[0]
 
 
 def _legal(name: str) -> str:

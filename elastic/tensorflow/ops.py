@@ -131,6 +131,7 @@ def _reduce(
     tensors: Tensors,
 ) -> list[tf.Tensor]:
     """The gradient is the same reduction of the gradients."""
+    name = bridge.named("allreduce", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         handle = submission.start_allreduce(
@@ -210,6 +211,7 @@ def grouped_allgather(
 
 def _gather(name: str | None, process_set: ProcessSet, tensors: Tensors) -> list[tf.Tensor]:
     """The gradient is this rank's rows of the summed gradient, as in Horovod for TensorFlow."""
+    name = bridge.named("allgather", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         handle = submission.start_allgather(found, name, members=resolve(process_set), soon=True)
@@ -272,6 +274,7 @@ def _broadcast(
     name: str | None, process_set: ProcessSet, root: int, tensor: tf.Tensor
 ) -> tf.Tensor:
     """The gradient is the summed gradient on the root, zeros elsewhere."""
+    name = bridge.named("broadcast", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         handle = submission.start_broadcast(
@@ -329,6 +332,7 @@ def _exchange(
     name: str | None, process_set: ProcessSet, tensor: tf.Tensor, splits: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The gradient of a row goes back to where the row came from."""
+    name = bridge.named("alltoall", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         rows = found[1] if len(found) > 1 else None
@@ -416,6 +420,7 @@ def _scatter(
     tensors: Tensors,
 ) -> list[tf.Tensor]:
     """The gradient: all ranks' gradients, gathered; times the number of ranks for Sum, as in Horovod."""
+    name = bridge.named("reducescatter", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         handle = submission.start_reducescatter(

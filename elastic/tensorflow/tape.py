@@ -18,11 +18,12 @@ class DistributedTape:
     """What a distributed tape has besides its own methods."""
 
     _options: gradients.GradientOptions
-    _local_sources: set[Any]
+    _local_sources: dict[int, Any]  # by id, which they keep while they are here
 
     def register_local_source(self, source: tf.Variable) -> None:
         """This variable belongs to this rank: its gradient is not reduced."""
-        self._local_sources.add(source.ref())
+        own = _own(source)
+        self._local_sources[id(own)] = own
 
     def gradient(
         self,
@@ -35,7 +36,7 @@ class DistributedTape:
         found = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         # Not expanded: IndexedSlices are composites.
         flat = tf.nest.flatten(found)
-        local = [source.ref() in self._local_sources for source in tf.nest.flatten(sources)]
+        local = [id(_own(each)) in self._local_sources for each in tf.nest.flatten(sources)]
         reduced = gradients.reduce(flat, self._options, local)
         return tf.nest.pack_sequence_as(found, reduced)
 
@@ -93,7 +94,7 @@ def DistributedGradientTape(
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    tape._local_sources = set()
+    tape._local_sources = {}
     return tape
 
 
@@ -140,4 +141,10 @@ def local_variables(local_layers: Any) -> list[Any]:
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise Invalid(f"local_layers has a {type(layer).__name__}, which is no Keras layer")
-    return [getattr(each, "value", each) for layer in layers for each in layer.trainable_weights]
+    return [each for layer in layers for each in layer.trainable_weights]
+
+
+def _own(variable: Any) -> Any:
+    """TensorFlow's variable, of one of Keras's too."""
+    held = getattr(variable, "value", None)
+    return variable if held is None or callable(held) else held

@@ -104,7 +104,7 @@ def test_xla_that_was_asked_for_is_left_out_with_a_warning(rank, size):
 
 
 def test_gradients_of_several_passes(rank, size):
-    x, y, all_x, all_y = data(rank, size)
+    x, y, *_ = data(rank, size)
     half = len(x) // 2
     rows = [np.concatenate([data(r, size)[i][:half] for r in range(size)]) for i in (0, 1)]
     later = [np.concatenate([data(r, size)[i][half:] for r in range(size)]) for i in (0, 1)]

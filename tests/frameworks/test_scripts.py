@@ -1,0 +1,106 @@
+"""TensorFlow and Keras scripts as Horovod's users write them run as they stand; elastic ones also lose and gain workers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "horovod"
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+START_S = 90.0  # imports
+
+
+def command(script: str, flags: str = "") -> list[str | Path]:
+    return ["python", SCRIPTS / script, *flags.split()]
+
+
+def number(running, pattern: str) -> list[float]:
+    return [float(m[1]) for line in running.lines if (m := re.search(pattern, line))]
+
+
+def test_keras_fit_with_warm_up_and_callbacks(job):
+    running = job("-np 2", command("keras_mnist.py", "--epochs 6"), env=ENV)
+    running.succeed(START_S)
+    assert number(running, r"Test accuracy: ([\d.]+)")[0] > 0.8
+    assert (running.folder / "checkpoint-6.keras").exists()
+
+
+@pytest.mark.nightly
+def test_a_loop_with_a_tape(job):
+    running = job("-np 2", command("tensorflow2_mnist.py"), env=ENV)
+    running.succeed(START_S)
+    assert number(running, r"Last loss of all ranks: ([\d.]+)")[0] < 1.0
+
+
+@pytest.mark.nightly
+def test_a_graph_of_tensorflow_1(job):
+    running = job("-np 2", command("tensorflow1_mnist.py"), env=ENV)
+    running.succeed(START_S)
+    assert max(number(running, r"ended with loss ([\d.]+)")) < 1.0
+
+
+@pytest.mark.nightly
+def test_the_synthetic_benchmark(job):
+    flags = "--width 64 --num-iters 2 --fp16-allreduce"
+    running = job("-np 2", command("tensorflow2_synthetic_benchmark.py", flags), env=ENV)
+    running.succeed(START_S)
+    assert number(running, r"on 2 worker\(s\): ([\d.]+)")[0] > 0
+
+
+def test_an_elastic_loop_loses_a_worker_in_a_graph_and_gets_another(job):
+    flags = "--steps 400 --pause 0.02"
+    running = job(
+        "-np 3 --min-np 1 --blacklist-cooldown-range 0.1 0.2 -H localhost:3",
+        command("tensorflow2_elastic.py", flags),
+        env=ENV,
+    )
+    running.wait_for(r"Step #20\b.*of 3", START_S)
+    running.kill(1)
+    running.wait_for(r"Step #\d+\t.*of 2", START_S)
+    running.wait_for(r"Step #\d+\t.*of 3$", START_S)
+    running.kill(0)
+    running.succeed(START_S)
+    ends = [
+        m[1] for line in running.lines if (m := re.search(r"ended after 400 steps with (.*)", line))
+    ]
+    assert len(ends) >= 2 and len(set(ends)) == 1
+    steps = [int(m[1]) for line in running.lines if (m := re.search(r"Step #(\d+)\t", line))]
+    assert sorted(set(steps)) == list(range(0, 400, 20))
+
+
+BACKENDS = ["tensorflow", *(pytest.param(b, marks=pytest.mark.nightly) for b in ("torch", "jax"))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, backend):
+    env = {**ENV, "KERAS_BACKEND": backend}
+    alone = job("-np 1 -H localhost:1", command("keras_elastic.py"), env=env)
+    struck = job(
+        "-np 2 --min-np 1 --blacklist-cooldown-range 0.1 0.2 -H localhost:2",
+        command("keras_elastic.py", "--pause 0.05"),
+        env=env,
+    )
+    alone.succeed(START_S)
+    struck.wait_for(r"epoch 2 of 2 workers", START_S)
+    struck.kill(1)
+    struck.succeed(START_S)
+    assert len(struck.worlds()) >= 3
+    wanted, found = (
+        dict(
+            (int(m[1]), float(m[2]))
+            for line in each.lines
+            if (m := re.search(r"epoch (\d+) of \d workers: loss ([\d.]+)", line))
+        )
+        for each in (alone, struck)
+    )
+    assert wanted.keys() == found.keys() == set(range(1, 9))
+    # The epoch in which the worker was lost, the third, has the mean of what came after that.
+    for epoch in {1, 2, 5, 6, 7, 8}:
+        assert abs(wanted[epoch] - found[epoch]) < 1e-4, (epoch, wanted, found)
+    losses = {
+        m[1] for line in struck.lines if (m := re.search(r"8 epochs with loss ([\d.]+)", line))
+    }
+    assert len(losses) == 1
+    assert abs(float(losses.pop()) - number(alone, r"8 epochs with loss ([\d.]+)")[0]) < 1e-4
