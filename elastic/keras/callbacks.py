@@ -238,7 +238,11 @@ class _Position(keras.callbacks.Callback):
     def __init__(self, state: ObjectState) -> None:
         super().__init__()
         self.state = state
-        _positions.setdefault(state, []).append(weakref.ref(self))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        # Those of a fit that was left may still be there, and know nothing of this one.
+        others = [each for each in _kept_with(self.state) if type(each) is not type(self)]
+        _positions[self.state] = [weakref.ref(each) for each in (*others, self)]
 
     def batch_ended(self, batch: int) -> None:
         """May be called twice."""
@@ -306,12 +310,11 @@ class UpdateBatchStateCallback(_Position):
     def __init__(self, state: ObjectState) -> None:
         super().__init__(state)
         self.steps_per_epoch: int | None = None
-        self._begun_at = 0  # of the present epoch
-        self._done = False  # with it
+        self._begun_at = 0  # batches of the present epoch that were done before
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.steps_per_epoch = self.steps_per_epoch or (self.params or {}).get("steps")
-        self._begun_at, self._done = self.state.batch, False
+        self._begun_at = self.state.batch
 
     def batch_ended(self, batch: int) -> None:
         self.state.batch = self._begun_at + batch + 1
@@ -339,6 +342,7 @@ class UpdateEpochStateCallback(_Position):
         self._first: int | None = None  # of this fit: 0, or its initial_epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
         self.initial_epoch = self.state.epoch
         self._first = None
 
@@ -351,8 +355,8 @@ class UpdateEpochStateCallback(_Position):
 
 
 def _end_epoch_of_data() -> None:
-    """Keras 3 takes it that an epoch which was stopped is the last one, and leaves its data in the middle: a ``PyDataset``
-    would refuse to begin the next. What reads the data is known to ``fit`` alone, which is calling us.
+    """Keras 3 takes it that an epoch which was stopped is the last one, and leaves its data in the middle: a
+    ``PyDataset`` would refuse to begin the next. What reads the data is known to ``fit`` alone, which is calling us.
     """
     frame = inspect.currentframe()
     while frame is not None:

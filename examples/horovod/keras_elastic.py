@@ -28,11 +28,12 @@ images, labels = images.astype("float32") / 16, labels.astype("int32")
 
 
 class Batches(keras.utils.PyDataset):
-    """This worker's share of each batch, from the one where the last world stopped."""
+    """This worker's share of each batch. An epoch begins where the last world stopped."""
 
-    def __init__(self, first):
-        super().__init__()
-        self.first = first
+    first = 0
+
+    def on_epoch_begin(self):
+        self.first = state.batch
 
     def __len__(self):
         return len(images) // args.batch_size
@@ -42,9 +43,6 @@ class Batches(keras.utils.PyDataset):
         begin = (self.first + index) % len(self) * args.batch_size
         mine = np.arange(begin, begin + args.batch_size)[hvd.rank() :: hvd.size()]
         return images[mine], labels[mine]
-
-    def on_epoch_end(self):
-        self.first = 0
 
 
 model = keras.Sequential(
@@ -59,17 +57,19 @@ model.compile(loss="sparse_categorical_crossentropy", optimizer=optimizer)
 
 
 class Report(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.first = state.batch
+
     def on_epoch_end(self, epoch, logs=None):
         if hvd.rank() == 0:
-            print(
-                f"epoch {state.epoch} of {hvd.size()} workers: loss {logs['loss']:.6f}", flush=True
-            )
+            loss = f"loss {logs['loss']:.6f} from batch {self.first}"
+            print(f"epoch {state.epoch} of {hvd.size()} workers: {loss}", flush=True)
 
 
 @hvd.elastic.run
 def train(state):
     model.fit(
-        Batches(state.batch),
+        Batches(),
         epochs=args.epochs - state.epoch,
         callbacks=[
             hvd.callbacks.MetricAverageCallback(),

@@ -1,4 +1,4 @@
-"""TensorFlow and Keras scripts as Horovod's users write them run as they stand; elastic ones also lose and gain workers."""
+"""TensorFlow and Keras scripts as Horovod's users write them run as they stand; elastic ones also lose workers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, b
     alone = job("-np 1 -H localhost:1", command("keras_elastic.py"), env=env)
     struck = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 0.1 0.2 -H localhost:2",
-        command("keras_elastic.py", "--pause 0.05"),
+        command("keras_elastic.py", "--pause 0.03"),
         env=env,
     )
     alone.succeed(START_S)
@@ -91,14 +91,15 @@ def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, b
         dict(
             (int(m[1]), float(m[2]))
             for line in each.lines
-            if (m := re.search(r"epoch (\d+) of \d workers: loss ([\d.]+)", line))
+            if (m := re.search(r"epoch (\d+) of \d workers: loss ([\d.]+) from batch 0$", line))
         )
         for each in (alone, struck)
     )
-    assert wanted.keys() == found.keys() == set(range(1, 9))
-    # The epoch in which the worker was lost, the third, has the mean of what came after that.
-    for epoch in {1, 2, 5, 6, 7, 8}:
-        assert abs(wanted[epoch] - found[epoch]) < 1e-4, (epoch, wanted, found)
+    # An epoch in which the world changed has the mean of what came after that.
+    assert wanted.keys() == set(range(1, 9)) and {1, 2} <= found.keys() and len(found) < 8
+    for epoch, loss in found.items():
+        assert abs(wanted[epoch] - loss) < 1e-4, (epoch, wanted, found)
+    assert len(number(struck, r"epoch \d+ of \d workers: loss ([\d.]+)")) == 8
     losses = {
         m[1] for line in struck.lines if (m := re.search(r"8 epochs with loss ([\d.]+)", line))
     }
