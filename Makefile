@@ -6,11 +6,12 @@ TORCH  ?=
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
+FRAMEWORKS := $(VENV)/.frameworks
 READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/shared_memory/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install native sanitize train test nightly fakecuda faults gpu check fix bench bench-ray soak matrix hosts clean
+.PHONY: help install native sanitize train train-keras test nightly fakecuda faults gpu check fix bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,7 +19,8 @@ help:
 	@echo "make native    build the C++ library of native/ again, with warnings as errors; make install builds it too"
 	@echo "make sanitize  test the C++ under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make train     two to five minutes: train a small GPT, lose a worker, gain one, write out/report.html"
-	@echo "make test      install, then every test"
+	@echo "make train-keras the same with Keras on TensorFlow: workers are killed and come back; KERAS_BACKEND=torch, jax"
+	@echo "make test      install, TensorFlow too, then every test"
 	@echo "make test-on-3.12, test-on-torch-2.14.1   the same with another Python or torch, in an environment of its own"
 	@echo "make nightly   what takes too long for make test: seeds and sizes of the simulation, pairs of the matrix, sanitizers"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
@@ -51,6 +53,12 @@ $(BUILT): $(STAMP) $(wildcard native/*)
 	  echo "the C++ library was not built: tensors travel over Gloo, also within a host; install g++ and run: make native"; }
 	@touch $@
 
+# TensorFlow, Keras and JAX: 1.5 GB that only tests of those doors need.
+$(FRAMEWORKS): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[frameworks]' || \
+	  echo "TensorFlow, Keras or JAX can't be installed: tests of horovod.tensorflow and horovod.keras will be skipped"
+	@touch $@
+
 STRICT ?= ON
 
 # Moved into place in one go: a running job has the old file mapped. What CMake found out is forgotten where it failed:
@@ -71,12 +79,16 @@ sanitize: $(STAMP)
 train: $(READY)
 	$(BIN)/python examples/train.py
 
+train-keras: $(READY) $(FRAMEWORKS)
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/kill_workers.py --every 6 --workers 3 -- \
+	  $(BIN)/python examples/horovod/keras_elastic.py --epochs 20 --pause 0.05
+
 # Each starts two to four processes; most of the time they wait.
 TESTS_AT_ONCE ?= 2
 # A run of the tests ends, whatever becomes of its processes.
 ENDS := timeout --foreground --kill-after=60
 
-test: $(READY)
+test: $(READY) $(FRAMEWORKS)
 	@tests/needs.sh
 	$(ENDS) 3600 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --budgets
 
@@ -89,7 +101,7 @@ test-on-%:
 	$(MAKE) test VENV=.venv-$* PYTHON=python$*
 
 # Marked nightly: the rest of what make test runs a part of.
-nightly: $(READY) sanitize
+nightly: $(READY) $(FRAMEWORKS) sanitize
 	$(ENDS) 14400 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly
 
 # See tests/harness/fake_cuda/README.md. Tests marked gpu find made-up ones.

@@ -93,7 +93,8 @@ def describe(build: Build) -> str:
         f"elasticrun {version()}:",
         "",
         "Available Frameworks:",
-        "    [ ] TensorFlow",
+        _framework("TensorFlow", "tensorflow", "tensorflow-cpu"),
+        _framework("Keras", "keras"),
         f"    {box(bool(build.torch))} PyTorch {build.torch}".rstrip(),
         "    [ ] MXNet",
         "",
@@ -111,6 +112,12 @@ def describe(build: Build) -> str:
     ]
     notes = [note for note in (build.trouble, other_horovod()) if note]
     return "\n".join([*lines, *(f"\nwarning: {note}" for note in notes)])
+
+
+def _framework(name: str, *distributions: str) -> str:
+    """One that is installed can be used: its door is always there."""
+    found = next(filter(None, map(_version_of, distributions)), None)
+    return f"    [X] {name} {found}" if found else f"    [ ] {name}"
 
 
 def _version_of(distribution: str) -> str | None:

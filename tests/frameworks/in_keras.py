@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
 import os
+import pathlib
+import re
 import tempfile
 
 import keras
@@ -288,3 +292,29 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
         )
         assert (state.epoch, state.batch) == (3, 0)
         assert int(made.optimizer.iterations) == 3 * steps
+
+
+def test_every_name_is_what_the_page_says(rank, size):
+    page = pathlib.Path(__file__).parents[2] / "docs" / "horovod.md"
+    found = {}
+    for line in page.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for name in re.findall(r"`(horovod\.(?:tensorflow|keras)\.[^`]+)`", cells[0]):
+            assert len(cells) == 3, line
+            found[name] = cells[1]
+    for name, said in found.items():
+        module, _, rest = name.partition(".")[2].partition(".")
+        value = {"tensorflow": of_tensorflow, "keras": hvd}[module]
+        if said == "absent":
+            with pytest.raises(AttributeError):
+                operator.attrgetter(rest)(value)
+            continue
+        for path in ("mpi_ops", "functions", "compression"):
+            importlib.import_module(f"horovod.tensorflow.{path}")
+        assert operator.attrgetter(rest)(value) is not None, name
+    modules = {"elastic", "callbacks", "Compression", "mpi_ops"}
+    for door in (of_tensorflow, of_tensorflow.elastic):
+        missing = {f"{door.__name__}.{name}" for name in door.__all__ if name not in modules}
+        assert not missing - found.keys()
+    known = {name.rpartition(".")[2] for name in found}
+    assert not {name for name in other_door.__all__ if name not in modules} - known

@@ -18,7 +18,12 @@ def test_tensorflow(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_tensorflow", behaviour, timeout_s=FIRST_S)
 
 
-@worlds
+@pytest.mark.parametrize(
+    "world",
+    [2, pytest.param(3, marks=pytest.mark.nightly)],
+    indirect=True,
+    ids="{}-ranks".format,
+)
 @pytest.mark.parametrize("behaviour", behaviours.of("in_keras"))
 def test_keras(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_keras", behaviour, timeout_s=FIRST_S)

@@ -208,6 +208,7 @@ def test_what_cannot_work_is_said(cluster: RayCluster, call: Callable[..., RayJo
     assert "in fails" in job.output  # its traceback
 
 
+@pytest.mark.nightly
 def test_a_caller_that_ends_leaves_nothing_and_other_jobs_alone(
     cluster: RayCluster, call: Callable[..., RayJob]
 ):
@@ -250,6 +251,7 @@ def test_a_detached_job_outlives_its_caller_and_its_driver(
     assert "no detached job 'a name that nobody has'" in said(second, "refused")[0]
 
 
+@pytest.mark.nightly
 def test_rays_own_calls_in_a_worker_outlive_another_node(
     cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
 ):

@@ -76,6 +76,7 @@ def test_nodes_die_and_others_come(cluster: RayCluster, training: Stepping):
         assert committed_lost(training.steps()) == 0
 
 
+@pytest.mark.nightly
 def test_a_node_comes_and_its_worker_trains_in_the_same_processes(
     cluster: RayCluster, training: Stepping
 ):
