@@ -36,6 +36,8 @@ class Build:
     nccl: bool = False
     gpus: int = 0
     shared: str = ""  # why ranks of this host can't share memory; empty where they can
+    tensorflow: str = ""  # its version
+    keras: str = ""
     trouble: str = ""
 
 
@@ -75,7 +77,11 @@ def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
         return Build(trouble=f"torch can't be imported: {last}")
     last = (done.stdout.strip().splitlines() or [""])[-1]
     try:
-        return Build(**json.loads(last))
+        return Build(
+            **json.loads(last),
+            tensorflow=_version_of("tensorflow") or _version_of("tensorflow-cpu") or "",
+            keras=_version_of("keras") or "",
+        )
     except (ValueError, TypeError):
         return Build(trouble=f"{last!r} is no answer about torch")
 
@@ -93,8 +99,8 @@ def describe(build: Build) -> str:
         f"elasticrun {version()}:",
         "",
         "Available Frameworks:",
-        _framework("TensorFlow", "tensorflow", "tensorflow-cpu"),
-        _framework("Keras", "keras"),
+        f"    {box(bool(build.tensorflow))} TensorFlow {build.tensorflow}".rstrip(),
+        f"    {box(bool(build.keras))} Keras {build.keras}".rstrip(),
         f"    {box(bool(build.torch))} PyTorch {build.torch}".rstrip(),
         "    [ ] MXNet",
         "",
@@ -112,12 +118,6 @@ def describe(build: Build) -> str:
     ]
     notes = [note for note in (build.trouble, other_horovod()) if note]
     return "\n".join([*lines, *(f"\nwarning: {note}" for note in notes)])
-
-
-def _framework(name: str, *distributions: str) -> str:
-    """One that is installed can be used: its door is always there."""
-    found = next(filter(None, map(_version_of, distributions)), None)
-    return f"    [X] {name} {found}" if found else f"    [ ] {name}"
 
 
 def _version_of(distribution: str) -> str | None:

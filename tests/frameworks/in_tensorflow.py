@@ -222,6 +222,7 @@ def test_questions_as_operations(rank, size):
 def test_process_sets(rank, size):
     members = size - 1
     some = hvd.add_process_set(range(members))
+    assert some.process_set_id is not None
     try:
         if rank < members:
             for call in ways(lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=some)):

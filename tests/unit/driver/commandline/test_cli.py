@@ -703,12 +703,13 @@ def test_version_and_help(capsys):
 
 def test_the_report_has_horovodruns_form(monkeypatch):
     monkeypatch.setattr(check_build, "version", lambda: "1.2")
-    build = check_build.Build(torch="2.13.0", gloo=True, nccl=True, gpus=1)
+    build = check_build.Build(torch="2.13.0", gloo=True, nccl=True, gpus=1, keras="3.15")
     assert check_build.describe(build).splitlines() == [
         "elasticrun 1.2:",
         "",
         "Available Frameworks:",
         "    [ ] TensorFlow",
+        "    [X] Keras 3.15",
         "    [X] PyTorch 2.13.0",
         "    [ ] MXNet",
         "",
