@@ -365,6 +365,11 @@ def _end_epoch_of_data() -> None:
             adapter = iterator.data_adapter
             if getattr(adapter, "_within_epoch", False):
                 adapter.on_epoch_end()
+            if tensors.backend() == "tensorflow":
+                from elastic.tensorflow import left_behind
+
+                left_behind.destroy(left_behind.iterator_of(iterator))
+                iterator._epoch_iterator = iterator._current_iterator = None
             return
         frame = frame.f_back
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from elastic import run_loop
-from elastic.errors import Invalid
+from elastic.errors import Interrupted, Invalid
+from elastic.runtime import lifecycle
+from elastic.tensorflow import left_behind
 from elastic.tensorflow.errors import unwrapped
 
 Value = TypeVar("Value")
@@ -20,7 +22,16 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
 
     @functools.wraps(func)
     def training(*args: Any, **kwargs: Any) -> Value:
-        with unwrapped():
-            return func(*args, **kwargs)
+        interruption: Interrupted
+        try:
+            with unwrapped():
+                return func(*args, **kwargs)
+        except Interrupted as error:
+            rt = lifecycle.active()
+            if rt is None or rt.alone:
+                raise  # nobody forms another world: whoever started this wants to see where it was
+            left_behind.frames_of(error)
+            interruption = error
+        raise interruption
 
     return run_loop.run(training)

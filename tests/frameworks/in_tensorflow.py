@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -26,7 +28,12 @@ def wide(tensor):
 
 
 def test_every_dtype_and_op(rank, size):
-    folds = {hvd.Sum: np.sum, hvd.Min: np.min, hvd.Max: np.max, hvd.Product: np.prod}
+    folds: dict[object, Any] = {
+        hvd.Sum: np.sum,
+        hvd.Min: np.min,
+        hvd.Max: np.max,
+        hvd.Product: np.prod,
+    }
     for dtype in INTEGERS + FLOATS:
         every = [wide((np.arange(6) + 2 * r) % 3 + 1).reshape(2, 3) for r in range(size)]
         tensor = tf.cast(every[rank], dtype)

@@ -12,6 +12,12 @@ FIRST_S = 60.0  # imports included
 worlds = pytest.mark.parametrize("world", [2, 3], indirect=True, ids="{}-ranks".format)
 
 
+@pytest.mark.parametrize("world", [2], indirect=True, ids="{}-ranks".format)
+@pytest.mark.parametrize("behaviour", behaviours.of("in_threads"))
+def test_what_is_left_behind(world: World, behaviour: str) -> None:
+    world.run(behaviours.call, "in_threads", behaviour, timeout_s=FIRST_S)
+
+
 @worlds
 @pytest.mark.parametrize("behaviour", behaviours.of("in_tensorflow"))
 def test_tensorflow(world: World, behaviour: str) -> None:

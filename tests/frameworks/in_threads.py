@@ -1,0 +1,64 @@
+"""What is left behind is let go of by a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from elastic.tensorflow import left_behind
+
+
+class Held:
+    """Notes which thread destroys it."""
+
+    def __init__(self, said, done):
+        self.said, self.done = said, done
+
+    def __del__(self):
+        self.said.append(threading.current_thread().name)
+        self.done.set()
+
+
+class FakeEpochIterator:
+    """As Keras's: it and its generator refer to each other."""
+
+    def __init__(self, held):
+        self._current_iterator = held
+        self._epoch_iterator = self._enumerate()
+        next(self._epoch_iterator)
+
+    def _enumerate(self):
+        yield self
+
+
+def test_frames_of_an_error_and_of_what_led_to_it(rank, size):
+    for keep in (lambda held: held, FakeEpochIterator):
+        said, done = [], threading.Event()
+
+        def fit(keep=keep, said=said, done=done):
+            epoch_iterator = keep(Held(said, done))  # noqa: F841
+            raise ValueError("the first")
+
+        def training(fit=fit):
+            try:
+                fit()
+            except ValueError as error:
+                raise RuntimeError("the second") from error
+
+        try:
+            training()
+        except RuntimeError as error:
+            first = error.__cause__
+            left_behind.frames_of(error)
+            assert error.__traceback__ is None and first.__traceback__ is None
+        assert done.wait(10)
+        assert said == ["elastic-left-behind"]
+
+
+def test_objects_that_nobody_else_has(rank, size):
+    said, done = [], threading.Event()
+    found = [Held(said, done)]
+    alive = weakref.ref(found[0])
+    left_behind.destroy(found)
+    assert done.wait(10) and alive() is None
+    assert said == ["elastic-left-behind"]
