@@ -1,8 +1,8 @@
 """What a training function leaves behind when a world ends: its local variables, until somebody lets go of them.
 
 Among them are iterators over a ``tf.data.Dataset``. To destroy one, TensorFlow waits for its threads, for up to seven
-seconds where it tunes itself (``AUTOTUNE``; seen with TensorFlow 2.21). So a thread of our own does that, while the next
-world trains.
+seconds where it tunes itself (``AUTOTUNE``; seen with TensorFlow 2.21). So a thread of our own does that, while the
+next world trains.
 """
 
 from __future__ import annotations

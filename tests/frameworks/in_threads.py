@@ -33,7 +33,8 @@ class FakeEpochIterator:
 
 def test_frames_of_an_error_and_of_what_led_to_it(rank, size):
     for keep in (lambda held: held, FakeEpochIterator):
-        said, done = [], threading.Event()
+        said: list[str] = []
+        done = threading.Event()
 
         def fit(keep=keep, said=said, done=done):
             epoch_iterator = keep(Held(said, done))  # noqa: F841
@@ -50,13 +51,15 @@ def test_frames_of_an_error_and_of_what_led_to_it(rank, size):
         except RuntimeError as error:
             first = error.__cause__
             left_behind.frames_of(error)
-            assert error.__traceback__ is None and first.__traceback__ is None
+            assert error.__traceback__ is None
+            assert first is not None and first.__traceback__ is None
         assert done.wait(10)
         assert said == ["elastic-left-behind"]
 
 
 def test_objects_that_nobody_else_has(rank, size):
-    said, done = [], threading.Event()
+    said: list[str] = []
+    done = threading.Event()
     found = [Held(said, done)]
     alive = weakref.ref(found[0])
     left_behind.destroy(found)

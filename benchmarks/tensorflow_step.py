@@ -1,0 +1,189 @@
+"""What does it cost to come from TensorFlow? A reduction of gradients, through torch's door and through TensorFlow's.
+
+Two workers. Both doors reduce the same tensors in one job, in turns: those of an MLP with 25M parameters, and 1,000
+small ones. Then a whole step of that MLP with `DistributedGradientTape`, beside one with TensorFlow's own
+``MultiWorkerMirroredStrategy``, each in a job of its own.
+
+    python benchmarks/tensorflow_step.py --steps 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH, LAYERS = 2880, 3  # 25M parameters
+BATCH = 16
+SMALL = 1000
+
+
+def median_ms(call: Any, steps: int) -> float:
+    call()
+    took = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        call()
+        took.append((time.perf_counter() - begin) * 1000)
+    return statistics.median(took)
+
+
+def model_of(tf: Any) -> Any:
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input((WIDTH,)),
+            *(tf.keras.layers.Dense(WIDTH, "relu", use_bias=False) for _ in range(LAYERS)),
+        ]
+    )
+
+
+def doors(steps: int) -> dict[str, float]:
+    """In a worker."""
+    import tensorflow as tf
+    import torch
+
+    import horovod.tensorflow as hvd
+    import horovod.torch as of_torch
+
+    hvd.init()
+    found = {}
+    shapes = {"25M": [[WIDTH, WIDTH]] * LAYERS, "small": [[16]] * SMALL}
+    for kind, each in shapes.items():
+        theirs = [tf.random.uniform(shape) for shape in each]
+        ours = [torch.rand(shape) for shape in each]
+
+        @tf.function
+        def reduce(tensors: Any = theirs) -> Any:
+            return hvd.grouped_allreduce(tensors, name="tensorflow")
+
+        def of_theirs(reduce: Any = reduce) -> None:
+            reduce()[0].numpy()
+
+        def of_ours(ours: Any = ours) -> None:
+            of_torch.grouped_allreduce(ours, name="torch")
+
+        turns: dict[str, list[float]] = {"tensorflow": [], "torch": []}
+        for _ in range(4):
+            turns["torch"].append(median_ms(of_ours, steps // 4))
+            turns["tensorflow"].append(median_ms(of_theirs, steps // 4))
+        found |= {f"{kind} {door}": statistics.median(times) for door, times in turns.items()}
+
+    model, optimizer = model_of(tf), tf.keras.optimizers.SGD(0.01)
+    data = tf.random.uniform([BATCH, WIDTH])
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(data, training=True))
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    found["step with hvd"] = median_ms(lambda: step().numpy(), steps)
+    return found if hvd.rank() == 0 else {}
+
+
+def strategy(steps: int) -> dict[str, float]:
+    """In a process that TF_CONFIG describes."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model, optimizer = model_of(tf), tf.keras.optimizers.SGD(0.01)
+        optimizer.build(model.trainable_variables)
+    data = tf.random.uniform([BATCH, WIDTH])
+
+    def one() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(data, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    @tf.function
+    def step() -> Any:
+        return strategy.run(one)
+
+    took = median_ms(lambda: strategy.experimental_local_results(step())[0].numpy(), steps)
+    first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+    return {"step with MultiWorkerMirroredStrategy": took} if first else {}
+
+
+def answers(command: list[str], environ: dict[str, str]) -> dict[str, float]:
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
+    for line in done.stdout.splitlines():
+        if "FOUND " in line:
+            found: dict[str, float] = json.loads(line.partition("FOUND ")[2])
+            return found
+    raise SystemExit(f"{command} said nothing: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def beside(steps: int, environ: dict[str, str]) -> dict[str, float]:
+    ports = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    workers = [f"127.0.0.1:{port}" for port in ports]
+    command = [sys.executable, __file__, "--steps", str(steps), "--as", "strategy"]
+    tasks = [
+        environ
+        | {
+            "TF_CONFIG": json.dumps(
+                {"cluster": {"worker": workers}, "task": {"type": "worker", "index": i}}
+            )
+        }
+        for i in range(2)
+    ]
+    other = subprocess.Popen(
+        command, env=tasks[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        return answers(command, tasks[0])
+    finally:
+        other.wait(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--as", dest="role", choices=["doors", "strategy"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role:
+        found = doors(args.steps) if args.role == "doors" else strategy(args.steps)
+        print("FOUND " + json.dumps(found) if found else "", flush=True)
+        return
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    run = str(Path(sys.executable).with_name("elasticrun"))
+    command = [sys.executable, __file__, "--steps", str(args.steps), "--as", "doors"]
+    found = answers([run, "-np", "2", *command], environ) | beside(args.steps, environ)
+    table = Table("what", "ms", "ratio")
+    for kind in ("25M", "small"):
+        ours, theirs = found[f"{kind} torch"], found[f"{kind} tensorflow"]
+        table.add_row(f"{kind}: reduced through torch's door", f"{ours:.2f}", "")
+        table.add_row(f"{kind}: through TensorFlow's", f"{theirs:.2f}", f"{theirs / ours:.2f}")
+    ours, theirs = found["step with hvd"], found["step with MultiWorkerMirroredStrategy"]
+    table.add_row("a step with hvd", f"{ours:.1f}", f"{ours / theirs:.2f}")
+    table.add_row("a step with MultiWorkerMirroredStrategy", f"{theirs:.1f}", "1")
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
