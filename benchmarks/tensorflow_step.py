@@ -56,7 +56,7 @@ def doors(steps: int) -> dict[str, float]:
     import horovod.torch as of_torch
 
     hvd.init()
-    found = {}
+    found: dict[str, float] = {}
     shapes = {"25M": [[WIDTH, WIDTH]] * LAYERS, "small": [[16]] * SMALL}
     for kind, each in shapes.items():
         theirs = [tf.random.uniform(shape) for shape in each]
