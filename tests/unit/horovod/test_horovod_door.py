@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from elastic.errors import Invalid
 from elastic.horovod_errors import HorovodVersionMismatchError
 from elastic.launcher import launch_function
 from elastic.optimizer.distributed_optimizer import _subclass
+from horovod import absent
 from horovod.common import util
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript, HostManager
@@ -209,3 +211,29 @@ def test_a_host_manager_says_what_has_changed():
     assert (manager.available_hosts, manager.host_slots) == ({"a", "c"}, {"a": 1, "c": 1})
     with pytest.raises(Invalid, match="find_available_hosts_and_slots"):
         HostManager(object())  # type: ignore[arg-type]
+
+
+def test_a_door_without_its_framework_says_which_extra_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(ImportError, match=r"pip install 'hvd-elastic\[tensorflow\]'") as raised:
+        absent.need("tensorflow", "horovod.tensorflow")
+    assert raised.value.name == "tensorflow"
+
+
+def test_a_framework_that_cannot_be_imported_says_why_itself(monkeypatch, tmp_path):
+    (tmp_path / "keras.py").write_text("import a_module_that_is_missing\n")
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):
+        absent.need("keras", "horovod.keras")
+
+
+@pytest.mark.parametrize("version", ["2.15.1", "2.210.0", "3.0.0"])
+def test_a_framework_of_another_release_is_warned_of(monkeypatch, version):
+    found = ModuleType("tensorflow")
+    found.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorflow", found)
+    with pytest.warns(UserWarning, match=rf"tested with tensorflow 2\.21, and not with {version}"):
+        absent.need("tensorflow", "horovod.tensorflow")
+    found.__version__ = "2.21.3"  # type: ignore[attr-defined]
+    absent.need("tensorflow", "horovod.tensorflow")
