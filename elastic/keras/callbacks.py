@@ -74,7 +74,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         )
         if not names or logs is None:
             return
-        own = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64)
+        own = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64, device="cpu")
         mean = collectives.allreduce(own, name="metrics", process_set=self.process_set)
         logs.update(zip(names, mean.tolist(), strict=True))
 

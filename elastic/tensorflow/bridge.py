@@ -59,6 +59,15 @@ def call(
     return results
 
 
+def asked(answer: Callable[[], int], name: str) -> tf.Tensor:
+    """An int32 that is asked for when it runs: a graph outlives a world."""
+
+    def compute(_: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.tensor(int(answer()), dtype=torch.int32, device="cpu")]
+
+    return call(compute, [], [tf.TensorShape([])], [tf.int32], name)[0]
+
+
 def named(kind: str, name: str | None) -> str | None:
     """What a collective is matched by. Without a name of its own it is matched by its order: a ``tf.function`` runs
     what has side effects in the order in which it was written. A graph of TensorFlow 1 runs whatever is ready, so there

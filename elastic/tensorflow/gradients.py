@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+import torch
 
 from elastic.api.ops import as_op
 from elastic.collectives.interface import Op
@@ -17,6 +18,7 @@ from elastic.negotiation.process_sets import ProcessSet, global_process_set, res
 from elastic.tensorflow import bridge, ops
 from elastic.tensorflow.compression import Compression
 
+_CPU = torch.device("cpu")
 Gradient = Any  # a tf.Tensor, tf.IndexedSlices or None
 
 
@@ -115,17 +117,7 @@ def _as_share(gradient: Any, options: GradientOptions) -> Any:
     """A local gradient, divided as the average of the others is: as many ranks' batches are in the loss of those."""
     if not options.scale_local_gradients:
         return gradient
-    import torch
-
-    (count,) = bridge.call(
-        lambda _: [
-            torch.tensor(submission.group_size(torch.device("cpu"), resolve(options.process_set)))
-        ],
-        [],
-        [tf.TensorShape([])],
-        [tf.int64],
-        "size",
-    )
+    count = bridge.asked(lambda: submission.group_size(_CPU, resolve(options.process_set)), "size")
     if isinstance(gradient, tf.IndexedSlices):
         share = gradient.values / tf.cast(count, gradient.values.dtype)
         return tf.IndexedSlices(share, gradient.indices, gradient.dense_shape)

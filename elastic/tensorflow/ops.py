@@ -167,14 +167,7 @@ def _allreduce_slices(
     values = allgather(slices.values, names[0], process_set=process_set)
     indices = allgather(slices.indices, names[1], process_set=process_set)
     if op is Op.AVERAGE:
-        # As many as there are when it runs: a graph outlives a world.
-        (count,) = bridge.call(
-            lambda _: [torch.tensor(submission.group_size(_CPU, resolve(process_set)))],
-            [],
-            [tf.TensorShape([])],
-            [tf.int64],
-            "size",
-        )
+        count = bridge.asked(lambda: submission.group_size(_CPU, resolve(process_set)), "size")
         values = values / tf.cast(count, values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
@@ -216,7 +209,7 @@ def _gather(name: str | None, process_set: ProcessSet, tensors: Tensors) -> list
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         handle = submission.start_allgather(found, name, members=resolve(process_set), soon=True)
         results, starts = submission.synchronize(handle)
-        return [*results, torch.tensor(starts)]
+        return [*results, torch.tensor(starts, dtype=torch.int64, device="cpu")]
 
     @tf.custom_gradient
     def gathering(*given: tf.Tensor) -> Any:
@@ -288,14 +281,10 @@ def _broadcast(
 
         def backward(gradient: tf.Tensor) -> tf.Tensor:
             (summed,) = _reduce(_backward(name), process_set, Op.SUM, (1.0, 1.0), [gradient])
-            (mine,) = bridge.call(
-                lambda _: [torch.tensor(submission.is_root(root, _CPU, resolve(process_set)))],
-                [],
-                [tf.TensorShape([])],
-                [tf.bool],
-                "is_root",
+            mine = bridge.asked(
+                lambda: submission.is_root(root, _CPU, resolve(process_set)), "is_root"
             )
-            return tf.where(mine, summed, tf.zeros_like(summed))
+            return tf.where(mine > 0, summed, tf.zeros_like(summed))
 
         return made, backward
 
@@ -465,49 +454,32 @@ def join() -> tf.Tensor:
 
     See `elastic.optimizer.join.join`.
     """
-    return bridge.call(
-        lambda _: [torch.tensor(joining.join(), dtype=torch.int32)],
-        [],
-        [tf.TensorShape([])],
-        [tf.int32],
-        "join",
-    )[0]
-
-
-def _asked(name: str | None, kind: str, answer: Any) -> tf.Tensor:
-    """An int32 that is asked for when it runs: a graph outlives a world."""
-    return bridge.call(
-        lambda _: [torch.tensor(int(answer()), dtype=torch.int32)],
-        [],
-        [tf.TensorShape([])],
-        [tf.int32],
-        name or kind,
-    )[0]
+    return bridge.asked(joining.join, "join")
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """The number of ranks, of the world or of a process set, as an int32 that is asked for whenever a graph runs."""
-    return _asked(name, "size", lambda: _process_set(process_set_id).size() or 0)
+    return bridge.asked(lambda: _process_set(process_set_id).size() or 0, name or "size")
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """As `size_op`: the number of ranks on this host."""
-    return _asked(name, "local_size", basics.local_size)
+    return bridge.asked(basics.local_size, name or "local_size")
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
     """As `size_op`: this rank."""
-    return _asked(name, "rank", basics.rank)
+    return bridge.asked(basics.rank, name or "rank")
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """As `size_op`: this rank's number on its host."""
-    return _asked(name, "local_rank", basics.local_rank)
+    return bridge.asked(basics.local_rank, name or "local_rank")
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """As `size_op`: 1 if this rank belongs to the process set, else 0."""
-    return _asked(name, "included", lambda: _process_set(process_set_id).included())
+    return bridge.asked(lambda: _process_set(process_set_id).included(), name or "included")
 
 
 def _process_set(number: int) -> ProcessSet:
