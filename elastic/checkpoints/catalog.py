@@ -73,7 +73,10 @@ def writing_here(storage: Storage) -> Claimant | None:
             found = msgspec.json.decode(storage.read(f"run-{number:04}"), type=Claimant)
             if found.host != socket.gethostname() or found.pid == os.getpid():
                 return None
-            if psutil.Process(found.pid).create_time() == found.began_at:
+            process = psutil.Process(found.pid)
+            # One that has ended may stay in the table of processes: in a container, where nobody reaps.
+            ended = process.status() == psutil.STATUS_ZOMBIE
+            if not ended and process.create_time() == found.began_at:
                 return found
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -258,5 +259,10 @@ def test_who_else_writes_here_is_known_while_it_lives(tmp_path, monkeypatch):
         catalog.claim_run(storage)
     found = catalog.writing_here(storage)
     assert found is not None and (found.pid, found.began_at) == (other.pid, began_at)
-    other.communicate()
+    assert other.stdin is not None
+    other.stdin.close()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    assert process.status() == psutil.STATUS_ZOMBIE
+    assert catalog.writing_here(storage) is None, "it has ended, and is not reaped yet"
+    other.wait()
     assert catalog.writing_here(storage) is None
