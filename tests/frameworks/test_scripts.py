@@ -20,6 +20,7 @@ def number(running, pattern: str) -> list[float]:
     return [float(m[1]) for line in running.lines if (m := re.search(pattern, line))]
 
 
+@pytest.mark.nightly
 def test_keras_fit_with_warm_up_and_callbacks(job):
     running = job("-np 2", command("keras_mnist.py", "--epochs 6"), env=ENV)
     running.succeed(START_S)

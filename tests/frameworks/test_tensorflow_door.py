@@ -9,7 +9,12 @@ from frameworks import behaviours
 
 FIRST_S = 60.0  # imports included
 
-worlds = pytest.mark.parametrize("world", [2, 3], indirect=True, ids="{}-ranks".format)
+worlds = pytest.mark.parametrize(
+    "world",
+    [2, pytest.param(3, marks=pytest.mark.nightly)],
+    indirect=True,
+    ids="{}-ranks".format,
+)
 
 
 @pytest.mark.parametrize("world", [2], indirect=True, ids="{}-ranks".format)
@@ -24,12 +29,7 @@ def test_tensorflow(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_tensorflow", behaviour, timeout_s=FIRST_S)
 
 
-@pytest.mark.parametrize(
-    "world",
-    [2, pytest.param(3, marks=pytest.mark.nightly)],
-    indirect=True,
-    ids="{}-ranks".format,
-)
+@worlds
 @pytest.mark.parametrize("behaviour", behaviours.of("in_keras"))
 def test_keras(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_keras", behaviour, timeout_s=FIRST_S)

@@ -19,7 +19,7 @@ import pytest
 
 BUDGETS_S = {
     "tests/conformance": 50.0,
-    "tests/frameworks": 110.0,
+    "tests/frameworks": 90.0,
     "tests/integration/collectives": 250.0,
     "tests/integration/etcd": 60.0,
     "tests/integration/hosts": 150.0,

@@ -135,6 +135,7 @@ def test_from_a_script_called_driver_and_from_a_client_at_once(
     assert refused.startswith("100 workers of CPU 1 each were asked for, and 8 could be placed")
 
 
+@pytest.mark.nightly
 def test_a_submitted_job_imports_the_module_beside_its_script(cluster: RayCluster, tmp_path: Path):
     (tmp_path / "numbers_of_ours.py").write_text("NUMBER = 11\n")
     (tmp_path / "ray_train.py").write_text(
