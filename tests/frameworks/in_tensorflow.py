@@ -9,6 +9,8 @@ import pytest
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
+from elastic.errors import TensorMismatch
+from elastic.tensorflow.errors import unwrapped
 
 INTEGERS = [tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64]
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
@@ -261,6 +263,13 @@ def test_shapes_that_differ_are_named_on_every_rank(rank, size):
     with pytest.raises(tf.errors.OpError, match="rank"):
         tf.function(lambda x: hvd.allreduce(x, name="differs too"))(tensor)
     np.testing.assert_allclose(hvd.allreduce(tf.ones(2), op=hvd.Sum), [size, size])
+
+
+def test_an_error_out_of_a_graph_is_turned_back_into_what_it_was(rank, size):
+    with pytest.raises(TensorMismatch, match="rank"), unwrapped():
+        tf.function(lambda x: hvd.allreduce(x, name="in a graph"))(tf.ones([rank + 1]))
+    with pytest.raises(tf.errors.UnknownError, match="of others"), unwrapped():
+        raise tf.errors.UnknownError(None, None, "of others")
 
 
 def test_dtypes_that_differ_and_those_that_cannot_be_reduced(rank, size):
