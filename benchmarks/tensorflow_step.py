@@ -153,7 +153,10 @@ def beside(steps: int, environ: dict[str, str]) -> dict[str, float]:
     try:
         return answers(command, tasks[0])
     finally:
-        other.wait(60)
+        try:
+            other.wait(60)
+        except subprocess.TimeoutExpired:
+            other.kill()
 
 
 def main() -> None:

@@ -75,6 +75,18 @@ def broadcast_parameters(
     _broadcast_packed([tensor for _, tensor in tensors], root_rank, process_set)
 
 
+def broadcast_copies(
+    tensors: Iterable[torch.Tensor], root_rank: int, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Rank ``root_rank``'s tensors, as new ones: for frameworks whose variables are set by a value. Raises as
+    `broadcast_parameters`.
+    """
+    copies = [tensor.clone() for tensor in tensors]
+    named = [(str(number), tensor) for number, tensor in enumerate(copies)]
+    broadcast_parameters(iter(named), root_rank, process_set)
+    return copies
+
+
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,

@@ -8,8 +8,10 @@ import keras
 import tensorflow as tf
 
 from elastic.errors import Invalid
+from elastic.keras import distributed_optimizer
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
-from elastic.tensorflow import gradients, v1_optimizer
+from elastic.optimizer import framework_options
+from elastic.tensorflow import v1_optimizer
 from elastic.tensorflow.compression import Compression
 from elastic.tensorflow.ops import Average
 
@@ -38,7 +40,7 @@ def DistributedOptimizer(
             ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` then reduces.
         name, use_locking: of the wrapper of an optimizer of TensorFlow 1.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
-            `elastic.tensorflow.gradients.GradientOptions`.
+            `elastic.optimizer.framework_options.GradientOptions`.
         backward_passes_per_step, average_aggregated_gradients: with Keras optimizers.
         num_groups, groups: accepted: all gradients travel together.
         device_dense, device_sparse: accepted, and without a meaning.
@@ -47,8 +49,6 @@ def DistributedOptimizer(
         Invalid: (a ValueError) for bad arguments, and for what is no optimizer.
     """
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        from elastic.keras import distributed_optimizer
-
         return distributed_optimizer.DistributedOptimizer(
             optimizer,
             name,
@@ -66,14 +66,14 @@ def DistributedOptimizer(
             scale_local_gradients,
         )
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        gradients.check_groups(num_groups or groups)
-        options = gradients.GradientOptions(
-            op=op,  # type: ignore[arg-type]
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor,
-            process_set=process_set,
-            scale_local_gradients=scale_local_gradients,
+        options = framework_options.checked(
+            op,
+            compression,
+            sparse_as_dense,
+            gradient_predivide_factor,
+            num_groups or groups,
+            process_set,
+            scale_local_gradients,
         )
         return v1_optimizer.distribute(
             optimizer, name, use_locking, backward_passes_per_step, options

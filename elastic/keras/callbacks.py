@@ -29,16 +29,14 @@ def broadcast_variables(
     `elastic.api.broadcasting.broadcast_parameters`.
     """
     variables = list(variables)
-    own = {f"{number:06}": arrays.value_of(each).clone() for number, each in enumerate(variables)}
-    broadcasting.broadcast_parameters(own, root_rank, process_set)
-    for variable, tensor in zip(variables, own.values(), strict=True):
+    made = broadcasting.broadcast_copies(map(arrays.value_of, variables), root_rank, process_set)
+    for variable, tensor in zip(variables, made, strict=True):
         variable.assign(arrays.to_numpy(tensor))
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Brings rank ``root_rank``'s model and optimizer to all ranks at the beginning of training.
-
-    After the first batch, as in Horovod: the model and its optimizer have all their variables then.
+    """Brings rank ``root_rank``'s model and optimizer to all ranks: the model before the first batch, where it has its
+    weights by then, and both after it, when they have all their variables.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -204,7 +202,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0:
             rate = _learning_rate(self.model.optimizer)
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+            print(f"\nepoch {epoch + 1}: the learning rate has warmed up to {rate:g}")
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

@@ -7,12 +7,12 @@ from typing import Any
 import keras
 
 from elastic.api.compression import Compression as TorchCompression
-from elastic.api.ops import Average, as_op
-from elastic.collectives.interface import Op
+from elastic.api.ops import Average
 from elastic.errors import Invalid
 from elastic.keras import optimizer as reducing
 from elastic.keras import tensors
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
+from elastic.optimizer import framework_options
 
 
 def DistributedOptimizer(
@@ -60,41 +60,23 @@ def DistributedOptimizer(
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise Invalid(f"{type(optimizer).__name__} is no Keras optimizer; wrap one")
-    reduction = as_op(op, None)
-    if reduction not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
-        raise Invalid(f"gradients can't be reduced with {reduction.name.title()}; use Average")
-    if gradient_predivide_factor != 1.0 and reduction is not Op.AVERAGE:
-        raise Invalid("gradient_predivide_factor goes with op=Average only; leave it out")
-    if not isinstance(gradient_predivide_factor, int | float) or gradient_predivide_factor <= 0:
-        raise Invalid(
-            f"gradient_predivide_factor is {gradient_predivide_factor!r}; give a positive number"
-        )
+    options = framework_options.checked(
+        op,
+        _of_backend(compression),
+        sparse_as_dense,
+        gradient_predivide_factor,
+        num_groups or groups,
+        process_set,
+        scale_local_gradients,
+    )
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise Invalid(
             f"backward_passes_per_step is {backward_passes_per_step!r}; give a number from 1 on"
         )
+    made = reducing.distribute(optimizer, options)
     if backward_passes_per_step > 1:
-        _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
-    options = reducing.KerasOptions(
-        reduction,
-        _of_torch(compression),
-        float(gradient_predivide_factor),
-        process_set,
-        scale_local_gradients,
-    )
-    if tensors.backend() == "tensorflow":
-        from elastic.tensorflow import gradients
-
-        gradients.check_groups(num_groups or groups)
-        options.of_tensorflow = gradients.GradientOptions(
-            op=reduction,
-            compression=_of_tensorflow(compression),
-            sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor,
-            process_set=process_set,
-            scale_local_gradients=scale_local_gradients,
-        )
-    return reducing.distribute(optimizer, options)
+        _accumulate(made, backward_passes_per_step, average_aggregated_gradients)
+    return made
 
 
 def PartialDistributedOptimizer(
@@ -107,7 +89,9 @@ def PartialDistributedOptimizer(
     layers = [] if local_layers is None else local_layers
     for layer in layers if isinstance(layers, list | tuple | set) else [layers]:
         if not isinstance(layer, keras.layers.Layer):
-            raise Invalid(f"local_layers has a {type(layer).__name__}, which is no Keras layer")
+            raise Invalid(
+                f"local_layers has a {type(layer).__name__}, which is no Keras layer; give one layer, or a list of them"
+            )
         for variable in layer.trainable_weights:
             made.register_local_var(variable)
     return made
@@ -148,20 +132,16 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> None:
         )
 
 
-def _of_torch(compression: Any) -> Any:
-    """Each framework casts its own tensors."""
+def _of_backend(compression: Any) -> Any:
+    """Each framework casts its own tensors; Horovod's two classes called ``Compression`` stand for each other."""
+    own: Any = TorchCompression
     if tensors.backend() == "tensorflow":
-        return TorchCompression.none  # not used
-    return TorchCompression.none if compression is None else compression
+        from elastic.tensorflow.compression import TensorFlowCompression
 
-
-def _of_tensorflow(compression: Any) -> Any:
-    """Horovod has one ``Compression`` for TensorFlow and another for torch: either will do."""
-    from elastic.tensorflow.compression import Compression
-
+        own = TensorFlowCompression
     if compression is None:
-        return Compression.none
+        return own.none
     for name in ("none", "fp16", "bf16"):
         if compression is getattr(TorchCompression, name):
-            return getattr(Compression, name)
+            return getattr(own, name)
     return compression

@@ -11,7 +11,7 @@ import torch
 from elastic.api import arrays
 from elastic.errors import Invalid
 from elastic.state.handlers import registry
-from elastic.state.handlers.variables import VariablesPart
+from elastic.state.handlers.variables import VariablesPart, values_of
 from elastic.state.snapshots.snapshot import same_bits
 
 
@@ -34,7 +34,7 @@ class ModelPart(VariablesPart):
         trained = {id(each) for each in self.value.trainable_weights}
         named = self.named()
         names = [name for name, each in named.items() if id(each) in trained]
-        return {"trained": names}, super().pack()[1]
+        return {"trained": names}, values_of(named)
 
     def place(
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool

@@ -1,4 +1,4 @@
-"""Collectives on the tensors of whatever backend Keras 3 runs on: TensorFlow, torch or JAX."""
+"""Which backend Keras 3 runs on, and collectives on torch's and JAX's tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import torch
 
-from elastic.api.arrays import to_numpy, to_torch
+from elastic.api.arrays import to_numpy, to_torch, value_of
 from elastic.errors import Invalid
 
 raised: deque[BaseException] = deque(maxlen=8)  # by collectives inside a step that JAX compiled
@@ -28,18 +28,12 @@ def backend() -> str:
 def apply(
     compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tensors: Sequence[Any]
 ) -> list[Any]:
-    """``compute`` of a backend's tensors, with results of the same shapes and dtypes: now, or in a graph each time that
-    it runs.
+    """``compute`` of torch's or JAX's tensors, with results of the same shapes and dtypes: now, or in a step that JAX
+    compiles each time that it runs. (TensorFlow's have `elastic.tensorflow.bridge`.)
     """
-    match backend():
-        case "torch":
-            return list(compute([tensor.detach() for tensor in tensors]))
-        case "tensorflow":
-            from elastic.tensorflow import bridge
-
-            return bridge.call(compute, tensors, [tensor.shape for tensor in tensors])
-        case _:
-            return _in_jax(compute, tensors)
+    if backend() == "jax":
+        return _in_jax(compute, tensors)
+    return list(compute([tensor.detach() for tensor in tensors]))
 
 
 def _in_jax(
@@ -47,6 +41,9 @@ def _in_jax(
 ) -> list[Any]:
     import jax
     from jax.experimental import io_callback
+
+    if not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
+        return [jax.numpy.asarray(to_numpy(each)) for each in compute(list(map(value_of, tensors)))]
 
     def run(*arrays: Any) -> list[Any]:
         try:
@@ -57,6 +54,4 @@ def _in_jax(
         return [to_numpy(result) for result in results]
 
     kinds = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
-    if not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
-        return [jax.numpy.asarray(each) for each in run(*tensors)]
     return list(io_callback(run, kinds, *tensors, ordered=True))

@@ -20,7 +20,10 @@ def allreduce(
     op: int | None = None,
     compression: Any = None,
 ) -> Any:
-    """Reduces a number, an array or a tensor over all ranks; Average by default. The result is an array of numpy."""
+    """Reduces a number, an array or a tensor over all ranks; Average by default. The result is an array of numpy.
+
+    ``compression`` is accepted, and without a meaning: values are small.
+    """
     made = ops.allreduce(
         _torch(value),
         average,

@@ -137,6 +137,13 @@ def resolve(process_set: ProcessSet | None) -> Ranks | None:
     return _members(process_set)
 
 
+def resolve_or_alone(process_set: ProcessSet) -> Ranks | None:
+    """As `resolve`, but a rank that is not in the set is one by itself: it reduces among nobody else."""
+    if process_set is not global_process_set and not process_set.included():
+        return (context.current().place.rank,)
+    return resolve(process_set)
+
+
 def _members(process_set: ProcessSet) -> Ranks:
     if not isinstance(process_set, ProcessSet):
         raise Invalid(

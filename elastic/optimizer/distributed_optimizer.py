@@ -7,7 +7,6 @@ Checks the arguments and gives the optimizer Horovod's methods. When and how gra
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from elastic.negotiation.process_sets import ProcessSet, global_process_set, req
 from elastic.optimizer import adasum_optimizer, gradient_layout, wrapped_optimizer
 from elastic.optimizer.adasum_optimizer import AdasumDistributed, BackwardPasses
 from elastic.optimizer.flat_buckets import Compressor
-from elastic.optimizer.gradient_options import Options
+from elastic.optimizer.gradient_options import Options, check_compression, check_predivide_factor
 from elastic.optimizer.gradient_reducer import GradientReducer
 from elastic.optimizer.wrapped_optimizer import UNNAMED, Distributed, Reducer, check_passes
 from elastic.runtime import lifecycle
@@ -74,23 +73,8 @@ def DistributedOptimizer(
     reduction = _checked_op(op)
     _check_process_set(process_set, reduction)
     check_passes(backward_passes_per_step)
-    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
-        raise Invalid(
-            f"compression is {compression!r}; give Compression.none, Compression.fp16,"
-            " Compression.bf16, or anything with compress() and decompress()"
-        )
-    if not isinstance(gradient_predivide_factor, int | float) or not math.isfinite(
-        gradient_predivide_factor
-    ):
-        raise Invalid(
-            f"gradient_predivide_factor is {gradient_predivide_factor!r}; give a positive number"
-        )
-    if gradient_predivide_factor != 1.0 and reduction is not Op.AVERAGE:
-        raise Invalid("gradient_predivide_factor goes with op=Average only; leave it out")
-    if gradient_predivide_factor <= 0:
-        raise Invalid(
-            f"gradient_predivide_factor is {gradient_predivide_factor}; give a positive number"
-        )
+    check_compression(compression)
+    check_predivide_factor(gradient_predivide_factor, reduction)
     if num_groups:
         warnings.warn(
             "DistributedOptimizer's num_groups is deprecated; use groups",

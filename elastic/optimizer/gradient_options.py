@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from elastic.api.compression import Compression
 from elastic.collectives.interface import Op
+from elastic.errors import Invalid
 from elastic.optimizer import bucket_plan
 from elastic.optimizer.flat_buckets import Compressor, Scales, gradient_strides
 
@@ -88,6 +90,25 @@ class Options:
                 for number, (name, parameter) in enumerate(named)
             ),
         ]
+
+
+def check_predivide_factor(factor: object, op: Op) -> None:
+    """Raises Invalid."""
+    if not isinstance(factor, int | float) or not math.isfinite(factor):
+        raise Invalid(f"gradient_predivide_factor is {factor!r}; give a positive number")
+    if factor != 1.0 and op is not Op.AVERAGE:
+        raise Invalid("gradient_predivide_factor goes with op=Average only; leave it out")
+    if factor <= 0:
+        raise Invalid(f"gradient_predivide_factor is {factor}; give a positive number")
+
+
+def check_compression(compression: object) -> None:
+    """Raises Invalid."""
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise Invalid(
+            f"compression is {compression!r}; give Compression.none, Compression.fp16,"
+            " Compression.bf16, or anything with compress() and decompress()"
+        )
 
 
 def digest_of(lines: Sequence[str]) -> int:

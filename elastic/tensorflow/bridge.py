@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from elastic.api.arrays import to_numpy, to_torch
+from elastic.api.arrays import to_numpy, to_torch, value_of
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -41,7 +41,7 @@ def call(
     if not tensors and dtypes is None:
         return []
     if tf.executing_eagerly():
-        now = compute([to_torch(_array(tensor)) for tensor in tensors])
+        now = compute([value_of(tensor) for tensor in tensors])
         return [tf.convert_to_tensor(to_numpy(result)) for result in now]
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
@@ -52,7 +52,7 @@ def call(
             raise RuntimeError(f"{type(error).__name__}: {error} {_keep(error)}") from error
 
     wanted = list(dtypes or [tensor.dtype for tensor in tensors])
-    made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=_legal(name))
+    made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=name)
     results: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
@@ -99,13 +99,3 @@ def _keep(error: BaseException) -> str:
 
 def _mark(number: int) -> str:
     return f"(error {number} of this process)"
-
-
-def _array(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
-    return np.asarray(tensor.numpy())
-
-
-def _legal(name: str) -> str:
-    """A name as operations of a graph may have."""
-    kept = "".join(c if (c.isalnum() and c.isascii()) or c in "_." else "_" for c in name)
-    return kept if kept[:1].isalnum() else f"e{kept}"

@@ -6,20 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-
-class AsItIs:
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        return tensor
+from elastic.api.compression import NoneCompressor
 
 
-class _Cast:
+class CastInTensorFlow:
     """Sends floating point tensors in a smaller dtype; others as they are. The context is the dtype to return to."""
 
     dtype: tf.DType
@@ -35,24 +25,24 @@ class _Cast:
         return tensor if ctx is None else tf.cast(tensor, ctx)
 
 
-class AsFloat16(_Cast):
+class ToFloat16(CastInTensorFlow):
     """float16: 11 significant bits; sums beyond 65504 overflow."""
 
     dtype = tf.float16
 
 
-class AsBFloat16(_Cast):
+class ToBFloat16(CastInTensorFlow):
     """bfloat16: 8 significant bits, the range of float32."""
 
     dtype = tf.bfloat16
 
 
-class CompressionOfTensors:
+class TensorFlowCompression:
     """What ``compression=`` takes; a class of your own with ``compress`` and ``decompress`` works as well."""
 
-    none = AsItIs
-    fp16 = AsFloat16
-    bf16 = AsBFloat16
+    none = NoneCompressor
+    fp16 = ToFloat16
+    bf16 = ToBFloat16
 
 
-Compression = CompressionOfTensors
+Compression = TensorFlowCompression

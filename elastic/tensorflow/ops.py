@@ -23,7 +23,8 @@ TensorFlow's in its place, with the same sentence; ``hvd.elastic.run`` recovers 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,13 +33,23 @@ import torch
 from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum, as_op
 from elastic.collectives.interface import Op
 from elastic.negotiation import submission
-from elastic.negotiation.process_sets import ProcessSet, global_process_set, resolve
+from elastic.negotiation.process_set_table import Ranks
+from elastic.negotiation.process_sets import (
+    ProcessSet,
+    global_process_set,
+    process_set_by_id,
+    resolve,
+)
 from elastic.optimizer import join as joining
 from elastic.runtime import basics
 from elastic.tensorflow import bridge
 from elastic.tensorflow.compression import Compression
+from elastic.tensorflow.variables import broadcast_variables
 
 Tensors = Sequence[tf.Tensor]
+Members = Callable[
+    [], "Ranks | None"
+]  # who takes part, asked when it runs: a graph outlives a world
 _CPU = torch.device("cpu")
 
 
@@ -75,11 +86,10 @@ def allreduce(
         loss = hvd.allreduce(loss)  # the mean over all ranks
     """
     if isinstance(tensor, tf.IndexedSlices):
-        return _allreduce_slices(tensor, name, as_op(op, average), process_set)
+        return reduce_slices(tensor, name, _members(process_set), as_op(op, average))
     factors = (prescale_factor, postscale_factor)
-    return _grouped_allreduce(
-        [tensor], name, as_op(op, average), factors, compression, process_set
-    )[0]
+    members = _members(process_set)
+    return reduce_dense([tensor], name, members, as_op(op, average), factors, compression)[0]
 
 
 def grouped_allreduce(
@@ -104,28 +114,27 @@ def grouped_allreduce(
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise ValueError("grouped_allreduce takes no tf.IndexedSlices; give each to allreduce")
     factors = (prescale_factor, postscale_factor)
-    return _grouped_allreduce(tensors, name, as_op(op, average), factors, compression, process_set)
+    members = _members(process_set)
+    return reduce_dense(tensors, name, members, as_op(op, average), factors, compression)
 
 
-def _grouped_allreduce(
+def reduce_dense(
     tensors: Tensors,
     name: str | None,
+    members: Members,
     op: Op,
     factors: tuple[float, float],
     compression: Any,
-    process_set: ProcessSet,
 ) -> list[tf.Tensor]:
-    packed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
-    reduced = _reduce(name, process_set, op, factors, [tensor for tensor, _ in packed])
-    return [
-        compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(reduced, packed, strict=True)
-    ]
+    """`grouped_allreduce` among ranks that are known when it runs."""
+    return _compressed(
+        tensors, compression, lambda packed: _reduce(name, members, op, factors, packed)
+    )
 
 
 def _reduce(
     name: str | None,
-    process_set: ProcessSet,
+    members: Members,
     op: Op,
     factors: tuple[float, float],
     tensors: Tensors,
@@ -134,9 +143,7 @@ def _reduce(
     name = bridge.named("allreduce", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        handle = submission.start_allreduce(
-            found, name, op, *factors, members=resolve(process_set), soon=True
-        )
+        handle = submission.start_allreduce(found, name, op, *factors, members=members(), soon=True)
         result: Sequence[torch.Tensor] = submission.synchronize(handle)
         return result
 
@@ -146,7 +153,7 @@ def _reduce(
 
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
             return _of_floating(
-                lambda floating: _reduce(_backward(name), process_set, op, factors, floating),
+                lambda floating: _reduce(_backward(name), members, op, factors, floating),
                 gradients,
                 given,
             )
@@ -156,20 +163,25 @@ def _reduce(
     return list(reduction(*tensors))
 
 
-def _allreduce_slices(
-    slices: tf.IndexedSlices, name: str | None, op: Op, process_set: ProcessSet
+def reduce_slices(
+    slices: tf.IndexedSlices, name: str | None, members: Members, op: Op
 ) -> tf.IndexedSlices:
+    """`allreduce` of IndexedSlices among ranks that are known when it runs. Raises NotImplementedError."""
     if op not in (Op.AVERAGE, Op.SUM):
         raise NotImplementedError(
             f"tf.IndexedSlices can't be reduced with {op.name.title()}; use Average or Sum, or sparse_as_dense=True"
         )
     names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")
-    values = allgather(slices.values, names[0], process_set=process_set)
-    indices = allgather(slices.indices, names[1], process_set=process_set)
+    (values,) = _gather(names[0], members, [slices.values])
+    (indices,) = _gather(names[1], members, [slices.indices])
     if op is Op.AVERAGE:
-        count = bridge.asked(lambda: submission.group_size(_CPU, resolve(process_set)), "size")
-        values = values / tf.cast(count, values.dtype)
+        values = values / tf.cast(size_of(members), values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def size_of(members: Members) -> tf.Tensor:
+    """How many these ranks are, as an int32 that is asked for when it runs."""
+    return bridge.asked(lambda: submission.group_size(_CPU, members()), "size")
 
 
 # ---- allgather ---------------------------------------------------------------------------------
@@ -199,15 +211,15 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """`allgather` of several tensors. Differentiable."""
-    return _gather(name, process_set, [tf.convert_to_tensor(each) for each in tensors])
+    return _gather(name, _members(process_set), [tf.convert_to_tensor(each) for each in tensors])
 
 
-def _gather(name: str | None, process_set: ProcessSet, tensors: Tensors) -> list[tf.Tensor]:
+def _gather(name: str | None, members: Members, tensors: Tensors) -> list[tf.Tensor]:
     """The gradient is this rank's rows of the summed gradient, as in Horovod for TensorFlow."""
     name = bridge.named("allgather", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        handle = submission.start_allgather(found, name, members=resolve(process_set), soon=True)
+        handle = submission.start_allgather(found, name, members=members(), soon=True)
         results, starts = submission.synchronize(handle)
         return [*results, torch.tensor(starts, dtype=torch.int64, device="cpu")]
 
@@ -221,7 +233,7 @@ def _gather(name: str | None, process_set: ProcessSet, tensors: Tensors) -> list
 
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
             def rows(floating: Tensors) -> list[tf.Tensor]:
-                summed = _reduce(_backward(name), process_set, Op.SUM, (1.0, 1.0), floating)
+                summed = _reduce(_backward(name), members, Op.SUM, (1.0, 1.0), floating)
                 places = [number for number, each in enumerate(given) if _differentiable(each)]
                 lengths = [tf.shape(given[place], tf.int64)[0] for place in places]
                 return [
@@ -247,7 +259,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
     """Gives every rank the tensor of rank ``root_rank``, which counts in the world. Differentiable."""
-    return _broadcast(name, process_set, root_rank, tf.convert_to_tensor(tensor))
+    return _broadcast(name, _members(process_set), root_rank, tf.convert_to_tensor(tensor))
 
 
 def broadcast_(
@@ -257,21 +269,17 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Variable]:
     """Overwrites variables with those of rank ``root_rank``, and returns them. Not differentiable."""
-    from elastic.tensorflow.variables import broadcast_variables
-
     broadcast_variables(variables, root_rank, process_set)
     return list(variables)
 
 
-def _broadcast(
-    name: str | None, process_set: ProcessSet, root: int, tensor: tf.Tensor
-) -> tf.Tensor:
+def _broadcast(name: str | None, members: Members, root: int, tensor: tf.Tensor) -> tf.Tensor:
     """The gradient is the summed gradient on the root, zeros elsewhere."""
     name = bridge.named("broadcast", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         handle = submission.start_broadcast(
-            found[0], root, name, members=resolve(process_set), in_place=False, soon=True
+            found[0], root, name, members=members(), in_place=False, soon=True
         )
         return [submission.synchronize(handle)]
 
@@ -280,10 +288,8 @@ def _broadcast(
         (made,) = bridge.call(compute, [given], [given.shape], name="broadcast")
 
         def backward(gradient: tf.Tensor) -> tf.Tensor:
-            (summed,) = _reduce(_backward(name), process_set, Op.SUM, (1.0, 1.0), [gradient])
-            mine = bridge.asked(
-                lambda: submission.is_root(root, _CPU, resolve(process_set)), "is_root"
-            )
+            (summed,) = _reduce(_backward(name), members, Op.SUM, (1.0, 1.0), [gradient])
+            mine = bridge.asked(lambda: submission.is_root(root, _CPU, members()), "is_root")
             return tf.where(mine > 0, summed, tf.zeros_like(summed))
 
         return made, backward
@@ -312,22 +318,20 @@ def alltoall(
     """
     tensor = tf.convert_to_tensor(tensor)
     if splits is None:
-        return _exchange(name, process_set, tensor, None)[0]
+        return _exchange(name, _members(process_set), tensor, None)[0]
     given = tf.cast(tf.convert_to_tensor(splits), tf.int32)
-    return _exchange(name, process_set, tensor, given)
+    return _exchange(name, _members(process_set), tensor, given)
 
 
 def _exchange(
-    name: str | None, process_set: ProcessSet, tensor: tf.Tensor, splits: tf.Tensor | None
+    name: str | None, members: Members, tensor: tf.Tensor, splits: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The gradient of a row goes back to where the row came from."""
     name = bridge.named("alltoall", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         rows = found[1] if len(found) > 1 else None
-        handle = submission.start_alltoall(
-            found[0], rows, name, members=resolve(process_set), soon=True
-        )
+        handle = submission.start_alltoall(found[0], rows, name, members=members(), soon=True)
         output, received = submission.synchronize(handle)
         return [output, received.to(torch.int32)]
 
@@ -338,7 +342,7 @@ def _exchange(
         made, received = bridge.call(compute, inputs, shapes, [given.dtype, tf.int32], "alltoall")
 
         def backward(gradient: tf.Tensor, _: Any = None) -> tf.Tensor:
-            returned, _sent = _exchange(_backward(name), process_set, gradient, received)
+            returned, _sent = _exchange(_backward(name), members, gradient, received)
             missing = tf.shape(given)[0] - tf.shape(returned)[0]
             rest = tf.concat([[missing], tf.shape(returned)[1:]], 0)
             back = tf.concat([returned, tf.zeros(rest, returned.dtype)], 0)
@@ -392,18 +396,17 @@ def grouped_reducescatter(
     """`reducescatter` of several tensors at once. Differentiable."""
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("reducescatter takes no tf.IndexedSlices; use allreduce")
-    packed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
-    factors = (prescale_factor, postscale_factor)
-    made = _scatter(name, process_set, as_op(op, None), factors, [tensor for tensor, _ in packed])
-    return [
-        compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(made, packed, strict=True)
-    ]
+    reduction, factors = as_op(op, None), (prescale_factor, postscale_factor)
+    return _compressed(
+        tensors,
+        compression,
+        lambda packed: _scatter(name, _members(process_set), reduction, factors, packed),
+    )
 
 
 def _scatter(
     name: str | None,
-    process_set: ProcessSet,
+    members: Members,
     op: Op,
     factors: tuple[float, float],
     tensors: Tensors,
@@ -413,17 +416,15 @@ def _scatter(
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         handle = submission.start_reducescatter(
-            found, name, op, *factors, members=resolve(process_set), soon=True
+            found, name, op, *factors, members=members(), soon=True
         )
         result: Sequence[torch.Tensor] = submission.synchronize(handle)
         return result
 
     def gathered(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        size = submission.group_size(_CPU, resolve(process_set)) if op is Op.SUM else 1
+        size = submission.group_size(_CPU, members()) if op is Op.SUM else 1
         scaled = [each * (factors[0] * factors[1] * size) for each in found]
-        handle = submission.start_allgather(
-            scaled, _backward(name), members=resolve(process_set), soon=True
-        )
+        handle = submission.start_allgather(scaled, _backward(name), members=members(), soon=True)
         results, _ = submission.synchronize(handle)
         return list(results)
 
@@ -459,7 +460,7 @@ def join() -> tf.Tensor:
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """The number of ranks, of the world or of a process set, as an int32 that is asked for whenever a graph runs."""
-    return bridge.asked(lambda: _process_set(process_set_id).size() or 0, name or "size")
+    return bridge.asked(lambda: process_set_by_id(process_set_id).size() or 0, name or "size")
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
@@ -479,16 +480,25 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """As `size_op`: 1 if this rank belongs to the process set, else 0."""
-    return bridge.asked(lambda: _process_set(process_set_id).included(), name or "included")
-
-
-def _process_set(number: int) -> ProcessSet:
-    from elastic.negotiation.process_sets import process_set_by_id
-
-    return process_set_by_id(number)
+    return bridge.asked(lambda: process_set_by_id(process_set_id).included(), name or "included")
 
 
 # ---- what they have in common ------------------------------------------------------------------
+
+
+def _members(process_set: ProcessSet) -> Members:
+    return functools.partial(resolve, process_set)
+
+
+def _compressed(
+    tensors: Tensors, compression: Any, compute: Callable[[Tensors], list[tf.Tensor]]
+) -> list[tf.Tensor]:
+    packed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    made = compute([tensor for tensor, _ in packed])
+    return [
+        compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(made, packed, strict=True)
+    ]
 
 
 def _backward(name: str | None) -> str | None:

@@ -45,7 +45,9 @@ class TensorFlowState(HandledState):
             raise Invalid("TensorFlowState has no variables; give those that exist, in a list")
         for variable in variables:
             if not hasattr(variable, "assign"):
-                raise Invalid(f"variables has a {type(variable).__name__}, which is no variable")
+                raise Invalid(
+                    f"variables has a {type(variable).__name__}, which is no variable; give TensorFlow's or Keras's"
+                )
         super().__init__({"variables": _Variables(variables), **kwargs}, rng)
 
 

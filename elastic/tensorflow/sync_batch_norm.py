@@ -21,7 +21,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def __init__(self, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
         if kwargs.pop("fused", False):
-            raise ValueError("SyncBatchNormalization does not support fused=True.")
+            raise ValueError("fused=True works on one rank alone; leave it out")
         super().__init__(**kwargs)
         self._process_set = process_set
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from elastic.errors import Invalid
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
+from elastic.optimizer import framework_options
 from elastic.tensorflow import gradients
 from elastic.tensorflow.compression import Compression
 from elastic.tensorflow.ops import Average
@@ -17,7 +18,7 @@ from elastic.tensorflow.ops import Average
 class DistributedTape:
     """What a distributed tape has besides its own methods."""
 
-    _options: gradients.GradientOptions
+    _options: framework_options.GradientOptions
     _local_sources: dict[int, Any]  # by id, which they keep while they are here
 
     def register_local_source(self, source: tf.Variable) -> None:
@@ -34,7 +35,6 @@ class DistributedTape:
     ) -> Any:
         """As ``tf.GradientTape.gradient``, reduced over all ranks."""
         found = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
-        # Not expanded: IndexedSlices are composites.
         flat = tf.nest.flatten(found)
         local = [id(_own(each)) in self._local_sources for each in tf.nest.flatten(sources)]
         reduced = gradients.reduce(flat, self._options, local)
@@ -62,7 +62,7 @@ def DistributedGradientTape(
     Args:
         gradtape: a ``tf.GradientTape``, before or after its block.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
-            `elastic.tensorflow.gradients.GradientOptions`.
+            `elastic.optimizer.framework_options.GradientOptions`.
         num_groups, groups: accepted: all gradients travel together.
         device_dense, device_sparse: accepted, and without a meaning.
 
@@ -80,20 +80,21 @@ def DistributedGradientTape(
         raise Invalid(f"{type(gradtape).__name__} is no tf.GradientTape; wrap one")
     if isinstance(gradtape, DistributedTape):
         raise Invalid("this tape is a DistributedGradientTape already; wrap it only once")
-    gradients.check_groups(num_groups or groups)
+    options = framework_options.checked(
+        op,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        num_groups or groups,
+        process_set,
+        scale_local_gradients,
+    )
     kind = type(gradtape)
     if kind not in _classes:
         _classes[kind] = type(kind.__name__, (DistributedTape, kind), {})
     tape: Any = object.__new__(_classes[kind])
     tape.__dict__.update(gradtape.__dict__)
-    tape._options = gradients.GradientOptions(
-        op=op,  # type: ignore[arg-type]
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    tape._options = options
     tape._local_sources = {}
     return tape
 
@@ -140,7 +141,9 @@ def local_variables(local_layers: Any) -> list[Any]:
     layers = list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
-            raise Invalid(f"local_layers has a {type(layer).__name__}, which is no Keras layer")
+            raise Invalid(
+                f"local_layers has a {type(layer).__name__}, which is no Keras layer; give one layer, or a list of them"
+            )
     return [each for layer in layers for each in layer.trainable_weights]
 
 

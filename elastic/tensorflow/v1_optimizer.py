@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from elastic.errors import Invalid
+from elastic.optimizer.framework_options import GradientOptions
 from elastic.tensorflow import gradients
 
 
@@ -18,7 +19,7 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
         optimizer: tf.compat.v1.train.Optimizer,
         name: str | None,
         use_locking: bool,
-        options: gradients.GradientOptions,
+        options: GradientOptions,
     ) -> None:
         super().__init__(
             name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking
@@ -57,7 +58,7 @@ def distribute(
     name: str | None,
     use_locking: bool,
     passes: int,
-    options: gradients.GradientOptions,
+    options: GradientOptions,
 ) -> DistributedV1:
     """Raises Invalid for what is distributed already, and for more than one backward pass in a step."""
     if isinstance(optimizer, DistributedV1):

@@ -34,11 +34,7 @@ def broadcast_variables(
     """
 
     def compute(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        own = [tensor.clone() for tensor in tensors]
-        broadcasting.broadcast_parameters(
-            {f"{number:06}": tensor for number, tensor in enumerate(own)}, root_rank, process_set
-        )
-        return own
+        return broadcasting.broadcast_copies(tensors, root_rank, process_set)
 
     values = [tf.convert_to_tensor(value) for value in variables]
     if not values:
@@ -55,8 +51,8 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     """
     if tf.executing_eagerly():
         raise RuntimeError(
-            "hvd.broadcast_global_variables() does not support eager execution."
-            " Please use hvd.broadcast_variables(<model/optimizer variables>) instead."
+            "there are no global variables where TensorFlow runs eagerly; name those of the model and of the optimizer"
+            " in broadcast_variables()"
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from horovod.torch.built_with import (
+from horovod.common.built_with import (
     ccl_built,
     check_has_gpu,
     cuda_built,

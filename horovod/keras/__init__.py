@@ -8,7 +8,7 @@ _need("keras", __name__)
 
 from typing import Any
 
-from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum
+from elastic.api.compression import Compression
 from elastic.keras import tensors as _tensors
 from elastic.keras.distributed_optimizer import (
     DistributedOptimizer,
@@ -16,39 +16,9 @@ from elastic.keras.distributed_optimizer import (
     load_model,
 )
 from elastic.keras.values import allgather, allreduce, broadcast, reducescatter
-from elastic.monitoring.tracing import start_timeline, stop_timeline
-from elastic.negotiation.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from elastic.runtime.basics import (
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from horovod.common import door as _door
+from horovod.common.door import *  # noqa: F403
 from horovod.keras import callbacks, elastic
-from horovod.keras.compression import Compression
-from horovod.torch.built_with import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -66,47 +36,16 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
-    "Max",
-    "Min",
     "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allreduce",
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += _door.__all__

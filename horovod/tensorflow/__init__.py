@@ -18,17 +18,12 @@ from elastic.tensorflow.variables import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from horovod.common import door as _door
+from horovod.common.door import *  # noqa: F403
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
 from horovod.tensorflow import elastic, mpi_ops
 from horovod.tensorflow.mpi_ops import *  # noqa: F403
-
-
-def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Whether so many ranks can use Adasum."""
-    from horovod.common.util import num_rank_is_power_2
-
-    return num_rank_is_power_2(num_rank)
-
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
@@ -47,4 +42,6 @@ __all__ = [
     "check_num_rank_power_of_2",
     "elastic",
 ]
+# mpi_ops has the door's names too; type checkers don't look that far.
 __all__ += mpi_ops.__all__
+__all__ += _door.__all__

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.tensorflow.compression import AsFloat16 as FP16Compressor
-from elastic.tensorflow.compression import AsItIs as NoneCompressor
+from elastic.api.compression import NoneCompressor
 from elastic.tensorflow.compression import Compression
+from elastic.tensorflow.compression import ToFloat16 as FP16Compressor
 
 __all__ = ["Compression", "FP16Compressor", "NoneCompressor"]

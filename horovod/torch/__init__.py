@@ -14,9 +14,11 @@ from elastic.api.broadcasting import (
 from elastic.api.compression import Compression
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from horovod.common import door as _door
+from horovod.common.built_with import check_has_gpu as _check_has_gpu
+from horovod.common.door import *  # noqa: F403
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch import elastic, mpi_ops
-from horovod.torch.built_with import check_has_gpu as _check_has_gpu
 from horovod.torch.mpi_ops import *  # noqa: F403
 
 
@@ -47,4 +49,6 @@ __all__ = [
     "broadcast_parameters",
     "elastic",
 ]
+# mpi_ops has the door's names too; type checkers don't look that far.
 __all__ += mpi_ops.__all__
+__all__ += _door.__all__

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +72,28 @@ class World:
             self._ranks = Ranks(self.size)
             form(self)
         return self._ranks
+
+
+def shared_worlds(folder: Path) -> tuple[Any, Callable[..., None]]:
+    """For a conftest: the fixture ``world``, one world for each size, and the hook that ends them after the last test
+    of this folder: other tests count the children of this process.
+    """
+    opened: list[World] = []
+
+    @pytest.fixture(scope="session")
+    def world(request: pytest.FixtureRequest) -> Iterator[World]:
+        made = World(request.param)
+        opened.append(made)
+        yield made
+        made.close()
+        opened.remove(made)
+
+    def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        if nextitem is None or folder not in nextitem.path.parents:
+            for each in opened:
+                each.close()
+
+    return world, pytest_runtest_teardown
 
 
 def form(world: World) -> None:

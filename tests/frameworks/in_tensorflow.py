@@ -362,6 +362,26 @@ def test_a_tape_with_local_sources(rank, size):
     np.testing.assert_allclose(gradients(True), [(size + 1) / 2, (rank + 1.0) / size])
 
 
+def test_ranks_outside_of_a_process_set_keep_their_gradients(rank, size):
+    members = size - 1
+    some = hvd.add_process_set(range(members))
+    x, table = tf.Variable(1.0), tf.Variable(tf.ones([2, 1]))
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = (x + tf.reduce_sum(tf.gather(table, [0]))) * (rank + 1.0)
+        return hvd.DistributedGradientTape(tape, process_set=some).gradient(loss, [x, table])
+
+    own = rank + 1.0 if rank >= members else (members + 1) / 2
+    try:
+        for call in ways(gradients):
+            of_x, of_table = call()
+            np.testing.assert_allclose(of_x, own)
+            np.testing.assert_allclose(tf.convert_to_tensor(of_table), [[own], [0.0]])
+    finally:
+        hvd.remove_process_set(some)
+
+
 def test_a_partial_tape_leaves_layers_alone(rank, size):
     import keras
 

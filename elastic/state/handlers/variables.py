@@ -6,7 +6,7 @@ their path: the numbers that Keras gives to layers depend on what a process has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class VariablesPart(Part):
         return False  # frameworks write into memory without a trace that torch would see
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        return None, {name: arrays.value_of(each) for name, each in self.named().items()}
+        return None, values_of(self.named())
 
     def described(self, structure: Any, own: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return dict(tensors)
@@ -56,6 +56,11 @@ class VariablesPart(Part):
                 )
         for name, tensor in fresh.items():
             named[name].assign(arrays.to_numpy(tensor))
+
+
+def values_of(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Views where there can be any."""
+    return {name: arrays.value_of(each) for name, each in named.items()}
 
 
 def _short(variable: Any) -> str:

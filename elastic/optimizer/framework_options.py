@@ -1,0 +1,64 @@
+"""What a tape or an optimizer of another framework was asked for. Decides; talks to nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.api.ops import as_op
+from elastic.collectives.interface import Op
+from elastic.errors import Invalid
+from elastic.negotiation.process_sets import ProcessSet
+from elastic.optimizer.gradient_options import check_compression, check_predivide_factor
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """Checked: see `checked`.
+
+    Attributes:
+        op: Average, Sum or Adasum.
+        compression: a class with ``compress`` and ``decompress`` for the framework's tensors.
+        sparse_as_dense: sparse gradients travel as dense tensors; else values and indices are gathered.
+        predivide_factor: Average divides by it before the sum and multiplies by it after.
+        process_set: the ranks that reduce among themselves; others keep their own gradients.
+        scale_local_gradients: gradients of variables that are not reduced are divided by the number of ranks.
+    """
+
+    op: Op
+    compression: Any
+    sparse_as_dense: bool
+    predivide_factor: float
+    process_set: ProcessSet
+    scale_local_gradients: bool
+
+
+def checked(
+    op: int,
+    compression: Any,
+    sparse_as_dense: bool,
+    gradient_predivide_factor: float,
+    groups: object,
+    process_set: ProcessSet,
+    scale_local_gradients: bool,
+) -> GradientOptions:
+    """Raises Invalid for what can't be right. ``groups``, a number or lists of variables, is not kept: all gradients of
+    a step travel together.
+    """
+    reduction = as_op(op, None)
+    if reduction not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
+        raise Invalid(
+            f"gradients can't be reduced with {reduction.name.title()}; use Average, Sum or Adasum"
+        )
+    check_predivide_factor(gradient_predivide_factor, reduction)
+    check_compression(compression)
+    if not isinstance(groups, list | tuple | None) and (not isinstance(groups, int) or groups < 0):
+        raise Invalid(f"groups is {groups!r}; give a number of groups or lists of variables")
+    return GradientOptions(
+        reduction,
+        compression,
+        sparse_as_dense,
+        float(gradient_predivide_factor),
+        process_set,
+        scale_local_gradients,
+    )
