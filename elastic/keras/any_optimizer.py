@@ -79,5 +79,6 @@ def DistributedOptimizer(
             optimizer, name, use_locking, backward_passes_per_step, options
         )
     raise Invalid(
-        f"{type(optimizer).__name__} is neither a Keras optimizer nor one of tf.compat.v1.train; wrap one"
+        f"{type(optimizer).__name__} is neither an optimizer of Keras 3 nor one of tf.compat.v1.train; wrap one of"
+        " those: legacy Keras (TF_USE_LEGACY_KERAS=1) is not supported"
     )

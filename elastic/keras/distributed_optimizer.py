@@ -58,8 +58,7 @@ def DistributedOptimizer(
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size()))
         model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise Invalid(f"{type(optimizer).__name__} is no Keras optimizer; wrap one")
+    reducing.check(optimizer)
     options = framework_options.checked(
         op,
         _of_backend(compression),
@@ -72,6 +71,10 @@ def DistributedOptimizer(
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise Invalid(
             f"backward_passes_per_step is {backward_passes_per_step!r}; give a number from 1 on"
+        )
+    if backward_passes_per_step > 1 and optimizer.built:
+        raise Invalid(
+            "backward_passes_per_step is for an optimizer that has not worked yet; wrap a new one"
         )
     made = reducing.distribute(optimizer, options)
     if backward_passes_per_step > 1:
@@ -119,10 +122,6 @@ def load_model(
 
 
 def _accumulate(optimizer: Any, passes: int, average: bool) -> None:
-    if optimizer.built:
-        raise Invalid(
-            "backward_passes_per_step is for an optimizer that has not worked yet; wrap a new one"
-        )
     optimizer.gradient_accumulation_steps = passes
     if not average:
         # Keras averages what it adds up.

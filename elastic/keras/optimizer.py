@@ -41,13 +41,18 @@ class ReducesGradients:
         return super().apply(reduced, trainable_variables)  # type: ignore[misc]
 
 
-def distribute(optimizer: Any, options: GradientOptions) -> Any:
-    """The same optimizer, which reduces from now on. Raises Invalid for what is no Keras optimizer."""
+def check(optimizer: object) -> None:
+    """Raises Invalid for what can't be distributed."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise Invalid(f"{type(optimizer).__name__} is no Keras optimizer; wrap one")
+        raise Invalid(
+            f"{type(optimizer).__name__} is no optimizer of Keras 3; wrap one: legacy Keras is not supported"
+        )
     if isinstance(optimizer, ReducesGradients):
         raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
-    tensors.backend()
+
+
+def distribute(optimizer: Any, options: GradientOptions) -> Any:
+    """The same optimizer, which reduces from now on. `check` it first."""
     # Not tracked by Keras: it is no part of what is saved.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", set())

@@ -36,10 +36,12 @@ class KerasState(HandledState):
         **kwargs: Any,
     ) -> None:
         if not isinstance(model, keras.Model):
-            raise Invalid(f"model is a {type(model).__name__}; pass the keras.Model itself")
+            raise Invalid(
+                f"model is a {type(model).__name__}; pass the keras.Model of Keras 3 itself"
+            )
         optimizer = optimizer or getattr(model, "optimizer", None)
         if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise Invalid(f"optimizer is a {type(optimizer).__name__}; pass the Keras optimizer")
+            raise Invalid(f"optimizer is a {type(optimizer).__name__}; pass one of Keras 3")
         if optimizer is not None and model.built and not optimizer.built:
             optimizer.build(model.trainable_variables)
         values = {"model": model, "optimizer": optimizer}
