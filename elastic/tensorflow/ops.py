@@ -44,6 +44,7 @@ from elastic.optimizer import join as joining
 from elastic.runtime import basics
 from elastic.tensorflow import bridge
 from elastic.tensorflow.compression import Compression
+from elastic.tensorflow.packing import pack
 from elastic.tensorflow.variables import broadcast_variables
 
 Tensors = Sequence[tf.Tensor]
@@ -149,7 +150,10 @@ def _reduce(
 
     @tf.custom_gradient
     def reduction(*given: tf.Tensor) -> Any:
-        made = bridge.call(compute, given, [tensor.shape for tensor in given], name="allreduce")
+        carried, unpack = (list(given), list) if op is Op.ADASUM else pack(given)
+        reduced = bridge.call(
+            compute, carried, [tensor.shape for tensor in carried], name="allreduce"
+        )
 
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
             return _of_floating(
@@ -158,7 +162,7 @@ def _reduce(
                 given,
             )
 
-        return made, backward
+        return unpack(reduced), backward
 
     return list(reduction(*tensors))
 

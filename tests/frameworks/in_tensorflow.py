@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
-from elastic.errors import TensorMismatch
+from elastic.errors import TensorMismatch, Unsupported
 from elastic.tensorflow.errors import unwrapped
 
 INTEGERS = [tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64]
@@ -96,6 +96,32 @@ def test_a_group_of_several_dtypes(rank, size):
             assert made.dtype == given.dtype
             np.testing.assert_allclose(made, np.full(given.shape, size))
     assert hvd.grouped_allreduce([]) == []
+
+
+def test_many_of_all_sizes_come_back_in_their_places(rank, size):
+    shapes = [[3], [], [0, 2], [2, 2], [5000], [1, 1, 3], [4], [2, 0], [9], [100, 100], [7]]
+    tensors = [
+        tf.cast(tf.fill(shape, place + rank), dtype)
+        for place, shape in enumerate(shapes)
+        for dtype in (tf.float32, tf.int64)
+    ]
+    for op, wanted in ((hvd.Sum, lambda each: sum(range(each, each + size))), (hvd.Min, int)):
+        for call in ways(lambda *xs, op=op: hvd.grouped_allreduce(list(xs), op=op)):
+            for place, (made, given) in enumerate(zip(call(*tensors), tensors, strict=True)):
+                assert (made.dtype, made.shape) == (given.dtype, given.shape)
+                np.testing.assert_allclose(made, np.full(given.shape, wanted(place // 2)))
+
+
+def test_adasum_weighs_each_tensor_of_a_group_for_itself(rank, size):
+    if size == 3:
+        with pytest.raises(Unsupported, match="2, 4, 8"):
+            hvd.allreduce(tf.ones(3), op=hvd.Adasum)
+        return
+    tensors = [tf.one_hot([(rank + place) % 6], 6) * (place + 1.0) for place in range(6)]
+    alone = [hvd.allreduce(tensor, op=hvd.Adasum) for tensor in tensors]
+    for call in ways(lambda *xs: hvd.grouped_allreduce(list(xs), op=hvd.Adasum)):
+        for made, wanted in zip(call(*tensors), alone, strict=True):
+            np.testing.assert_allclose(made, wanted, rtol=1e-6)
 
 
 def test_sparse_gradients_are_gathered(rank, size):

@@ -37,10 +37,13 @@ def training(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> I
         stepping.finish()
         # Nothing is lost by any fault, in whatever order they came.
         assert committed_lost(stepping.steps()) == 0
-        free = float(len(cluster.alive()))
         cluster.until(lambda: not cluster.actors(), "no actors")
         cluster.until(lambda: not cluster.placement_groups(), "no placement groups")
-        cluster.until(lambda: cluster.available().get("CPU") == free, "all CPUs to be free")
+        # Counted at each look: a node that drains may be alive now and gone a moment later.
+        cluster.until(
+            lambda: cluster.available().get("CPU") == float(len(cluster.alive())),
+            "all CPUs to be free",
+        )
         left = {step.pid for step in stepping.steps() if runs(step.pid)}
         assert not left, f"these workers outlived their job: {left}"
     finally:
