@@ -137,7 +137,7 @@ class Fleet:
         self._heard: Callable[[Worker, Any], None] = lambda worker, message: None
         self._gone: Callable[[Worker, bool], None] = lambda worker, silent: None
         self._exited: Callable[[WorkerExited], None] = lambda event: None
-        self._noticed: Callable[[Event], None] = lambda event: None
+        self.noticed: Callable[[Event], None] = lambda event: None
         self._listed: set[str] = set()
         self._reach_of = Reach()
         self._cut_off: asyncio.TimerHandle | None = None
@@ -174,7 +174,7 @@ class Fleet:
         self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
     ) -> None:
         """See `Launcher.open`. Agents of workers that are adopted are given as long to come back as a new one."""
-        self._exited, self._noticed = exited, noticed
+        self._exited, self.noticed = exited, noticed
         self._beat()
         for name, host in self._hosts.items():
             if not host.here:
@@ -287,9 +287,9 @@ class Fleet:
             case Logged(level, text):
                 self._log(level, f"{agent.host}: {text}")
             case Announced(Notice() as notice):
-                self._noticed(HostLeaving(agent.host, notice))
+                self.noticed(HostLeaving(agent.host, notice))
             case Announced():
-                self._noticed(HostStaying(agent.host))
+                self.noticed(HostStaying(agent.host))
             case _:
                 self._log("warning", f"{agent} speaks of a worker that is not its own")
                 self._server.disconnect(agent)
@@ -334,7 +334,7 @@ class Fleet:
         waiting = {order.worker for order in host.orders}
         ordered = sorted(host.running - waiting)
         # Whoever has to be started on this connection has not failed to come back from the last one.
-        self._noticed(HostReported(agent.host, said.running, ordered, said.notice))
+        self.noticed(HostReported(agent.host, said.running, ordered, said.notice))
         host.running = {*said.running, *waiting}
         for order in host.orders:
             self.order(agent.host, order)
@@ -417,7 +417,7 @@ class Fleet:
             self._end(WorkerExited(order.worker, NO_AGENT, f"host {name}: {reason}"))
         if host.running:
             self._networks.forget(name)
-            self._noticed(HostLost(name, reason))
+            self.noticed(HostLost(name, reason))
             self._start_again(name, host)
 
     def listed(self, hosts: Mapping[str, int]) -> None:
@@ -491,7 +491,7 @@ class Fleet:
             case WorkerDisconnected(worker, silent):
                 self._gone(worker, silent)
             case _:
-                self._noticed(event)
+                self.noticed(event)
 
     def _end(self, event: WorkerExited) -> None:
         """Told once of each worker."""

@@ -9,11 +9,13 @@ worker is asked to say again where it stands. So neither the loss of a connectio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from elastic.driver.agents.agent_state import Agency
@@ -106,7 +108,11 @@ class AgentProcess:
         self._over: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._machine = MachineEnd(
-            bootstrap.host, changed=self._announce, end=self.end, log=self._log
+            bootstrap.host,
+            grace_s=bootstrap.grace_s,
+            changed=self._announce,
+            end=self.end,
+            log=self._log,
         )
         self._away_alarm: asyncio.TimerHandle | None = None
 
@@ -164,6 +170,7 @@ class AgentProcess:
             if self._away_alarm is not None:
                 self._away_alarm.cancel()
             self._machine.close()
+            self._ready(False)
             await self._agent.close()
             self._sink.catch_up()
             await self._uplink.finish()
@@ -270,6 +277,7 @@ class AgentProcess:
             self._uplink.send(result)
         self._server.broadcast(self._connected, messages.Restate())
         self._sink.catch_up()
+        self._ready(True)
         count = len(self._agent.alive())
         workers = f", {counted(count, 'worker')} here" if count else ""
         verb = "serves again" if again else "serves"
@@ -277,7 +285,15 @@ class AgentProcess:
             "info", f"{verb} job {self.bootstrap.job}, its driver of term {hire.term}{workers}"
         )
 
+    def _ready(self, ready: bool) -> None:
+        """For a readiness probe: the file is there while a driver is."""
+        if self.bootstrap.ready_file:
+            with contextlib.suppress(OSError):
+                file = Path(self.bootstrap.ready_file)
+                file.touch() if ready else file.unlink(missing_ok=True)
+
     def _driver_lost(self, reason: str) -> None:
+        self._ready(False)
         self._agency.lost(self._now())
         by = self._agency.away_by
         if by is None:

@@ -12,16 +12,27 @@ from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 
-TERM_S = 25.0  # from SIGTERM to the end: Kubernetes and Slurm kill after 30 s
+LAST_S = (
+    5.0  # before it is killed an agent ends by itself; where there is less time, after half of it
+)
 
 
 class MachineEnd:
-    """``changed``: another notice stands, or none. ``end``: the agent is to end, and why."""
+    """``grace_s``: from SIGTERM to SIGKILL. ``changed``: another notice stands, or none. ``end``: the agent is to end,
+    and why.
+    """
 
     def __init__(
-        self, host: str, *, changed: Callable[[], None], end: Callable[[int, str], None], log: Log
+        self,
+        host: str,
+        *,
+        grace_s: float,
+        changed: Callable[[], None],
+        end: Callable[[int, str], None],
+        log: Log,
     ) -> None:
         self._host = host
+        self._leave_s = max(grace_s - LAST_S, grace_s / 2)  # from SIGTERM on
         self._changed = changed
         self._end = end
         self._log = log
@@ -61,8 +72,8 @@ class MachineEnd:
             return False
         loop = asyncio.get_running_loop()
         self._told = f"its agent was told to end ({signal})"
-        self._end_by = loop.time() + TERM_S
-        loop.call_later(TERM_S, self._end, 0, f"{signal}, {TERM_S:g} s ago")
+        self._end_by = loop.time() + self._leave_s
+        loop.call_later(self._leave_s, self._end, 0, f"{signal}, {self._leave_s:g} s ago")
         self._changed()
         return True
 

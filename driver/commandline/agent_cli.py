@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.driver.agents import agent_process
-from elastic.driver.commandline.arguments import LOG_LEVELS, Names, Parser, log_level, whole
+from elastic.driver.commandline.arguments import (
+    LOG_LEVELS,
+    Names,
+    Parser,
+    log_level,
+    seconds,
+    whole,
+)
 from elastic.driver.commandline.flags import Options
 from elastic.driver.commandline.multi_host_flags import add_etcd, add_security
 from elastic.driver.commandline.multi_host_options import etcd_access, tls_files
@@ -26,6 +35,9 @@ AGENT = """\
 Offers this host to the jobs of one name: starts, watches and ends their workers, one job after the other, until it is
 stopped itself. It is found by etcd, or calls the driver."""
 
+GRACE = "ELASTIC_GRACE_SECONDS"
+READY_FILE = "ELASTIC_READY_FILE"
+
 SECRET = """\
 Makes a file with a new secret, which only you can read. Whoever has it may act as driver, agent or worker of the jobs
 that use it: copy it to their hosts, and give it there with --secret-file."""
@@ -38,6 +50,8 @@ class AgentOptions(Options):
     drivers: list[str] | None = None
     host: str | None = None
     slots: str | None = None
+    grace: float | None = None  # seconds
+    ready_file: str | None = None
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -91,6 +105,18 @@ def agent_parser() -> Parser:
         " addresses (default: what leads to the driver).",
         action=Names,
         dest="network_interfaces",
+    )
+    add(
+        "--grace",
+        "S",
+        seconds,
+        f"From SIGTERM to SIGKILL: so long have workers to leave (default: {GRACE}, or 30).",
+    )
+    add(
+        "--ready-file",
+        "FILE",
+        str,
+        f"Exists while this agent serves a driver, for a readiness probe (default: {READY_FILE}, or none).",
     )
     add_security(parser.group("security", "As the driver's."))
     add = parser.group("general")
@@ -146,7 +172,26 @@ def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootst
         slots=_slots(options.slots),
         interfaces=options.network_interfaces or [],
         log_level=(options.log_level or "INFO").lower(),
+        grace_s=_grace_s(options, environ),
+        ready_file=_ready_file(options.ready_file or environ.get(READY_FILE, "")),
     )
+
+
+def _grace_s(options: AgentOptions, environ: Mapping[str, str]) -> float:
+    if options.grace is not None:
+        return options.grace
+    text = environ.get(GRACE, "") or "30"
+    try:
+        return seconds(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise Invalid(f"{GRACE}={text!r} is no time; give seconds above 0") from None
+
+
+def _ready_file(path: str) -> str:
+    folder = os.path.dirname(os.path.abspath(path)) if path else ""
+    if path and not os.access(folder, os.W_OK):
+        raise Invalid(f"--ready-file {path} can't be made: {folder} is no folder to write in")
+    return path
 
 
 def _slots(text: str | None) -> int:

@@ -362,6 +362,7 @@ def _is_elastic(options: Options) -> bool:
         options.min_num_proc,
         options.max_num_proc,
         options.host_discovery_script,
+        options.kubernetes or None,
         options.kubernetes_service,
         options.etcd if options.hosts is None and options.hostfile is None else None,
     )
@@ -384,7 +385,8 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
         np = least
     least = _given(least, np)
     growing = (options.host_discovery_script, options.etcd, options.kubernetes_service)
-    most = _given(most, np if all(each is None for each in growing) else UNBOUNDED)
+    grows = options.kubernetes or any(each is not None for each in growing)
+    most = _given(most, UNBOUNDED if grows else np)
     if least > most:
         raise Invalid(f"--min-np {least} is greater than --max-np {most}; give min <= max")
     if np < least:
@@ -400,7 +402,7 @@ def _hosts(options: Options, workers_max: int, standbys: int) -> dict[str, int] 
         "-H": options.hosts,
         "--hostfile": options.hostfile,
         "--host-discovery-script": options.host_discovery_script,
-        "--kubernetes-service": options.kubernetes_service,
+        "--kubernetes": options.kubernetes or options.kubernetes_service or None,
     }
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:

@@ -111,6 +111,9 @@ class Options:
     etcd_cert: str | None = None
     etcd_key: str | None = None
     etcd_ca: str | None = None
+    kubernetes: bool = False
+    kubernetes_selector: str | None = None
+    kubernetes_namespace: str | None = None
     kubernetes_service: str | None = None
     secret_file: str | None = None
     tls_cert: str | None = None

@@ -27,10 +27,31 @@ def add_several_hosts(add: Group) -> None:
     )
     add_etcd(add)
     add(
+        "--kubernetes",
+        None,
+        None,
+        "Hosts are pods, on each of which an agent runs, as the Kubernetes API tells them: those of the release --job,"
+        " in this pod's namespace.",
+    )
+    add(
+        "--kubernetes-selector",
+        "LABELS",
+        str,
+        "With --kubernetes: the pods with these labels (default: app.kubernetes.io/instance=JOB"
+        " and app.kubernetes.io/component=worker).",
+    )
+    add(
+        "--kubernetes-namespace",
+        "NAME",
+        str,
+        "With --kubernetes: the pods of this namespace.",
+    )
+    add(
         "--kubernetes-service",
         "NAME",
         str,
-        "Hosts are the addresses behind this headless service, on each of which an agent runs.",
+        "Hosts are the addresses behind this headless service, on each of which an agent runs. With --kubernetes: only"
+        " where this pod has no right to list pods.",
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from elastic.driver.commandline.flags import Options
 from elastic.driver.etcd.keys import job_root
-from elastic.driver.job.multi_host_plan import AWAY_S, BOUND_AWAY_S, FORWARDED, FleetPlan
+from elastic.driver.job.multi_host_plan import AWAY_S, BOUND_AWAY_S, FORWARDED, FleetPlan, PodSource
 from elastic.driver.launch.ssh import SshOptions
 from elastic.driver.network import choose_address
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
@@ -22,6 +22,7 @@ from elastic.driver.network.secret import SECRET_BYTES, read_secret
 from elastic.errors import Invalid
 
 ETCD_PORT = 2379
+POD_ADDRESS = "POD_IP"  # by the downward API
 PASSWORD = "ELASTIC_ETCD_PASSWORD"
 
 
@@ -45,8 +46,10 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
         raise Invalid(f"--driver-port {options.driver_port} is no port; give 1 to 65535")
     choose_address.check_wanted(options.network_interfaces or [])
     secret = read_secret(options.secret_file, environ)
-    by_etcd = etcd is not None and not listed and options.kubernetes_service is None
-    if secret is None and (etcd is not None or options.kubernetes_service is not None):
+    pods = pod_source(options, environ)
+    in_pods = pods is not None or options.kubernetes_service is not None
+    by_etcd = etcd is not None and not listed and not in_pods
+    if secret is None and (etcd is not None or in_pods):
         raise Invalid(
             "drivers and agents that meet by themselves need one secret: make a file with"
             " `elasticrun secret FILE`, copy it to every host, and give --secret-file FILE"
@@ -75,9 +78,35 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
         away_s=options.driver_timeout or (AWAY_S if outlived else BOUND_AWAY_S),
         forwarded=_forwarded(options.exported or [], environ),
         by_etcd=by_etcd,
-        kubernetes=options.kubernetes_service,
-        needed=elsewhere or etcd is not None or outlived or options.kubernetes_service is not None,
+        service=options.kubernetes_service,
+        pods=pods,
+        needed=elsewhere or etcd is not None or outlived or in_pods,
     )
+
+
+def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None:
+    """Raises Invalid."""
+    if not options.kubernetes:
+        if options.kubernetes_selector is not None or options.kubernetes_namespace is not None:
+            raise Invalid(
+                "--kubernetes-selector and --kubernetes-namespace say which pods of --kubernetes; give that too"
+            )
+        return None
+    selector = options.kubernetes_selector
+    if selector is None:
+        if options.job_name is None:
+            raise Invalid(
+                "--kubernetes needs --job NAME, the release whose pods are the hosts, or --kubernetes-selector LABELS"
+            )
+        selector = (
+            f"app.kubernetes.io/instance={options.job_name},app.kubernetes.io/component=worker"
+        )
+    if not selector.strip():
+        raise Invalid("--kubernetes-selector is empty, which would be every pod; give labels")
+    address = environ.get(POD_ADDRESS, "") if not options.network_interfaces else ""
+    if address:
+        choose_address.check_wanted([address])
+    return PodSource(selector, options.kubernetes_namespace, options.slots_per_host, address)
 
 
 def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | None:

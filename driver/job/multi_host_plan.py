@@ -23,6 +23,16 @@ FORWARDED = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class PodSource:
+    """``slots``: of each pod; None: as many as it has GPUs, or one."""
+
+    selector: str
+    namespace: str | None  # None: this pod's own
+    slots: int | None
+    address: str  # of this pod, where the driver listens; empty: where the rest of the world would reach it
+
+
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan:
     """``elsewhere``: some host is another machine. ``outlived``: agents go on without this driver."""
@@ -41,13 +51,19 @@ class FleetPlan:
     away_s: float
     forwarded: dict[str, str] = field(repr=False)
     by_etcd: bool  # hosts are the agents that register there
-    kubernetes: str | None  # a headless service whose addresses are the hosts
+    service: str | None  # a headless service whose addresses are the hosts
+    pods: PodSource | None  # the hosts, as the Kubernetes API tells them
     needed: bool  # known already to be such a job
     provider: Provider | None = None  # of hosts and agents, in place of lists and ssh
 
     @property
     def outlived(self) -> bool:
         return self.resume or self.standby
+
+    @property
+    def agents_come(self) -> bool:
+        """By themselves: nobody is started over ssh."""
+        return self.by_etcd or self.service is not None or self.pods is not None
 
 
 def provided(plan: FleetPlan, provider: Provider) -> FleetPlan:

@@ -29,7 +29,7 @@ from elastic.driver.job import loop
 from elastic.driver.job.election import Lead, lead
 from elastic.driver.job.job import Job, script_discovery
 from elastic.driver.job.job_io import Surroundings
-from elastic.driver.job.multi_host_plan import FleetPlan
+from elastic.driver.job.multi_host_plan import FleetPlan, PodSource
 from elastic.driver.journal.copy import Copied, copied_to
 from elastic.driver.journal.entries import Writer, header_of
 from elastic.driver.journal.file import FileArchive
@@ -205,7 +205,9 @@ class _Run:
             membership=self.membership,
             server=fleet.workers,
             launcher=fleet,
-            discovery=Overheard(self._discovery(known), fleet.listed),
+            discovery=Overheard(
+                self._discovery(known, lambda event: fleet.noticed(event)), fleet.listed
+            ),
             journal=journal,
             log=self.log,
             noted=self._noted,
@@ -254,8 +256,11 @@ class _Run:
     async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
         """The address and port to listen on. Agents without etcd know only those of the driver before this one."""
         movable = self.plan.etcd is not None or self.plan.provider is not None
+        movable = movable or self.plan.pods is not None  # another pod, with the name of a service
         if self.past is not None and not movable and self.past.address:
             return parse_address(self.past.address)
+        if self.plan.pods is not None and self.plan.pods.address:
+            return self.plan.pods.address, self.plan.port
         hosts = known if known is not None else (self.job.hosts or {})
         elsewhere = await asyncio.gather(
             *(asyncio.to_thread(self.this_host.elsewhere, host) for host in [*hosts][:ASKED])
@@ -263,11 +268,11 @@ class _Run:
         towards = [host for host, why in zip(hosts, elsewhere, strict=False) if why is not None]
         if not towards and self.plan.etcd is not None:
             towards = [parse_address(endpoint)[0] for endpoint in self.plan.etcd.endpoints]
-        if not towards and self.plan.kubernetes is not None:
-            towards = [self.plan.kubernetes]
+        if not towards and self.plan.service is not None:
+            towards = [self.plan.service]
         if self.plan.provider is not None:
             towards = [*self.plan.provider.towards]
-        grows = self.job.script is not None
+        grows = self.job.script is not None or self.plan.pods is not None
         return await listen_address(self.plan.interfaces, towards, grows=grows), self.plan.port
 
     def _bootstrap(self, host: str, address: Address) -> Bootstrap:
@@ -287,23 +292,32 @@ class _Run:
     def _starter(self) -> Starter | None:
         if self.plan.provider is not None:
             return self.plan.provider.starter(self.log)
-        if self.plan.by_etcd or self.plan.kubernetes is not None:
-            return None  # agents come by themselves
+        if self.plan.agents_come:
+            return None
         return StarterFor(
             self.this_host.elsewhere,
             here=ChildStarter(environ=self.job.environ, log=self.log),
             there=SshStarter(self.plan.ssh, environ=os.environ, log=self.log),
         )
 
-    def _discovery(self, known: dict[str, int] | None) -> Discovery:
+    def _discovery(
+        self, known: dict[str, int] | None, noticed: Callable[[Event], None]
+    ) -> Discovery:
         if self.plan.provider is not None:
             return self.plan.provider.discovery(self.log)
         if known is not None:
             return script_discovery(self.job, known, self.log)
-        if self.plan.kubernetes is not None:
-            from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
+        by_name = None
+        if self.plan.service is not None:
+            from elastic.driver.discovery.kubernetes.headless_service import (
+                HeadlessServiceDiscovery,
+            )
 
-            return HeadlessServiceDiscovery(self.plan.kubernetes, self.job.slots_per_host, self.log)
+            by_name = HeadlessServiceDiscovery(self.plan.service, self.job.slots_per_host, self.log)
+        if self.plan.pods is not None:
+            return self._pods(self.plan.pods, by_name, noticed)
+        if by_name is not None:
+            return by_name
         if self.plan.by_etcd:
             from elastic.driver.discovery.etcd import EtcdDiscovery
 
@@ -311,6 +325,16 @@ class _Run:
             return EtcdDiscovery(self.lead.etcd, self.plan.name, self.log)
         assert self.job.hosts is not None
         return StaticDiscovery(self.job.hosts)
+
+    def _pods(
+        self, pods: PodSource, fallback: Discovery | None, noticed: Callable[[Event], None]
+    ) -> Discovery:
+        from elastic.driver.discovery.kubernetes.cluster import ApiServer
+        from elastic.driver.discovery.kubernetes.pod_discovery import PodDiscovery
+
+        cluster = ApiServer(pods.selector, pods.namespace)
+        self.log("info", f"hosts are the pods {cluster.selector} of namespace {cluster.namespace}")
+        return PodDiscovery(cluster, self.log, noticed=noticed, slots=pods.slots, fallback=fallback)
 
     async def _announce(self, address: Address) -> None:
         if self.plan.provider is not None:

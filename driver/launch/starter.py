@@ -42,6 +42,8 @@ class Bootstrap(msgspec.Struct, frozen=True):
     outlives: bool = False  # it goes on without the process that started it
     folder: str = ""  # workers start there; empty: where the driver says
     log_level: str = "info"
+    grace_s: float = 30.0  # from SIGTERM to SIGKILL, as Kubernetes and Slurm have it by default
+    ready_file: str = ""  # exists while the agent serves a driver; empty: no such file
 
     def __repr__(self) -> str:
         return f"Bootstrap({self.job!r}, {self.host!r})"

@@ -103,6 +103,8 @@ PURE = [
     "driver/launch/ssh_failures.py",
     "driver/network/choose_address.py",
     "driver/ray/placement_groups.py",
+    "driver/discovery/kubernetes/objects.py",
+    "driver/discovery/kubernetes/pods.py",
     "driver/network/address_check.py",
     "elastic/protocol/trace_format.py",
     "elastic/monitoring/trace_sending.py",
@@ -116,7 +118,11 @@ PURE = [
     "chaos/hosts/adoption.py",
 ]
 IMPURE = {"time", "random", "socket", "threading", "asyncio", "os", "logging", "torch"}
-OPTIONAL = {"aetcd", "ray"}  # extras; a driver module that needs one imports it lazily
+OPTIONAL = {
+    "aetcd",
+    "kubernetes",
+    "ray",
+}  # extras; a driver module that needs one imports it lazily
 
 
 def sources(*folders: str) -> list[Path]:

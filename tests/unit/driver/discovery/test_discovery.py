@@ -17,7 +17,7 @@ import pytest
 from elastic.driver.discovery.etcd import EtcdDiscovery
 from elastic.driver.discovery.fake import FakeDiscovery
 from elastic.driver.discovery.interface import Discovery
-from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
+from elastic.driver.discovery.kubernetes.headless_service import HeadlessServiceDiscovery
 from elastic.driver.discovery.local import LocalDiscovery
 from elastic.driver.discovery.script import QUIET, ScriptDiscovery, find_script
 from elastic.driver.discovery.static import StaticDiscovery

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from elastic.driver.discovery.kubernetes import HeadlessServiceDiscovery
+from elastic.driver.discovery.kubernetes.headless_service import HeadlessServiceDiscovery
 from elastic.driver.network.resolver import Found
 
 A, B, C, D = "10.0.0.6", "10.0.0.7", "10.0.0.10", "10.0.0.8"

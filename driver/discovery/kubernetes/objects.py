@@ -1,0 +1,125 @@
+"""What this driver reads of the pods and nodes of Kubernetes: values, made from the API's JSON.
+
+Whatever is missing or of another kind than the API says counts as not there: no object of somebody else's can bring the
+driver down.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Json = Mapping[str, Any]
+
+# Taints that announce a node's end, what they mean, and the seconds until then where the cloud names them.
+ENDING: dict[str, tuple[str, float | None]] = {
+    "aws-node-termination-handler/spot-itn": ("its spot instance is taken back", 120.0),
+    "aws-node-termination-handler/scheduled-maintenance": ("maintenance by AWS", None),
+    "aws-node-termination-handler/asg-lifecycle-termination": ("its group scales down", None),
+    "cloud.google.com/impending-node-termination": ("Google Cloud ends it", 30.0),
+    "remediator.kubernetes.azure.com/unschedulable": ("Azure repairs it or takes it back", None),
+    "karpenter.sh/disrupted": ("Karpenter removes it", None),
+    "karpenter.sh/disruption": ("Karpenter removes it", None),
+    "ToBeDeletedByClusterAutoscaler": ("the cluster autoscaler removes it", None),
+    "node.kubernetes.io/out-of-service": ("it is out of service", 0.0),
+    "node.cloudprovider.kubernetes.io/shutdown": ("it is shut down", 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Pod:
+    """``ends_at``: seconds since the epoch at which Kubernetes kills what is left of it; None: it is to stay."""
+
+    uid: str
+    name: str
+    created: str
+    address: str = ""
+    node: str = ""
+    phase: str = ""
+    gpus: int = 0
+    ends_at: float | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.phase == "Running" and bool(self.address)
+
+
+@dataclass(frozen=True)
+class KubernetesNode:
+    """``ending``: the taints that announce its end. ``reachable``: its kubelet is heard of."""
+
+    name: str
+    reachable: bool = True
+    cordoned: bool = False
+    ending: tuple[str, ...] = ()
+
+
+def pod_of(object: Json) -> Pod | None:
+    """None of what has no name."""
+    about, spec, status = (_part(object, key) for key in ("metadata", "spec", "status"))
+    uid, name = _text(about, "uid"), _text(about, "name")
+    if not uid or not name:
+        return None
+    return Pod(
+        uid=uid,
+        name=name,
+        created=_text(about, "creationTimestamp"),
+        address=_text(status, "podIP"),
+        node=_text(spec, "nodeName"),
+        phase=_text(status, "phase"),
+        gpus=sum(_gpus(each) for each in _list(spec, "containers")),
+        ends_at=_time(_text(about, "deletionTimestamp")),
+    )
+
+
+def node_of(object: Json) -> KubernetesNode | None:
+    """None of what has no name."""
+    about, spec, status = (_part(object, key) for key in ("metadata", "spec", "status"))
+    name = _text(about, "name")
+    if not name:
+        return None
+    ready = [each for each in _list(status, "conditions") if _text(each, "type") == "Ready"]
+    taints = [_text(each, "key") for each in _list(spec, "taints")]
+    return KubernetesNode(
+        name=name,
+        reachable=not any(_text(each, "status") == "Unknown" for each in ready),
+        cordoned=spec.get("unschedulable") is True,
+        ending=tuple(key for key in taints if key in ENDING),
+    )
+
+
+def natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """A key by which worker-10 comes after worker-9."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in parts)
+
+
+def _gpus(container: Json) -> int:
+    limits = _part(_part(container, "resources"), "limits")
+    counts = [str(count) for name, count in limits.items() if str(name).endswith("/gpu")]
+    return sum(int(count) for count in counts if count.isdecimal())
+
+
+def _part(object: Json, key: str) -> Json:
+    part = object.get(key)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _list(object: Json, key: str) -> list[Json]:
+    items = object.get(key)
+    return [each for each in items if isinstance(each, Mapping)] if isinstance(items, list) else []
+
+
+def _text(object: Json, key: str) -> str:
+    text = object.get(key)
+    return text if isinstance(text, str) else ""
+
+
+def _time(text: str) -> float | None:
+    try:
+        return datetime.datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None

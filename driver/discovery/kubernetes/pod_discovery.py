@@ -1,0 +1,175 @@
+"""Hosts are the pods with one label selector in one namespace, as a watch of the Kubernetes API tells them. No policy.
+
+Each pod that runs is a host, named by its address. A pod that is being deleted, or whose node announces its end, stays
+one until it is gone, and the job hears of that end. While the API server does not answer, everything stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+from elastic.driver.discovery.interface import Discovery, Log
+from elastic.driver.discovery.kubernetes.cluster import ApiTrouble, KubernetesApi, Refusal, Resource
+from elastic.driver.discovery.kubernetes.objects import Pod
+from elastic.driver.discovery.kubernetes.pods import PodEnding, Pods, differences
+from elastic.driver.discovery.kubernetes.watching import (
+    Changed,
+    Listed,
+    Told,
+    WatchFailed,
+    Watching,
+)
+from elastic.driver.events import Event, HostLeaving, HostStaying, Notice
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.network.hosts import show
+
+ROLE = "get, list and watch of pods"
+NODES_ROLE = "get, list and watch of nodes (a ClusterRole)"
+SAID = 8  # hosts of one line
+DELETE_AGAIN_S = 30.0  # between two tries to delete one pod by force
+
+
+class PodDiscovery:
+    """Yields ``{address: slots}``, and tells ``noticed`` of the end of hosts. ``fallback`` is used where the API server
+    says that this service account may not list pods.
+    """
+
+    def __init__(
+        self,
+        cluster: KubernetesApi,
+        log: Log,
+        *,
+        noticed: Callable[[Event], None],
+        slots: int | None = None,
+        fallback: Discovery | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._cluster = cluster
+        self._log = log
+        self._noticed = noticed
+        self._pods = Pods(slots)
+        self._fallback = fallback
+        self._now = now
+        self._told: asyncio.Queue[Told] = asyncio.Queue()
+        self._hosts: dict[str, int] | None = None
+        self._endings: dict[str, PodEnding] = {}
+        self._tried: dict[str, float] = {}  # uid -> when its deletion was asked for
+        self._deletes = True  # as far as is known
+        self._listed = False
+        self._refused = False
+        self._asked: set[asyncio.Task[None]] = set()
+
+    async def watch(self) -> AsyncIterator[dict[str, int]]:
+        loop = asyncio.get_running_loop()
+
+        def tell(told: Told) -> None:
+            loop.call_soon_threadsafe(self._told.put_nowait, told)
+
+        watches = [Watching(self._cluster, kind, tell) for kind in Resource]
+        for each in watches:
+            each.begin()
+        try:
+            while not self._refused:
+                if self._listed:
+                    hosts = self._pods.hosts(self._now())
+                    if hosts != self._hosts:
+                        self._introduce(hosts)
+                        self._hosts = hosts
+                        yield dict(hosts)
+                    self._announce(hosts)
+                    self._clean()
+                await self._hear()
+        finally:
+            for each in watches:
+                each.close()
+        assert self._fallback is not None
+        async for hosts in self._fallback.watch():
+            yield hosts
+
+    # ---- what is heard ---------------------------------------------------------------------------------------------
+
+    async def _hear(self) -> None:
+        """At least one word, or the time at which something is due."""
+        due_s = self._pods.next_look(self._now())
+        try:
+            self._take(await within(self._told.get(), due_s))
+        except asyncio.TimeoutError:
+            return
+        while not self._told.empty():  # many changes at once are one list
+            self._take(self._told.get_nowait())
+
+    def _take(self, told: Told) -> None:
+        now = self._now()
+        match told:
+            case Listed(Resource.PODS, objects):
+                self._pods.listed(objects)
+                self._listed = True
+            case Listed(Resource.NODES, objects):
+                self._pods.nodes_listed(objects, now)
+            case Changed(Resource.PODS, object, deleted):
+                self._pods.changed(object, deleted=deleted)
+            case Changed(Resource.NODES, object, deleted):
+                self._pods.node_changed(object, now, deleted=deleted)
+            case WatchFailed(kind, error):
+                self._trouble(kind, error)
+
+    def _trouble(self, kind: Resource, error: ApiTrouble | None) -> None:
+        where = f"of namespace {self._cluster.namespace}"
+        if kind is Resource.NODES:
+            if error is not None and error.why is Refusal.FORBIDDEN:
+                text = f"nodes are not watched: {error}; give it {NODES_ROLE}. Ends of pods are seen, taints are not"
+                self._log("info", text)
+        elif error is None:
+            self._log("info", f"the Kubernetes API answers again about pods {where}")
+        else:
+            needs = f"; give it {ROLE}" if error.why is Refusal.FORBIDDEN else ""
+            self._refused = bool(needs) and self._fallback is not None and not self._listed
+            kept = f"keeping {show(self._hosts)}" if self._hosts else "waiting for hosts"
+            then = "asking the name server instead" if self._refused else kept
+            text = f"pods {where} can't be watched: {error}{needs}; {then}"
+            self._log("warning", text)
+
+    # ---- what follows ----------------------------------------------------------------------------------------------
+
+    def _introduce(self, hosts: dict[str, int]) -> None:
+        """Logs call hosts by their addresses; people know their pods."""
+        new = [host for host in hosts if host not in (self._hosts or {})]
+        if new:
+            places = ", ".join(f"{host} is {self._pods.place_of(host)}" for host in new[:SAID])
+            more = f" and {len(new) - SAID} more" if len(new) > SAID else ""
+            self._log("info", f"{places}{more}")
+
+    def _announce(self, hosts: dict[str, int]) -> None:
+        now = self._now()
+        endings = self._pods.endings(now)
+        for host, ending in differences(self._endings, endings):
+            if ending is not None:
+                left_s = None if ending.at is None else max(0.0, ending.at - now)
+                self._noticed(HostLeaving(host, Notice(ending.text, left_s)))
+            elif host in hosts:  # else it is gone, which the list says
+                self._noticed(HostStaying(host))
+        self._endings = endings
+
+    def _clean(self) -> None:
+        """Deletes by force what keeps a StatefulSet from making another: see `Pods.overdue`."""
+        now = self._now()
+        for pod in self._pods.overdue(now):
+            if self._deletes and now - self._tried.get(pod.uid, 0.0) >= DELETE_AGAIN_S:
+                self._tried[pod.uid] = now
+                task = asyncio.ensure_future(self._delete(pod))
+                self._asked.add(task)
+                task.add_done_callback(self._asked.discard)
+
+    async def _delete(self, pod: Pod) -> None:
+        try:
+            await asyncio.to_thread(self._cluster.delete_by_force, pod.name, pod.uid)
+        except ApiTrouble as error:
+            refused = error.why is Refusal.FORBIDDEN
+            self._deletes = self._deletes and not refused
+            needs = "; give it delete of pods, or delete it by hand" if refused else ""
+            text = f"pod {pod.name} of node {pod.node}, which is not heard of, can't be deleted: {error}{needs}"
+            self._log("warning", text)
+        else:
+            self._log("info", f"deleted pod {pod.name}: its node {pod.node} is not heard of")

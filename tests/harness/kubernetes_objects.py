@@ -1,0 +1,59 @@
+"""Pods and nodes as the Kubernetes API gives them, with what the driver reads of them."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def at(seconds: float) -> str:
+    """A time of the API, which knows whole seconds."""
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def pod(
+    name: str,
+    address: str = "",
+    *,
+    node: str = "n1",
+    phase: str = "Running",
+    ends_at: float | None = None,
+    gpus: int = 0,
+    uid: str = "",
+    created: float = 0.0,
+    version: int = 1,
+) -> Json:
+    about: Json = {
+        "name": name,
+        "namespace": "lab",
+        "uid": uid or f"uid of {name}",
+        "creationTimestamp": at(created),
+        "resourceVersion": str(version),
+    }
+    if ends_at is not None:
+        about |= {"deletionTimestamp": at(ends_at), "deletionGracePeriodSeconds": 30}
+    limits = {"nvidia.com/gpu": str(gpus), "cpu": "4"} if gpus else {"cpu": "4"}
+    return {
+        "metadata": about,
+        "spec": {
+            "nodeName": node,
+            "containers": [{"name": "worker", "resources": {"limits": limits}}],
+        },
+        "status": {"phase": phase} | ({"podIP": address} if address else {}),
+    }
+
+
+def node(
+    name: str, *, ready: str = "True", taints: tuple[str, ...] = (), cordoned: bool = False
+) -> Json:
+    return {
+        "metadata": {"name": name, "resourceVersion": "1"},
+        "spec": {
+            "taints": [{"key": key, "effect": "NoSchedule"} for key in taints],
+            **({"unschedulable": True} if cordoned else {}),
+        },
+        "status": {"conditions": [{"type": "Ready", "status": ready}]},
+    }

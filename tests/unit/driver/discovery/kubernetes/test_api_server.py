@@ -1,0 +1,178 @@
+"""The client of the API, beside answers that a real API server (1.20.2) gave: conversation.json."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from elastic.driver.discovery.kubernetes.cluster import (
+    ApiServer,
+    ApiTrouble,
+    KubernetesApi,
+    Refusal,
+    Resource,
+)
+from elastic.errors import Invalid
+
+RECORDED = {
+    each["name"]: each
+    for each in json.loads((Path(__file__).parent / "conversation.json").read_text())
+}
+
+
+class Replay:
+    """A server that gives these answers, one after the other, and keeps the questions."""
+
+    def __init__(self, *names: str) -> None:
+        left = [RECORDED[name] for name in names]
+        questions: list[tuple[str, dict[str, list[str]], str]] = []
+
+        class Answer(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                place = urlsplit(self.path)
+                length = int(self.headers.get("Content-Length", 0))
+                body = self.rfile.read(length).decode()
+                questions.append((f"{self.command} {place.path}", parse_qs(place.query), body))
+                recorded = left.pop(0)
+                self.send_response(recorded["status"])
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                for line in recorded["lines"]:
+                    data = json.dumps(line).encode() + b"\n"
+                    for part in (data[:7], data[7:]):  # a line may come in pieces
+                        self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+                self.wfile.write(b"0\r\n\r\n")
+
+            do_GET = do_DELETE = answer
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.questions = questions
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self.server.server_address[1])
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """``ask(*answers)``: a client, and the server which will give them."""
+    servers = []
+
+    def begin(*names: str, namespace: str | None = None) -> tuple[KubernetesApi, Replay]:
+        servers.append(Replay(*names))
+        url = f"http://127.0.0.1:{servers[-1].port}"
+        config = {
+            "current-context": "c",
+            "contexts": [
+                {"name": "c", "context": {"cluster": "k", "user": "u", "namespace": "lab"}}
+            ],
+            "clusters": [{"name": "k", "cluster": {"server": url}}],
+            "users": [{"name": "u", "user": {"token": "secret"}}],
+        }
+        path = tmp_path / "kubeconfig"
+        path.write_text(json.dumps(config))
+        monkeypatch.setenv("KUBECONFIG", str(path))
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+        return ApiServer("app=w", namespace), servers[-1]
+
+    yield begin
+    for server in servers:
+        server.close()
+
+
+def test_a_list_of_several_pages_and_the_version_to_watch_from(ask):
+    api, server = ask("page 1", "page 2")
+    pods, version = api.all(Resource.PODS)
+    assert [pod["metadata"]["name"] for pod in pods] == ["w-0", "w-1"] and version == "224"
+    (first, asked, _), (_, then, _) = server.questions
+    assert first == "GET /api/v1/namespaces/lab/pods"
+    assert asked == {"labelSelector": ["app=w"], "limit": ["500"]}
+    assert then["continue"] == [RECORDED["page 1"]["lines"][0]["metadata"]["continue"]]
+
+
+def test_a_watch_gives_each_event_until_the_server_ends_it(ask):
+    api, server = ask("watch")
+    events = [*api.events(Resource.PODS, "224")]
+    assert [(each["type"], each["object"]["metadata"].get("name")) for each in events] == [
+        ("MODIFIED", "w-0"),
+        ("MODIFIED", "w-1"),
+        ("DELETED", "w-1"),
+        ("BOOKMARK", None),
+    ]
+    [(_, asked, _)] = server.questions
+    assert asked["resourceVersion"] == ["224"] and asked["allowWatchBookmarks"] == ["True"]
+
+
+def test_a_version_that_is_forgotten_comes_as_an_event(ask):
+    api, _ = ask("watch from before the restart")
+    [event] = api.events(Resource.PODS, "1")
+    assert (event["type"], event["object"]["code"]) == ("ERROR", 410)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why", "said"),
+    [
+        ("unknown token", Refusal.UNAUTHORIZED, "does not accept this token"),
+        ("no right", Refusal.FORBIDDEN, 'User "user" cannot list resource "pods"'),
+    ],
+)
+def test_refusals_say_what_the_server_said(ask, answer, why, said):
+    api, _ = ask(answer)
+    with pytest.raises(ApiTrouble, match=said) as raised:
+        api.all(Resource.PODS)
+    assert raised.value.why is why and "secret" not in str(raised.value)
+
+
+def test_nodes_have_no_namespace_and_a_watch_is_refused_at_once(ask):
+    api, server = ask("no right to nodes")
+    with pytest.raises(ApiTrouble, match="at the cluster scope"):
+        api.events(Resource.NODES, "1")
+    assert server.questions[0][0] == "GET /api/v1/nodes"
+
+
+@pytest.mark.parametrize("answer", ["delete with another uid", "delete of none"])
+def test_a_pod_that_is_gone_needs_no_deletion(ask, answer):
+    api, server = ask(answer)
+    api.delete_by_force("w-0", "uid-1")
+    [(asked, _, body)] = server.questions
+    assert asked == "DELETE /api/v1/namespaces/lab/pods/w-0"
+    options = json.loads(body)
+    assert options["gracePeriodSeconds"] == 0 and options["preconditions"] == {"uid": "uid-1"}
+
+
+def test_a_server_that_is_not_there_is_a_trouble(ask):
+    api, server = ask()
+    server.close()
+    with pytest.raises(ApiTrouble) as raised:
+        api.all(Resource.PODS)
+    assert raised.value.why is Refusal.UNREACHABLE
+
+
+def test_a_namespace_of_ones_own_choice(ask):
+    api, server = ask("page 2", namespace="other")
+    api.all(Resource.PODS)
+    assert api.namespace == "other" and "/namespaces/other/" in server.questions[0][0]
+
+
+def test_without_a_cluster_it_says_what_it_looked_for(tmp_path, monkeypatch):
+    missing = str(tmp_path / "none")
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", missing)
+    with pytest.raises(Invalid, match="no pod with a service account, and there is no kubeconfig"):
+        ApiServer("app=w")

@@ -1,0 +1,199 @@
+"""What the driver hears of its pods: hosts, ends, and one line for each trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from unittest.mock import create_autospec
+
+from elastic.driver.discovery.kubernetes.cluster import ApiServer, ApiTrouble, Refusal, Resource
+from elastic.driver.discovery.kubernetes.pod_discovery import PodDiscovery
+from elastic.driver.discovery.static import StaticDiscovery
+from elastic.driver.events import HostLeaving, HostStaying, Notice
+from elastic.driver.network.blocking_calls import within
+from harness.kubernetes_objects import node, pod
+
+A, B = "10.0.0.6", "10.0.0.7"
+FORBIDDEN = ApiTrouble(Refusal.FORBIDDEN, "HTTP 403")
+SPOT = "aws-node-termination-handler/spot-itn"
+
+
+class Stage:
+    """A cluster that answers as it is told, and the discovery that asks it. ``lists`` and ``log`` grow."""
+
+    def __init__(self, *pods: Any, fallback: Any = None, refused: Sequence[Resource] = ()) -> None:
+        self.answers: dict[Resource, queue.Queue[Any]] = {kind: queue.Queue() for kind in Resource}
+        self.lists: list[dict[str, int]] = []
+        self.log: list[tuple[str, str]] = []
+        self.told: list[Any] = []
+        self.now = 100.0
+        self.cluster = create_autospec(ApiServer, instance=True)
+        self.cluster.namespace = "lab"
+        self.refused = refused
+        listed = {Resource.PODS: [*pods], Resource.NODES: [node("n1"), node("n2")]}
+
+        def everything(kind: Resource) -> Any:
+            if kind in self.refused:
+                raise FORBIDDEN
+            return listed[kind], "7"
+
+        self.cluster.all.side_effect = everything
+        self.cluster.events.side_effect = lambda kind, version: iter(self.answers[kind].get, None)
+        self.discovery = PodDiscovery(
+            self.cluster,
+            lambda level, text: self.log.append((level, text)),
+            noticed=self.told.append,
+            fallback=fallback,
+            now=lambda: self.now,
+        )
+
+    def change(self, object: Any, kind: Resource = Resource.PODS, how: str = "MODIFIED") -> None:
+        self.answers[kind].put({"type": how, "object": object})
+
+    def play(self, play: Callable[[], Awaitable[None]]) -> None:
+        async def played() -> None:
+            async def listen() -> None:
+                async for hosts in self.discovery.watch():
+                    self.lists.append(hosts)
+
+            listening = asyncio.ensure_future(listen())
+            try:
+                await play()
+            finally:
+                listening.cancel()
+                await asyncio.wait({listening})
+                for answers in self.answers.values():
+                    answers.put(None)
+
+        asyncio.run(played())
+
+    async def until(self, true: Callable[[], Any]) -> None:
+        async def looking() -> None:
+            while not true():
+                await asyncio.sleep(0)
+
+        await within(looking(), 5.0)
+
+
+def test_pods_come_and_go_and_are_introduced_by_their_names():
+    stage = Stage(pod("w-0", A))
+
+    async def play() -> None:
+        await stage.until(lambda: stage.lists == [{A: 1}])
+        stage.change(pod("w-1", B, node="n2"), how="ADDED")
+        await stage.until(lambda: len(stage.lists) == 2)
+        stage.change(pod("w-0", A), how="DELETED")
+        await stage.until(lambda: len(stage.lists) == 3)
+
+    stage.play(play)
+    assert stage.lists == [{A: 1}, {A: 1, B: 1}, {B: 1}]
+    assert [text for _, text in stage.log] == [
+        f"{A} is pod w-0 on node n1",
+        f"{B} is pod w-1 on node n2",
+    ]
+    assert stage.told == []
+
+
+def test_a_deletion_is_a_notice_with_the_time_that_is_left_and_no_second_word_comes_when_it_is_gone():
+    stage = Stage(pod("w-0", A), pod("w-1", B))
+
+    async def play() -> None:
+        stage.change(pod("w-0", A, ends_at=130))
+        await stage.until(lambda: stage.told)
+        stage.change(pod("w-0", A, ends_at=130), how="DELETED")
+        await stage.until(lambda: stage.lists[-1] == {B: 1})
+
+    stage.play(play)
+    assert stage.told == [HostLeaving(A, Notice("Kubernetes deletes pod w-0", 30.0))]
+
+
+def test_a_taint_is_a_notice_and_without_it_the_host_stays():
+    stage = Stage(pod("w-0", A))
+
+    async def play() -> None:
+        await stage.until(lambda: stage.lists)
+        stage.change(node("n1", taints=(SPOT,)), Resource.NODES)
+        await stage.until(lambda: stage.told)
+        stage.change(node("n1"), Resource.NODES)
+        await stage.until(lambda: len(stage.told) == 2)
+
+    stage.play(play)
+    notice = Notice("node n1: its spot instance is taken back", 120.0)
+    assert stage.told == [HostLeaving(A, notice), HostStaying(A)]
+
+
+def test_what_hangs_on_a_lost_node_is_deleted_by_force():
+    stage = Stage(pod("w-0", A, ends_at=90, uid="u0"), pod("w-1", B, node="n2"))
+
+    async def play() -> None:
+        await stage.until(lambda: stage.lists == [{B: 1}])
+        assert not stage.cluster.delete_by_force.called
+        stage.change(node("n1", ready="Unknown"), Resource.NODES)
+        await stage.until(lambda: len(stage.log) == 2)
+
+    stage.play(play)
+    stage.cluster.delete_by_force.assert_called_once_with("w-0", "u0")
+    assert stage.log[-1] == ("info", "deleted pod w-0: its node n1 is not heard of")
+
+
+def test_without_the_right_to_delete_it_says_so_once():
+    stage = Stage(pod("w-0", A, ends_at=90), pod("w-1", B, node="n2"))
+    stage.cluster.delete_by_force.side_effect = FORBIDDEN
+
+    async def play() -> None:
+        stage.change(node("n1", ready="Unknown"), Resource.NODES)
+        await stage.until(lambda: any(level == "warning" for level, _ in stage.log))
+        stage.now += 1000
+        stage.change(pod("w-1", B, node="n2", phase="Failed"))
+        await stage.until(lambda: stage.lists[-1] == {})
+
+    stage.play(play)
+    assert stage.cluster.delete_by_force.call_count == 1
+    assert "give it delete of pods, or delete it by hand" in stage.log[-1][1]
+
+
+def test_no_right_to_list_pods_is_said_with_the_role_and_the_name_server_is_asked():
+    stage = Stage(fallback=StaticDiscovery({"10.9.9.9": 1}), refused=[Resource.PODS])
+
+    async def play() -> None:
+        await stage.until(lambda: stage.lists)
+
+    stage.play(play)
+    assert stage.lists == [{"10.9.9.9": 1}]
+    assert stage.log == [
+        (
+            "warning",
+            "pods of namespace lab can't be watched: this service account has no right to it (HTTP 403); give it get,"
+            " list and watch of pods; asking the name server instead",
+        )
+    ]
+
+
+def test_no_right_to_watch_nodes_is_said_once_and_pods_are_hosts():
+    stage = Stage(pod("w-0", A), refused=[Resource.NODES])
+
+    async def play() -> None:
+        await stage.until(lambda: stage.lists and len(stage.log) == 2)
+
+    stage.play(play)
+    assert stage.lists == [{A: 1}]
+    assert any("nodes are not watched" in text and level == "info" for level, text in stage.log)
+
+
+def test_while_the_api_server_is_away_all_stays_as_it_is():
+    stage = Stage(pod("w-0", A))
+
+    async def play() -> None:
+        await stage.until(lambda: stage.lists)
+        stage.cluster.events.side_effect = ApiTrouble(Refusal.UNREACHABLE, "refused")
+        stage.answers[Resource.PODS].put(None)
+        await stage.until(lambda: len(stage.log) == 2)
+
+    stage.play(play)
+    assert stage.lists == [{A: 1}]
+    warning = (
+        f"pods of namespace lab can't be watched: it can't be reached (refused); keeping {A}:1"
+    )
+    assert stage.log[-1] == ("warning", warning)

@@ -1,0 +1,132 @@
+"""What one watch tells while the API server answers, forgets, refuses and goes away."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import create_autospec, patch
+
+import pytest
+
+from elastic.driver.discovery.kubernetes.cluster import ApiServer, ApiTrouble, Refusal, Resource
+from elastic.driver.discovery.kubernetes.watching import Changed, Listed, WatchFailed, Watching
+from harness.kubernetes_objects import pod
+
+AWAY = ApiTrouble(Refusal.UNREACHABLE, "connection refused")
+FORBIDDEN = ApiTrouble(Refusal.FORBIDDEN)
+GONE = ApiTrouble(Refusal.GONE)
+TOO_OLD = {"type": "ERROR", "object": {"code": 410, "reason": "Expired"}}
+
+
+def modified(name: str, version: int, kind: str = "MODIFIED") -> dict[str, Any]:
+    return {"type": kind, "object": pod(name, version=version)}
+
+
+def bookmark(version: int) -> dict[str, Any]:
+    return {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(version)}}}
+
+
+class OutOfAnswers(BaseException):
+    """The conversation is over."""
+
+
+def conversation(*answers: Any) -> tuple[list[str], list[Any], list[float]]:
+    """What was asked, what was told, and the longest pauses between. A list of events answers a watch, a number is the
+    version of a list.
+    """
+    left = [*answers]
+    asked: list[str] = []
+    told: list[Any] = []
+    pauses: list[float] = []
+
+    def answer(question: str) -> Any:
+        if not left:
+            raise OutOfAnswers
+        asked.append(question)
+        now = left.pop(0)
+        if isinstance(now, Exception):
+            raise now
+        return now
+
+    cluster = create_autospec(ApiServer, instance=True)
+    cluster.all.side_effect = lambda kind: ([pod("w-0")], str(answer(f"{kind.value}?")))
+    cluster.events.side_effect = lambda kind, version: iter(answer(f"from {version}?"))
+    with contextlib.suppress(OutOfAnswers), patch("random.uniform", lambda least, most: most):
+        Watching(cluster, Resource.PODS, told.append, clock=lambda: 0.0, pause=pauses.append).run()
+    return asked, told, pauses
+
+
+LISTED = Listed(Resource.PODS, [pod("w-0")])
+
+
+def test_a_list_and_then_what_changes_from_its_version_on():
+    asked, told, _ = conversation(7, [modified("w-1", 8, "ADDED"), modified("w-1", 9, "DELETED")])
+    assert asked == ["pods?", "from 7?"]
+    came, went = pod("w-1", version=8), pod("w-1", version=9)
+    assert told == [
+        LISTED,
+        Changed(Resource.PODS, came, deleted=False),
+        Changed(Resource.PODS, went, deleted=True),
+    ]
+
+
+def test_a_watch_that_ends_goes_on_where_it_was_and_not_at_once():
+    asked, _, pauses = conversation(7, [modified("w-1", 8)], [bookmark(12)], [])
+    assert asked == ["pods?", "from 7?", "from 8?", "from 12?"]
+    assert pauses == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("forgotten", [GONE, [TOO_OLD]])
+def test_a_version_that_is_forgotten_is_followed_by_a_new_list(forgotten):
+    asked, told, _ = conversation(7, forgotten, 90, [])
+    assert asked == ["pods?", "from 7?", "pods?", "from 90?"]
+    assert told == [LISTED, LISTED]
+
+
+def test_trouble_is_told_once_and_once_that_it_is_over():
+    asked, told, pauses = conversation(7, AWAY, AWAY, AWAY, [], [])
+    assert asked == ["pods?"] + 5 * ["from 7?"]
+    assert told == [LISTED, WatchFailed(Resource.PODS, AWAY), WatchFailed(Resource.PODS, None)]
+    assert pauses[:3] == [0.2, 0.4, 0.8]
+
+
+def test_another_trouble_is_news():
+    _, told, _ = conversation(AWAY, FORBIDDEN, AWAY)
+    assert [each.error.why for each in told] == [AWAY.why, FORBIDDEN.why, AWAY.why]
+
+
+def test_pauses_grow_to_a_bound_and_are_longer_where_rights_are_missing():
+    _, _, pauses = conversation(*(9 * [AWAY]))
+    assert pauses[-1] == 10.0
+    _, _, pauses = conversation(*(9 * [FORBIDDEN]))
+    assert (pauses[0], pauses[-1]) == (2.0, 30.0)
+
+
+def test_what_is_no_event_and_what_the_client_raises_are_troubles():
+    events: Any
+    for events in (
+        [{}],
+        [{"type": "ADDED", "object": None}],
+        [{"type": "ERROR", "object": {"code": 500}}],
+    ):
+        _, told, _ = conversation(7, events)
+        assert told[1].error.why is Refusal.OTHER
+    _, told, _ = conversation(KeyError("token"))
+    assert "KeyError" in str(told[0].error)
+
+
+def test_nothing_is_told_once_it_is_closed():
+    told: list[Any] = []
+    cluster = create_autospec(ApiServer, instance=True)
+    watching = Watching(cluster, Resource.NODES, told.append)
+
+    def events(kind: Resource, version: str) -> Iterator[Any]:
+        yield modified("w-1", 8)
+        watching.close()
+        yield modified("w-2", 9)
+
+    cluster.all.return_value = ([], "7")
+    cluster.events.side_effect = events
+    watching.run()
+    assert [type(each) for each in told] == [Listed, Changed]
