@@ -117,7 +117,7 @@ def test_a_watch_gives_each_event_until_the_server_ends_it(ask):
         ("BOOKMARK", None),
     ]
     [(_, asked, _)] = server.questions
-    assert asked["resourceVersion"] == ["224"] and asked["allowWatchBookmarks"] == ["True"]
+    assert asked["resourceVersion"] == ["224"] and asked["allowWatchBookmarks"] == ["true"]
 
 
 def test_a_version_that_is_forgotten_comes_as_an_event(ask):
