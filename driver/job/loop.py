@@ -160,7 +160,8 @@ class Driver:
     ``log`` takes a level and a text, ``noted`` every event with its actions and time, as the journal does.
     ``past``: what the driver before this one has left, if membership was rebuilt from its journal. ``listening`` is
     awaited with the address at which this driver is found, before anything else happens. ``reported`` is called with
-    each report of a worker, in the event loop's thread.
+    each report of a worker, in the event loop's thread. ``leaves`` is called at SIGTERM, which then ends this driver and
+    not the job.
     After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
     """
 
@@ -179,6 +180,7 @@ class Driver:
         past: Adopted | None = None,
         listening: Callable[[Address], Awaitable[None]] | None = None,
         reported: Callable[[WorkerReport], object] | None = None,
+        leaves: Callable[[], None] | None = None,
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
@@ -190,6 +192,7 @@ class Driver:
         self._adopts = past is not None
         self._offset = past.clock_offset if past else 0.0
         self._listening = listening
+        self._leaves = leaves
         self._membership = membership
         self._server = server
         self._launcher = launcher
@@ -359,7 +362,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM stop the job, if this is the thread that may handle signals."""
+        """SIGINT and SIGTERM stop the job, or SIGTERM this driver alone, if this is the thread that may handle signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -369,6 +372,9 @@ class Driver:
         def heard(number: int, _: object) -> None:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             code = STOP_CODES[signal.Signals(number)]
+            if number == signal.SIGTERM and self._leaves is not None:
+                loop.call_soon_threadsafe(self._leaves)
+                return
             self._signalled = code
             loop.call_soon_threadsafe(self._stop, f"{name} at the driver", code)
 

@@ -61,6 +61,11 @@ class FleetPlan:
         return self.resume or self.standby
 
     @property
+    def left_by_sigterm(self) -> bool:
+        """Kubernetes ends a driver's pod with its node, and starts another: that is not the end of the job."""
+        return self.pods is not None and self.outlived
+
+    @property
     def agents_come(self) -> bool:
         """By themselves: nobody is started over ssh."""
         return self.by_etcd or self.service is not None or self.pods is not None

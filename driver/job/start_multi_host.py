@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -152,6 +153,9 @@ class _Run:
             self.lost = lead.leadership.lost
         elif plan.provider is not None:
             self.lost = plan.provider.lost
+        self.left = False  # by SIGTERM, and the job goes on
+        if plan.left_by_sigterm and self.lost is None:
+            self.lost = asyncio.Event()
         self._told: set[asyncio.Task[None]] = set()
 
     async def to_its_end(self, archive: Archive | None, known: dict[str, int] | None) -> Outcome:
@@ -215,6 +219,7 @@ class _Run:
             past=self._adopted(writer.offset_s),
             listening=self._announce,
             reported=lambda report: self.around.told(report, job.reported),
+            leaves=self._leave if plan.left_by_sigterm else None,
         )
         if past is not None:
             count = len(past.membership.roster)
@@ -227,7 +232,8 @@ class _Run:
             job.begun(driver)
         code = await self._unless_deposed(driver)
         if code is None:
-            return DEPOSED_CODE, driver.outcome, [], {}
+            code = loop.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
+            return code, driver.outcome, [], {}
         return code, driver.outcome, driver.ordered_results(), driver.last_reports()
 
     async def _unless_deposed(self, driver: loop.Driver) -> int | None:
@@ -244,12 +250,18 @@ class _Run:
                 return running.result()
         finally:
             lost.cancel()
-        driver.outcome = (
-            f"this driver does not lead job {self.plan.name} any more: it ends, and leaves its workers"
-            " to the next"
-        )
+        name = self.plan.name
+        why = f"is told to end (SIGTERM), and job {name} goes on"
+        if not self.left:
+            why = f"does not lead job {name} any more"
+        driver.outcome = f"this driver {why}: it ends, and leaves its workers to the next"
         self.log("warning", driver.outcome)
         return None
+
+    def _leave(self) -> None:
+        assert self.lost is not None
+        self.left = True
+        self.lost.set()
 
     # ---- where and how ---------------------------------------------------------------------------------------------
 

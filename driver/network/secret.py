@@ -75,7 +75,7 @@ def _read(path: str, source: str) -> bytes:
                     f"{source} {path} belongs to another user, who knows the secret; make one of"
                     f" your own: {_HOW}"
                 )
-            if about.st_mode & 0o077:
+            if about.st_mode & 0o077 and not _of_a_pod(about):
                 raise Invalid(
                     f"{source} {path} is open to other users (mode {about.st_mode & 0o777:03o});"
                     f" say `chmod 600 {path}`, and make a new secret if somebody may have read it"
@@ -86,6 +86,11 @@ def _read(path: str, source: str) -> bytes:
             raise
         raise Invalid(f"{source} {path} can't be read: {_why(error)}; {_HOW}") from None
     return _parsed(data.decode("ascii", errors="replace"), f"{source} {path}")
+
+
+def _of_a_pod(about: os.stat_result) -> bool:
+    """As Kubernetes mounts a Secret for a pod that is not root's: root's, for one group to read and nobody to write."""
+    return about.st_uid == 0 and about.st_mode & 0o777 == 0o440
 
 
 def _parsed(text: str, source: str) -> bytes:

@@ -61,10 +61,19 @@ def test_where_it_is_taken_from(tmp_path):
         read_secret(None, {"ELASTIC_SECRET_FILE": path, **other})
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o601])
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o601, 0o444])
 def test_a_file_that_others_may_use_is_refused(tmp_path, mode):
     with pytest.raises(Invalid, match=f"mode {mode:o}.*chmod 600"):
         read_secret(written(tmp_path / "secret", mode=mode), {})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of root's")
+def test_one_that_kubernetes_has_mounted_may_be_read_by_its_group(tmp_path):
+    path = written(tmp_path / "secret", mode=0o440)
+    assert read_secret(path, {}) == bytes.fromhex(HEX)
+    os.chown(path, os.geteuid() + 1000, 1000)
+    with pytest.raises(Invalid, match="belongs to another user"):
+        read_secret(path, {})
 
 
 @pytest.mark.parametrize(
