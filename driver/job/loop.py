@@ -160,8 +160,8 @@ class Driver:
     ``log`` takes a level and a text, ``noted`` every event with its actions and time, as the journal does.
     ``past``: what the driver before this one has left, if membership was rebuilt from its journal. ``listening`` is
     awaited with the address at which this driver is found, before anything else happens. ``reported`` is called with
-    each report of a worker, in the event loop's thread. ``leaves`` is called at SIGTERM, which then ends this driver and
-    not the job.
+    each report of a worker, in the event loop's thread. ``leaves`` is called at SIGTERM, which then ends this driver
+    and not the job.
     After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
     """
 
@@ -362,7 +362,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM stop the job, or SIGTERM this driver alone, if this is the thread that may handle signals."""
+        """SIGINT and SIGTERM stop the job, or SIGTERM this driver alone. Only a main thread may handle signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 BUDGETS_S = {
+    "tests/charts": 20.0,
+    "tests/cluster": 60.0,
     "tests/conformance": 50.0,
     "tests/frameworks": 90.0,
     "tests/integration/collectives": 250.0,

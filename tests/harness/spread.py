@@ -29,12 +29,13 @@ SPREAD = {
 def scope(nodeid: str) -> str:
     """Tests that run in one process, one after another, where there are several.
 
-    The tests of a module share worlds of processes; those of `conformance` and `frameworks` one for each size.
+    The tests of a module share worlds of processes; those of `conformance` and `frameworks` one for each size; those of
+    `cluster` a control plane.
     """
     module = nodeid.partition("::")[0]
     size = re.search(r"\d-ranks", nodeid)
-    for folder in ("conformance", "frameworks"):
-        if f"/{folder}/" in module and (size or folder == "conformance"):
+    for folder in ("cluster", "conformance", "frameworks"):
+        if f"/{folder}/" in module and (size or folder != "frameworks"):
             return f"{folder} {size[0]}" if size else folder
     return nodeid if Path(module).stem in SPREAD else module
 

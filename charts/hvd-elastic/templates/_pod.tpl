@@ -1,0 +1,107 @@
+{{/* What the pods of driver and workers share. Each takes the root and the values of its component. */}}
+
+{{- define "hvd-elastic.podSettings" -}}
+{{- $ := index . 0 }}{{ $own := index . 1 -}}
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ int $own.graceSeconds }}
+{{- with $.Values.podSecurityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $own.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $own.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $own.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "hvd-elastic.containerSettings" -}}
+image: {{ include "hvd-elastic.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- with .Values.job.workingDir }}
+workingDir: {{ . }}
+{{- end }}
+{{- with .Values.job.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "hvd-elastic.env" -}}
+{{- with .Values.journal -}}
+{{- if and (eq .kind "etcd") .etcd.passwordSecret.name -}}
+- name: ELASTIC_ETCD_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ .etcd.passwordSecret.name }}
+      key: {{ .etcd.passwordSecret.key }}
+{{ end -}}
+{{- end -}}
+{{- with .Values.job.env -}}
+{{ toYaml . }}
+{{- end -}}
+{{- end }}
+
+{{- define "hvd-elastic.volumes" -}}
+{{- $ := index . 0 }}{{ $own := index . 1 -}}
+- name: job-secret
+  secret:
+    secretName: {{ include "hvd-elastic.jobSecret" $ }}
+    defaultMode: 288 # 0440
+    items:
+      - key: job.secret
+        path: job.secret
+{{- if ne $.Values.tls.kind "none" }}
+- name: tls
+  secret:
+    secretName: {{ include "hvd-elastic.tlsSecret" $ }}
+    defaultMode: 288 # 0440
+{{- end }}
+{{- if and (eq $.Values.journal.kind "etcd") $.Values.journal.etcd.tlsSecret }}
+- name: etcd-tls
+  secret:
+    secretName: {{ $.Values.journal.etcd.tlsSecret }}
+    defaultMode: 288 # 0440
+{{- end }}
+{{- if $.Values.securityContext.readOnlyRootFilesystem }}
+- name: tmp
+  emptyDir: {}
+{{- end }}
+{{- with concat $.Values.volumes $own.volumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "hvd-elastic.mounts" -}}
+{{- $ := index . 0 }}{{ $own := index . 1 -}}
+- name: job-secret
+  mountPath: /run/hvd-elastic/secret
+  readOnly: true
+{{- if ne $.Values.tls.kind "none" }}
+- name: tls
+  mountPath: /run/hvd-elastic/tls
+  readOnly: true
+{{- end }}
+{{- if and (eq $.Values.journal.kind "etcd") $.Values.journal.etcd.tlsSecret }}
+- name: etcd-tls
+  mountPath: /run/hvd-elastic/etcd
+  readOnly: true
+{{- end }}
+{{- if $.Values.securityContext.readOnlyRootFilesystem }}
+- name: tmp
+  mountPath: /tmp
+{{- end }}
+{{- with concat $.Values.volumeMounts $own.volumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}

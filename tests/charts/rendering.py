@@ -1,0 +1,112 @@
+"""What helm makes of the chart: objects, or the sentence with which it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "hvd-elastic"
+BASE = ROOT / "charts" / "kustomize" / "base"
+JOB = {"job": {"command": ["python", "train.py"]}}
+RENDER_S = 30
+
+Json = dict[str, Any]
+
+
+class Refused(Exception):
+    """What helm says."""
+
+
+def merged(*values: Json) -> Json:
+    """Later ones win; dicts are merged."""
+    result: Json = {}
+    for each in values:
+        for key, value in each.items():
+            old = result.get(key)
+            if isinstance(old, dict) and isinstance(value, dict):
+                value = merged(old, value)
+            result[key] = value
+    return result
+
+
+class Objects:
+    """By kind and name."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.all: list[Json] = [each for each in yaml.load_all(text, yaml.CSafeLoader) if each]
+        self._by_name = {(each["kind"], each["metadata"]["name"]): each for each in self.all}
+        assert len(self._by_name) == len(self.all), "two objects have one name"
+
+    def __contains__(self, which: tuple[str, str]) -> bool:
+        return which in self._by_name
+
+    def __getitem__(self, which: tuple[str, str]) -> Json:
+        return self._by_name[which]
+
+    def kinds(self) -> set[str]:
+        return {each["kind"] for each in self.all}
+
+    def pods(self) -> tuple[Json, Json]:
+        """Templates of the driver's pod and the workers'."""
+        driver, worker = (
+            next(each for each in self.all if each["kind"] == kind)
+            for kind in ("Job", "StatefulSet")
+        )
+        return driver["spec"]["template"], worker["spec"]["template"]
+
+    def containers(self) -> tuple[Json, Json]:
+        driver, worker = (pod["spec"]["containers"][0] for pod in self.pods())
+        return driver, worker
+
+    def arguments(self) -> tuple[list[str], list[str]]:
+        driver, worker = (container["args"] for container in self.containers())
+        return driver, worker
+
+
+class Helm:
+    def __init__(self, program: str) -> None:
+        self.program = program
+
+    def render(self, *values: Json, release: str = "r", version: str = "1.37") -> Objects:
+        """With a command that trains, and these values. Raises Refused."""
+        return Objects(self.text(merged(JOB, *values), release=release, version=version))
+
+    def text(self, values: Json, *, release: str = "r", version: str = "1.37") -> str:
+        """With these values alone. Raises Refused."""
+        command = [
+            self.program,
+            "template",
+            release,
+            str(CHART),
+            "--kube-version",
+            version,
+            "-f",
+            "-",
+        ]
+        done = subprocess.run(
+            command, input=json.dumps(values), capture_output=True, text=True, timeout=RENDER_S
+        )
+        if done.returncode:
+            raise Refused(done.stderr)
+        return done.stdout
+
+    def render_all(self, each: Iterable[Sequence[Json]], *, version: str) -> list[Objects]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return [*pool.map(lambda values: self.render(*values, version=version), each)]
+
+
+def everywhere(value: Any) -> Iterator[Any]:
+    """Each dict, list and leaf in it."""
+    yield value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        yield from everywhere(part)

@@ -1,0 +1,630 @@
+"""The chart makes what Kubernetes takes, and refuses what can't work before anything is installed."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import itertools
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from charts.rendering import (
+    BASE,
+    CHART,
+    JOB,
+    ROOT,
+    Helm,
+    Json,
+    Objects,
+    Refused,
+    everywhere,
+    merged,
+)
+from elastic.driver.commandline.agent_cli import AgentOptions, agent_parser
+from elastic.driver.commandline.flags import parse
+from elastic.driver.monitoring.metrics import Figures, families
+from elastic.protocol.messages import Commit
+
+VERSIONS = [f"1.{minor}" for minor in range(25, 38)]
+SOME_VERSIONS = ["1.25", "1.26", "1.37"]
+OTHERS = ("cert-manager.io/v1", "monitoring.coreos.com/v1")  # no schemas of these are at hand
+
+GPUS = {"worker": {"gpus": 8, "rdma": {"resource": "rdma/hca", "count": 2}, "ipcLock": True}}
+HOST_NETWORK = {"worker": {"hostNetwork": True}}
+ETCD = {
+    "journal": {
+        "kind": "etcd",
+        "etcd": {
+            "endpoints": ["etcd-0:2379", "etcd-1:2380"],
+            "user": "me",
+            "passwordSecret": {"name": "etcd"},
+            "tlsSecret": "etcd-tls",
+            "clientCertificate": True,
+        },
+    }
+}
+POLICY = {"networkPolicy": {"enabled": True, "restrictEgress": True}}
+WATCHED = {
+    "metrics": {"enabled": True, "podMonitor": {"enabled": True}, "dashboard": {"enabled": True}}
+}
+BUDGET = {"disruptionBudget": {"enabled": True}}
+EXTRAS: Json = {
+    "image": {"tag": "7", "digest": "sha256:" + "a" * 64, "pullSecrets": [{"name": "registry"}]},
+    "job": {
+        "maxWorkers": 64,
+        "workingDir": "/work",
+        "checkpointDir": "/data/checkpoints",
+        "env": [{"name": "HOME", "value": "/tmp"}],
+        "envFrom": [{"secretRef": {"name": "storage"}}],
+    },
+    "worker": {
+        "flags": ["--log-level", "DEBUG"],
+        "serviceAccountName": "reader",
+        "nodeSelector": {"pool": "gpu"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "high",
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"c": "d"},
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
+        "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+        "resources": {"requests": {"cpu": "4"}, "limits": {"memory": "16Gi"}},
+    },
+    "driver": {
+        "flags": ["--summary"],
+        "ttlSecondsAfterFinished": 0,
+        "nodeSelector": {"pool": "cpu"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "high",
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"c": "d"},
+    },
+    "kueue": {"queue": "training"},
+    "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+}
+
+# Of each group one is taken; the matrix takes every combination.
+JOURNALS = [{"journal": {"kind": kind}} for kind in ("volume", "emptyDir", "none")] + [ETCD]
+TLS: list[Json] = [{"tls": {"kind": kind}} for kind in ("none", "chart", "certManager")]
+TLS.append({"tls": {"kind": "existing", "existingSecret": "mine"}})
+NETWORKS = [{}, HOST_NETWORK, POLICY]
+WORKERS: list[Json] = [{}, GPUS]
+OPTIONS = [{}, merged(EXTRAS, WATCHED, BUDGET)]
+MATRIX = [*itertools.product(JOURNALS, TLS, NETWORKS, WORKERS, OPTIONS)]
+
+HANDFUL: dict[str, tuple[Json, ...]] = {
+    "defaults": (),
+    "gpus on the node's network": (GPUS, HOST_NETWORK, BUDGET),
+    "etcd, policies and chart's certificates": (ETCD, POLICY, TLS[1]),
+    "everything": (EXTRAS, WATCHED, BUDGET, POLICY, ETCD, GPUS, TLS[2]),
+    "no rights": (
+        {"rbac": {"create": False}, "serviceAccount": {"create": False, "name": "mine"}},
+    ),
+}
+
+
+def invalid(objects: Objects, version: str) -> list[str]:
+    """What the API of that version would not take."""
+    import kubernetes_validate
+
+    utils = kubernetes_validate.utils  # it would read a megabyte for each object
+    utils.schema_contents = _read_once(utils)
+    found = []
+    for each in objects.all:
+        if each["apiVersion"] not in OTHERS:
+            try:
+                kubernetes_validate.validate(each, version, strict=True)
+            except kubernetes_validate.ValidationError as error:
+                found.append(f"{each['kind']}: {error.message} at {[*error.path]}")
+    return found
+
+
+@functools.cache
+def _read_once(utils):
+    return functools.cache(utils.schema_contents)
+
+
+@pytest.fixture(scope="module")
+def handful(helm: Helm) -> dict[str, Objects]:
+    rendered = helm.render_all(HANDFUL.values(), version="1.37")
+    return dict(zip(HANDFUL, rendered, strict=True))
+
+
+@pytest.fixture(scope="module")
+def defaults(handful: dict[str, Objects]) -> Objects:
+    return handful["defaults"]
+
+
+# ---- what Kubernetes takes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", SOME_VERSIONS)
+@pytest.mark.parametrize("which", HANDFUL)
+def test_the_api_takes_every_object(helm, which, version):
+    pytest.importorskip("kubernetes_validate")
+    assert not invalid(helm.render(*HANDFUL[which], version=version), version)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_api_takes_every_object_of_every_combination(helm, version):
+    pytest.importorskip("kubernetes_validate")
+    for values, objects in zip(MATRIX, helm.render_all(MATRIX, version=version), strict=True):
+        assert not invalid(objects, version), values
+
+
+def test_a_cluster_of_1_20_gets_nothing_that_it_does_not_know(helm):
+    old, new = (helm.render(BUDGET, version=version) for version in ("1.20", "1.26"))
+    assert "podFailurePolicy" not in old["Job", "r-driver"]["spec"]
+    assert "podFailurePolicy" in new["Job", "r-driver"]["spec"]
+    assert old["PodDisruptionBudget", "r-worker"]["apiVersion"] == "policy/v1beta1"
+    assert new["PodDisruptionBudget", "r-worker"]["apiVersion"] == "policy/v1"
+
+
+@pytest.mark.parametrize("which", HANDFUL)
+def test_every_port_says_its_protocol(handful, which):
+    """Some versions merge lists of ports by it."""
+    ports = [
+        port
+        for value in everywhere(handful[which].all)
+        if isinstance(value, dict)
+        for port in (value.get("ports") or [])
+    ]
+    assert ports
+    assert all(port["protocol"] in ("TCP", "UDP") for port in ports)
+
+
+@pytest.mark.parametrize("which", HANDFUL)
+def test_every_object_says_whose_it_is(handful, which):
+    for each in handful[which].all:
+        labels = each["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "hvd-elastic"
+        assert labels["app.kubernetes.io/instance"] == "r"
+        assert labels["app.kubernetes.io/component"] in ("driver", "worker")
+        assert {"app.kubernetes.io/managed-by", "helm.sh/chart"} <= labels.keys()
+
+
+def test_selectors_find_the_pods_they_are_for(defaults):
+    driver, worker = (pod["metadata"]["labels"].items() for pod in defaults.pods())
+    to_driver = defaults["Service", "r-driver"]["spec"]["selector"].items()
+    to_workers = defaults["Service", "r-workers"]["spec"]["selector"].items()
+    assert to_driver <= driver and not to_driver <= worker
+    assert to_workers <= worker and not to_workers <= driver
+
+
+def test_another_version_of_the_chart_leaves_pods_as_they_are(handful):
+    """A Job's pods can't be changed."""
+    assert all(
+        "helm.sh/chart" not in pod["metadata"]["labels"] for pod in handful["everything"].pods()
+    )
+
+
+def test_more_workers_leave_the_driver_as_it_is(helm):
+    few, many = (helm.render({"worker": {"number": number}}) for number in (2, 8))
+    assert few["Job", "r-driver"] == many["Job", "r-driver"]
+
+
+def test_pods_keep_to_the_restricted_standard(defaults):
+    for pod in defaults.pods():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        for container in spec["containers"]:
+            rights = container["securityContext"]
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+            assert rights["allowPrivilegeEscalation"] is False
+            assert rights["readOnlyRootFilesystem"] is True
+
+
+def test_names_of_other_services_are_no_settings_of_ours(defaults):
+    """A service named elastic would make variables ELASTIC_*."""
+    assert all(pod["spec"]["enableServiceLinks"] is False for pod in defaults.pods())
+
+
+# ---- what is run -----------------------------------------------------------------------------------------------------
+
+
+def test_the_driver_and_the_agents_are_started_so(defaults):
+    driver, agent = defaults.arguments()
+    assert " ".join(driver) == (
+        "--kubernetes --job r --min-np 1 --secret-file /run/hvd-elastic/secret/job.secret --driver-port 4711"
+        " --journal /run/hvd-elastic/journal/journal --resume -- python train.py"
+    )
+    assert " ".join(agent) == (
+        "agent --job r --host $(POD_IP) --driver r-driver:4711"
+        " --secret-file /run/hvd-elastic/secret/job.secret --slots 1"
+    )
+
+
+@pytest.mark.parametrize("which", HANDFUL)
+def test_elasticrun_knows_every_flag(handful, which):
+    driver, agent = handful[which].arguments()
+    options = parse(driver)
+    assert options.kubernetes and options.job_name == "r"
+    assert options.command == ["python", "train.py"]
+    agents = agent_parser().parse_args(agent[1:], namespace=AgentOptions())
+    assert agents.slots == str(8 if GPUS in HANDFUL[which] else 1)
+    assert {field.name for field in dataclasses.fields(agents)} >= vars(agents).keys(), "unknown"
+
+
+def test_agents_find_the_driver_in_etcd_where_the_journal_is_there(helm):
+    driver, agent = (" ".join(each) for each in helm.render(ETCD).arguments())
+    members = "--etcd etcd-0:2379,etcd-1:2380 --etcd-user me --etcd-ca /run/hvd-elastic/etcd/ca.crt"
+    assert members in driver and members in agent
+    assert "--resume" in driver
+    assert "--journal" not in driver and "--driver " not in agent
+
+
+@pytest.mark.parametrize("tls", TLS, ids=lambda tls: tls["tls"]["kind"])
+def test_both_ends_speak_tls_or_neither(helm, tls):
+    rendered = helm.render(tls)
+    secret = tls["tls"].get("existingSecret", "r-tls")
+    for pod, flags in zip(rendered.pods(), rendered.arguments(), strict=True):
+        volumes = {each["name"]: each.get("secret") for each in pod["spec"]["volumes"]}
+        if tls["tls"]["kind"] == "none":
+            assert "--tls-cert" not in flags and "tls" not in volumes
+        else:
+            assert volumes["tls"]["secretName"] == secret
+            for flag, file in (("cert", "tls.crt"), ("key", "tls.key"), ("ca", "ca.crt")):
+                assert flags[flags.index(f"--tls-{flag}") + 1] == f"/run/hvd-elastic/tls/{file}"
+
+
+def test_slots_are_what_the_driver_takes_them_for(helm):
+    """It counts the GPUs of a pod by itself, or takes one."""
+    for values, slots, told in (
+        ({}, "1", False),
+        ({"worker": {"gpus": 4}}, "4", False),
+        ({"resources": {"limits": {"nvidia.com/gpu": 2}}}, "2", False),
+        ({"worker": {"gpus": 4, "slots": 4}}, "4", False),
+        ({"worker": {"gpus": 4, "slots": 8}}, "8", True),
+        ({"worker": {"gpus": 4, "gpuResource": "nvidia.com/mig-1g.5gb"}}, "4", True),
+    ):
+        driver, agent = helm.render(values).arguments()
+        assert agent[agent.index("--slots") + 1] == slots, values
+        assert ("--slots-per-host" in driver) == told, values
+        if told:
+            assert driver[driver.index("--slots-per-host") + 1] == slots
+
+
+def test_what_is_given_reaches_the_pods(handful):
+    everything = handful["everything"]
+    driver, worker = everything.containers()
+    assert worker["image"] == driver["image"] == "hvd-elastic:7@sha256:" + "a" * 64
+    assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": 8, "rdma/hca": 2}
+    assert worker["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert driver["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    for container in (driver, worker):
+        assert {"name": "HOME", "value": "/tmp"} in container["env"]
+        assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
+        assert container["workingDir"] == "/work"
+    assert "--max-np 64" in " ".join(driver["args"])
+    assert everything["Job", "r-driver"]["spec"]["ttlSecondsAfterFinished"] == 0
+    for which in (("Job", "r-driver"), ("StatefulSet", "r-worker")):
+        assert everything[which]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+
+
+def test_a_pod_on_the_nodes_network_has_the_node_for_itself(helm):
+    mine: Json = {"preferredDuringSchedulingIgnoredDuringExecution": []}
+    _, worker = helm.render(
+        HOST_NETWORK, {"worker": {"affinity": {"podAntiAffinity": mine}}}
+    ).pods()
+    assert worker["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    alone = worker["spec"]["affinity"]["podAntiAffinity"]
+    assert mine.keys() <= alone.keys(), "what the user gave stays"
+    [term] = alone["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["labelSelector"]["matchLabels"].items() <= worker["metadata"]["labels"].items()
+
+
+def test_an_eviction_leaves_what_the_job_needs(helm):
+    values = {"job": {"minWorkers": 17}, "worker": {"number": 4, "gpus": 8}}
+    budget = helm.render(values, BUDGET)["PodDisruptionBudget", "r-worker"]
+    assert budget["spec"]["minAvailable"] == 3
+
+
+# ---- rights and secrets ----------------------------------------------------------------------------------------------
+
+
+def test_the_driver_has_no_more_rights_than_it_needs(helm, defaults):
+    rights = [(rule["resources"], rule["verbs"]) for rule in defaults["Role", "r-driver"]["rules"]]
+    assert rights == [
+        (["pods"], ["get", "list", "watch", "delete"]),
+        (["statefulsets/scale"], ["get", "patch"]),
+    ]
+    least = {"driver": {"removeStuckPods": False}, "rbac": {"nodes": False, "scale": False}}
+    fewer = helm.render(least)
+    [pods] = fewer["Role", "r-driver"]["rules"]
+    assert pods["verbs"] == ["get", "list", "watch"]
+    assert "ClusterRole" not in fewer.kinds()
+    driver, worker = (pod["spec"]["automountServiceAccountToken"] for pod in defaults.pods())
+    assert driver and not worker
+
+
+def test_the_secret_is_made_if_none_is_given(helm, defaults):
+    data = defaults["Secret", "r-job"]["data"]["job.secret"]
+    assert re.fullmatch(rb"[0-9a-f]{64}", base64.b64decode(data))
+    assert helm.render()["Secret", "r-job"]["data"]["job.secret"] != data
+    given = helm.render({"job": {"existingSecret": "mine"}})
+    assert "Secret" not in given.kinds()
+    for pod in given.pods():
+        [secret] = [each["secret"] for each in pod["spec"]["volumes"] if "secret" in each]
+        assert secret["secretName"] == "mine" and secret["defaultMode"] == 0o440
+
+
+def test_no_secret_stands_in_a_pod(helm):
+    rendered = helm.render(EXTRAS, ETCD, TLS[1])
+    secrets = [each for each in rendered.all if each["kind"] == "Secret"]
+    assert len(secrets) == 2
+    pods = json.dumps(rendered.pods())
+    for data in (text for each in secrets for text in each["data"].values()):
+        assert data not in pods
+        assert base64.b64decode(data).decode() not in pods
+
+
+def test_with_restricted_egress_only_the_driver_reaches_the_api_server(helm):
+    rendered = helm.render(POLICY, ETCD)
+    ports = {
+        name: {port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", [])}
+        for name in ("driver", "worker")
+        for policy in [rendered["NetworkPolicy", f"r-{name}"]]
+    }
+    assert ports == {"driver": {443, 6443}, "worker": {53, 2379, 2380}}
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Json, str]] = {
+    "no command": ({"job": {"command": []}}, "job.command is empty; give"),
+    "too few pods": ({"job": {"minWorkers": 3}}, "job.minWorkers is 3, but 2 pods of 1 make 2"),
+    "max below min": ({"job": {"minWorkers": 2, "maxWorkers": 1}}, "job.maxWorkers is 1, but"),
+    "a variable of ours": ({"job": {"env": [{"name": "POD_IP"}]}}, "job.env gives POD_IP"),
+    "an open secret": (
+        {"job": {"env": [{"name": "ELASTIC_JOB_SECRET"}]}},
+        "put the secret into job.existingSecret",
+    ),
+    "a flag of ours": ({"driver": {"flags": ["--job=x"]}}, "--job=x stands in driver.flags"),
+    "an end of flags": ({"driver": {"flags": ["--"]}}, "-- stands in driver.flags"),
+    "GPUs twice": (
+        {"worker": {"gpus": 1, "resources": {"limits": {"nvidia.com/gpu": 1}}}},
+        "nvidia.com/gpu is in worker.gpus and",
+    ),
+    "RDMA of none": ({"worker": {"rdma": {"resource": "rdma/a", "count": 0}}}, "with a count of 0"),
+    "shared nodes": ({"worker": {"hostNetwork": True, "onePerNode": False}}, "share ports; leave"),
+    "policy of nodes": (merged(HOST_NETWORK, POLICY), "A NetworkPolicy can't name pods"),
+    "journal": ({"journal": {"kind": "file"}}, 'journal.kind is "file"; give one of volume,'),
+    "etcd without members": (
+        {"journal": {"kind": "etcd"}},
+        "journal.etcd.endpoints is empty; give",
+    ),
+    "members without etcd": (merged(ETCD, {"journal": {"kind": "none"}}), "is not etcd; set it to"),
+    "a claim unused": (
+        {"journal": {"kind": "none", "existingClaim": "a"}},
+        "is not volume; set it",
+    ),
+    "no password": (
+        merged(ETCD, {"journal": {"etcd": {"passwordSecret": {"name": ""}}}}),
+        "journal.etcd.user is given without a password; give",
+    ),
+    "no certificate": (
+        merged(ETCD, {"journal": {"etcd": {"tlsSecret": ""}}}),
+        "but journal.etcd.tlsSecret is empty; give",
+    ),
+    "tls": ({"tls": {"kind": "yes"}}, 'tls.kind is "yes"; give one of none, certManager'),
+    "no certificates": ({"tls": {"kind": "existing"}}, "tls.existingSecret is empty; name"),
+    "certificates unused": ({"tls": {"existingSecret": "a"}}, "tls.kind is not existing; set it"),
+    "no metrics": (
+        {"metrics": {"podMonitor": {"enabled": True}}},
+        "need metrics; set metrics.enabled",
+    ),
+    "one port twice": ({"metrics": {"port": 4711}}, "metrics.port is 4711, which"),
+    "no eviction ever": (merged(BUDGET, {"disruptionBudget": {"minAvailable": 3}}), "lower it, or"),
+    "no account": ({"serviceAccount": {"create": False}}, "serviceAccount.name is empty; name"),
+}
+
+OLD: dict[str, tuple[Json, str]] = {
+    "ssh": ({"ssh": {"port": 22, "useSecrets": True, "hostKey": "a"}}, "leave it out"),
+    "useHostNetwork": ({"useHostNetwork": False}, "use worker.hostNetwork"),
+    "useHostPID": ({"useHostPID": False}, "leave it out"),
+    "annotations": ({"annotations": {}}, "use worker.podAnnotations"),
+    "capabilities": ({"capabilities": {}}, "use worker.ipcLock"),
+    "privileged": ({"privileged": True}, "use securityContext.privileged"),
+    "serviceType": ({"serviceType": "NodePort"}, "leave it out"),
+    "env": ({"env": {"A": "b"}}, "use job.env"),
+    "args": ({"args": ["a"]}, "use job.command"),
+    "command": ({"command": ["a"]}, "use job.command"),
+    "master": ({"master": {"args": ["mpirun"]}}, "use job.command"),
+    "worker.image": ({"worker": {"image": {"repository": "a"}}}, "use image"),
+    "worker.env": ({"worker": {"env": {"A": "b"}}}, "use job.env"),
+    "worker.command": ({"worker": {"command": "a"}}, "use job.command"),
+    "worker.args": ({"worker": {"args": ["a"]}}, "use job.command"),
+    "worker.privileged": ({"worker": {"privileged": True}}, "use securityContext.privileged"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_what_cannot_work_is_told_in_a_sentence(helm, which):
+    values, told = REFUSED[which]
+    with pytest.raises(Refused) as refused:
+        helm.render(values)
+    sentence = str(refused.value).rpartition("): ")[2].split("\n")[0]
+    assert told in sentence
+    assert re.fullmatch(r"[^\n]+[;,] [^\n]+\.", sentence), "what is wrong; what to do"
+
+
+@pytest.mark.parametrize("name", ["a" * 46, "a.b", "7a"])
+def test_a_release_whose_objects_could_not_be_named_is_refused(helm, name):
+    with pytest.raises(Refused, match=r"; give (the release|a shorter)"):
+        helm.render(release=name)
+    helm.render(release="a" * 45)
+
+
+@pytest.mark.parametrize("key", OLD)
+def test_a_value_of_horovods_chart_is_refused_with_what_to_use_instead(helm, key):
+    values, told = OLD[key]
+    with pytest.raises(Refused) as refused:
+        helm.render(values)
+    assert f"{key} is a value of Horovod's chart: " in str(refused.value)
+    assert told in str(refused.value)
+
+
+def test_the_other_values_of_horovods_chart_work(helm):
+    rendered = helm.render(
+        {
+            "worker": {"number": 5, "podManagementPolicy": "OrderedReady"},
+            "resources": {"limits": {"nvidia.com/gpu": 1}},
+            "volumes": [{"name": "data", "emptyDir": {}}],
+            "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+        }
+    )
+    spec = rendered["StatefulSet", "r-worker"]["spec"]
+    assert spec["replicas"] == 5 and spec["podManagementPolicy"] == "OrderedReady"
+    driver, worker = rendered.containers()
+    assert worker["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    assert "limits" not in driver["resources"], "it needs no GPU"
+    assert {"name": "data", "mountPath": "/data"} in worker["volumeMounts"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"wokrer": {}},
+        {"worker": {"nubmer": 3}},
+        {"worker": {"number": "3"}},
+        {"worker": {"number": -1}},
+        {"worker": {"number": 1.5}},
+        {"worker": {"updateStrategy": "Sometimes"}},
+        {"worker": {"shm": "much"}},
+        {"worker": {"podLabels": {"app.kubernetes.io/component": "driver"}}},
+        {"job": {"command": "python train.py"}},
+        {"job": {"minWorkers": 0}},
+        {"job": {"env": {"A": "b"}}},
+        {"driver": {"backoffLimit": None, "ttl": 1}},
+        {"image": {"digest": "latest"}},
+        {"journal": {"etcd": {"endpoint": "a"}}},
+        {"metrics": {"port": 70000}},
+        {"rbac": {"nodes": "yes"}},
+    ],
+    ids=str,
+)
+def test_unknown_values_and_wrong_types_are_refused(helm, values):
+    with pytest.raises(Refused, match="don't meet the specifications of the schema"):
+        helm.render(values)
+
+
+# ---- files that belong together --------------------------------------------------------------------------------------
+
+
+def test_every_value_has_a_comment():
+    text = (CHART / "values.yaml").read_text()
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    lines = text.splitlines()
+
+    def uncommented(part: yaml.MappingNode, known: Json) -> list[str]:
+        found = []
+        for key, value in part.value:
+            each = known["properties"][key.value]
+            if "properties" in each:
+                found += uncommented(value, each)
+            elif not lines[key.start_mark.line - 1].lstrip().startswith("#"):
+                found.append(key.value)
+        return found
+
+    values = yaml.compose(text)
+    assert isinstance(values, yaml.MappingNode)
+    assert not uncommented(values, schema)
+
+
+def test_the_schema_knows_the_same_values_as_the_chart():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    old = {"$ref": "#/$defs/old"}
+
+    def compare(part: Json, known: Json, where: str) -> None:
+        properties = known["properties"]
+        names = {name for name, each in properties.items() if each != old} - {"global"}
+        assert names == part.keys(), where
+        for name, each in properties.items():
+            if "properties" in each:
+                compare(part[name], each, f"{where}{name}.")
+
+    compare(values, schema, "")
+    sentences = (CHART / "templates" / "_old_values.tpl").read_text()
+    refused = {name for name, each in schema["properties"].items() if each == old}
+    refused |= {
+        f"worker.{name}"
+        for name, each in schema["properties"]["worker"]["properties"].items()
+        if each == old
+    }
+    assert refused == OLD.keys() == set(re.findall(r"^([\w.]+): ", sentences, re.MULTILINE))
+
+
+def test_the_chart_is_of_the_version_of_the_package():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    [version] = re.findall(
+        r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert chart["version"] == chart["appVersion"] == version
+
+
+def test_the_dashboard_shows_only_metrics_that_exist():
+    figures = Figures()
+    figures.durable, figures.commit = 1, Commit(0, 0)
+    known = set()
+    for family in families(figures):
+        ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+        known |= {family.name + end for end in ends.get(family.type, [""])}
+    shown = set(re.findall(r"\belastic_\w+", (CHART / "dashboard.json").read_text()))
+    assert shown <= known and len(shown) > 10
+
+
+def rendered_base(helm: Helm) -> dict[str, str]:
+    """What the base holds, by its files: without what only helm has a use for."""
+    values = merged(JOB, {"job": {"existingSecret": "hvd-elastic-job"}})
+    files: dict[str, str] = {}
+    for part in re.split(r"^---\n", helm.text(values, release="hvd-elastic"), flags=re.MULTILINE):
+        if source := re.match(r"# Source: .*/(.*)\n", part):
+            text = re.sub(r"^ *helm.sh/chart: .*\n", "", part[source.end() :], flags=re.MULTILINE)
+            text = text.replace("managed-by: Helm", "managed-by: kustomize").strip() + "\n"
+            files[source[1]] = files[source[1]] + "---\n" + text if source[1] in files else text
+    return files
+
+
+def test_the_base_of_kustomize_is_what_helm_renders(helm, rewrite):
+    rendered = rendered_base(helm)
+    if rewrite:
+        for name, text in rendered.items():
+            (BASE / name).write_text(text)
+    listed = yaml.safe_load((BASE / "kustomization.yaml").read_text())["resources"]
+    there = {file.name: file.read_text() for file in BASE.glob("*.yaml")}
+    assert sorted(listed) == sorted(rendered) == sorted(there.keys() - {"kustomization.yaml"})
+    for name, text in rendered.items():
+        assert Objects(there[name]).all == Objects(text).all, f"{name}: run with --rewrite"
+
+
+def test_an_overlay_of_the_base_moves_it_to_its_namespace(kubectl, tmp_path: Path):
+    base = tmp_path / "base"
+    base.symlink_to(BASE)
+    text = (BASE / "kustomization.yaml").read_text()
+    shown = re.findall(r"^#   (.*)$", text[text.index("#   resources:") :], re.MULTILINE)
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text("\n".join(shown))
+    done = subprocess.run(
+        [kubectl, "kustomize", str(overlay)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    built = Objects(done.stdout)
+    assert built["StatefulSet", "hvd-elastic-worker"]["metadata"]["namespace"] == "training"
+    assert built["StatefulSet", "hvd-elastic-worker"]["spec"]["replicas"] == 8
+    assert all(each["image"] == "registry.example.com/me/train:7" for each in built.containers())
+    assert built.arguments()[0][-2:] == ["python", "my_train.py"]
+    subjects = [each["subjects"] for each in built.all if "subjects" in each]
+    assert [subject["namespace"] for [subject] in subjects] == ["training", "training"]

@@ -1,0 +1,441 @@
+"""A real Kubernetes control plane on loopback: etcd, kube-apiserver, kube-controller-manager and kube-scheduler.
+
+`build_control_plane.sh` builds the programs. Nodes are `cluster.kubelet`: their pods are processes of this machine. All
+of them carry one mark in their environment; by it `ControlPlane.close`, or `cluster.sweeper` where a run of the tests
+is killed, finds what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from cluster.api import BROKEN, PATHS, Api, Namespace, Object, Refused, ready
+from elastic.chaos.harness.processes import clean_environment, kill_all, marked
+from harness.etcd import free_ports
+
+SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
+CLIENTS = ("helm", "kubectl")
+NEEDED = ("etcd", "openssl", "unshare", "nsenter", "setpriv")
+MARK = "TEST_CLUSTER"
+NODE_MARK = "TEST_NODE"  # processes of pods have it as well
+START_S = 90.0  # a second or five on an idle machine
+END_S = 5.0
+TESTS = Path(__file__).parent.parent
+
+
+def cache() -> Path:
+    """Where the programs are. `build_control_plane.sh` says the same."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hvd-elastic" / "kubernetes-1.20.2"
+
+
+def missing() -> str | None:
+    """Why there can be no control plane here."""
+    there = all((cache() / name).exists() for name in (*SERVERS, *CLIENTS))
+    if not there or not all(shutil.which(name) for name in NEEDED):
+        return "the control plane is not built: run `make kubernetes`"
+    if os.getuid() != 0:
+        return "pods mount file systems of their own: the tests have to run as root"
+    return None
+
+
+class Server:
+    """One process, with its log in ``NAME.log``."""
+
+    def __init__(self, folder: Path, name: str, command: Sequence[str], mark: str) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._command = [str(part) for part in command]
+        self._environment = clean_environment() | {MARK: mark, "PYTHONPATH": python_path()}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, f"{self.name} does not run"
+        return self._process.pid
+
+    def start(self) -> None:
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        assert self._process is not None and self._process.poll() is None, (
+            f"{self.name} has ended:\n{self.tail()}"
+        )
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def kill(self) -> None:
+        """With SIGKILL; whether it's frozen, or has ended, doesn't matter."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def freeze(self) -> None:
+        """It has stopped when this returns."""
+        os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + END_S
+        what = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while os.waitid(os.P_PID, self.pid, what) is None:
+            assert time.monotonic() < deadline, f"{self.name} did not stop"
+            time.sleep(0.001)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        self.freeze()
+        try:
+            yield
+        finally:
+            self.thaw()
+
+
+class Node(Server):
+    """A kubelet in a process of its own. Freeze it, and its pods live on, but nobody hears of them."""
+
+    def __init__(self, plane: ControlPlane, name: str, subnet: str, flags: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "cluster.kubelet", str(plane.kubeconfig()), name]
+        command += [str(plane.folder / "nodes" / name), "--subnet", subnet]
+        command += ["--logs", str(plane.folder / "logs"), "--claims", str(plane.folder / "claims")]
+        command += ["--mark", f"{MARK}={plane.mark}"]
+        command += ["--pod-mark", f"{NODE_MARK}={plane.mark}/{name}", *flags]
+        super().__init__(plane.folder, name, command, plane.mark)
+        self.subnet = subnet
+        self._plane = plane
+
+    def wait_ready(self, timeout_s: float = 30.0) -> None:
+        """Until pods may be put on it."""
+
+        def usable(node: Object | None) -> bool:
+            self.check()
+            return node is not None and ready(node) and not node["spec"].get("taints")
+
+        self._plane.api.wait(f"{PATHS['Node']}/{self.name}", usable, timeout_s=timeout_s)
+
+    def pids(self) -> list[int]:
+        """Of its pods' processes, as this machine counts them."""
+        return [process.pid for process in marked(f"{NODE_MARK}={self._plane.mark}/{self.name}")]
+
+    def wait_pids(self, number: int) -> list[int]:
+        """Until so many run, on the whole node."""
+        eventually(lambda: len(self.pids()) == number, f"{number} processes run on {self.name}")
+        return self.pids()
+
+    def remove(self) -> None:
+        """It ends with all its pods, and the API knows no such node any more."""
+        self.kill()
+        folder = str(self._plane.folder / "nodes" / self.name / "pods")
+        # Those who make a pod's namespaces have its folder in their command. When they end, all ends in there.
+        kill_all(
+            lambda: (
+                each for each in marked(f"{MARK}={self._plane.mark}") if folder in each.command
+            )
+        )
+        kill_all(lambda: marked(f"{NODE_MARK}={self._plane.mark}/{self.name}"))
+        with contextlib.suppress(Refused, *BROKEN):
+            self._plane.api.delete(f"{PATHS['Node']}/{self.name}", grace_s=0)
+
+
+class ControlPlane:
+    """Start it once for a run of tests, and give each test a namespace."""
+
+    def __init__(self, folder: Path, *, scheduler: bool = True) -> None:
+        self.folder = folder
+        self.mark = secrets.token_hex(8)
+        self.admin_token = secrets.token_hex(16)
+        self.user_token = secrets.token_hex(16)  # of one who may do nothing
+        self.port, etcd_port, peer_port, manager_port, scheduler_port = free_ports(5)
+        self.host = "127.0.0.1"
+        self.server = f"https://{self.host}:{self.port}"
+        self.ca = folder / "keys" / "ca.crt"
+        self._nodes: list[Node] = []
+        self._numbers: Iterator[int] = iter(range(1, 255))
+        self._sweeper: subprocess.Popen[bytes] | None = None
+        for name in ("keys", "logs", "claims", "nodes", "home"):
+            (folder / name).mkdir(parents=True)
+        programs, keys = cache(), folder / "keys"
+        url, peer = f"http://127.0.0.1:{etcd_port}", f"http://127.0.0.1:{peer_port}"
+        self.etcd = self._process(
+            "etcd",
+            *("etcd", "--data-dir", folder / "etcd", "--unsafe-no-fsync", "--log-level", "warn"),
+            *("--listen-client-urls", url, "--advertise-client-urls", url),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"default={peer}", "--logger", "zap"),
+        )
+        self.api_server = self._process(
+            "kube-apiserver",
+            programs / "kube-apiserver",
+            f"--etcd-servers={url}",
+            *("--bind-address=127.0.0.1", f"--secure-port={self.port}"),
+            # A loopback address can't be an endpoint, so there are none.
+            *("--advertise-address=192.0.2.1", "--endpoint-reconciler-type=none"),
+            f"--tls-cert-file={keys / 'server.crt'}",
+            f"--tls-private-key-file={keys / 'server.key'}",
+            *(f"--client-ca-file={self.ca}", f"--token-auth-file={keys / 'tokens.csv'}"),
+            "--authorization-mode=RBAC",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-signing-key-file={keys / 'accounts.key'}",
+            f"--service-account-key-file={keys / 'accounts.pub'}",
+            *("--service-cluster-ip-range=10.96.0.0/16", "--allow-privileged"),
+        )
+        self._make_keys()
+        self.api = self.api_of(self.admin_token)
+        config = self.kubeconfig()
+        common = [f"--kubeconfig={config}", "--leader-elect=false", "--bind-address=127.0.0.1"]
+        self.controllers = self._process(
+            "kube-controller-manager",
+            *(programs / "kube-controller-manager", *common, "--port=0"),
+            f"--secure-port={manager_port}",
+            f"--service-account-private-key-file={keys / 'accounts.key'}",
+            f"--root-ca-file={self.ca}",
+            *("--node-monitor-period=1s", "--node-monitor-grace-period=6s"),
+            "--node-startup-grace-period=10s",
+            *("--pvclaimbinder-sync-period=1s", "--namespace-sync-period=10s"),
+        )
+        self.scheduler = self._process(
+            "kube-scheduler",
+            *(programs / "kube-scheduler", *common, "--port=0"),
+            f"--secure-port={scheduler_port}",
+        )
+        self._with_scheduler = scheduler
+
+    def start(self) -> None:
+        """It answers, and its controllers have made the first service account, when this returns."""
+        self._sweeper = subprocess.Popen(
+            [sys.executable, "-m", "cluster.sweeper", f"{MARK}={self.mark}", str(self.folder)],
+            stdin=subprocess.PIPE,
+            env=clean_environment() | {"PYTHONPATH": python_path()},
+            start_new_session=True,
+        )
+        self.etcd.start()
+        self.start_api_server()
+        self.controllers.start()
+        if self._with_scheduler:
+            self.scheduler.start()
+        self.api.wait(
+            PATHS["ServiceAccount"].format("default") + "/default", bool, timeout_s=START_S
+        )
+
+    def close(self) -> None:
+        """No process is left of it, its nodes and their pods, and no folder."""
+        self.api_server.kill()
+        kill_all(lambda: marked(f"{MARK}={self.mark}"))
+        for server in (self.etcd, self.controllers, self.scheduler, *self._nodes):
+            server.kill()
+        if self._sweeper is not None:
+            self._sweeper.kill()
+            self._sweeper.wait()
+            assert self._sweeper.stdin is not None
+            self._sweeper.stdin.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # What may happen to it
+
+    def kill_api_server(self) -> None:
+        self.api_server.kill()
+
+    def start_api_server(self) -> None:
+        """It answers when this returns."""
+        self.api_server.start()
+        deadline = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(Refused, *BROKEN):
+                if self.api.call("GET", "/readyz", timeout_s=2) == "ok":
+                    return
+            self.api_server.check()
+            assert time.monotonic() < deadline, f"no answer:\n{self.api_server.tail()}"
+            time.sleep(0.05)
+
+    def etcd_frozen(self) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile reads and writes of the API hang."""
+        return self.etcd.frozen()
+
+    # What tests do with it
+
+    def api_of(self, token: str) -> Api:
+        return Api(self.host, self.port, self.ca, token)
+
+    def kubeconfig(self, token: str | None = None) -> Path:
+        """A file for a client who has this token; the admin's by default."""
+        token = token or self.admin_token
+        path = self.folder / "keys" / f"kubeconfig-{token[:8]}"
+        cluster = {"server": self.server, "certificate-authority": str(self.ca)}
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+            "current-context": "test",
+        }
+        if not path.exists():
+            path.write_text(yaml.safe_dump(content))
+        return path
+
+    @contextlib.contextmanager
+    def namespace(self, prefix: str = "test") -> Iterator[Namespace]:
+        """One of its own name, in which a service account has been made."""
+        found = Namespace(f"{prefix}-{secrets.token_hex(4)}", self.api)
+        self.api.create(PATHS["Namespace"], {"metadata": {"name": found.name}})
+        try:
+            found.wait(
+                "ServiceAccount", "default", lambda account: account and account.get("secrets")
+            )
+            yield found
+        finally:
+            with contextlib.suppress(Refused, *BROKEN):
+                self.api.delete(f"{PATHS['Namespace']}/{found.name}")
+                for pod in found.list("Pod"):
+                    found.delete("Pod", pod["metadata"]["name"], grace_s=0)
+
+    def add_node(
+        self,
+        *,
+        bind: bool = False,
+        heartless: bool = False,
+        back_off_s: float = 1.0,
+        share: Sequence[Path] = (),
+        images: Mapping[str, Sequence[str]] | None = None,
+        environment: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        wait: bool = True,
+    ) -> Node:
+        """Another node; see `cluster.kubelet` for what these mean. ``remove`` ends it, or the end of the run."""
+        number = next(self._numbers)
+        subnet = f"127.{1 + self.port % 250}.{number}"
+        flags = ["--back-off", str(back_off_s)]
+        flags += ["--bind"] * bind + ["--heartless"] * heartless
+        for path in share:
+            flags += ["--share", str(path)]
+        for name, value in (
+            ("--images", images),
+            ("--environment", environment),
+            ("--labels", labels),
+        ):
+            if value:
+                flags += [name, json.dumps(value)]
+        node = Node(self, f"node-{number}", subnet, flags)
+        self._nodes.append(node)
+        node.start()
+        if wait:
+            node.wait_ready()
+        return node
+
+    def log(self, namespace: Namespace, pod: str) -> str:
+        """What all containers that this pod's name has had have written."""
+        path = self.folder / "logs" / f"{namespace.name}_{pod}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def claim(self, namespace: Namespace, name: str) -> Path:
+        """The folder that pods find where they mount this claim."""
+        return self.folder / "claims" / f"{namespace.name}_{name}"
+
+    def helm(self, *arguments: str, timeout_s: float = 60.0) -> str:
+        return self._client("helm", arguments, timeout_s)
+
+    def kubectl(self, *arguments: str, timeout_s: float = 30.0) -> str:
+        return self._client("kubectl", arguments, timeout_s)
+
+    def environment(self, token: str | None = None) -> dict[str, str]:
+        """With which helm, kubectl and the Python client find it, and write into its folder alone."""
+        home = str(self.folder / "home")
+        own = {"HOME": home, "KUBECONFIG": str(self.kubeconfig(token))}
+        own |= {f"HELM_{kind}_HOME": f"{home}/{kind}" for kind in ("CACHE", "CONFIG", "DATA")}
+        clean = clean_environment("KUBE", "HELM_", "XDG_")
+        return clean | own | {"PATH": f"{cache()}{os.pathsep}{clean['PATH']}"}
+
+    # How it is made
+
+    def _client(self, program: str, arguments: Sequence[str], timeout_s: float) -> str:
+        """What it has written; where it fails, that is what the error says."""
+        done = subprocess.run(
+            [str(cache() / program), *arguments],
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+        shown = " ".join(arguments)
+        assert done.returncode == 0, f"{program} {shown}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def _process(self, name: str, *command: object) -> Server:
+        return Server(self.folder, name, [str(part) for part in command], self.mark)
+
+    def _make_keys(self) -> None:
+        """A certificate authority, the server's certificate, and the keys that sign tokens of service accounts."""
+        keys = self.folder / "keys"
+        names = "DNS:localhost,DNS:kubernetes,DNS:kubernetes.default.svc,IP:127.0.0.1,IP:10.96.0.1"
+        (keys / "names").write_text(f"subjectAltName={names}\nauthorityKeyIdentifier=keyid\n")
+        curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        signed = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial"]
+        usage = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+        for command in (
+            [
+                "req",
+                "-x509",
+                *curve,
+                "-keyout",
+                "ca.key",
+                "-out",
+                "ca.crt",
+                "-subj",
+                "/CN=test",
+                *usage,
+            ],
+            ["req", *curve, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=server"],
+            [
+                "x509",
+                "-req",
+                *signed,
+                "-in",
+                "server.csr",
+                "-out",
+                "server.crt",
+                "-extfile",
+                "names",
+            ],
+            ["genrsa", "-out", "accounts.key", "2048"],
+            ["rsa", "-in", "accounts.key", "-pubout", "-out", "accounts.pub"],
+        ):
+            subprocess.run(
+                ["openssl", *command], cwd=keys, check=True, capture_output=True, timeout=30
+            )
+        admin = f'{self.admin_token},admin,admin,"system:masters"\n'
+        (keys / "tokens.csv").write_text(f"{admin}{self.user_token},user,user,\n")
+
+
+def python_path() -> str:
+    return os.pathsep.join((str(TESTS), str(TESTS.parent)))
+
+
+def eventually(true: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    """For what sends no event."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s until {what}"
+        time.sleep(0.02)

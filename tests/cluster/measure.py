@@ -1,0 +1,121 @@
+"""How long do the others wait when pods come, go, or are lost? One job in a real control plane on this machine.
+
+    python -m cluster.measure        (in tests/, after `make kubernetes`)
+
+A gap is the longest time between two steps of any process that made steps before and after.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.api import PATHS
+from cluster.control_plane import ControlPlane, Node, eventually
+from cluster.test_training import IMAGE, Release
+
+SPOT = {"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule", "value": "x"}
+
+
+def gap_s(release: Release, since: float) -> float:
+    """The longest, of who was there before and after."""
+    longest = 0.0
+    for steps in release.steps().values():
+        times = [each.at for each in steps]
+        if times and times[0] < since:
+            near = [at for at in times if at >= since - 0.1]
+            longest = max([longest, *(b - a for a, b in itertools.pairwise(near))])
+    return longest
+
+
+def main() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="cluster-", dir="/dev/shm"))
+    plane = ControlPlane(folder)
+    try:
+        plane.start()
+        with plane.namespace() as namespace:
+            steps = folder / "steps"
+            steps.mkdir()
+            nodes = [plane.add_node(environment=IMAGE) for _ in range(4)]
+            release = Release(plane, namespace, steps)
+            release.install(3)
+            release.until(3)
+            measure(plane, release, nodes)
+    finally:
+        plane.close()
+
+
+def measure(plane: ControlPlane, release: Release, nodes: list[Node]) -> None:
+    namespace = release.namespace
+    node_of = {node.name: node for node in nodes}
+
+    def pod(name: str) -> dict:
+        return next(each for each in namespace.list("Pod") if each["metadata"]["name"] == name)
+
+    def told(what: str, act: Callable[[], object], size: int, back: int | None = None) -> None:
+        since = time.time()
+        act()
+        release.until(size, more=5, timeout_s=90)
+        took = release.last().at - since
+        if back is not None:
+            release.until(back, more=20, timeout_s=90)
+        print(
+            f"{what:42} gap {gap_s(release, since) * 1000:6.0f} ms, in the new world after {took:5.1f} s"
+        )
+
+    told("scale 3 -> 6", lambda: release.scale(6), 6)
+    told("scale 6 -> 3", lambda: release.scale(3), 3)
+    told("a pod is deleted", lambda: namespace.delete("Pod", "job-worker-2"), 2, 3)
+    told("a pod is evicted", lambda: namespace.evict("job-worker-1"), 2, 3)
+    driver = release.driver()
+    told("the driver's pod is deleted", lambda: namespace.delete("Pod", driver), 3)
+    eventually(lambda: release.said().count("to find again") >= 1, "another driver")
+    release.until(3, more=200)
+    place = pod(release.driver())["spec"]["nodeName"]
+    workers = {f"job-worker-{i}": pod(f"job-worker-{i}")["spec"]["nodeName"] for i in range(3)}
+    away = next(node for node in workers.values() if node != place)
+    path = f"{PATHS['Node']}/{away}"
+    there = sum(node == away for node in workers.values())
+    told("a node is cordoned", lambda: plane.kubectl("cordon", away), 3)
+    told(
+        "a spot taint on it", lambda: plane.api.patch(path, {"spec": {"taints": [SPOT]}}), 3 - there
+    )
+    plane.kubectl("uncordon", away)
+    plane.api.patch(path, {"spec": {"taints": []}})
+    release.until(3, timeout_s=90)
+    workers = {f"job-worker-{i}": pod(f"job-worker-{i}")["spec"]["nodeName"] for i in range(3)}
+    away = next(n for n in workers.values() if n != pod(release.driver())["spec"]["nodeName"])
+    there = sum(node == away for node in workers.values())
+
+    told("a kubelet is frozen, its pods live", node_of[away].freeze, 3 - there, 3)
+    node_of[away].thaw()
+    eventually(lambda: len(node_of[away].pids()) == 0, "its pods are gone", 60.0)
+    print(plane.kubectl("-n", namespace.name, "get", "pods", "-o", "wide"))
+    release.until(3, more=100)
+    workers = {f"job-worker-{i}": pod(f"job-worker-{i}")["spec"]["nodeName"] for i in range(3)}
+    away = next(n for n in workers.values() if n != pod(release.driver())["spec"]["nodeName"])
+    there = sum(node == away for node in workers.values())
+
+    def lose() -> None:
+        node_of[away].freeze()
+        for pid in node_of[away].pids():
+            os.kill(pid, signal.SIGSTOP)
+
+    told("a node is lost (all of it frozen)", lose, 3 - there, 3)
+    for pid in node_of[away].pids():
+        os.kill(pid, signal.SIGCONT)
+    release.until(3, more=100)
+    print(plane.kubectl("-n", namespace.name, "get", "pods", "-o", "wide"))
+    release.end()
+    release.nothing_repeated()
+    print("no step was repeated, none left out")
+    print(release.said())
+
+
+if __name__ == "__main__":
+    main()

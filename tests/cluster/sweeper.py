@@ -1,0 +1,17 @@
+"""Ends what a control plane has left when those who started it are gone: ``python -m cluster.sweeper MARK FOLDER``.
+
+Its standard input is a pipe from them. Where they are killed, the pipe ends.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+from elastic.chaos.harness.processes import kill_all, marked
+
+if __name__ == "__main__":
+    mark, folder = sys.argv[1:]
+    sys.stdin.read()
+    kill_all(lambda: marked(mark))
+    shutil.rmtree(folder, ignore_errors=True)

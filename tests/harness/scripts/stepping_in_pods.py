@@ -1,0 +1,35 @@
+"""Trains nothing, step by step, until somebody makes FOLDER/stop; each process writes its steps to a file of its own.
+
+A line is ``[step, rank, size, time]``: the step that was made, and committed after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+
+import horovod.torch as hvd
+
+folder = sys.argv[1]
+stop = os.path.join(folder, "stop")
+hvd.init()
+state = hvd.elastic.ObjectState(step=0)
+name = f"{os.environ['POD_NAME']}-{os.environ['NODE_NAME']}-{os.getpid()}.jsonl"
+with open(os.path.join(folder, name), "a", buffering=1) as steps:
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> None:
+        over = 0.0
+        while not over:
+            asks = torch.full([1000], float(os.path.exists(stop)))
+            over = float(hvd.allreduce(asks, name="stop", op=hvd.Max)[0])
+            state.step += 1
+            print(json.dumps([state.step, hvd.rank(), hvd.size(), time.time()]), file=steps)
+            state.commit()
+            time.sleep(0.005)
+
+    train(state)
