@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.driver.commandline.agent_cli import AgentOptions, agent_bootstrap, agent_parser
 from elastic.driver.commandline.flags import Options, parse
 from elastic.driver.commandline.multi_host_options import etcd_access, fleet_plan
 from elastic.driver.job.multi_host_plan import AWAY_S, BOUND_AWAY_S
@@ -34,6 +35,10 @@ def plan(flags: str, environ: dict[str, str] | None = None, *, elsewhere=False, 
         ("--driver-port 70000", "--driver-port 70000 is no port"),
         ("--export NOWHERE", "there is no such variable"),
         ("--network-interface 1.2", "neither the name of an interface nor a network"),
+        ("--kubernetes", "--kubernetes needs --job NAME, the release whose pods are the hosts"),
+        ("--kubernetes --job x", "make a file with `elasticrun secret FILE`"),
+        ("--kubernetes --kubernetes-selector=", "--kubernetes-selector is empty"),
+        ("--kubernetes-namespace lab", "say which pods of --kubernetes; give that too"),
         ("--resume --journal no/such/folder/j", "there is no directory"),
     ],
 )
@@ -104,3 +109,50 @@ def test_of_the_environment_workers_elsewhere_get_what_is_about_training():
     assert [*plan("", environ).forwarded] == ["HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "PYTHONPATH"]
     asked = plan("--export WANDB_MODE,HOME", environ).forwarded
     assert asked["WANDB_MODE"] == "offline" and asked["HOME"] == "/root"
+
+
+def test_pods_are_those_of_the_release_or_of_labels_of_ones_own():
+    secret = {"ELASTIC_JOB_SECRET": HEX}
+    found = plan("--kubernetes --job bert", secret)
+    assert found.needed and found.agents_come and found.pods is not None
+    labels = "app.kubernetes.io/instance=bert,app.kubernetes.io/component=worker"
+    assert (found.pods.selector, found.pods.namespace, found.pods.slots) == (labels, None, None)
+    flags = "--kubernetes --kubernetes-selector app=w --kubernetes-namespace lab --slots-per-host 8"
+    found = plan(flags, secret)
+    assert found.pods is not None
+    assert (found.pods.selector, found.pods.namespace, found.pods.slots) == ("app=w", "lab", 8)
+
+
+def test_a_driver_in_a_pod_listens_on_the_pods_address_unless_told_otherwise():
+    secret = {"ELASTIC_JOB_SECRET": HEX, "POD_IP": "10.0.0.7"}
+    in_pod, told = (
+        plan(f"--kubernetes --job bert {more}", secret) for more in ("", "--network-interface lo")
+    )
+    assert in_pod.pods is not None and told.pods is not None
+    assert (in_pod.pods.address, told.pods.address) == ("10.0.0.7", "")
+
+
+def test_sigterm_ends_the_driver_alone_where_another_pod_goes_on(tmp_path):
+    secret = {"ELASTIC_JOB_SECRET": HEX}
+    journal = f"--journal {tmp_path / 'j'} --resume"
+    assert plan(f"--kubernetes --job bert {journal}", secret).left_by_sigterm
+    assert not plan("--kubernetes --job bert", secret).left_by_sigterm
+    assert not plan(journal, secret).left_by_sigterm
+
+
+def agent(flags: str = "", **environ: str):
+    own, _ = agent_parser().split(f"--job x --driver a:1 {flags}".split())
+    options, _ = agent_parser().parse_known_args(own, namespace=AgentOptions())
+    return agent_bootstrap(options, {"ELASTIC_JOB_SECRET": HEX, **environ})
+
+
+def test_an_agent_knows_its_grace_and_its_ready_file(tmp_path):
+    assert (agent().grace_s, agent().ready_file) == (30.0, "")
+    file = str(tmp_path / "ready")
+    told = agent(ELASTIC_GRACE_SECONDS="60", ELASTIC_READY_FILE=file)
+    assert (told.grace_s, told.ready_file) == (60.0, file)
+    assert agent("--grace 90", ELASTIC_GRACE_SECONDS="60").grace_s == 90.0
+    with pytest.raises(Invalid, match="ELASTIC_GRACE_SECONDS='soon' is no time"):
+        agent(ELASTIC_GRACE_SECONDS="soon")
+    with pytest.raises(Invalid, match="is no folder to write in"):
+        agent(f"--ready-file {tmp_path}/none/ready")

@@ -88,7 +88,7 @@ class Story:
     """One job under way, with everything around it a fake."""
 
     def __init__(
-        self, np=2, path=None, membership=None, noted=None, reported=None, **changes
+        self, np=2, path=None, membership=None, noted=None, reported=None, leaves=None, **changes
     ) -> None:
         self.settings = Settings(
             np=np, workers_min=1, workers_max=np, elastic=True, env={"X": "extra"}, **changes
@@ -112,6 +112,7 @@ class Story:
             log=lambda level, text: self.log.append(f"{level}: {text}"),
             noted=noted,
             reported=reported,
+            leaves=leaves,
         )
 
     async def __aenter__(self) -> Story:
@@ -459,6 +460,24 @@ def test_signals_stop_the_job_and_are_given_back(number, code, tmp_path):
 
     talk(tmp_path)
     assert signal.getsignal(number) is before
+
+
+def test_sigterm_may_be_for_the_driver_alone(tmp_path):
+    told = []
+
+    @story(leaves=lambda: told.append("leaves"))
+    async def talk(s):
+        await s.train(A, B)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(until(lambda: told), DEADLINE_S)
+        await s.settle()
+        assert not s.server.to(A, protocol.End) and not s.run.done()
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(until(lambda: s.server.to(A, protocol.End)), DEADLINE_S)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await s.code() == 130
+
+    talk(tmp_path)
 
 
 async def until(true) -> None:
