@@ -70,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from elastic.driver.commandline import agent_cli
 
             return agent_cli.main(arguments, environ)
+        if arguments and arguments[0] == "k8s":
+            from elastic.driver.commandline import kubernetes_cli
+
+            return kubernetes_cli.main(arguments[1:])
         if arguments and arguments[0] == "checkpoints":
             from elastic.driver.commandline import checkpoints_cli
 

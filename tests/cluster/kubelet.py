@@ -2,7 +2,7 @@
 
 It keeps a Node and its Lease, runs the first container of each pod that is bound to it, and says what becomes of it. A
 pod has an address on loopback and namespaces of its own for mounts, processes, IPC and the host's name; networks are
-not separated. Left out: init containers, more than one container, logs and exec through the API, volumes that change
+not separated. Left out: init containers, more than one container, exec through the API, volumes that change
 while they are mounted, limits of resources, and pods of a kubelet that was here before.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster import pod_logs
 from cluster.api import (
     BROKEN,
     PATHS,
@@ -68,6 +69,7 @@ class Kubelet:
     def run(self) -> None:
         for folder in (self.folder, self.logs, self.claims):
             folder.mkdir(parents=True, exist_ok=True)
+        self._log_port = pod_logs.serve(self.folder, self.logs, self._writes_no_more)
         for target in (self._beat, self._watch_services, self._watch_claims):
             threading.Thread(target=target, daemon=True).start()
         for kind, pod in self._changes(PODS, self._compare):
@@ -147,12 +149,22 @@ class Kubelet:
             "capacity": self._resource,
             "allocatable": self._resource,
             "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": self._log_port}},
         }
         path = f"{PATHS['Node']}/{self.node}/status"
         self.api.patch(path, {"status": status}, content=STRATEGIC_MERGE)
         self.api.patch(f"{LEASES}/{self.node}", {"spec": {"renewTime": moment}})
 
     # Its pods
+
+    def _writes_no_more(self, namespace: str, name: str) -> bool:
+        with self.lock:
+            found = [
+                pod["status"]["phase"]
+                for pod in self._everybody.values()
+                if pod["metadata"]["name"] == name and pod["metadata"]["namespace"] == namespace
+            ]
+        return not found or found[0] in ("Succeeded", "Failed")
 
     def _compare(self, pods: list[Object]) -> None:
         listed = {pod["metadata"]["uid"]: pod for pod in pods}

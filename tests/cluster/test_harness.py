@@ -230,6 +230,14 @@ for each in found:
     assert said == [both, first, both, second]
 
 
+def test_the_log_of_a_pod_is_read_through_the_api(
+    control_plane: ControlPlane, namespace: Namespace, node: Node
+) -> None:
+    namespace.create(pod("p", ["sh", "-c", "echo one; sleep 0.3; echo two"]))
+    namespace.wait_pod("p")
+    assert control_plane.kubectl("-n", namespace.name, "logs", "-f", "p") == "one\ntwo\n"
+
+
 def test_a_pod_is_ready_when_its_probe_says_so(
     control_plane: ControlPlane, namespace: Namespace, node: Node, tmp_path: Path
 ) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -46,7 +47,8 @@ class Release:
         self.namespace = namespace
         self.folder = folder
 
-    def install(self, workers: int, *, at_least: int = 1, **values: object) -> None:
+    def values(self, workers: int, at_least: int = 1, **values: object) -> str:
+        """A file of them."""
         volume = {"name": "steps", "hostPath": {"path": str(self.folder)}}
         given = {
             "job": {"command": ["python", str(SCRIPT), "/steps"], "minWorkers": at_least},
@@ -59,8 +61,38 @@ class Release:
         }
         path = self.folder.parent / "values.json"
         path.write_text(json.dumps(given))
+        return str(path)
+
+    def install(self, workers: int, **values: Any) -> None:
+        file = self.values(workers, **values)
         chart = str(ROOT / "charts/hvd-elastic")
-        self.plane.helm("install", "job", chart, "-n", self.namespace.name, "-f", str(path))
+        self.plane.helm("install", "job", chart, "-n", self.namespace.name, "-f", file)
+
+    def k8s(self, *words: str) -> subprocess.Popen[str]:
+        """``elasticrun k8s``, from outside the cluster."""
+        return subprocess.Popen(
+            [str(Path(sys.executable).parent / "elasticrun"), "k8s", *words],
+            env=self.plane.environment() | {"POD_IP": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def k8s_says(self, *words: str) -> str:
+        command = self.k8s(words[0], "-n", self.namespace.name, *words[1:])
+        output, errors = command.communicate(timeout=60)
+        assert command.returncode == 0, errors
+        return output
+
+    def k8s_run(self, *command: str, name: str = "job") -> subprocess.Popen[str]:
+        words = ["--image", "train:1", "--workers", "1:2", "--name", name]
+        words += ["-n", self.namespace.name, "--set", "driver.backoffLimit=0"]
+        words += ["--values", self.values(2)]
+        return self.k8s("run", *words, "--", *command)
+
+    def removed(self) -> None:
+        self.namespace.wait_gone("StatefulSet", "job-worker")
+        assert "job" not in self.plane.helm("list", "-n", self.namespace.name, "-q").split()
 
     def steps(self) -> dict[str, list[Step]]:
         """Of each process."""
@@ -244,3 +276,36 @@ def test_without_rights_it_finds_its_workers_by_their_service(
     release.until(2)
     assert "give it get, list and watch of pods; asking the name server instead" in release.said()
     release.end()
+
+
+def test_elasticrun_k8s_run_shows_the_job_and_removes_it_at_its_end(
+    release: Release, nodes: list[Node]
+) -> None:
+    running = release.k8s_run("python", str(SCRIPT), "/steps")
+    release.until(2)
+    status = release.k8s_says("status", "job")
+    assert "job job runs; 2 of 2 worker pods serve it" in status and "job-worker-1" in status
+    assert release.k8s_says("scale", "job", "1") == "job: 2 -> 1 worker pods\n"
+    release.until(1)
+    (release.folder / "stop").touch()
+    output, errors = running.communicate(timeout=60)
+    assert running.returncode == 0, errors
+    assert "generation 1 has 2 workers" in output and "training has ended" in output
+    assert output.count("training has ended") == 1
+    release.removed()
+
+
+@pytest.mark.nightly
+def test_ctrl_c_removes_it_and_a_program_that_fails_gives_its_exit_code(
+    release: Release, nodes: list[Node]
+) -> None:
+    running = release.k8s_run("python", str(SCRIPT), "/steps")
+    release.until(2)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130 and "removed job job; exit code 130" in errors
+    release.removed()
+    failing = release.k8s_run("python", "-c", "raise SystemExit(7)", name="other")
+    output, errors = failing.communicate(timeout=110)
+    assert failing.returncode == 1, errors
+    assert "every worker ended before training began, the last with exit code 7" in output

@@ -63,40 +63,48 @@ class KubernetesApi(Protocol):
         """Forgets a pod of which nobody will say that it is gone. Nothing, if another has its name by now."""
 
 
+def connection() -> tuple[Any, str]:
+    """An ``ApiClient`` of the package `kubernetes`, and the namespace that goes without saying. Raises Invalid."""
+    try:
+        from kubernetes import client
+        from kubernetes import config as untyped
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "kubernetes":
+            raise
+        raise Invalid(
+            "Kubernetes is asked by its client for Python: pip install 'hvd-elastic[kubernetes]'"
+        ) from None
+    config: Any = untyped
+    settings = client.Configuration()
+    found = ""
+    try:
+        config.load_incluster_config(client_configuration=settings)
+        with contextlib.suppress(OSError), open(NAMESPACE_FILE) as file:
+            found = file.read().strip()
+    except config.ConfigException:
+        try:
+            config.load_kube_config(client_configuration=settings)
+            _, active = config.list_kube_config_contexts()
+            found = active["context"].get("namespace", "")
+        except config.ConfigException as error:
+            raise Invalid(
+                "there is no cluster: this is no pod with a service account, and there is no kubeconfig"
+                f" ({error})"
+            ) from None
+    settings.retries = False
+    return client.ApiClient(settings), found or "default"
+
+
 class ApiServer:
     """The cluster in which this process is a pod, else that of the kubeconfig. Raises Invalid where neither is."""
 
     def __init__(self, selector: str, namespace: str | None = None) -> None:
-        try:
-            from kubernetes import client
-            from kubernetes import config as untyped
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != "kubernetes":
-                raise
-            raise Invalid(
-                "--kubernetes needs the client of Kubernetes: pip install 'hvd-elastic[kubernetes]'"
-            ) from None
-        config: Any = untyped
-        settings = client.Configuration()
-        found = ""
-        try:
-            config.load_incluster_config(client_configuration=settings)
-            with contextlib.suppress(OSError), open(NAMESPACE_FILE) as file:
-                found = file.read().strip()
-        except config.ConfigException:
-            try:
-                config.load_kube_config(client_configuration=settings)
-                _, active = config.list_kube_config_contexts()
-                found = active["context"].get("namespace", "")
-            except config.ConfigException as error:
-                raise Invalid(
-                    "--kubernetes finds no cluster: this is no pod with a service account, and there is no kubeconfig"
-                    f" ({error})"
-                ) from None
-        settings.retries = False
-        self._api: Any = client.CoreV1Api(client.ApiClient(settings))
+        api, found = connection()
+        from kubernetes import client
+
+        self._api: Any = client.CoreV1Api(api)
         self._refused: Any = client.ApiException
-        self.namespace = namespace or found or "default"
+        self.namespace = namespace or found
         self.selector = selector
 
     def all(self, kind: Resource) -> tuple[list[Json], str]:

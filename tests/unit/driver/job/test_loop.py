@@ -463,7 +463,7 @@ def test_signals_stop_the_job_and_are_given_back(number, code, tmp_path):
 
 
 def test_sigterm_may_be_for_the_driver_alone(tmp_path):
-    told = []
+    told: list[str] = []
 
     @story(leaves=lambda: told.append("leaves"))
     async def talk(s):

@@ -1,0 +1,189 @@
+"""``elasticrun k8s``: one training job as a release of the chart, from outside its cluster."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from elastic.driver.commandline.arguments import Names, Parser, whole
+from elastic.driver.commandline.kubernetes_release import ApiSilent, ChartRelease
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Runs a training job in the cluster of the kubeconfig, or tells of one. `run` installs the chart, shows what the driver
+says, and removes the release at the end of the job, or at Ctrl-C. Needs helm."""
+
+USAGE = """\
+elasticrun k8s run --image IMAGE --workers MIN[:PODS] [flags] -- COMMAND
+       elasticrun k8s status|logs|stop [flags] NAME
+       elasticrun k8s scale [flags] NAME PODS"""
+
+RUN = "run"
+VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # and how many words follow
+
+
+@dataclass
+class KubernetesOptions:
+    """Flags as given."""
+
+    image: str | None = None
+    workers: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    gpus: int = 0
+    values: list[str] | None = None
+    settings: list[str] | None = None
+    detach: bool = False
+
+
+def kubernetes_parser() -> Parser:
+    """All flags of ``elasticrun k8s``."""
+    made = Parser(prog="elasticrun k8s", usage=USAGE, description=DESCRIPTION)
+    add = made.group("the job", "Of run.")
+    add("--image", "IMAGE", str, "What driver and workers run, as in registry/train:1.2.")
+    add(
+        "--workers",
+        "MIN[:PODS]",
+        str,
+        "Start PODS worker pods, and go on with as few as MIN workers (default of PODS: MIN).",
+    )
+    add("--gpus", "N", whole(0), "GPUs of each worker pod, with a worker for each (default: 0).")
+    add("--name", "NAME", str, "Of the job (default: train- and a number).")
+    add(
+        "--values",
+        "FILE",
+        str,
+        "Values for the chart; what flags say wins. Repeatable.",
+        action=Names,
+    )
+    add(
+        "--set",
+        "KEY=VALUE",
+        str,
+        "One more value for the chart, as helm takes it. Repeatable.",
+        action="append",
+        dest="settings",
+    )
+    add("--detach", None, None, "Return once it is installed; it is not removed at its end.")
+    add = made.group("general")
+    add("-n --namespace", "NAME", str, "Where it is (default: the kubeconfig's).")
+    add("-h --help", None, None, "Show this.", action="help")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: of run, the job's. Raises Invalid."""
+    made = kubernetes_parser()
+    verb, rest = (arguments[0], [*arguments[1:]]) if arguments else ("-h", [])
+    if verb != RUN and verb not in VERBS:
+        made.parse_args([verb] if verb in ("-h", "--help") else [])
+        known = ", ".join([RUN, *VERBS])
+        raise Invalid(f"elasticrun k8s knows no {verb!r}; say one of {known}")
+    options = KubernetesOptions()
+    own, words = made.split(rest)
+    if verb != RUN:
+        count = VERBS[verb]
+        more, after = made.split(words[count:])  # flags may follow the name
+        own, words = [*own, *more], [*words[:count], *after]
+    made.parse_args(own, namespace=options)
+    try:
+        if verb == RUN:
+            return _run(options, words)
+        if len(words) != VERBS[verb]:
+            wanted = "NAME PODS" if verb == "scale" else "NAME"
+            raise Invalid(f"give a job, as in: elasticrun k8s {verb} [flags] {wanted}")
+        release = ChartRelease(words[0], options.namespace)
+        if verb == "status":
+            print("\n".join(release.lines()))
+        elif verb == "logs":
+            return release.follow(_write, _say)
+        elif verb == "stop":
+            release.uninstall()
+            _say(f"removed job {release.name}")
+        else:
+            pods = int(words[1]) if words[1].isdecimal() else -1
+            if pods < 0:
+                raise Invalid(f"{words[1]!r} is no number of pods")
+            print(f"{release.name}: {release.scale(pods)} -> {pods} worker pods")
+    except ApiSilent as error:
+        raise Invalid(f"{error}; try again") from None
+    return 0
+
+
+def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, Any]:
+    """For the chart. Raises Invalid."""
+    if options.image is None or options.workers is None or not command:
+        raise Invalid(
+            "run needs --image, --workers and a command, as in: elasticrun k8s run --image train:1.2 --workers 2:8"
+            " -- python train.py"
+        )
+    found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", options.workers)
+    if found is None:
+        raise Invalid(f"--workers {options.workers!r} is not MIN or MIN:PODS, as in 2:8")
+    least, pods = int(found[1]), int(found[2] or found[1])
+    if least > pods * max(1, options.gpus):
+        raise Invalid(f"--workers {options.workers}: {pods} pods can't have {least} workers")
+    repository, tag, digest = image_parts(options.image)
+    return {
+        "image": {"repository": repository, "tag": tag, "digest": digest},
+        "job": {"command": [*command], "minWorkers": least},
+        "worker": {"number": pods, "gpus": options.gpus},
+    }
+
+
+def image_parts(image: str) -> tuple[str, str, str]:
+    """Repository, tag and digest; a registry's port is no tag."""
+    rest, _, digest = image.partition("@")
+    head, colon, tag = rest.rpartition(":")
+    if not colon or "/" in tag:
+        return rest, "" if digest else "latest", digest
+    return head, tag, digest
+
+
+def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
+    values = values_of(options, command)
+    release = ChartRelease(options.name or f"train-{secrets.token_hex(3)}", options.namespace)
+    where = f"-n {release.namespace} {release.name}"
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        release.install(options.values or [], values, options.settings or [])
+    except KeyboardInterrupt:
+        release.uninstall()
+        return 130
+    _say(f"installed job {release.name} in namespace {release.namespace}")
+    if options.detach:
+        _say(
+            f"see it with `elasticrun k8s status {where}`, end it with `elasticrun k8s stop {where}`"
+        )
+        return 0
+    try:
+        code = release.follow(_write, _say)
+    except KeyboardInterrupt:
+        code = 130
+    except Invalid:
+        _say(f"the release is still there; remove it with `elasticrun k8s stop {where}`")
+        raise
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the release goes now, however often it is pressed
+    release.uninstall()
+    _say(f"removed job {release.name}; exit code {code}")
+    return code
+
+
+def _interrupted(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _say(text: str) -> None:
+    print(f"elasticrun: {text}", file=sys.stderr, flush=True)

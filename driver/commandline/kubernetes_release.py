@@ -1,0 +1,215 @@
+"""One release of the chart: helm installs and removes it, the Kubernetes API says how it is. Acts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic.driver.commandline.release_state import (
+    WORKER,
+    Follow,
+    JobOver,
+    PodState,
+    next_step,
+    pod_state,
+    table,
+)
+from elastic.driver.discovery.kubernetes.cluster import ANSWER_S, CONNECT_S, WATCH_S, connection
+from elastic.driver.discovery.kubernetes.objects import Json
+from elastic.errors import Invalid
+
+CHART = Path(__file__).parents[2] / "charts" / "hvd-elastic"
+HELM_S = 120.0
+LOOK_S = 1.0
+AWAY_S = 300.0  # so long may the API server not answer while a job is followed
+STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
+
+
+class ChartRelease:
+    """Raises Invalid where there is no cluster, no helm, or no such release."""
+
+    def __init__(self, name: str, namespace: str | None) -> None:
+        api, found = connection()
+        from kubernetes import client
+
+        self.name = name
+        self.namespace = namespace or found
+        self._core: Any = client.CoreV1Api(api)
+        self._batch: Any = client.BatchV1Api(api)
+        self._apps: Any = client.AppsV1Api(api)
+        self._refused: Any = client.ApiException
+
+    def install(self, files: Sequence[str], values: Json, settings: Sequence[str]) -> None:
+        """``files`` and ``settings`` as helm's ``--values`` and ``--set``: of these three the later wins."""
+        words = []
+        for file in files:
+            words += ["--values", os.path.abspath(file)]
+        words += ["--values", "-"]
+        for setting in settings:
+            words += ["--set", setting]
+        self._helm("install", self.name, str(CHART.resolve()), *words, told=json.dumps(values))
+
+    def uninstall(self) -> None:
+        self._helm("uninstall", self.name)
+
+    def scale(self, pods: int) -> int:
+        """How many worker pods were wanted before."""
+        body = {"spec": {"replicas": pods}}
+        before = self._wanted()
+        self._ask(
+            self._apps.patch_namespaced_stateful_set_scale,
+            f"{self.name}-worker",
+            self.namespace,
+            body,
+        )
+        return before
+
+    def lines(self) -> list[str]:
+        """How it is, for people."""
+        return table(self._job(), self._pods(), self._wanted())
+
+    def follow(self, write: Callable[[bytes], object], say: Callable[[str], object]) -> int:
+        """Writes what its drivers say until the job has ended; its exit code. Raises Invalid if it is removed."""
+        followed: set[str] = set()
+        said, silent_since = "", time.monotonic()
+        while True:
+            try:
+                step = next_step(self._job(), self._pods(), followed)
+                silent_since = time.monotonic()
+            except ApiSilent as error:
+                if time.monotonic() - silent_since > AWAY_S:
+                    raise Invalid(
+                        f"{error}, for {AWAY_S:g} s; the job may go on without us"
+                    ) from None
+                time.sleep(LOOK_S)
+                continue
+            if isinstance(step, JobOver):
+                return step.code
+            if isinstance(step, Follow):
+                self._copy_log(step.pod, write)
+                followed.add(step.pod)
+                said = ""
+                continue
+            if step.why != said:
+                said = step.why
+                say(said)
+            time.sleep(LOOK_S)
+
+    # ---- one call --------------------------------------------------------------------------------------------------
+
+    def _copy_log(self, pod: str, write: Callable[[bytes], object]) -> None:
+        """To its end, over connections that are lost on the way."""
+        last = b""
+        while True:
+            try:
+                for line in self._log(pod):
+                    found = STAMP.match(line)
+                    stamp, text = found.groups() if found else (last, line)
+                    if stamp > last or not found:
+                        write(text)
+                        last = stamp
+            except ApiSilent:
+                time.sleep(LOOK_S)
+            if self._has_ended(pod):
+                return
+
+    def _log(self, pod: str) -> Iterator[bytes]:
+        """Its lines, each with a time before it."""
+        response = self._ask(
+            self._core.read_namespaced_pod_log,
+            pod,
+            self.namespace,
+            follow=True,
+            timestamps=True,
+            _preload_content=False,
+            _request_timeout=(CONNECT_S, WATCH_S),
+        )
+        rest = b""
+        try:
+            for chunk in response.stream(amt=None, decode_content=False):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from (line + b"\n" for line in lines)
+        except OSError as error:
+            raise ApiSilent(str(error)) from None
+        except Exception as error:
+            if not type(error).__module__.startswith("urllib3"):
+                raise
+            raise ApiSilent(str(error)) from None
+        finally:
+            response.close()
+
+    def _has_ended(self, pod: str) -> bool:
+        try:
+            found = [each for each in self._pods() if each.name == pod]
+        except ApiSilent:
+            return False
+        return not found or found[0].code is not None
+
+    def _job(self) -> Json:
+        read = self._batch.read_namespaced_job
+        return self._json(read, f"{self.name}-driver", self.namespace)
+
+    def _pods(self) -> list[PodState]:
+        selector = f"app.kubernetes.io/name=hvd-elastic,app.kubernetes.io/instance={self.name}"
+        found = self._json(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
+        return [pod_state(each) for each in found.get("items") or ()]
+
+    def _wanted(self) -> int:
+        read = self._apps.read_namespaced_stateful_set_scale
+        found = self._json(read, f"{self.name}-{WORKER}", self.namespace)
+        return int((found.get("spec") or {}).get("replicas", 0))
+
+    def _json(self, call: Any, *words: Any, **options: Any) -> Json:
+        response = self._ask(call, *words, _preload_content=False, **options)
+        found: Json = json.loads(response.data)
+        return found
+
+    def _ask(self, call: Any, *words: Any, **options: Any) -> Any:
+        import urllib3
+
+        options.setdefault("_request_timeout", (CONNECT_S, ANSWER_S))
+        try:
+            return call(*words, **options)
+        except self._refused as error:
+            if error.status == 404:
+                raise Invalid(
+                    f"namespace {self.namespace} has no job {self.name}; `helm list -n {self.namespace}` lists releases"
+                ) from None
+            if error.status in (401, 403):
+                said = json.loads(error.body or "{}").get("message", error.reason)
+                raise Invalid(f"the API server refuses: {said}") from None
+            raise ApiSilent(f"the API server answers with HTTP {error.status}") from None
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise ApiSilent(f"the API server does not answer ({type(error).__name__})") from None
+
+    def _helm(self, *words: str, told: str = "") -> None:
+        program = shutil.which("helm")
+        if program is None:
+            raise Invalid(
+                "there is no helm on the PATH; install Helm 3 or 4: https://helm.sh/docs/intro/install"
+            )
+        try:
+            done = subprocess.run(
+                [program, *words, "--namespace", self.namespace],
+                input=told,
+                capture_output=True,
+                text=True,
+                timeout=HELM_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise Invalid(f"helm {words[0]} has not ended within {HELM_S:g} s") from None
+        if done.returncode != 0:
+            said = done.stderr.strip() or done.stdout.strip()
+            raise Invalid(f"helm {words[0]} failed: {said.removeprefix('Error: ')}")
+
+
+class ApiSilent(Exception):
+    """The API server did not answer; it may later."""

@@ -1,0 +1,142 @@
+"""What becomes of a release of the chart, as its Job and pods say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from elastic.driver.discovery.kubernetes.objects import Json, natural
+
+DRIVER, WORKER = "driver", "worker"
+
+
+@dataclass(frozen=True)
+class PodState:
+    """``trouble``: why it does not run, in Kubernetes' words; empty if it does, or has ended."""
+
+    name: str
+    component: str
+    created: str
+    node: str
+    address: str
+    phase: str
+    ready: bool
+    restarts: int
+    leaving: bool
+    started: bool  # so it has a log
+    code: int | None  # of its container, if that has ended
+    trouble: str
+
+
+@dataclass(frozen=True)
+class Follow:
+    """The log of this driver."""
+
+    pod: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For a driver that runs. ``why``: worth a line."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class JobOver:
+    """The job has ended with this exit code."""
+
+    code: int
+
+
+def pod_state(pod: Json) -> PodState:
+    """Of a pod as the API gives it. Raises nothing that a pod of the API can cause."""
+    about, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    conditions = {each["type"]: each for each in status.get("conditions") or ()}
+    containers = status.get("containerStatuses") or [{}]
+    state = containers[0].get("state") or {}
+    ended, waiting = state.get("terminated"), state.get("waiting") or {}
+    scheduled = conditions.get("PodScheduled") or {}
+    trouble = ""
+    if scheduled.get("status") == "False":
+        trouble = f"{scheduled.get('reason', '')}: {scheduled.get('message', '')}"
+    elif waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+        trouble = ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))
+    return PodState(
+        name=about["name"],
+        component=(about.get("labels") or {}).get("app.kubernetes.io/component", ""),
+        created=about.get("creationTimestamp", ""),
+        node=spec.get("nodeName", ""),
+        address=status.get("podIP", ""),
+        phase=status.get("phase", ""),
+        ready=(conditions.get("Ready") or {}).get("status") == "True",
+        restarts=containers[0].get("restartCount", 0),
+        leaving="deletionTimestamp" in about,
+        started="running" in state or ended is not None,
+        code=None if ended is None else ended.get("exitCode"),
+        trouble=trouble,
+    )
+
+
+def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
+    """The exit code of a Job that has ended; None of one that has not. Of a failed one it is its last driver's."""
+    ended = {
+        each["type"]
+        for each in (job.get("status") or {}).get("conditions") or ()
+        if each.get("status") == "True"
+    }
+    if "Complete" in ended:
+        return 0
+    if "Failed" not in ended:
+        return None
+    codes = [pod.code for pod in _by_age(drivers) if pod.code]
+    return codes[-1] if codes else 1
+
+
+def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow | Wait | JobOver:
+    """``followed``: pods whose logs have been read to their ends."""
+    drivers = [pod for pod in _by_age(pods) if pod.component == DRIVER]
+    left = [pod for pod in drivers if pod.name not in followed]
+    for pod in left:
+        if pod.started:
+            return Follow(pod.name)
+    code = job_code(job, drivers)
+    if code is not None:
+        return JobOver(code)
+    if left and left[-1].trouble:
+        return Wait(f"driver pod {left[-1].name} does not run: {left[-1].trouble}")
+    return Wait("waiting for a driver pod")
+
+
+def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
+    """Lines for people."""
+    drivers = [pod for pod in pods if pod.component == DRIVER]
+    workers = [pod for pod in pods if pod.component == WORKER]
+    code = job_code(job, drivers)
+    how = "runs" if code is None else f"has ended with exit code {code}"
+    serving = sum(pod.ready and not pod.leaving for pod in workers)
+    name = job["metadata"]["name"].removesuffix("-driver")
+    lines = [f"job {name} {how}; {serving} of {wanted} worker pods serve it"]
+    rows = [("pod", "node", "address", "state", "restarts")]
+    for pod in sorted(pods, key=lambda pod: (pod.component, natural(pod.name))):
+        rows.append((pod.name, pod.node, pod.address, _state(pod), str(pod.restarts)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines += [f"{pod.name}: {pod.trouble}" for pod in pods if pod.trouble]
+    return lines
+
+
+def _state(pod: PodState) -> str:
+    if pod.leaving:
+        return "leaving"
+    if pod.code is not None and pod.phase != "Running":
+        return f"ended ({pod.code})"
+    if pod.trouble:
+        return pod.trouble.partition(":")[0]
+    if pod.phase == "Running":
+        return "ready" if pod.ready else "running"
+    return pod.phase.lower()
+
+
+def _by_age(pods: Sequence[PodState]) -> list[PodState]:
+    return sorted(pods, key=lambda pod: (pod.created, pod.name))

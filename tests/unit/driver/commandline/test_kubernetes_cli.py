@@ -1,0 +1,91 @@
+"""``elasticrun k8s``: what flags become for the chart, and what is refused before anything is installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.commandline import kubernetes_cli
+from elastic.driver.commandline.kubernetes_cli import (
+    KubernetesOptions,
+    image_parts,
+    kubernetes_parser,
+    main,
+    values_of,
+)
+from elastic.errors import Invalid
+
+
+def values(line: str):
+    own, command = kubernetes_parser().split(line.split())
+    options = KubernetesOptions()
+    kubernetes_parser().parse_args(own, namespace=options)
+    return values_of(options, command)
+
+
+def test_flags_become_values_of_the_chart():
+    found = values("--image reg:5000/train:1.2 --workers 2:8 --gpus 4 -- python train.py --lr 1")
+    assert found == {
+        "image": {"repository": "reg:5000/train", "tag": "1.2", "digest": ""},
+        "job": {"command": ["python", "train.py", "--lr", "1"], "minWorkers": 2},
+        "worker": {"number": 8, "gpus": 4},
+    }
+    assert values("--image a --workers 3 x")["worker"]["number"] == 3
+
+
+@pytest.mark.parametrize(
+    ("image", "parts"),
+    [
+        ("train", ("train", "latest", "")),
+        ("reg:5000/train", ("reg:5000/train", "latest", "")),
+        ("a/train:1@sha256:ab", ("a/train", "1", "sha256:ab")),
+        ("train@sha256:ab", ("train", "", "sha256:ab")),
+    ],
+)
+def test_an_image_has_parts(image, parts):
+    assert image_parts(image) == parts
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--workers 2 x", "run needs --image, --workers and a command"),
+        ("--image a x", "run needs --image, --workers and a command"),
+        ("--image a --workers 2", "run needs --image, --workers and a command"),
+        ("--image a --workers 2: x", "'2:' is not MIN or MIN:PODS"),
+        ("--image a --workers 0:2 x", "is not MIN or MIN:PODS"),
+        ("--image a --workers 3:2 x", "2 pods can't have 3 workers"),
+    ],
+)
+def test_what_does_not_fit_together_is_told(line, said):
+    with pytest.raises(Invalid) as raised:
+        values(line)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["frob"], "knows no 'frob'; say one of run, status, logs, stop, scale"),
+        (["status"], "give a job, as in: elasticrun k8s status"),
+        (["scale", "bert"], "give a job, as in: elasticrun k8s scale [flags] NAME PODS"),
+        (["status", "bert", "-n", "lab", "more"], "give a job"),
+    ],
+)
+def test_words_that_are_missing_or_too_many_are_told(words, said):
+    with pytest.raises(Invalid) as raised:
+        main(words)
+    assert said in str(raised.value)
+
+
+def test_flags_may_follow_the_name(monkeypatch):
+    asked = []
+
+    def release(*place):
+        asked.append(place)
+        raise Invalid("enough")
+
+    monkeypatch.setattr(kubernetes_cli, "ChartRelease", release)
+    for words in (["status", "bert", "-n", "lab"], ["status", "-n", "lab", "bert"]):
+        with pytest.raises(Invalid, match="enough"):
+            main(words)
+    assert asked == [("bert", "lab"), ("bert", "lab")]

@@ -1,0 +1,121 @@
+"""What `elasticrun k8s` makes of a Job and its pods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.driver.commandline.release_state import (
+    Follow,
+    JobOver,
+    Wait,
+    next_step,
+    pod_state,
+    table,
+)
+
+RUNNING = {"running": {"startedAt": "x"}}
+
+
+def ended(code: int) -> dict[str, Any]:
+    return {"terminated": {"exitCode": code}}
+
+
+def a_pod(
+    name: str, created: int = 0, state: Any = None, *, leaving: bool = False, **status: Any
+) -> Any:
+    kind = "driver" if "driver" in name else "worker"
+    about: dict[str, Any] = {
+        "name": name,
+        "labels": {"app.kubernetes.io/component": kind},
+        "creationTimestamp": f"2026-01-01T00:00:0{created}Z",
+    }
+    if leaving:
+        about["deletionTimestamp"] = "2026-01-01T00:01:00Z"
+    containers = [{"state": state, "restartCount": 0}] if state is not None else []
+    phase = "Running" if state else "Pending"
+    return pod_state(
+        {
+            "metadata": about,
+            "spec": {"nodeName": "n1"},
+            "status": {
+                "phase": phase,
+                "podIP": "10.0.0.6",
+                "containerStatuses": containers,
+                **status,
+            },
+        }
+    )
+
+
+def a_job(*conditions: str) -> Any:
+    found = [{"type": each, "status": "True"} for each in conditions]
+    return {"metadata": {"name": "bert-driver"}, "status": {"conditions": found}}
+
+
+def test_drivers_are_followed_one_after_the_other_until_the_job_is_over():
+    first, second = a_pod("bert-driver-x", 1, ended(137)), a_pod("bert-driver-a", 2, RUNNING)
+    assert next_step(a_job(), [second, first], set()) == Follow("bert-driver-x")
+    assert next_step(a_job(), [second, first], {"bert-driver-x"}) == Follow("bert-driver-a")
+    both = {"bert-driver-x", "bert-driver-a"}
+    assert next_step(a_job(), [second, first], both) == Wait("waiting for a driver pod")
+    assert next_step(a_job("Complete"), [second, first], both) == JobOver(0)
+
+
+def test_a_job_that_is_over_is_read_to_its_end_first():
+    driver = a_pod("bert-driver-x", 1, ended(0))
+    assert next_step(a_job("Complete"), [driver], set()) == Follow("bert-driver-x")
+
+
+def test_a_failed_job_has_its_last_drivers_exit_code():
+    drivers = [a_pod("bert-driver-x", 1, ended(143)), a_pod("bert-driver-y", 2, ended(7))]
+    names = {pod.name for pod in drivers}
+    assert next_step(a_job("Failed"), drivers, names) == JobOver(7)
+    assert next_step(a_job("Failed"), [], names) == JobOver(1)
+    untrue = {"metadata": {}, "status": {"conditions": [{"type": "Failed", "status": "False"}]}}
+    assert next_step(untrue, drivers, names) == Wait("waiting for a driver pod")
+
+
+def test_why_a_driver_does_not_run_is_said_in_kubernetes_words():
+    unplaced = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "0/3 nodes fit",
+    }
+    pending = a_pod("bert-driver-x", conditions=[unplaced])
+    said = "driver pod bert-driver-x does not run: Unschedulable: 0/3 nodes fit"
+    assert next_step(a_job(), [pending], set()) == Wait(said)
+    pulling = a_pod(
+        "bert-driver-x",
+        state={"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}},
+    )
+    said = "driver pod bert-driver-x does not run: ImagePullBackOff: no such image"
+    assert next_step(a_job(), [pulling], set()) == Wait(said)
+    making = a_pod("bert-driver-x", state={"waiting": {"reason": "ContainerCreating"}})
+    assert next_step(a_job(), [making], set()) == Wait("waiting for a driver pod")
+
+
+def test_a_table_counts_who_serves_and_says_who_does_not():
+    ready = [{"type": "Ready", "status": "True"}]
+    pods = [
+        a_pod("bert-worker-10", state=RUNNING, conditions=ready),
+        a_pod("bert-worker-9", state=RUNNING, conditions=ready, leaving=True),
+        a_pod("bert-worker-2", state={"waiting": {"reason": "CrashLoopBackOff"}}),
+        a_pod("bert-driver-x", state=RUNNING, conditions=ready),
+        a_pod("bert-driver-a", state=ended(137), phase="Failed"),
+    ]
+    lines = table(a_job(), pods, 4)
+    assert lines[0] == "job bert runs; 1 of 4 worker pods serve it"
+    assert [line.split()[0] for line in lines[1:7]] == [
+        "pod",
+        "bert-driver-a",
+        "bert-driver-x",
+        "bert-worker-2",
+        "bert-worker-9",
+        "bert-worker-10",
+    ]
+    states = {line.split()[0]: line.split()[3] for line in lines[2:7]}
+    assert states["bert-worker-9"] == "leaving" and states["bert-worker-10"] == "ready"
+    assert states["bert-worker-2"] == "CrashLoopBackOff" and states["bert-driver-a"] == "ended"
+    assert lines[-1] == "bert-worker-2: CrashLoopBackOff"
+    assert table(a_job("Failed"), pods, 4)[0].startswith("job bert has ended with exit code 137;")
