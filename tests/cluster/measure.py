@@ -68,8 +68,11 @@ def measure(plane: ControlPlane, release: Release, nodes: list[Node]) -> None:
             f"{what:42} gap {gap_s(release, since) * 1000:6.0f} ms, in the new world after {took:5.1f} s"
         )
 
-    told("scale 3 -> 6", lambda: release.scale(6), 6)
-    told("scale 6 -> 3", lambda: release.scale(3), 3)
+    told("scale 3 -> 8", lambda: release.scale(8), 8)
+    told("scale 8 -> 3", lambda: release.scale(3), 3)
+    told("the API server is killed", plane.kill_api_server, 3)
+    release.until(3, more=200)
+    plane.start_api_server()
     told("a pod is deleted", lambda: namespace.delete("Pod", "job-worker-2"), 2, 3)
     told("a pod is evicted", lambda: namespace.evict("job-worker-1"), 2, 3)
     driver = release.driver()

@@ -1,0 +1,126 @@
+"""The image, built once for a run of the tests, and containers of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness.program import Program
+
+ROOT = Path(__file__).parents[2]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd-elastic" / "images"
+PROGRAMS = ("podman", "buildah", "debootstrap", "runc")
+BUILD_S = 900
+# What works without rights that containers in containers lack, too.
+SETTINGS = """\
+[containers]
+default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+"""
+AS_PODS_ARE = [
+    *("--read-only", "--read-only-tmpfs=false", "--tmpfs=/tmp"),
+    *("--cap-drop=all", "--security-opt=no-new-privileges"),
+]
+
+
+@dataclass(frozen=True)
+class Image:
+    name: str
+    digest: str
+    packed_mb: int
+
+
+def podman(*words: str, timeout: float = 60.0) -> str:
+    done = subprocess.run(["podman", *words], capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"podman {' '.join(words)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def build(tag: str, **settings: str) -> Image:
+    """By images/build.sh."""
+    done = subprocess.run(
+        ["nice", str(ROOT / "images/build.sh"), "hvd-elastic", str(CACHE)],
+        env=os.environ | {"TAG": tag, "PYTHON": sys.executable} | settings,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    megabytes = re.match(r"\d+", said["packed"])
+    assert megabytes is not None, done.stdout
+    return Image(said["image"], said["digest"], int(megabytes[0]))
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of podman and buildah."""
+    file = tmp_path_factory.mktemp("containers") / "containers.conf"
+    file.write_text(SETTINGS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONTAINERS_CONF", str(file))
+        yield
+
+
+@pytest.fixture(scope="session")
+def image(settings: None) -> Image:
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if os.geteuid() != 0:
+        pytest.skip("THE IMAGE IS NOT TESTED: building it takes root")
+    if missing:
+        pytest.skip(f"THE IMAGE IS NOT TESTED: apt-get install {' '.join(missing)}")
+    return build("tested")
+
+
+Run = Callable[..., Program]
+
+
+@pytest.fixture
+def run(image: Image, tmp_path: Path) -> Iterator[Run]:
+    """``run(*command, flags=...)``: a container of the image, as strict as pods of the chart are."""
+    started: list[tuple[str, Program]] = []
+
+    def start(*command: str, name: str = "", flags: Sequence[str] = ()) -> Program:
+        name = name or f"test-{uuid.uuid4().hex[:8]}"
+        words = ["podman", "run", "--rm", "--name", name, *AS_PODS_ARE, *flags]
+        program = Program(
+            [*words, image.name, *command],
+            folder=tmp_path,
+            env=os.environ,
+            mark="ELASTIC_TEST_CONTAINER",
+            called=name,
+        )
+        started.append((name, program))
+        return program
+
+    yield start
+    for name, program in started:
+        subprocess.run(["podman", "rm", "--force", "--time", "0", name], capture_output=True)
+        program.end()
+
+
+@pytest.fixture
+def network(image: Image) -> Iterator[str]:
+    """One with name service, for this test alone."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    podman("network", "create", name)
+    yield name
+    podman("network", "rm", "--force", "--time", "0", name)
+
+
+def config(image: Image) -> Mapping[str, object]:
+    found: Mapping[str, object] = json.loads(podman("image", "inspect", image.name))[0]["Config"]
+    return found
