@@ -38,7 +38,9 @@ def test_it_is_nobody_s_but_user_1000_s(image: Image, run: Run) -> None:
 
 
 def test_nothing_of_the_machine_that_built_it_is_left(run: Run) -> None:
-    left = run("sh", "-c", "find /mnt /root /build /wheel /etc/resolv.conf /var/log -type f -size +0; true")
+    left = run(
+        "sh", "-c", "find /mnt /root /build /wheel /etc/resolv.conf /var/log -type f -size +0; true"
+    )
     assert left.succeed().split() in ([], ["/etc/resolv.conf"])  # a container's own
 
 
@@ -63,7 +65,9 @@ def test_what_a_training_imports_is_compiled_already(image: Image) -> None:
     name = "test-compiled"
     imports = "import elastic, horovod.torch, kubernetes.client, aetcd, torch, numpy"
     try:
-        podman("run", "--name", name, "--user=0", "--network=none", image.name, "python", "-c", imports)
+        podman(
+            "run", "--name", name, "--user=0", "--network=none", image.name, "python", "-c", imports
+        )
         written = podman("diff", name)
     finally:
         podman("rm", "--force", name)

@@ -24,6 +24,7 @@ ROOMS = """
     elastic.negotiation
     elastic.runtime
     elastic.api
+    elastic.data
     elastic.state
     elastic.optimizer
     elastic.checkpoints
@@ -73,6 +74,8 @@ PURE = [
     "elastic/checkpoints/options.py",
     "elastic/checkpoints/schedule.py",
     "driver/job/checkpoint_shares.py",
+    "elastic/data/positions.py",
+    "elastic/data/seeds.py",
     "elastic/optimizer/bucket_plan.py",
     "elastic/negotiation/messages.py",
     "elastic/negotiation/coordinator.py",

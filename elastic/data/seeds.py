@@ -1,0 +1,19 @@
+"""Seeds that belong to what is drawn, and not to the process or the rank that draws it. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def seed_of(purpose: str, *numbers: int) -> int:
+    """A 64-bit hash: ``seed_of("sample", seed, epoch, index)``. The same in every process and every version.
+
+    BLAKE2b (RFC 7693) of the words, joined by commas.
+    """
+    text = ",".join((purpose, *map(str, numbers)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """For all that is random in loading one sample."""
+    return seed_of("sample", seed, epoch, index)
