@@ -336,13 +336,12 @@ def test_an_eviction_leaves_what_the_job_needs(helm):
 def test_the_driver_has_no_more_rights_than_it_needs(helm, defaults):
     rights = [(rule["resources"], rule["verbs"]) for rule in defaults["Role", "r-driver"]["rules"]]
     assert rights == [
-        (["pods"], ["get", "list", "watch", "delete"]),
-        (["statefulsets/scale"], ["get", "patch"]),
+        (["pods"], ["list", "watch", "delete"]),
     ]
-    least = {"driver": {"removeStuckPods": False}, "rbac": {"nodes": False, "scale": False}}
+    least = {"driver": {"removeStuckPods": False}, "rbac": {"nodes": False}}
     fewer = helm.render(least)
     [pods] = fewer["Role", "r-driver"]["rules"]
-    assert pods["verbs"] == ["get", "list", "watch"]
+    assert pods["verbs"] == ["list", "watch"]
     assert "ClusterRole" not in fewer.kinds()
     driver, worker = (pod["spec"]["automountServiceAccountToken"] for pod in defaults.pods())
     assert driver and not worker

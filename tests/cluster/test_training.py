@@ -274,7 +274,7 @@ def test_without_rights_it_finds_its_workers_by_their_service(
 ) -> None:
     release.install(2, rbac={"create": False})
     release.until(2)
-    assert "give it get, list and watch of pods; asking the name server instead" in release.said()
+    assert "give it list and watch of pods; asking the name server instead" in release.said()
     release.end()
 
 

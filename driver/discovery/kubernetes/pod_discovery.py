@@ -25,8 +25,8 @@ from elastic.driver.events import Event, HostLeaving, HostStaying, Notice
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.hosts import show
 
-ROLE = "get, list and watch of pods"
-NODES_ROLE = "get, list and watch of nodes (a ClusterRole)"
+ROLE = "list and watch of pods"
+NODES_ROLE = "list and watch of nodes (a ClusterRole)"
 SAID = 8  # hosts of one line
 DELETE_AGAIN_S = 30.0  # between two tries to delete one pod by force
 
