@@ -12,8 +12,8 @@ Who calls are workers, or agents: `Callers` says how they introduce themselves. 
 challenge.nonce, answer.nonce, name)``, the server ``proof(secret, "driver", answer.nonce, challenge.nonce, name)``.
 A caller says nothing between its Answer and Accepted.
 
-Strangers may come in any number: no more than `strangers_limit` of them are kept, the oldest gives way to the newest,
-and ACCEPTED_AT_ONCE are let in before those who are known are heard again.
+Strangers may come in any number: `elastic.protocol.strangers` says how many are kept, the oldest gives way to the
+newest, and ACCEPTED_AT_ONCE are let in before those who are known are heard again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from elastic.driver.network.connection import Connection
+from elastic.driver.network.connection import HANDSHAKE_S, TLS_HANDSHAKE_LIMIT, Connection
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log
 from elastic.protocol.framing import NONCE_BYTES, proof
 from elastic.protocol.messages import (
+    HANDSHAKE_LIMIT,
     VERSION,
     Accepted,
     Address,
@@ -45,9 +46,8 @@ from elastic.protocol.messages import (
     encoded,
     from_worker,
 )
+from elastic.protocol.strangers import Strangers, count_limit
 
-UNKNOWN_LIMIT = 4096  # connections that have not proved anything yet; each takes 3 KB
-UNKNOWN_TLS_LIMIT = 1024  # ... or 33 KB
 WAITING_LIMIT = 4096  # connections that the kernel keeps for us
 ACCEPTED_AT_ONCE = 64
 REFUSALS_S = 5.0  # between two log lines about refused connections
@@ -109,8 +109,11 @@ class Server(Generic[Who]):
         self._listening: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._connections: dict[Who, Connection[Who]] = {}
-        self._unknown: dict[Connection[Who], None] = {}  # the oldest first
-        self._unknown_limit = strangers_limit(UNKNOWN_LIMIT if tls is None else UNKNOWN_TLS_LIMIT)
+        bytes_each = HANDSHAKE_LIMIT if tls is None else TLS_HANDSHAKE_LIMIT
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._strangers: Strangers[Connection[Who]] = Strangers(
+            HANDSHAKE_S, count_limit(bytes_each, descriptors)
+        )
         self._refused = 0  # since the last line about them
         self._refused_at = float("-inf")
 
@@ -194,7 +197,7 @@ class Server(Generic[Who]):
         self._gone = lambda who, silent: None
         if self._server is not None:
             self._server.close()
-        for connection in list(self._unknown):
+        for connection in self._strangers.all():
             connection.abort()
         # A worker that does not read must not hold up the end.
         deadline = asyncio.get_running_loop().time() + CLOSE_S
@@ -215,10 +218,9 @@ class Server(Generic[Who]):
         return self.callers.decoder
 
     def opened(self, connection: Connection[Who]) -> None:
-        if len(self._unknown) >= self._unknown_limit:
-            # Who belongs here needs a moment to say so, and strangers any time: the oldest has had the longest.
-            next(iter(self._unknown)).give_way()
-        self._unknown[connection] = None
+        oldest = self._strangers.add(connection, asyncio.get_running_loop().time())
+        if oldest is not None:
+            oldest.give_way()
 
     def authenticate(self, connection: Connection[Who], nonce: bytes, answer: Any) -> Who:
         """Who answers the challenge. Raises ProtocolError with the reason to refuse."""
@@ -245,7 +247,7 @@ class Server(Generic[Who]):
             if not callers.replaces:
                 raise self._turned_away(connection, nonce, answer, f"{who} {SECOND}")
             before.abandon()
-        self._unknown.pop(connection, None)
+        self._strangers.remove(connection)
         self._connections[who] = connection
         own = proof(self.secret, "driver", answer.nonce, nonce, str(who))
         connection.accept(encoded(Accepted(own)), answer.nonce)
@@ -272,7 +274,7 @@ class Server(Generic[Who]):
     ) -> None:
         """A connection has ended; ``trouble`` is set if it was closed for a reason."""
         if who is None:
-            self._unknown.pop(connection, None)
+            self._strangers.remove(connection)
             if trouble:
                 self._refuse(connection.peer, trouble)
             return
@@ -290,12 +292,6 @@ class Server(Generic[Who]):
         more = f" ({self._refused} others were refused before)" if self._refused else ""
         self._refused_at, self._refused = now, 0
         self._log("warning", f"refused a connection from {peer}: {trouble}{more}")
-
-
-def strangers_limit(most: int) -> int:
-    """How many connections may be open that have proved nothing: most descriptors are for those that have."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if soft < 0 else max(16, min(most, soft // 4))
 
 
 def _bound(interface: str, port: int) -> socket.socket:

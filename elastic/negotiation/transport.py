@@ -1,21 +1,19 @@
 """The connections over which collectives are negotiated: one from every rank to rank 0, for one generation. Acts.
 
-Where rank 0 listens is swapped through the generation's store, whose replies are signed with the job's secret; who
-connects proves that it knows that secret. Frames are a 4-byte big-endian length and one message as MessagePack, checked
-against its schema, never pickled. Blocking calls end by `abort`, from any thread.
+Where rank 0 listens is asked of the generation's store. Frames are those of `elastic.protocol.framing`: sealed from the
+first one, which proves that the caller knows the job's secret, checked against their schema, never pickled. Blocking
+calls end by `abort`, from any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import os
 import queue
+import resource
 import select
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -26,24 +24,23 @@ import msgspec
 from elastic.errors import CollectiveFailed
 from elastic.negotiation.fusion import FusionLimits
 from elastic.negotiation.messages import Decision, Offer
+from elastic.protocol.framing import NONCE_BYTES, CalledWire, Wire, derived
+from elastic.protocol.messages import ProtocolError
+from elastic.protocol.strangers import Strangers, count_limit
 from elastic.rendezvous.store import Store, StoreListener
 
-_LENGTH = struct.Struct("!I")
 _FRAME_LIMIT = 256 << 20  # bytes
 _HELLO_LIMIT = 256  # bytes, before it is known who speaks
 _HELLO_S = 10.0
-_MOST_STRANGERS = 64  # connections beyond those of the ranks that have not said who they are
 _UNSENT_LIMIT = 256 << 20  # bytes that wait for a rank before it is given up
 _READ_BYTES = 1 << 16
 KEY = "negotiation"  # under which rank 0 provides its rules in the store
 LOOK_S = 1.0  # how often what does not come on is looked at
 BEAT_S = 5.0  # how often rank 0 says that it lives
-_BEAT = _LENGTH.pack(0)  # a frame without a message
 _LISTENS = 30  # how often a rank listens in vain before rank 0 is given up
 
 _encoder = msgspec.msgpack.Encoder()
 _offers: msgspec.msgpack.Decoder[Offer] = msgspec.msgpack.Decoder(Offer)
-_decisions: msgspec.msgpack.Decoder[Decision] = msgspec.msgpack.Decoder(Decision)
 
 
 class Rules(msgspec.Struct, frozen=True, array_like=True):
@@ -63,13 +60,16 @@ class Rules(msgspec.Struct, frozen=True, array_like=True):
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
     rank: int
-    proof: bytes
+
+
+_hellos: msgspec.msgpack.Decoder[_Hello] = msgspec.msgpack.Decoder(_Hello)
+_decisions: msgspec.msgpack.Decoder[Decision] = msgspec.msgpack.Decoder(Decision)
 
 
 def rules_of(listener: StoreListener, limits: FusionLimits) -> Rules:
     """What rank 0 lays down."""
     where = listener.address
-    nonce = os.urandom(16)
+    nonce = os.urandom(NONCE_BYTES)
     return Rules(
         where.host, where.port, nonce, limits.fusion_bytes, limits.alone_bytes, limits.groups
     )
@@ -96,7 +96,15 @@ class Peer:
     def __init__(
         self, rules: Rules, rank: int, generation: int, secret: bytes, silence_s: float = 0.0
     ) -> None:
-        self._buffer = bytearray()
+        nonce = os.urandom(NONCE_BYTES)
+        self._wire = Wire(_decisions)
+        self._wire.seal(
+            derived(secret, KEY, generation),
+            mine=nonce,
+            theirs=rules.nonce,
+            caller=True,
+            limit=_FRAME_LIMIT,
+        )
         self._aborted = False
         self._silence_s = silence_s
         self._in_vain = 0  # how often it has listened since rank 0 was heard
@@ -111,14 +119,14 @@ class Peer:
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
-        self._send(_encoder.encode(_Hello(rank, _proof(secret, rules.nonce, generation, rank))))
+        self._send(nonce + self._wire.frame_of(_encoder.encode(_Hello(rank))))
 
     def send(self, offer: Offer) -> None:
-        self._send(_encoder.encode(offer))
+        self._send(self._wire.frame_of(_encoder.encode(offer)))
 
-    def _send(self, body: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         try:
-            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+            self._socket.sendall(data)
         except OSError as error:
             raise self._failure(error) from error
 
@@ -128,9 +136,12 @@ class Peer:
         Raises CollectiveFailed when rank 0 is gone, or on `abort`.
         """
         while True:
-            bodies = [body for body in _cut(self._buffer, _FRAME_LIMIT) if body]
-            if bodies:
-                return [_decisions.decode(body) for body in bodies]
+            try:
+                decisions: list[Decision] = [*self._wire.receive(b"")]
+            except ProtocolError as error:
+                raise self._failure(error) from error
+            if decisions:
+                return decisions
             ready = self._poll.poll(1000 * self._silence_s / _LISTENS or None)
             if not ready:
                 # Counted, not timed: where all were stopped together, and go on, nobody was silent.
@@ -147,7 +158,7 @@ class Peer:
                 raise self._failure(error) from error
             if not part:
                 raise self._failure("the connection was closed")
-            self._buffer += part
+            self._wire.feed(part)
             self._in_vain = 0
 
     def nudge(self) -> None:
@@ -198,18 +209,22 @@ class Hub:
         self._listener = listener.socket
         self._rules = rules
         self._size = size
-        self._generation = generation
-        self._secret = secret
+        self._secret = derived(secret, KEY, generation)
         self._offered, self._left, self._look, self._died = offered, left, look, died
         self._deaf = False  # doesn't listen for a moment
         self._selector = selectors.DefaultSelector()
-        self._buffers: dict[socket.socket, bytearray] = {}
+        self._wires: dict[socket.socket, Wire] = {}
         self._ranks: dict[socket.socket, int] = {}
-        self._strangers: dict[socket.socket, float] = {}  # until when they may say who they are
+        # Ranks come in a crowd, and are strangers until they have spoken.
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._strangers: Strangers[socket.socket] = Strangers(
+            _HELLO_S, count_limit(_HELLO_LIMIT, descriptors, beside=size)
+        )
         self._sockets: dict[int, socket.socket] = {}
-        # For ranks that have not connected yet, or don't read as fast as they are told.
-        self._unsent: dict[int, bytearray] = {}
-        self._connecting = threading.Lock()  # of the two above; nothing blocks under it
+        self._early: dict[int, list[bytes]] = {}  # bodies for ranks that have not connected yet
+        self._unsent: dict[int, bytearray] = {}  # frames that ranks don't read as fast as told
+        # Of the three above, and of what is sealed: frames go in the order of their numbers. Nothing blocks under it.
+        self._connecting = threading.Lock()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = threading.Event()
@@ -228,37 +243,46 @@ class Hub:
     def publish(self, decision: Decision) -> None:
         """To all its members, rank 0 included if it is one. A rank that is gone is passed over."""
         body = _encoder.encode(decision)
-        frame = _LENGTH.pack(len(body)) + body
         members = decision.members or range(self._size)
         for rank in members:
             if rank != 0:
-                self._send(rank, frame)
+                self._send(rank, body)
         if 0 in members:
             # Last: with it, rank 0 may be done, and its process may end before the others have been told.
             self.own.put(decision)
 
-    def _send(self, rank: int, frame: bytes) -> None:
+    def _send(self, rank: int, body: bytes) -> None:
         """Never blocks: what a slow rank does not take waits for it, and nobody else waits."""
         with self._connecting:
             sock = self._sockets.get(rank)
-            waiting = self._unsent.get(rank)
-            if sock is not None and not waiting:
-                frame = frame[_sent(sock, frame) :]
-            if not frame:
+            if sock is None:
+                self._early.setdefault(rank, []).append(body)
                 return
-            if waiting is None:
-                waiting = self._unsent[rank] = bytearray()
-            waiting += frame
-        if sock is not None:
+            left_over = self._push(rank, sock, body)
+        if left_over:
             with contextlib.suppress(OSError):
                 self._waker.send(b"!")
+
+    def _push(self, rank: int, sock: socket.socket, body: bytes) -> bool:
+        """Sends what goes out at once. Whether some of it has to wait."""
+        wire = self._wires.get(sock)
+        if wire is None:
+            return False  # it is gone
+        frame = wire.frame_of(body)
+        if (waiting := self._unsent.get(rank)) is not None:
+            waiting += frame
+            return True
+        rest = frame[_sent(sock, frame) :]
+        if rest:
+            self._unsent[rank] = bytearray(rest)
+        return bool(rest)
 
     def _beat(self) -> None:
         """Says that this process runs to all that are not being told something anyway."""
         with self._connecting:
             for rank, sock in self._sockets.items():
-                if rank not in self._unsent and (rest := _BEAT[_sent(sock, _BEAT) :]):
-                    self._unsent[rank] = bytearray(rest)
+                if rank not in self._unsent:
+                    self._push(rank, sock, b"")
         self._send_more()
 
     def _send_more(self) -> None:
@@ -266,7 +290,7 @@ class Hub:
         with self._connecting:
             for rank, waiting in [*self._unsent.items()]:
                 sock = self._sockets.get(rank)
-                if sock is None or sock not in self._buffers:
+                if sock is None or sock not in self._wires:
                     continue
                 del waiting[: _sent(sock, waiting)]
                 events = selectors.EVENT_READ
@@ -300,7 +324,7 @@ class Hub:
                 raise
         finally:
             self._selector.close()
-            for sock in (*self._buffers, self._listener, self._woken, self._waker):
+            for sock in (*self._wires, self._listener, self._woken, self._waker):
                 sock.close()
 
     def _turn(self) -> None:
@@ -315,12 +339,12 @@ class Hub:
             else:
                 if events & selectors.EVENT_WRITE:
                     self._send_more()
-                if events & selectors.EVENT_READ and key.fileobj in self._buffers:
+                if events & selectors.EVENT_READ and key.fileobj in self._wires:
                     self._read(key.fileobj)
 
     def _look_around(self, now: float) -> None:
         self._look()
-        for sock in [s for s, until in self._strangers.items() if until < now]:
+        for sock in self._strangers.late(now):
             self._drop(sock)
         if self._deaf:
             self._deaf = False
@@ -337,15 +361,16 @@ class Hub:
                     self._deaf = True
                     self._selector.unregister(self._listener)
                 return
-            if len(self._strangers) >= _MOST_STRANGERS + self._size:
-                self._drop(next(iter(self._strangers)))
+            if (oldest := self._strangers.add(sock, time.monotonic())) is not None:
+                self._drop(oldest)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._buffers[sock] = bytearray()
-            self._strangers[sock] = time.monotonic() + _HELLO_S
+            self._wires[sock] = CalledWire(
+                _hellos, self._secret, mine=self._rules.nonce, limit=_HELLO_LIMIT
+            )
             self._selector.register(sock, selectors.EVENT_READ)
 
     def _read(self, sock: Any) -> None:
-        buffer = self._buffers[sock]
+        wire = self._wires[sock]
         try:
             part = sock.recv(_READ_BYTES)
         except OSError:
@@ -353,45 +378,35 @@ class Hub:
         if not part:
             self._drop(sock)
             return
-        buffer += part
+        wire.feed(part)
         try:
-            if sock in self._strangers:
-                self._greet(sock, buffer)
+            if sock in self._strangers and (hello := wire.next()) is not None:
+                self._greet(sock, hello.rank)
             if sock in self._ranks:
-                for body in _cut(buffer, _FRAME_LIMIT):
-                    self._offered(self._ranks[sock], _offers.decode(body))
-        except (
-            msgspec.MsgspecError,
-            UnicodeDecodeError,
-            RecursionError,
-            CollectiveFailed,
-            OSError,
-        ):
-            if sock in self._buffers:
+                for offer in wire.receive(b""):
+                    self._offered(self._ranks[sock], offer)
+        except (ProtocolError, CollectiveFailed, OSError):
+            if sock in self._wires:
                 self._drop(sock)
 
-    def _greet(self, sock: socket.socket, buffer: bytearray) -> None:
-        bodies = _cut(buffer, _HELLO_LIMIT, most=1)
-        if not bodies:
-            return
-        hello = msgspec.msgpack.decode(bodies[0], type=_Hello)
-        proof = _proof(self._secret, self._rules.nonce, self._generation, hello.rank)
-        if not hmac.compare_digest(proof, hello.proof) or not 0 < hello.rank < self._size:
-            self._drop(sock)
-            return
+    def _greet(self, sock: socket.socket, rank: int) -> None:
+        """It knows the secret. Raises ProtocolError where it is nobody who is missing."""
+        wire = self._wires[sock]
         with self._connecting:
-            if hello.rank in self._sockets:
-                self._drop(sock)
-                return
-            self._sockets[hello.rank] = sock
-        del self._strangers[sock]
-        self._ranks[sock] = hello.rank
+            if not 0 < rank < self._size or rank in self._sockets:
+                raise ProtocolError(f"rank {rank} is not awaited")
+            wire.expect(_offers, _FRAME_LIMIT)
+            self._strangers.remove(sock)
+            self._ranks[sock] = rank
+            self._sockets[rank] = sock
+            for body in self._early.pop(rank, []):
+                self._push(rank, sock, body)
         self._send_more()
 
     def _drop(self, sock: Any) -> None:
         self._selector.unregister(sock)
-        self._strangers.pop(sock, None)
-        self._buffers.pop(sock, None)
+        self._strangers.remove(sock)
+        self._wires.pop(sock, None)
         rank = self._ranks.pop(sock, None)
         sock.close()
         if rank is not None and not self._closed.is_set():
@@ -417,7 +432,7 @@ class Hub:
             self._thread.join(2 * LOOK_S)
 
     def close_sockets(self) -> None:
-        for held in (self._listener, self._woken, self._waker, *list(self._buffers)):
+        for held in (self._listener, self._woken, self._waker, *list(self._wires)):
             held.close()
         self._selector.close()
 
@@ -430,25 +445,3 @@ def _sent(sock: socket.socket, data: bytes | bytearray) -> int:
         return 0
     except OSError:
         return len(data)  # whoever reads from it learns that it is gone
-
-
-def _cut(buffer: bytearray, limit: int, most: int = 1 << 30) -> list[bytes]:
-    """The bodies of the frames that are complete; takes them out of the buffer. Raises CollectiveFailed."""
-    bodies: list[bytes] = []
-    at = 0
-    while len(bodies) < most and len(buffer) - at >= 4:
-        (length,) = _LENGTH.unpack_from(buffer, at)
-        if length > limit:
-            raise CollectiveFailed(f"a frame of {length} bytes; the limit is {limit}")
-        if len(buffer) - at < 4 + length:
-            break
-        bodies.append(bytes(buffer[at + 4 : at + 4 + length]))
-        at += 4 + length
-    if at:
-        del buffer[:at]
-    return bodies
-
-
-def _proof(secret: bytes, nonce: bytes, generation: int, rank: int) -> bytes:
-    text = b"hvd-elastic negotiation|%d|%d|" % (generation, rank) + nonce
-    return hmac.digest(secret, text, hashlib.sha256)

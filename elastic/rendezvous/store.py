@@ -1,38 +1,37 @@
 """Where the ranks of one generation swap addresses. One exchange per group, one short connection per exchange.
 
 Rank 0 serves it on a socket that it bound before it said ready, on the data plane's interface only. Every rank sends
-(key, rank, size, blob); when all have, each is sent all blobs. Requests and replies are signed with the job's secret
-and carry the generation, so neither a stranger nor a rank of another generation can take part. torch's TCPStore is not
-used for this: it can't be aborted while it connects, lets anyone write, and needs 2 round trips per rank.
+(key, rank, size, blob); when all have, each is sent all blobs. Both are sealed frames (`elastic.protocol.framing`) and
+carry the generation, so neither a stranger nor a rank of another generation can take part. torch's TCPStore is not used
+for this: it can't be aborted while it connects, lets anyone write, and needs 2 round trips per rank.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import os
+import resource
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from elastic.errors import CollectiveFailed
-from elastic.protocol.messages import Address
+from elastic.protocol.framing import NONCE_BYTES, CalledWire, Wire, derived
+from elastic.protocol.messages import Address, ProtocolError
+from elastic.protocol.strangers import Strangers, count_limit
 
 _REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
-_MOST_STRANGERS = 512  # connections that have not proved to be of this job; 0.1 GB at worst
 _REPLY_LIMIT = 1 << 30
+_READ_BYTES = 1 << 16
 RETRY_S = 0.02  # between attempts to reach a store that is not up yet
 _FETCH = 0  # the size in a request for what rank 0 provides by itself
 _AWAITED = ""  # the key of what it always provides
-_HEAD = struct.Struct("!I32s")  # length of the body, HMAC-SHA256 of it
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -40,15 +39,17 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     key: str
     rank: int
     size: int
-    nonce: bytes
     blob: bytes
 
 
 class _Reply(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     key: str
-    nonce: bytes
     blobs: list[bytes]
+
+
+_requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
+_replies: msgspec.msgpack.Decoder[_Reply] = msgspec.msgpack.Decoder(_Reply)
 
 
 class StoreListener:
@@ -137,14 +138,12 @@ class Store:
             call.abort()
         try:
             call.connect(self.address, min(deadline, began + self._timeout_s))
-            nonce = os.urandom(16)
-            request = _Request(self.generation, key, rank, size, nonce, blob)
-            call.send(_signed(self._secret, msgspec.msgpack.encode(request)))
-            reply = msgspec.msgpack.decode(call.receive(self._secret, deadline), type=_Reply)
-            if (reply.generation, reply.key, reply.nonce) != (self.generation, key, nonce):
-                raise OSError("the reply belongs to another exchange")
+            request = _Request(self.generation, key, rank, size, blob)
+            reply = call.ask(request, derived(self._secret, "store", self.generation), deadline)
+            if (reply.generation, reply.key) != (self.generation, key):
+                raise ProtocolError("the reply belongs to another exchange")
             return reply.blobs
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ProtocolError) as error:
             if call.aborted:
                 raise CollectiveFailed(
                     f"aborted while waiting for {awaited}", aborted=True
@@ -231,29 +230,21 @@ class Call:
         if self._aborted.is_set():
             raise OSError("aborted")
 
-    def send(self, data: bytes) -> None:
+    def ask(self, request: _Request, secret: bytes, deadline: float) -> _Reply:
+        """Raises OSError and ProtocolError."""
         assert self._socket is not None
-        self._socket.sendall(data)
-
-    def receive(self, secret: bytes, deadline: float) -> bytes:
-        length, signature = _HEAD.unpack(self._exactly(_HEAD.size, deadline))
-        if length > _REPLY_LIMIT:
-            raise OSError(f"a reply of {length} bytes")
-        body = self._exactly(length, deadline)
-        if not hmac.compare_digest(signature, _digest(secret, body)):
-            raise OSError("the reply is not signed with this job's secret")
-        return body
-
-    def _exactly(self, count: int, deadline: float) -> bytes:
-        assert self._socket is not None
-        data = bytearray()
-        while len(data) < count:
+        nonce = os.urandom(NONCE_BYTES)
+        wire = Wire(_replies)
+        wire.seal(secret, mine=nonce, theirs=b"", caller=True, limit=_REPLY_LIMIT)
+        self._socket.sendall(nonce + wire.frame_of(msgspec.msgpack.encode(request)))
+        while (reply := wire.next()) is None:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            part = self._socket.recv(count - len(data))
+            part = self._socket.recv(_READ_BYTES)
             if not part:
                 raise OSError("the connection was closed")
-            data += part
-        return bytes(data)
+            wire.feed(part)
+        assert isinstance(reply, _Reply)
+        return reply
 
     def abort(self) -> None:
         """Wakes whoever is inside a system call. Any thread, any number of times, never blocks."""
@@ -273,8 +264,7 @@ class Call:
 class _Peer:
     """A connection to the server that has not been answered yet."""
 
-    since: float
-    data: bytearray = field(default_factory=bytearray)
+    wire: Wire
     request: _Request | None = None
 
 
@@ -291,7 +281,7 @@ class _Server:
     ) -> None:
         self._listener = listener
         self._generation = generation
-        self._secret = secret
+        self._secret = derived(secret, "store", generation)
         self._timeout_s = timeout_s
         self._closed = False
         self.provided: dict[str, Callable[[], list[bytes]]] = {
@@ -299,6 +289,10 @@ class _Server:
         } | provided
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, _Peer] = {}
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._strangers: Strangers[socket.socket] = Strangers(
+            timeout_s, count_limit(_REQUEST_LIMIT, descriptors)
+        )
         self._groups: dict[tuple[str, int], dict[int, socket.socket]] = {}
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -337,48 +331,42 @@ class _Server:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            strangers = [each for each, peer in self._peers.items() if peer.request is None]
-            if len(strangers) >= _MOST_STRANGERS:
-                self._drop(strangers[0])
+            if (oldest := self._strangers.add(sock, time.monotonic())) is not None:
+                self._drop(oldest)
             sock.setblocking(False)
-            self._peers[sock] = _Peer(time.monotonic())
+            self._peers[sock] = _Peer(CalledWire(_requests, self._secret, limit=_REQUEST_LIMIT))
             self._selector.register(sock, selectors.EVENT_READ)
 
     def _read(self, sock: Any) -> None:
         peer = self._peers[sock]
         try:
-            part = sock.recv(65536)
+            part = sock.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        peer.data += part
         if not part or peer.request is not None:  # gone, or speaking out of turn
             self._drop(sock)
             return
-        if len(peer.data) < _HEAD.size:
-            return
-        length, signature = _HEAD.unpack_from(peer.data)
-        if length > _REQUEST_LIMIT:
-            self._drop(sock)
-        elif len(peer.data) >= _HEAD.size + length:
-            body = bytes(peer.data[_HEAD.size : _HEAD.size + length])
-            peer.request = self._verified(body, signature)
-            if peer.request is None:
-                self._drop(sock)
-            else:
-                self._collect(sock, peer.request)
-
-    def _verified(self, body: bytes, signature: bytes) -> _Request | None:
-        if not hmac.compare_digest(signature, _digest(self._secret, body)):
-            return None
+        peer.wire.feed(part)
         try:
-            request = msgspec.msgpack.decode(body, type=_Request)
-        except msgspec.MsgspecError:
-            return None
+            request = peer.wire.next()
+        except ProtocolError:
+            self._drop(sock)
+            return
+        if request is None:
+            return
+        if self._belongs_here(request):
+            peer.request = request
+            self._strangers.remove(sock)
+            self._collect(sock, request)
+        else:
+            self._drop(sock)
+
+    def _belongs_here(self, request: _Request) -> bool:
         fetches = request.size == _FETCH and request.key in self.provided
         here = request.rank >= 0 and (fetches or request.rank < request.size)
-        return request if here and request.generation == self._generation else None
+        return here and request.generation == self._generation
 
     def _collect(self, sock: socket.socket, request: _Request) -> None:
         if request.size == _FETCH:
@@ -401,18 +389,19 @@ class _Server:
             self._answer(each, asked, blobs)
 
     def _answer(self, sock: socket.socket, request: _Request, blobs: list[bytes]) -> None:
-        reply = _Reply(self._generation, request.key, request.nonce, blobs)
+        reply = _Reply(self._generation, request.key, blobs)
+        frame = self._peers[sock].wire.frame_of(msgspec.msgpack.encode(reply))
         with contextlib.suppress(OSError):
             sock.settimeout(1.0)  # a frozen peer with a full buffer must not hold up the others
-            sock.sendall(_signed(self._secret, msgspec.msgpack.encode(reply)))
+            sock.sendall(frame)
         self._drop(sock)
 
     def _drop_silent(self, now: float) -> None:
-        for sock, peer in list(self._peers.items()):
-            if peer.request is None and now - peer.since > self._timeout_s:
-                self._drop(sock)
+        for sock in self._strangers.late(now):
+            self._drop(sock)
 
     def _drop(self, sock: socket.socket) -> None:
+        self._strangers.remove(sock)
         peer = self._peers.pop(sock, None)
         if peer is None:
             return
@@ -427,13 +416,5 @@ class _Server:
         sock.close()
 
 
-def _signed(secret: bytes, body: bytes) -> bytes:
-    return _HEAD.pack(len(body), _digest(secret, body)) + body
-
-
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _digest(secret: bytes, body: bytes) -> bytes:
-    return hmac.digest(secret, b"hvd-elastic store|" + body, hashlib.sha256)

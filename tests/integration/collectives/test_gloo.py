@@ -266,7 +266,7 @@ def until_asked(before: set[threading.Thread]) -> None:
     """Returns once a thread that connects a group waits for the store's answer."""
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
-        if any(stacked(each, "receive") for each in set(threading.enumerate()) - before):
+        if any(stacked(each, "ask") for each in set(threading.enumerate()) - before):
             return
         time.sleep(0.002)
     raise AssertionError("no group was being built")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -170,6 +171,7 @@ def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ra
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
     monkeypatch.setattr(transport, "BEAT_S", 0.1)
+    monkeypatch.setattr(transport, "count_limit", lambda *limits, beside: 16)
     listener = listen("127.0.0.1")
     rules = rules_of(listener, FusionLimits())
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -215,8 +217,57 @@ def test_strangers_are_heard_of_by_nobody_and_do_no_harm(hub):
     crowd[0].sendall(b"\xff" * 64)  # no frame of any length that is allowed
     hub.peers[1].send(Offer(ALL, 0, b"\x02"))
     assert hub.heard.get(timeout=5) == (1, Offer(ALL, 0, b"\x02"))
-    assert len(hub.hub._strangers) <= 64 + 3
+    assert len(hub.hub._strangers.all()) <= 16
     for each in crowd:
+        each.close()
+
+
+@pytest.mark.parametrize("towards", ["rank 0", "rank 2"])
+def test_whoever_changes_a_byte_on_the_way_ends_the_connection_and_is_not_believed(towards):
+    """A man in the middle: what he passes on is heard, what he changes is not."""
+    listener = listen("127.0.0.1")
+    rules = rules_of(listener, FusionLimits())
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    made = Hub(
+        listener,
+        rules,
+        size=2,
+        generation=7,
+        secret=b"secret",
+        offered=lambda rank, offer: heard.put((rank, offer)),
+        left=lambda rank: heard.put((rank, "left")),
+        look=lambda: None,
+        died=lambda why: heard.put((0, why)),
+    )
+    made.start()
+    middle = socket.create_server(("127.0.0.1", 0))
+    through = msgspec.structs.replace(rules, port=middle.getsockname()[1])
+    peer = Peer(through, 1, 7, b"secret")
+    near, _ = middle.accept()
+    far = socket.create_connection((rules.host, rules.port), 5)
+
+    def passed_on(source: socket.socket, sink: socket.socket, spoilt: bool) -> None:
+        data = bytearray(source.recv(65536))
+        data[-20] ^= spoilt
+        sink.sendall(data)
+
+    passed_on(near, far, False)  # hello
+    peer.send(Offer(ALL, 0, b"\x01"))
+    passed_on(near, far, False)
+    assert heard.get(timeout=5) == (1, Offer(ALL, 0, b"\x01"))
+    made.publish(Decision(ALL, 0, b"first"))
+    passed_on(far, near, False)
+    assert peer.receive()[0].known == b"first"
+    if towards == "rank 0":
+        peer.send(Offer(ALL, 0, b"\x02"))
+        passed_on(near, far, True)
+        assert heard.get(timeout=5) == (1, "left")
+    else:
+        made.publish(Decision(ALL, 0, b"second"))
+        passed_on(far, near, True)
+        with pytest.raises(CollectiveFailed, match="seal"):
+            peer.receive()
+    for each in (peer, made, near, far, middle):
         each.close()
 
 

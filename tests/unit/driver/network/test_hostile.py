@@ -27,7 +27,7 @@ from elastic.driver.monitoring.metrics import Metrics
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network import connection
 from elastic.driver.network import server as server_module
-from elastic.driver.network.server import Server, strangers_limit
+from elastic.driver.network.server import Server
 from elastic.driver.processes.console import Console
 from elastic.errors import Invalid
 from elastic.protocol import framing, messages
@@ -118,14 +118,14 @@ def _found(part, tally, what: str) -> None:
 
 
 def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
-    monkeypatch.setattr(server_module, "strangers_limit", lambda most: 8)
+    monkeypatch.setattr(server_module, "count_limit", lambda *limits: 8)
 
     @conversation
     async def talk(driver):
         strangers = [await Peer.reach(driver.address) for _ in range(30)]
         await driver.worker(A)
         await driver.worker(B)
-        assert len(driver.server._unknown) <= 8
+        assert len(driver.server._strangers.all()) <= 8
         assert await strangers[0].hear() is not None  # its challenge
         assert await strangers[0].hear() is None  # the oldest gave way
         latest = strangers[-1]
@@ -135,13 +135,6 @@ def test_a_full_house_of_strangers_keeps_no_worker_out(monkeypatch):
         assert len(driver.log) == 1 and "too many others came" in driver.log[0]
 
     talk()
-
-
-def test_strangers_leave_descriptors_for_those_that_belong_here(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    assert strangers_limit(4096) == 256
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
-    assert strangers_limit(4096) == 4096
 
 
 def test_who_drips_is_closed_in_time(monkeypatch):
@@ -449,7 +442,7 @@ def test_a_handshake_that_stalls_is_closed_in_time_and_costs_no_entry(tmp_path, 
                 await asyncio.wait_for(reader.read(), 10.0)
             writer.close()
             assert told in log[-1], (said[:10], log)
-            assert not server._unknown
+            assert not server._strangers.all()
         await server.close()
 
     asyncio.run(talk())
