@@ -144,6 +144,7 @@ class WorkerSpent(Event):
     generation: int
     times: Times
     doing: Part
+    commit: Commit | None = None
 
 
 class WorkerFrozen(Event):

@@ -258,6 +258,7 @@ def make_job(
         journal=_writable_file(options.journal),
         summary=options.summary,
         metrics=_metrics(options),
+        dashboard=_dashboard(options.dashboard),
         preemption=_preemption(options),
         preload=_preload(options),
         output_dir=_writable_dir(options.output_filename),
@@ -359,6 +360,19 @@ def _metrics(options: Options) -> tuple[str, int] | None:
     if options.metrics_port > 65535:
         raise Invalid(f"--metrics-port {options.metrics_port} is no port; give 1 to 65535")
     return _given(options.metrics_host, "127.0.0.1"), options.metrics_port
+
+
+def _dashboard(text: str | None) -> tuple[str, int] | None:
+    """Address and port; an address without brackets is one of IPv4, or a name. Raises Invalid."""
+    if text is None:
+        return None
+    address, _, port = text.rpartition(":")
+    bare = address.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or int(port) > 65535 or (":" in address and bare == address):
+        raise Invalid(
+            f"--dashboard {text} is no [ADDRESS]:PORT; give one, as in :8080 or 10.0.0.5:8080"
+        )
+    return bare or "127.0.0.1", int(port)
 
 
 def _is_elastic(options: Options) -> bool:

@@ -78,6 +78,7 @@ class Options:
     summary: bool = False
     metrics_port: int | None = None
     metrics_host: str | None = None
+    dashboard: str | None = None
     log_level: str | None = None
     verbose: bool = False
     config_file: str | None = None
@@ -499,6 +500,15 @@ def _add_output(add: Group) -> None:
         "Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics.",
     )
     add("--metrics-host", "ADDRESS", str, "Serve them on this address, to whoever reaches it.")
+    add(
+        "--dashboard",
+        "[ADDRESS]:PORT",
+        str,
+        "Serve a live page of the job at http://127.0.0.1:PORT/; on another address only to who has the link that is"
+        " shown at the start, which holds a token (default: ELASTIC_DASHBOARD, or no page).",
+        variable="ELASTIC_DASHBOARD",
+        keys=("dashboard.address",),
+    )
     add(
         "--log-level",
         "LEVEL",

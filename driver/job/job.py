@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -54,9 +55,15 @@ class Job:
     journal: str | None = None  # can be written to
     summary: bool = False  # say at the end how the time went
     metrics: tuple[str, int] | None = None  # address and port to serve them on
+    dashboard: tuple[str, int] | None = None  # the same, of the live page
     log_level: str = "INFO"  # one of flags.LOG_LEVELS
     log_timestamps: bool = True  # in the driver's own lines
     notes: list[tuple[str, str]] = field(default_factory=list)  # level and line, to be said once
+
+    @property
+    def name(self) -> str:
+        """By which commands find it."""
+        return f"job-{os.getpid()}" if self.fleet is None else self.fleet.name
 
 
 async def first_hosts(job: Job, log: Log) -> dict[str, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +16,15 @@ from typing import TYPE_CHECKING
 
 from elastic.driver.events import Action, Event
 from elastic.driver.job.job import Job
+from elastic.driver.monitoring.dashboard import page_server
+from elastic.driver.monitoring.dashboard.http_requests import Guard
+from elastic.driver.monitoring.dashboard.live_page import LivePage
+from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.time_spent import TimeSpent, summary
 from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.network.choose_address import is_loopback
+from elastic.driver.network.secret import derived
 from elastic.driver.processes.console import Console, is_terminal, write_both
 from elastic.driver.processes.output import Output
 from elastic.protocol.messages import Place, Worker
@@ -46,6 +55,7 @@ class Surroundings:
     tracing: Tracing
     metrics: Metrics | None
     spent: TimeSpent | None  # for a summary at the end
+    page: LivePage
     place_of: Callable[[Worker], Place | None]
 
     level: str  # of the console
@@ -53,6 +63,7 @@ class Surroundings:
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
         """A worker has reported something; ``reported`` is whoever else hears it."""
+        self.page.reported(report)
         if self.metrics is not None:
             self.metrics.report(report)
         if reported is not None:
@@ -60,6 +71,7 @@ class Surroundings:
 
     def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
         """``now``: by the clock of the journal."""
+        self.page.noted(event, actions, now)
         if self.spent is not None:
             self.spent.note(event, actions, now)
         if self.metrics is not None:
@@ -71,12 +83,21 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
     """Says the job's notes. Raises Invalid or OSError where a file or a port can't be had."""
     found: list[Surroundings] = []
     stdout, stderr = job.streams or write_both(sys.stdout, sys.stderr)
+    page = LivePage(
+        PageModel(
+            name=job.name,
+            command=job.command,
+            least=job.settings.workers_min,
+            most=job.settings.workers_max,
+        )
+    )
     output = Output(
         place_of=lambda worker: found[0].place_of(worker) if found else None,
         stdout=stdout,
         stderr=stderr,
         timestamps=job.prefix_timestamps,
         folder=Path(job.output_dir) if job.output_dir else None,
+        heard=page.printed,
     )
     level = _LEVELS[job.log_level]
     console = Console(
@@ -84,6 +105,7 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
         level=level,
         colour=job.streams is None and is_terminal(sys.stderr),
         timestamps=job.log_timestamps,
+        heard=page.said,
     )
     metrics: Metrics | None = None
     wait_s: float | None = STOPPED_S  # also where an exception ends it
@@ -103,7 +125,9 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
             host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
             console("info", f"metrics are at http://{host}:{metrics.port}/metrics")
         spent = TimeSpent() if job.summary else None
-        around = Surroundings(console, output, tracing, metrics, spent, lambda worker: None, level)
+        around = Surroundings(
+            console, output, tracing, metrics, spent, page, lambda worker: None, level
+        )
         found.append(around)
         yield around
         if not found[0].stopped:
@@ -113,8 +137,32 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
             console("info", "\n".join(summary(found[0].spent)))
         if metrics is not None:
             metrics.close()
+        page.close()
         with _ctrl_c_ends_it():
             output.close(STOPPED_S if _asked_to_end() else wait_s)
+
+
+async def serve_page(job: Job, around: Surroundings) -> None:
+    """The live page, where it is wanted; its link is shown once. Raises Invalid."""
+    if job.dashboard is None:
+        await around.page.serve(None)
+        return
+    address, port = job.dashboard
+    listening = page_server.bound(address, port)
+    own, port = listening.getsockname()[:2]
+    token = "" if is_loopback(own) else page_token(job)
+    guard = Guard(token, {"localhost", address.lower(), socket.gethostname().lower()})
+    await around.page.serve(PageServer(around.page.model, listening, guard))
+    host = socket.gethostname() if own in ("0.0.0.0", "::") else address
+    host = f"[{host}]" if ":" in host else host
+    around.console("info", f"the page of this job: http://{host}:{port}/{token and '#'}{token}")
+
+
+def page_token(job: Job) -> str:
+    """Whoever has it may read the page. The next driver of a job that has a secret of its own has the same."""
+    if job.fleet is None or not job.fleet.given_secret:
+        return secrets.token_hex(16)
+    return derived(job.fleet.secret, "dashboard").hex()[:32]
 
 
 def _asked_to_end() -> bool:

@@ -10,7 +10,7 @@ from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.job import loop
 from elastic.driver.job.job import Job, first_hosts, script_discovery
-from elastic.driver.job.job_io import Surroundings, surroundings
+from elastic.driver.job.job_io import Surroundings, serve_page, surroundings
 from elastic.driver.job.multi_host_plan import FleetPlan
 from elastic.driver.journal.entries import header_of
 from elastic.driver.journal.file import FileArchive, FileJournal
@@ -45,6 +45,7 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
     """
     this_host = this_host or ThisHost()
     with surroundings(job) as around:
+        await serve_page(job, around)
         fleet = job.fleet
         known = None
         if job.script is not None:

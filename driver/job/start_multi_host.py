@@ -222,6 +222,7 @@ class _Run:
             leaves=self._leave if plan.left_by_sigterm else None,
         )
         if past is not None:
+            self._show_adopted()
             count = len(past.membership.roster)
             self.log(
                 "info",
@@ -392,6 +393,14 @@ class _Run:
         """All train, and nobody has to be found again, or must be gone soon: a snapshot of many workers takes long."""
         membership = self.membership
         return membership.phase is Phase.TRAINING and membership.roster.first_exit_by() is None
+
+    def _show_adopted(self) -> None:
+        membership = self.membership
+        found = {}
+        for worker, standing in membership.roster.items():
+            place = membership.place_of(worker)
+            found[worker] = standing.pid, None if place is None else place.rank
+        self.around.page.adopted(found, membership.generation)
 
     def _adopted(self, clock_offset: float) -> loop.Adopted | None:
         if self.past is None:

@@ -346,6 +346,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "Patience": {"_restarts": 0},
     "Gathering": {"anew": False},
     "WorkerRaised": {"final": False},
+    "WorkerSpent": {"commit": None},
     "HostReported": {"notice": None},
     "Standing": {"noticed": False, "stands_by": False},
     "Workforce": {"spare": 0},

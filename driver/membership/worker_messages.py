@@ -49,8 +49,8 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerProgressed(worker, generation, entered, inside, waited_s, phase, gpu)
         case messages.Pace(generation, collectives, waited_s, over_s, commits, commit):
             return WorkerPaced(worker, generation, collectives, waited_s, over_s, commits, commit)
-        case messages.TimeSpent(generation, times, doing):
-            return WorkerSpent(worker, generation, times, doing)
+        case messages.TimeSpent(generation, times, doing, commit):
+            return WorkerSpent(worker, generation, times, doing, commit)
         case messages.Digested(generation, commit, digest, buffers, samples, epoch):
             return WorkerDigested(worker, generation, commit, digest, buffers, samples, epoch)
         case messages.Raised(generation, commit, summary, traceback, hardware, final):

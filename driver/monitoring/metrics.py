@@ -40,6 +40,7 @@ from elastic.driver.events import (
     WorkerPaced,
     WorkerReady,
     WorkerReturned,
+    WorkerSpent,
 )
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.monitoring.time_spent import TimeSpent
@@ -147,7 +148,7 @@ class Figures:
                 self._committed(commit)
             case WorkerReturned(worker):
                 self._move(worker, "returned")
-            case WorkerDigested(_, _, commit):
+            case WorkerDigested(commit=commit) | WorkerSpent(commit=commit):
                 self._committed(commit)
             case WorkerPaced():
                 self._paced(event)

@@ -186,7 +186,10 @@ def _plain(line: str) -> str:
 
 
 class Console:
-    """The driver's own lines: ``elastic | 12:01:33 | text``. Call it with a level and a text of one or more lines."""
+    """The driver's own lines: ``elastic | 12:01:33 | text``. Call it with a level and a text of one or more lines.
+
+    ``heard`` is somebody else who is told of all that are shown.
+    """
 
     def __init__(
         self,
@@ -196,8 +199,10 @@ class Console:
         colour: bool = False,
         timestamps: bool = True,
         clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
+        heard: Callable[[str, str], None] = lambda level, text: None,
     ) -> None:
         self._put = put
+        self._heard = heard
         self._timestamps = timestamps
         self._least = LEVELS[level]
         self._colour = colour
@@ -213,3 +218,4 @@ class Console:
         if self._colour and (code := COLOURS[level]):
             lines = [f"\x1b[{code}m{line}\x1b[0m" for line in lines]
         self._put("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+        self._heard(level, text)

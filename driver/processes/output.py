@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic.driver.processes.console import Write, WriterThread
 from elastic.driver.processes.stderr_tail import Tails
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Place, Worker
+
+Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]  # who, its name, lines
 
 LINE_LIMIT = 64 * 1024  # bytes; a longer line is passed on in pieces
 REMIND_S = 5.0  # at the end, until a line says that output is not taken
@@ -29,6 +31,7 @@ class Output:
     """The sink of all workers' output. ``stdout`` and ``stderr`` write to the driver's own streams.
 
     ``place_of`` gives a worker's present place, if it has one; ``failed`` is told once when a stream cannot be written.
+    ``heard`` is somebody else who is told of all lines.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class Output:
         timestamps: bool = False,
         folder: Path | None = None,
         clock: Callable[[], str] = lambda: time.strftime("%Y-%m-%d %H:%M:%S"),
+        heard: Heard = lambda worker, name, stream, lines: None,
     ) -> None:
         self._place_of = place_of
+        self._heard = heard
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
         out = WriterThread("stdout", failed)
         # In one queue where both lead to the same place: the reason why a worker ended comes after what it printed.
@@ -117,6 +122,7 @@ class Output:
         prefix = f"{stamp}[{name}] ".encode()
         lines = b"".join(_prefixed(prefix, piece) for piece in pieces)
         self._writers[stream].put(self._write[stream], lines)
+        self._heard(worker, name, stream, pieces)
         if self._folder is not None:
             home = f"{worker.host}.{worker.slot}" if place is None else f"rank.{place.rank}"
             path = self._folder / home.replace("/", "_") / stream

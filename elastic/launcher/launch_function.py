@@ -51,6 +51,7 @@ def launch(
     begin_from: str | None = None,
     fresh: bool = False,
     summary: bool = False,
+    dashboard: str | None = None,
     log_level: str | None = None,
     verbose: bool = False,
     env: Mapping[str, str] | None = None,
@@ -104,6 +105,7 @@ def launch(
         "--preemption": preemption,
         "--preload": preload,
         "--from": begin_from,
+        "--dashboard": dashboard,
         "--log-level": log_level,
     }
     for flag, value in given.items():

@@ -270,6 +270,7 @@ class TimeSpent(Message):
     generation: int
     times: Times
     doing: Part  # now
+    commit: Commit | None = None  # the newest, of those that all agree on
 
 
 class Digested(Message):

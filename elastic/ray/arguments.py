@@ -63,6 +63,7 @@ class Limits:
     fresh: bool = False
     standbys: int | None = None
     summary: bool = False
+    dashboard: str | None = None
     verbose: bool = False
     flags: tuple[str, ...] = field(default=())  # further ones of elasticrun
 
@@ -86,6 +87,7 @@ class Limits:
             "--preload": self.preload,
             "--standbys": self.standbys,
             "--from": self.begin_from,
+            "--dashboard": self.dashboard,
         }
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
         if self.cooldown_range is not None:

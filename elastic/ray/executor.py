@@ -56,6 +56,7 @@ def run(
     fresh: bool = False,
     standbys: int | None = None,
     summary: bool = False,
+    dashboard: str | None = None,
     verbose: bool = False,
 ) -> Result:
     """Calls ``train_fn(config)``, or ``train_fn()`` without one, on workers of a Ray cluster, and waits for the end.
@@ -101,6 +102,7 @@ def run(
         fresh=fresh,
         standbys=standbys,
         summary=summary,
+        dashboard=dashboard,
         verbose=verbose,
     ) as executor:
         if not callable(train_fn):
@@ -180,6 +182,7 @@ class Executor:
         fresh: bool = False,
         standbys: int | None = None,
         summary: bool = False,
+        dashboard: str | None = None,
         verbose: bool = False,
     ) -> None:
         """Checks the arguments; nothing is started. ``num_hosts``: exactly so many nodes, evenly. Raises Invalid."""
@@ -209,6 +212,7 @@ class Executor:
             fresh=fresh,
             standbys=standbys,
             summary=summary,
+            dashboard=dashboard,
             verbose=verbose,
         )
         arguments.check_limits(self._limits, elastic=self._wanted.elastic)

@@ -24,6 +24,7 @@ from elastic.runtime.session import Session
 from elastic.runtime.worlds import DriverWorlds
 
 SPENT_S = 30.0  # between two words about how this worker's time went, while nothing changes
+FIRST_SPENT_S = 5.0  # ... of rank 0, which also says for all how far they are
 
 
 class LinkThread:
@@ -99,7 +100,8 @@ class LinkThread:
         generation, told_at = self._spent_told
         trains = session.account.part in ("training", "committing", "data")
         came_in = trains and session.recovery.generation != generation
-        if came_in or now - told_at >= SPENT_S:
+        leads = session.recovery.phase is Phase.TRAINING and session.recovery.place.rank == 0
+        if came_in or now - told_at >= (FIRST_SPENT_S if leads else SPENT_S):
             self._spent_told = session.recovery.generation, now
             session.send(self.time_spent())
 
@@ -107,7 +109,9 @@ class LinkThread:
         """Up to now."""
         account = self._session.account
         part, times = account.part, account.times(time.monotonic())
-        return messages.TimeSpent(self._session.recovery.generation, times, part)
+        recovery = self._session.recovery
+        commit = recovery.agreed() if recovery.phase is Phase.TRAINING else None
+        return messages.TimeSpent(recovery.generation, times, part, commit)
 
     def receive(self, message: Message) -> None:
         """Whatever the driver says."""

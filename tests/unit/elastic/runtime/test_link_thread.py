@@ -9,11 +9,12 @@ import pytest
 
 from elastic.monitoring.tracing import TraceSession
 from elastic.protocol import messages
-from elastic.protocol.messages import Address, Place, StandBy, TimeSpent, World
+from elastic.protocol.messages import Address, Commit, Place, StandBy, TimeSpent, World
 from elastic.rendezvous import environment
 from elastic.runtime import link_thread
-from elastic.runtime.link_thread import SPENT_S, LinkThread
+from elastic.runtime.link_thread import FIRST_SPENT_S, SPENT_S, LinkThread
 from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
 from elastic.runtime.worlds import DriverWorlds
 
@@ -51,8 +52,8 @@ class Worker:
         self.session.update(lambda recovery: recovery.wait_for_world(STORE, "x"))
         self.session.phases.mark("ready", self.clock.now)
 
-    def world(self, generation: int) -> None:
-        place = Place(0, 2, 0, 2, 0, 1)
+    def world(self, generation: int, rank: int = 0) -> None:
+        place = Place(rank, 2, rank, 2, 0, 1)
         self.thread.receive(World(generation, place, STORE, 0, None, "because"))
 
     def passes(self, seconds: float) -> list[TimeSpent]:
@@ -105,3 +106,16 @@ def test_nothing_new_is_said_now_and_then(worker):
     assert worker.passes(SPENT_S - 1.0) == []
     assert len(worker.passes(1.0)) == 1
     assert worker.passes(SPENT_S - 1.0) == []
+
+
+@pytest.mark.parametrize(("rank", "every_s"), [(0, FIRST_SPENT_S), (1, SPENT_S)])
+def test_rank_0_says_often_how_far_all_are(worker, rank, every_s):
+    worker.waits()
+    worker.world(3, rank)
+    worker.session.account.begin("training", worker.clock.now)
+    worker.session.recovery.newest = Commit(3, 7)
+    worker.session.recovery.phase = Phase.TRAINING
+    worker.passes(1.0)
+    assert worker.passes(every_s - 1.0) == []
+    [said] = worker.passes(1.0)
+    assert said.commit == Commit(3, 7)

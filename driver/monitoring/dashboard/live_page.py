@@ -1,0 +1,96 @@
+"""Keeps the page of a running job up to date, and serves it where that was asked for. Acts; `page_model` decides.
+
+It is told what happens from the event loop's thread; lines of the log may come from any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from elastic.driver.events import Action, Event
+from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.monitoring.dashboard.page_server import PageServer
+from elastic.driver.sinks import Stream
+from elastic.protocol.messages import Worker
+from elastic.protocol.report_values import Report
+
+
+class LivePage:
+    """Of one job."""
+
+    def __init__(self, model: PageModel) -> None:
+        self.model = model
+        self._server: PageServer | None = None
+        self._epoch: float | None = None  # what the journal's clock has to be added to
+        self._thread = threading.get_ident()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, server: PageServer | None) -> None:
+        """From here on, to whoever may look; None: to nobody, but the model is kept."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._server = server
+        if server is not None:
+            await server.open()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    # ---- what happens ----------------------------------------------------------------------------------------------
+
+    def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        """``now``: by the clock of the journal, which never jumps."""
+        if self._epoch is None:
+            self._epoch = time.time() - now
+        self.model.note(event, actions, self._epoch + now)
+        self._changed()
+
+    def adopted(self, workers: Mapping[Worker, tuple[int, int | None]], generation: int) -> None:
+        """See `PageModel.adopt`."""
+        self.model.adopt(workers, generation, time.time())
+
+    def reported(self, report: Report) -> None:
+        self.model.report(report.rank, report.metrics, time.time())
+        self._changed()
+
+    def said(self, level: str, text: str) -> None:
+        """A line of the driver's own log."""
+        self._in_loop(level, "", text.splitlines() or [""])
+
+    def printed(self, worker: Worker, who: str, stream: Stream, pieces: Sequence[bytes]) -> None:
+        """Lines of a worker, which is called ``who`` in front of them."""
+        if stream == "stderr" and self.model.expects_stack(worker):
+            for piece in pieces:
+                self.model.stderr(worker, _text(piece), time.time())
+        now = time.time()
+        for index, piece in enumerate(pieces):
+            if not self.model.has_room(now):
+                self.model.leave_out(len(pieces) - index)
+                break
+            if text := _text(piece):
+                self.model.line(stream, who, text, now)
+        self._changed()
+
+    def _in_loop(self, level: str, who: str, lines: Sequence[str]) -> None:
+        if threading.get_ident() != self._thread:
+            if self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # it is closed
+                    self._loop.call_soon_threadsafe(self._in_loop, level, who, lines)
+            return
+        for line in lines:
+            self.model.line(level, who, line, time.time())
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._server is not None:
+            self._server.changed()
+
+
+def _text(piece: bytes) -> str:
+    return piece.decode(errors="replace").rstrip("\r\n")

@@ -1,0 +1,409 @@
+"""What the live page of a job shows, from the same events and decisions that the journal holds. Pure.
+
+`PageModel` is told what happens, and says what has changed since it was asked last; `page_state` has the format. The
+same model serves a job that runs and a journal that is played again:
+
+    model = PageModel(name="bert", command=header.command, least=settings.workers_min, most=settings.workers_max)
+    state = applied(None, model.full(began))
+    for entry in entries:
+        at = entry.at - header.writer.at + header.writer.unix_s      # seconds since 1970
+        model.note(entry.event, entry.actions, at)
+        for action in entry.actions:                                # a live page has the driver's own log instead
+            if isinstance(action, Report):
+                model.line(action.level, "", action.text, at)
+        state = applied(state, model.patch(at))                     # one frame; or send the patch to a page
+
+What workers report and print is in no journal: a replay shows nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    CallOffChange,
+    CheckpointMade,
+    DumpStacks,
+    EndJob,
+    Event,
+    HostLeaving,
+    HostLost,
+    HostReported,
+    HostsChanged,
+    HostStaying,
+    KillWorker,
+    LetGo,
+    PrepareChange,
+    PublishWorld,
+    RejectWorker,
+    ReportRecovery,
+    StartWorker,
+    TellStandby,
+    WorkerConnected,
+    WorkerDigested,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerPaced,
+    WorkerProgressed,
+    WorkerReady,
+    WorkerReturned,
+    WorkerSpent,
+    WorkerThawed,
+)
+from elastic.driver.monitoring.dashboard.page_state import PageState, Patch
+from elastic.driver.monitoring.dashboard.worker_grid import WorkerGrid, slot_of
+from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.reasons import brief
+from elastic.protocol.messages import Commit, Worker
+
+LINES = 200  # of the log, in one second
+LINE = 500  # characters of one
+NAMES = 8  # of reported numbers
+STACKS = 8  # workers whose stacks are kept
+STACK_LIMIT = 16_000  # characters of them
+STACK_S = 5.0  # after it was asked for: what comes then on stderr may be one
+SLOW_S = 1.0  # between two looks at what takes a walk over all workers ...
+SLOW_EACH_S = 0.002  # ... and so much more for each of them
+SPEED_S = 2.0  # between two points of the speed, at least
+REPORTED_S = 60.0  # a rank that has reported nothing for so long gives way to the next
+
+
+class PageModel:
+    """One job, as one driver has seen it."""
+
+    def __init__(self, *, name: str, command: Sequence[str], least: int, most: int) -> None:
+        self.state = PageState(
+            {
+                "job": {
+                    "name": name,
+                    "command": " ".join(command),
+                    "phase": "starting",
+                    "generation": 0,
+                    "size": 0,
+                    "least": least,
+                    "most": most,
+                    "began": None,
+                    "ended": None,
+                },
+                "commit": None,
+                "durable": None,
+                "goodput": None,
+                "held_up": [],
+            }
+        )
+        self.now = 0.0
+        self.spent = TimeSpent()
+        self._grid = WorkerGrid(self.state)
+        self._looked_at = -math.inf  # at all workers
+        self._speed_since: tuple[float, int] | None = None  # commits, when the speed was last told
+        self._expects_stack: dict[Worker, float] = {}
+        self._second, self._lines, self._left_out = -math.inf, 0, 0  # of the log
+        self._metric_at: dict[str, float] = {}
+
+    # ---- told ------------------------------------------------------------------------------------------------------
+
+    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        """One event, and what was decided about it, ``now`` seconds since 1970."""
+        self._at(now)
+        self.spent.note(event, actions, now)
+        self._happened(event)
+        decided: dict[tuple[str, str], list[str]] = {}  # whom, by what and why
+        for action in actions:
+            self._decided(action)
+            told = _told(action)
+            if told is not None:
+                what, whom, why = told
+                decided.setdefault((what, why), []).append(whom)
+        for (what, why), names in decided.items():
+            self.state.add("decisions", [now, what, _some(names), why])
+
+    def adopt(
+        self, workers: Mapping[Worker, tuple[int, int | None]], generation: int, now: float
+    ) -> None:
+        """What the driver before this one has left: pid and rank of each."""
+        self._at(now)
+        members = [worker for worker, (_, rank) in workers.items() if rank is not None]
+        members.sort(key=lambda worker: workers[worker][1] or 0)
+        for worker, (pid, _) in workers.items():
+            self._grid.start(worker, now, "joining").pid = pid
+        self._grid.published(members, now)
+        self._job(phase="training", generation=generation, size=len(members))
+        self.state.add("world", [now, len(members)])
+
+    def limits(self, *, least: int, most: int) -> None:
+        """The job may have so many workers from here on."""
+        self._job(least=least, most=most)
+
+    def report(self, rank: int, metrics: Mapping[str, Any], now: float) -> None:
+        """What a worker has reported: numbers of the outermost dict."""
+        self._at(now)
+        table = self.state.tables["reported"]
+        for name, value in metrics.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            known = table.get(name)
+            if known is None and len(table) >= NAMES:
+                continue
+            if known is not None and known["rank"] < rank and now - known["at"] < REPORTED_S:
+                continue
+            shown = float(value) if math.isfinite(value) else None
+            self.state.row("reported", name, {"rank": rank, "value": shown, "at": now})
+            if shown is not None and now - self._metric_at.get(name, -math.inf) >= 1.0:
+                self._metric_at[name] = now
+                self.state.add("metrics", [now, name, shown])
+
+    def line(self, level: str, who: str, text: str, now: float) -> None:
+        """A line of the driver, or of a worker, which says who it is."""
+        self._at(now)
+        if not self.has_room(now):
+            self.leave_out(1)
+            return
+        self._lines += 1
+        shown = text if len(text) <= LINE else f"{text[:LINE]}..."
+        self.state.add("log", [now, level, who, shown])
+
+    def has_room(self, now: float) -> bool:
+        """Whether one more line of this second is kept."""
+        if now - self._second < 1.0:
+            return self._lines < LINES
+        if self._left_out:
+            text = f"{self._left_out} lines are left out here"
+            self.state.add("log", [now, "warning", "", text])
+        self._second, self._lines, self._left_out = now, 0, 0
+        return True
+
+    def leave_out(self, count: int) -> None:
+        """So many lines came for which there was no room."""
+        self._left_out += count
+
+    def expect_stack(self, worker: Worker, why: str, now: float) -> None:
+        """It was told to write its stacks to stderr."""
+        table = self.state.tables["stacks"]
+        while len(table) >= STACKS:
+            self.state.row("stacks", min(table, key=lambda key: table[key]["at"]), None)
+        self._expects_stack[worker] = now + STACK_S
+        self.state.row("stacks", slot_of(worker), {"at": now, "why": why, "text": ""})
+
+    def expects_stack(self, worker: Worker) -> bool:
+        """Whether what it writes to stderr now may be its stacks."""
+        return worker in self._expects_stack
+
+    def stderr(self, worker: Worker, text: str, now: float) -> None:
+        """A line that a worker has written there."""
+        until = self._expects_stack.get(worker)
+        if until is None:
+            return
+        if now > until:
+            del self._expects_stack[worker]
+            return
+        key = slot_of(worker)
+        row = self.state.tables["stacks"].get(key)
+        if row is not None and len(row["text"]) < STACK_LIMIT:
+            self.state.row("stacks", key, {**row, "text": row["text"] + text[:LINE] + "\n"})
+
+    # ---- asked -----------------------------------------------------------------------------------------------------
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is a patch."""
+        return self.state.changed
+
+    def patch(self, now: float) -> Patch:
+        """What has changed since it was asked last."""
+        self._look_at_all(now)
+        return self.state.patch(now)
+
+    def full(self, now: float) -> Patch:
+        """The whole state. Ask for `patch` first: what is pending is in here too."""
+        self._look_at_all(now)
+        return self.state.full(now)
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def _happened(self, event: Event) -> None:
+        grid, now = self._grid, self.now
+        match event:
+            case WorkerPaced(worker, over_s=over_s):
+                self._committed(event.commit)
+                if over_s > 0:
+                    grid.change(worker, share=min(1.0, event.waited_s / over_s))
+            case WorkerProgressed(worker, inside=inside):
+                grid.change(worker, inside=now - event.waited_s if inside else None)
+            case WorkerConnected(worker, pid):
+                grid.change(worker, pid=pid)
+                grid.move(worker, "joining", now)
+            case WorkerReady(worker, _, commit):
+                self._committed(commit)
+                grid.change(worker, inside=None)
+                if worker not in grid.members:
+                    grid.move(worker, "joining", now)
+            case WorkerDigested(commit=commit) | WorkerSpent(commit=commit):
+                self._committed(commit)
+            case WorkerReturned(worker):
+                grid.move(worker, "done", now)
+                self._job(phase="ending")
+            case WorkerFrozen(worker, how):
+                grid.change(worker, frozen=how or "it is not able to run")
+            case WorkerThawed(worker):
+                grid.change(worker, frozen="")
+            case WorkerExited(worker, code):
+                grid.exited(worker, code, event.reason, now)
+            case CheckpointMade(commit):
+                durable = self.state.values["durable"] or {"total": 0}
+                self._note_commit("durable", commit, durable["total"] + 1)
+            case HostsChanged(hosts):
+                grid.listed(hosts)
+            case HostLeaving(host, notice):
+                grid.host(host, state="leaving", note=notice.text)
+            case HostStaying(host):
+                grid.host(host, state="up", note="")
+            case HostReported(host, notice=notice):
+                grid.host(host, state="up" if notice is None else "leaving")
+            case HostLost(host, reason):
+                grid.lost_host(host, reason, now)
+            case _:
+                pass
+
+    # ---- decisions -------------------------------------------------------------------------------------------------
+
+    def _decided(self, action: Action) -> None:
+        grid, now = self._grid, self.now
+        match action:
+            case StartWorker(worker):
+                grid.start(worker, now)
+            case BreakWorld(_, members):
+                self._job(phase="recovering")
+                for worker in members:
+                    grid.move(worker, "recovering", now)
+            case PublishWorld(generation, members, commit=commit):
+                self._published(generation, [member.worker for member in members])
+                self._committed(commit)
+            case PrepareChange():
+                self._job(phase="changing")
+            case CallOffChange():
+                self._job(phase="training")
+            case TellStandby(worker):
+                grid.move(worker, "standby", now)
+            case LetGo(worker, reason):
+                grid.move(worker, "leaving", now, brief(reason))
+            case KillWorker(worker, reason):
+                grid.move(worker, "lost", now, f"killed: {brief(reason)}")
+            case DumpStacks(worker, reason):
+                self.expect_stack(worker, brief(reason), now)
+            case ReportRecovery():
+                recovery = {
+                    "at": now,
+                    "kind": action.kind,
+                    "generation": action.generation,
+                    "size": action.size,
+                    "total_ms": action.total_ms,
+                    "phases_ms": action.phases_ms,
+                    "why": str(action.reason)[:LINE],
+                }
+                self.state.add("recoveries", recovery)
+            case EndJob(code, reason):
+                self._job(phase="ended", ended=[code, str(reason)[: 4 * LINE]])
+            case _:
+                pass
+
+    def _published(self, generation: int, members: list[Worker]) -> None:
+        self._grid.published(members, self.now)
+        if len(members) != self.state.values["job"]["size"]:
+            self.state.add("world", [self.now, len(members)])
+        self._job(phase="training", generation=generation, size=len(members))
+
+    # ---- small things ----------------------------------------------------------------------------------------------
+
+    def _at(self, now: float) -> None:
+        self.now = now
+        if self.state.values["job"]["began"] is None:
+            self._job(began=now)
+
+    def _look_at_all(self, now: float) -> None:
+        """Now and then. What is shown of time goes on while nothing happens."""
+        self.now = now
+        if now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid):
+            return
+        self._looked_at = now
+        values = self.state.values
+        if values["job"]["ended"] is None or values["goodput"] is None:
+            self.spent.now = max(self.spent.now, now)
+            total = msgspec.structs.asdict(self.spent.total())
+            worked = sum(total.values())
+            goodput = {
+                "workers": total,
+                "job": self.spent.stretches(),
+                "counts": dict(self.spent.count),
+                "ratio": total["training"] / worked if worked else None,
+            }
+            self.state.set("goodput", goodput)
+        held_up = self._grid.held_up()
+        if held_up != values["held_up"]:
+            self.state.set("held_up", held_up)
+
+    def _job(self, **fields: Any) -> None:
+        job = self.state.values["job"]
+        if job["ended"] is not None:
+            fields.pop("phase", None)
+        if any(job[name] != value for name, value in fields.items()):
+            self.state.set("job", {**job, **fields})
+
+    def _committed(self, commit: Commit | None) -> None:
+        known = self.state.values["commit"]
+        if commit is None:
+            return
+        before = (known["generation"], known["number"]) if known else (0, 0)
+        if known is not None and (commit.generation, commit.number) <= before:
+            return
+        same = known is not None and known["generation"] == commit.generation
+        total = (known["total"] if known else 0) + commit.number - (before[1] if same else 0)
+        self._note_commit("commit", commit, total)
+        if self._speed_since is None:
+            self._speed_since = self.now, total
+        elif self.now - self._speed_since[0] >= SPEED_S:
+            since, had = self._speed_since
+            self._speed_since = self.now, total
+            self.state.add("speed", [self.now, round((total - had) / (self.now - since), 3)])
+
+    def _note_commit(self, name: str, commit: Commit, total: int) -> None:
+        numbers = {"generation": commit.generation, "number": commit.number}
+        self.state.set(name, {**numbers, "at": self.now, "total": total})
+
+
+def _told(action: Action) -> tuple[str, str, str] | None:
+    """A decision in three words: what, whom, why."""
+    match action:
+        case StartWorker(worker, _, reason):
+            return "start", str(worker), str(reason)
+        case KillWorker(worker, reason):
+            return "kill", str(worker), str(reason)
+        case LetGo(worker, reason):
+            return "let go", str(worker), str(reason)
+        case DumpStacks(worker, reason):
+            return "stacks of", str(worker), str(reason)
+        case RejectWorker(worker):
+            return "reject", str(worker), "its state differs from the world's"
+        case TellStandby(worker):
+            return "stand by", str(worker), "the world is as large as it may be"
+        case BreakWorld(generation, _, reason):
+            return "break", f"generation {generation}", str(reason)
+        case PublishWorld(generation, members, reason=reason):
+            return "world", f"generation {generation}: {len(members)}", str(reason)
+        case PrepareChange(generation, reason=reason):
+            return "change", f"generation {generation}", str(reason)
+        case CallOffChange(generation, reason=reason):
+            return "call off", f"generation {generation}", str(reason)
+        case EndJob(code, reason):
+            return "end", f"exit code {code}", str(reason)
+        case _:
+            return None
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

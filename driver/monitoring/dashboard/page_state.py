@@ -1,0 +1,137 @@
+"""The state of a page as sections, what has changed in them, and how a patch leads from one state to the next. Pure.
+
+A state is a dict of three kinds of sections, and a patch changes one into the next (`applied`, and the page's script):
+
+    {"now": 1790000000.0,                          seconds since 1970, as are all times
+     "set":  {"job": {...}, "commit": {...}},      values, replaced as a whole
+     "rows": {"workers": {"h:0": {...} | null}},   tables: rows by key; null takes one away
+     "add":  {"log": [[...], ...]}}                series: items to append; the oldest beyond TAILS go
+
+The whole state is the patch that leads to it from nothing (`full`). The sections:
+
+    set   job         name, command, phase, generation, size, least, most, began, ended: null or [exit code, why]
+          commit      generation, number, at, total: the newest that is known, and how many there were
+          durable     the same of the newest checkpoint that is whole; total counts them
+          goodput     workers: seconds by part; job: seconds by stretch; counts: of stretches; ratio: training / all
+          held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: who is waited for now; who waits
+                      less than the others do, the worst first
+    rows  hosts       by name: slots, state (up, leaving, lost), order
+          workers     by host:slot: host, slot, start, pid, rank, state (STATES), since, note
+          stacks      by host:slot: at, why, text
+          reported    by name: rank, value, at: the last number under it of the lowest rank that has any
+    add   world       [at, size]: each time that it changed
+          speed       [at, commits per second]
+          metrics     [at, name, value]: of `reported`, once a second
+          recoveries  {at, kind, generation, size, total_ms, phases_ms, why}
+          decisions   [at, what, whom, why]
+          log         [at, level, who, line]: empty who: the driver
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+Patch = dict[str, Any]
+TAILS = {
+    "world": 1000,
+    "speed": 1000,
+    "metrics": 2000,
+    "recoveries": 200,
+    "decisions": 200,
+    "log": 500,
+}
+
+
+@dataclass
+class Pending:
+    """What was not asked for yet."""
+
+    values: set[str] = field(default_factory=set)
+    rows: dict[str, set[str]] = field(default_factory=dict)
+    add: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.rows or self.add)
+
+
+class PageState:
+    """All sections of one page, and what of them was not asked for yet."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.tables: dict[str, dict[str, Any]] = {
+            "hosts": {},
+            "workers": {},
+            "stacks": {},
+            "reported": {},
+        }
+        self.series: dict[str, deque[Any]] = {n: deque(maxlen=tail) for n, tail in TAILS.items()}
+        self._pending = Pending()
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is a patch."""
+        return bool(self._pending)
+
+    def set(self, name: str, value: Any) -> None:
+        """A value, as a whole."""
+        self.values[name] = value
+        self._pending.values.add(name)
+
+    def row(self, table: str, key: str, row: Any) -> None:
+        """One row of a table; None takes it away."""
+        if row is None:
+            self.tables[table].pop(key, None)
+        else:
+            self.tables[table][key] = row
+        self._pending.rows.setdefault(table, set()).add(key)
+
+    def add(self, name: str, item: Any) -> None:
+        """One more item of a series."""
+        self.series[name].append(item)
+        items = self._pending.add.setdefault(name, [])
+        items.append(item)
+        if len(items) > 2 * TAILS[name]:  # nobody looks
+            del items[: TAILS[name]]
+
+    def patch(self, now: float) -> Patch:
+        """What has changed since it was asked last."""
+        pending, self._pending = self._pending, Pending()
+        return {
+            "now": now,
+            "set": {name: self.values[name] for name in pending.values},
+            "rows": {
+                table: {key: self.tables[table].get(key) for key in keys}
+                for table, keys in pending.rows.items()
+            },
+            "add": {name: items[-TAILS[name] :] for name, items in pending.add.items()},
+        }
+
+    def full(self, now: float) -> Patch:
+        """All of it. Ask for `patch` first: what is pending is in here too."""
+        return {
+            "now": now,
+            "set": self.values,
+            "rows": self.tables,
+            "add": {name: list(items) for name, items in self.series.items()},
+        }
+
+
+def applied(state: Patch | None, patch: Patch) -> Patch:
+    """The state after a patch; ``state`` None: nothing was known. Neither of them is changed."""
+    before = state or {"set": {}, "rows": {}, "add": {}}
+    rows = {table: dict(keys) for table, keys in before["rows"].items()}
+    for table, keys in patch["rows"].items():
+        known = rows.setdefault(table, {})
+        for key, row in keys.items():
+            if row is None:
+                known.pop(key, None)
+            else:
+                known[key] = row
+    add = {
+        name: [*before["add"].get(name, ()), *patch["add"].get(name, ())][-tail:]
+        for name, tail in TAILS.items()
+    }
+    return {"now": patch["now"], "set": {**before["set"], **patch["set"]}, "rows": rows, "add": add}

@@ -1,0 +1,210 @@
+"""Hosts and workers as the page shows them: one cell for each slot, with its latest worker. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.driver.membership.root_cause import describe_exit
+from elastic.driver.monitoring.dashboard.page_state import PageState
+from elastic.protocol.messages import Worker
+
+STATES = (
+    "starting",  # the process was ordered, and has not called init()
+    "joining",  # it has, and waits for a place
+    "training",
+    "waiting",  # for a second or longer, inside a collective
+    "recovering",  # its world has broken
+    "frozen",
+    "standby",
+    "leaving",
+    "done",  # its function has returned, or it was let go
+    "lost",
+)
+HELD_UP = 8  # workers that others wait for
+MUCH = 0.05  # of its time: who waits less than the others by so much is shown
+
+
+@dataclass
+class Cell:
+    """One slot and its latest worker."""
+
+    worker: Worker
+    state: str
+    since: float
+    pid: int = 0
+    rank: int | None = None
+    note: str = ""
+    frozen: str = ""
+    inside: float | None = None  # it waits in a collective since then
+    share: float | None = None  # of its time that it last said it had waited
+
+    def row(self) -> dict[str, Any]:
+        state = self.state
+        if state == "training":
+            state = "frozen" if self.frozen else "waiting" if self.inside is not None else state
+        elif self.frozen and state not in ("lost", "done"):
+            state = "frozen"
+        return {
+            "host": self.worker.host,
+            "slot": self.worker.slot,
+            "start": self.worker.incarnation,
+            "pid": self.pid,
+            "rank": self.rank,
+            "state": state,
+            "since": self.since if self.inside is None else self.inside,
+            "note": self.frozen or self.note,
+        }
+
+
+class WorkerGrid:
+    """The tables ``hosts`` and ``workers`` of a page. Times are those of the model, which passes them on."""
+
+    def __init__(self, state: PageState) -> None:
+        self.state = state
+        self.members: set[Worker] = set()
+        self._cells: dict[str, Cell] = {}
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    # ---- workers
+
+    def start(self, worker: Worker, now: float, state: str = "starting") -> Cell:
+        """A new process in its slot."""
+        cell = self._cells[slot_of(worker)] = Cell(worker, state, now)
+        if worker.host not in self.state.tables["hosts"]:
+            self.host(worker.host, slots=0)
+        self._show(cell)
+        return cell
+
+    def move(self, worker: Worker, state: str, now: float, note: str = "") -> None:
+        cell = self._of(worker)
+        if cell is None or (cell.state == "lost" and state != "lost"):
+            return  # it may still say something
+        if cell.state == "done" and state not in ("done", "lost"):
+            return
+        if (cell.state, cell.note) != (state, note):
+            cell.since = now if cell.state != state else cell.since
+            cell.state, cell.note = state, note
+            self._show(cell)
+
+    def change(self, worker: Worker, **fields: Any) -> None:
+        """Fields of its cell. A share alone is not shown, and changes often."""
+        cell = self._of(worker)
+        if cell is None:
+            return
+        shown = [name for name, new in fields.items() if getattr(cell, name) != new]
+        for name, new in fields.items():
+            setattr(cell, name, new)
+        if shown and shown != ["share"]:
+            self._show(cell)
+
+    def exited(self, worker: Worker, code: int, reason: str, now: float) -> None:
+        cell = self._of(worker)
+        if cell is None:
+            return
+        cell.inside, cell.frozen = None, ""
+        if cell.state in ("leaving", "done") or code == 0:
+            self.move(worker, "done", now, cell.note)
+        else:
+            ended = f"ended with {describe_exit(code)}"
+            fenced = f"{cell.note}; " if cell.state == "lost" and cell.note else ""
+            self.move(worker, "lost", now, f"{fenced}{reason or ended}")
+
+    def published(self, members: Sequence[Worker], now: float) -> None:
+        """A world, in rank order."""
+        for worker in self.members - set(members):
+            self.change(worker, rank=None)
+        self.members = set(members)
+        for rank, worker in enumerate(members):
+            if self._of(worker) is None:
+                self.start(worker, now, "training")
+            self.change(worker, rank=rank, inside=None, share=None)
+            self.move(worker, "training", now)
+        self._forget_gone()
+
+    # ---- hosts
+
+    def listed(self, hosts: Mapping[str, int]) -> None:
+        """Discovery's whole list."""
+        for order, (host, slots) in enumerate(hosts.items()):
+            self.host(host, slots=slots, order=order)
+        for host in self.state.tables["hosts"].keys() - hosts.keys():
+            self.host(host, slots=0)
+        self._forget_gone()
+
+    def host(self, host: str, **fields: Any) -> None:
+        """Fields of its row. One that was never listed is none of the job's."""
+        table = self.state.tables["hosts"]
+        if host not in table and "slots" not in fields:
+            return
+        before = table.get(host, {"slots": 0, "state": "up", "order": len(table), "note": ""})
+        if (row := {**before, **fields}) != table.get(host):
+            self.state.row("hosts", host, row)
+
+    def lost_host(self, host: str, reason: str, now: float) -> None:
+        self.host(host, state="lost", note=reason)
+        for cell in [each for each in self._cells.values() if each.worker.host == host]:
+            self.move(cell.worker, "lost", now, f"its host is lost: {reason}")
+
+    def _forget_gone(self) -> None:
+        """Slots that are not listed, and whose worker is gone."""
+        hosts = self.state.tables["hosts"]
+        for key, cell in [*self._cells.items()]:
+            listed = cell.worker.slot < hosts.get(cell.worker.host, {"slots": 0})["slots"]
+            if not listed and cell.state in ("lost", "done"):
+                del self._cells[key]
+                self.state.row("workers", key, None)
+        alive = {cell.worker.host for cell in self._cells.values()}
+        for host in [host for host, row in hosts.items() if not row["slots"] and host not in alive]:
+            self.state.row("hosts", host, None)
+
+    # ---- who is waited for
+
+    def held_up(self) -> list[dict[str, Any]]:
+        """See `page_state`. Looks at every worker."""
+        members = [cell for cell in self._cells.values() if cell.worker in self.members]
+        return [*_awaited(members), *_slow(members)][:HELD_UP]
+
+    def _of(self, worker: Worker) -> Cell | None:
+        cell = self._cells.get(slot_of(worker))
+        return cell if cell is not None and cell.worker == worker else None
+
+    def _show(self, cell: Cell) -> None:
+        self.state.row("workers", slot_of(cell.worker), cell.row())
+
+
+def _awaited(members: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Now: those few that are not in the collective in which most are."""
+    waiting = [cell.inside for cell in members if cell.inside is not None]
+    late = [cell for cell in members if cell.inside is None and cell.state == "training"]
+    if not waiting or 2 * len(late) > len(members):
+        return []
+    others = {"others": len(waiting), "since": min(waiting)}
+    return [{"worker": slot_of(c.worker), "rank": c.rank, **others} for c in late[:HELD_UP]]
+
+
+def _slow(members: Sequence[Cell]) -> list[dict[str, Any]]:
+    """By what each has said of the last half minute."""
+    shares = sorted(cell.share for cell in members if cell.share is not None)
+    if len(shares) < 2:
+        return []
+    median = shares[len(shares) // 2]
+    slow = sorted((c.share, c.rank or 0, c) for c in members if c.share is not None)
+    return [
+        {
+            "worker": slot_of(cell.worker),
+            "rank": cell.rank,
+            "share": round(share, 3),
+            "median": round(median, 3),
+        }
+        for share, _, cell in slow[:HELD_UP]
+        if median - share > MUCH
+    ]
+
+
+def slot_of(worker: Worker) -> str:
+    """``h:2``, the key of its row."""
+    return f"{worker.host}:{worker.slot}"

@@ -1,0 +1,99 @@
+"""Who may read the live page: heads of requests go in, an answer or a refusal comes out."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.monitoring.dashboard.http_requests import Guard, PageRefusal
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+def asked(
+    path: str = "/events", *, host: str = "10.0.0.5:8080", method: str = "GET", **headers: str
+):
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return Guard(TOKEN, {"localhost", "node7"}).answer("\r\n".join(lines).encode())
+
+
+def test_who_has_the_token_is_told_what_happens():
+    assert asked(Authorization=f"Bearer {TOKEN}") == "events"
+    assert asked(Authorization=f"Bearer {TOKEN}", Origin="http://10.0.0.5:8080") == "events"
+    assert asked(Authorization=f"Bearer {TOKEN}", Sec_Fetch_Site="same-origin") == "events"
+
+
+@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer 0123", TOKEN[:-1] + "x", "Basic eA=="])
+def test_without_it_nobody_is(given):
+    refusal = asked(Authorization=given)
+    assert isinstance(refusal, PageRefusal) and refusal.status.startswith("403")
+    assert TOKEN not in refusal.why
+
+
+def test_on_loopback_none_is_asked_for():
+    head = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1:8080"
+    assert Guard("").answer(head) == "events"
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8080", "", "127.0.0.1.evil.example", "[::1", "localhost."],
+)
+def test_a_name_that_is_not_ours_is_dns_rebinding(host):
+    for path in ("/", "/events"):
+        refusal = asked(path, host=host, Authorization=f"Bearer {TOKEN}")
+        assert isinstance(refusal, PageRefusal), (host, path)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]:8080", "localhost:8080", "NODE7:1"])
+def test_addresses_and_our_own_names_are(host):
+    assert asked(host=host, Authorization=f"Bearer {TOKEN}") == "events"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "https://10.0.0.5:8080"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site"},
+        {"Sec_Fetch_Site": "none"},  # typed as an address: nothing of ours asks so
+    ],
+)
+def test_another_site_gets_nothing_even_with_the_token(headers):
+    assert isinstance(asked(Authorization=f"Bearer {TOKEN}", **headers), PageRefusal)
+
+
+def test_the_page_itself_holds_nothing_and_may_be_linked_to():
+    assert asked("/", Sec_Fetch_Site="cross-site") == "page"
+
+
+@pytest.mark.parametrize(
+    "path", ["/events?x=1", "/../etc/passwd", "//", "http://10.0.0.5/", "/%2e"]
+)
+def test_there_is_nothing_else(path):
+    assert isinstance(asked(path, Authorization=f"Bearer {TOKEN}"), PageRefusal)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "OPTIONS", "HEAD", "CONNECT"])
+def test_nothing_can_be_done(method):
+    assert isinstance(asked(method=method, Authorization=f"Bearer {TOKEN}"), PageRefusal)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"GET",
+        b"GET /events",
+        b"GET  /events HTTP/1.1",
+        b"\x16\x03\x01\x02\x00",
+        b"GET /events HTTP/2.0\r\nHost: 127.0.0.1",
+        b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example",
+        b"GET /events HTTP/1.1\r\nno header",
+        "GET /événements HTTP/1.1\r\nHost: 127.0.0.1".encode(),
+    ],
+)
+def test_what_no_browser_says(head):
+    assert isinstance(Guard("").answer(head), PageRefusal)

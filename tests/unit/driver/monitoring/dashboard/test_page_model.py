@@ -1,0 +1,259 @@
+"""What the page shows of a job: events go in, and patches come out that lead from one state to the next."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elastic.chaos.simulator.simulator import Simulation
+from elastic.driver.events import (
+    BreakWorld,
+    CheckpointMade,
+    DumpStacks,
+    EndJob,
+    HostLost,
+    HostsChanged,
+    KillWorker,
+    LetGo,
+    Member,
+    PublishWorld,
+    ReportRecovery,
+    StartWorker,
+    TellStandby,
+    TimePassed,
+    WorkerConnected,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerPaced,
+    WorkerProgressed,
+    WorkerReady,
+    WorkerSpent,
+    WorkerThawed,
+)
+from elastic.driver.monitoring.dashboard.page_model import LINES, PageModel
+from elastic.driver.monitoring.dashboard.page_state import TAILS, applied
+from elastic.driver.monitoring.dashboard.worker_grid import HELD_UP, STATES
+from elastic.driver.reasons import Why, because, in_words
+from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+
+A, B, C, D = (Worker("h", slot) for slot in range(4))
+PLACE = Place(0, 4, 0, 4, 0, 1)
+STORE = Address("h", 1)
+
+
+def world(*workers: Worker, generation: int = 1, commit: Commit | None = None) -> PublishWorld:
+    members = [Member(worker, PLACE) for worker in workers]
+    return PublishWorld(generation, members, STORE, 0, commit, in_words("first world"))
+
+
+def model() -> PageModel:
+    return PageModel(name="bert", command=["python", "train.py"], least=2, most=4)
+
+
+def training(*workers: Worker) -> PageModel:
+    page = model()
+    page.note(HostsChanged({"h": 4}), [StartWorker(w, PLACE, in_words("x")) for w in workers], 10.0)
+    for worker in workers:
+        page.note(WorkerConnected(worker, 7 + worker.slot), [], 11.0)
+    page.note(WorkerReady(workers[0], 0, None, STORE), [world(*workers)], 12.0)
+    return page
+
+
+def states(page: PageModel) -> dict[str, str]:
+    return {key: row["state"] for key, row in page.state.tables["workers"].items()}
+
+
+def test_a_worker_comes_into_the_world():
+    page = model()
+    start = StartWorker(A, PLACE, because(Why.FIRST_START))
+    page.note(HostsChanged({"h": 1}), [start], 10.0)
+    assert states(page) == {"h:0": "starting"}
+    page.note(WorkerConnected(A, 4711), [], 11.0)
+    assert states(page) == {"h:0": "joining"}
+    page.note(WorkerReady(A, 0, None, STORE), [world(A)], 12.0)
+    row = page.state.tables["workers"]["h:0"]
+    assert (row["state"], row["rank"], row["pid"], row["since"]) == ("training", 0, 4711, 12.0)
+    assert page.state.values["job"]["phase"] == "training"
+    assert list(page.state.series["world"]) == [[12.0, 1]]
+    assert [each[1:3] for each in page.state.series["decisions"]] == [
+        ["start", "h:0#1"],
+        ["world", "generation 1: 1"],
+    ]
+
+
+def test_a_lost_worker_stays_to_be_seen_until_another_takes_its_slot():
+    page = training(A, B, C)
+    broken = BreakWorld(1, [A, C], in_words("lost h:1#1"))
+    page.note(WorkerExited(B, -9), [broken], 20.0)
+    assert states(page) == {"h:0": "recovering", "h:1": "lost", "h:2": "recovering"}
+    assert "signal 9 SIGKILL" in page.state.tables["workers"]["h:1"]["note"]
+    page.note(WorkerReady(C, 1, None, STORE), [world(A, C, generation=2)], 20.05)
+    assert states(page) == {"h:0": "training", "h:1": "lost", "h:2": "training"}
+    assert [page.state.tables["workers"][key]["rank"] for key in ("h:0", "h:1", "h:2")] == [
+        0,
+        None,
+        1,
+    ]
+    again = Worker("h", 1, 2)
+    page.note(TimePassed(), [StartWorker(again, PLACE, in_words("its slot is free"))], 21.0)
+    assert states(page)["h:1"] == "starting"
+    page.note(WorkerExited(B, -9), [], 21.5)  # said again, of the one before
+    assert states(page)["h:1"] == "starting"
+
+
+def test_a_worker_that_waits_is_frozen_stands_by_or_leaves():
+    page = training(A, B, C)
+    page.note(WorkerProgressed(A, 1, 7, "gradients", 1.5), [], 30.0)
+    assert states(page)["h:0"] == "waiting"
+    assert page.state.tables["workers"]["h:0"]["since"] == 28.5
+    page.note(WorkerProgressed(A, 1, 8), [], 31.0)
+    page.note(WorkerFrozen(B, "stopped by a signal"), [], 31.0)
+    page.note(TimePassed(), [TellStandby(C)], 31.0)
+    assert states(page) == {"h:0": "training", "h:1": "frozen", "h:2": "standby"}
+    page.note(WorkerThawed(B), [LetGo(B, in_words("SIGTERM"))], 32.0)
+    assert states(page)["h:1"] == "leaving"
+    page.note(WorkerExited(B, 0), [], 33.0)
+    assert states(page)["h:1"] == "done"
+
+
+def test_who_is_killed_says_why_and_nothing_more_is_believed_of_it():
+    page = training(A, B)
+    page.note(TimePassed(), [KillWorker(B, because(Why.FROZEN, how="stopped"))], 40.0)
+    page.note(WorkerConnected(B, 9), [], 40.1)
+    page.note(WorkerExited(B, -9), [], 40.2)
+    row = page.state.tables["workers"]["h:1"]
+    assert row["state"] == "lost" and row["note"].startswith("killed: it is frozen")
+
+
+def test_a_slot_that_is_not_listed_goes_with_its_worker():
+    page = training(A, B)
+    page.note(HostsChanged({"h": 1}), [LetGo(B, in_words("left the list"))], 20.0)
+    page.note(WorkerExited(B, 0), [world(A, generation=2)], 21.0)
+    assert states(page) == {"h:0": "training"}
+    page.note(HostLost("h", "no answer"), [], 22.0)
+    assert states(page) == {"h:0": "lost"} and page.state.tables["hosts"]["h"]["state"] == "lost"
+
+
+def test_commits_and_their_speed():
+    page = training(A, B)
+    spent = Times(training=5.0)
+    page.note(WorkerSpent(A, 1, spent, "training", Commit(1, 10)), [], 20.0)
+    page.note(WorkerSpent(A, 1, spent, "training", Commit(1, 9)), [], 21.0)  # an old word
+    page.note(WorkerPaced(B, 1, 10, 1.0, 30.0, 30, Commit(1, 50)), [], 25.0)
+    assert page.state.values["commit"] == {"generation": 1, "number": 50, "at": 25.0, "total": 50}
+    assert list(page.state.series["speed"]) == [[25.0, 8.0]]
+    page.note(WorkerReady(A, 1, Commit(1, 60), STORE), [world(A, generation=2)], 30.0)
+    page.note(WorkerSpent(A, 2, spent, "training", Commit(2, 4)), [], 31.0)
+    assert page.state.values["commit"]["total"] == 64
+    page.note(CheckpointMade(Commit(2, 4)), [], 32.0)
+    assert page.state.values["durable"] == {"generation": 2, "number": 4, "at": 32.0, "total": 1}
+
+
+def test_who_is_waited_for_now():
+    page = training(A, B, C, D)
+    for worker in (A, B, C):
+        page.note(WorkerProgressed(worker, 1, 7, "gradients", 1.0), [], 30.0)
+    page.patch(40.0)
+    assert page.state.values["held_up"] == [
+        {"worker": "h:3", "rank": 3, "others": 3, "since": 29.0}
+    ]
+
+
+def test_who_waits_less_than_the_others():
+    page = training(A, B, C, D)
+    for worker, waited_s in ((A, 20.0), (B, 3.0), (C, 19.0), (D, 21.0)):
+        page.note(WorkerPaced(worker, 1, 10, waited_s, 30.0), [], 60.0)
+    page.patch(70.0)
+    [slow] = page.state.values["held_up"]
+    assert (slow["rank"], slow["share"], slow["median"]) == (1, 0.1, 0.667)
+    assert len(page.state.values["held_up"]) <= HELD_UP
+
+
+def test_stacks_that_were_asked_for_are_kept_and_nothing_else():
+    page = training(A, B)
+    page.stderr(A, "an ordinary line", 20.0)
+    page.note(
+        TimePassed(), [DumpStacks(A, because(Why.IDLE, for_s=30.0, where="in gradients"))], 30.0
+    )
+    assert page.expects_stack(A) and not page.expects_stack(B)
+    page.stderr(A, 'File "train.py", line 3 in step', 30.1)
+    page.stderr(A, "much later", 99.0)
+    page.stderr(A, "and later", 99.0)
+    [stack] = page.state.tables["stacks"].values()
+    assert stack["why"] == "it is stuck" and stack["text"] == 'File "train.py", line 3 in step\n'
+
+
+def test_a_flood_of_lines_is_cut_and_says_so():
+    page = model()
+    for number in range(LINES + 50):
+        page.line("stdout", "3", f"line {number}", 10.0)
+    page.line("info", "", "x" * 1000, 11.5)
+    lines = list(page.state.series["log"])
+    assert len(lines) == LINES + 2
+    assert lines[-2][3] == "50 lines are left out here"
+    assert lines[-1][3].endswith("...") and len(lines[-1][3]) < 600
+
+
+def test_reported_numbers_are_those_of_the_lowest_rank():
+    page = training(A, B)
+    page.report(1, {"loss": 0.5, "name": "x", "ok": True}, 20.0)
+    page.report(0, {"loss": 0.4, "bad": float("nan")}, 21.5)
+    page.report(1, {"loss": 0.3}, 22.0)
+    table = page.state.tables["reported"]
+    assert table["loss"] == {"rank": 0, "value": 0.4, "at": 21.5}
+    assert table["bad"]["value"] is None and set(table) == {"loss", "bad"}
+    assert list(page.state.series["metrics"]) == [[20.0, "loss", 0.5], [21.5, "loss", 0.4]]
+    json.dumps(page.full(23.0), allow_nan=False)
+
+
+def test_a_recovery_and_the_end():
+    page = training(A, B)
+    report = ReportRecovery(2, "recovery", in_words("lost h:1#1"), 1, 83.0, {"formed": 20.0}, 0)
+    page.note(TimePassed(), [report], 20.0)
+    [row] = page.state.series["recoveries"]
+    assert (row["total_ms"], row["phases_ms"], row["why"]) == (83.0, {"formed": 20.0}, "lost h:1#1")
+    page.note(TimePassed(), [EndJob(1, in_words("too few"))], 21.0)
+    page.note(WorkerReady(A, 1, None, STORE), [], 22.0)
+    assert page.state.values["job"]["phase"] == "ended" and page.state.values["job"]["ended"] == [
+        1,
+        "too few",
+    ]
+
+
+def test_what_another_driver_has_left():
+    page = model()
+    page.adopt({A: (11, 0), B: (12, None)}, 7, 50.0)
+    assert states(page) == {"h:0": "training", "h:1": "joining"}
+    assert page.state.values["job"]["generation"] == 7 and page.state.values["job"]["size"] == 1
+
+
+def test_nothing_changes_nothing():
+    page = training(A, B)
+    page.patch(20.0)
+    assert not page.changed
+    patch = page.patch(20.1)
+    assert patch == {"now": 20.1, "set": {}, "rows": {}, "add": {}}
+
+
+@pytest.mark.parametrize("seed", [3, 11, 42])
+def test_patches_lead_to_the_whole_state(seed):
+    """A job under faults, looked at now and then: whoever applies all patches sees what whoever comes last sees."""
+    simulation = Simulation(seed, workers=4, faults=8)
+    simulation.run()
+    page = model()
+    state = applied(None, page.full(0.0))
+    for number, entry in enumerate(simulation.driver.entries):
+        page.note(entry.event, entry.actions, entry.at)
+        if number % 7 == seed % 7:
+            state = applied(state, page.patch(entry.at))
+    end = simulation.clock.now + 100.0
+    state = applied(state, page.patch(end))
+    whole = page.full(end)
+    assert state == applied(None, whole)
+    assert (
+        len(page.state.series["decisions"]) > 10 and page.state.values["job"]["ended"] is not None
+    )
+    assert {row["state"] for row in whole["rows"]["workers"].values()} <= set(STATES)
+    assert sum(page.state.values["goodput"]["workers"].values()) > 0
+    assert all(len(items) <= TAILS[name] for name, items in state["add"].items())
