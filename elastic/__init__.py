@@ -18,6 +18,7 @@ _MODULES = {
     "elastic.run_loop": "run",
     "elastic.checkpoints.on_request": "Checkpoints",
     "elastic.state": "State ObjectState TorchState ElasticSampler",
+    "elastic.exact.shards": "Shards",
     "elastic.optimizer.distributed_optimizer": "DistributedOptimizer",
     "elastic.api.compression": "Compression",
     "elastic.api.sync_batch_norm": "SyncBatchNorm",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from elastic.api.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from elastic.checkpoints.on_request import Checkpoints as Checkpoints
     from elastic.errors import *  # noqa: F403
+    from elastic.exact.shards import Shards as Shards
     from elastic.launcher.launch_function import launch as launch
     from elastic.monitoring.goodput import Goodput as Goodput
     from elastic.monitoring.goodput import goodput as goodput

@@ -17,12 +17,14 @@ from elastic.api.compression import Compression
 from elastic.collectives.algorithms import adasum
 from elastic.collectives.interface import Op
 from elastic.errors import Invalid
+from elastic.exact.shards import Shards
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, require_global, resolve
 from elastic.optimizer import adasum_optimizer, gradient_layout, wrapped_optimizer
 from elastic.optimizer.adasum_optimizer import AdasumDistributed, BackwardPasses
 from elastic.optimizer.flat_buckets import Compressor
 from elastic.optimizer.gradient_options import Options, check_compression, check_predivide_factor
 from elastic.optimizer.gradient_reducer import GradientReducer
+from elastic.optimizer.sharded.reducer import ShardReducer
 from elastic.optimizer.wrapped_optimizer import UNNAMED, Distributed, Reducer, check_passes
 from elastic.runtime import lifecycle
 
@@ -38,6 +40,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet | None = global_process_set,
+    shards: Shards | None = None,
 ) -> Any:
     """Wrap ``optimizer`` so that ``step()`` applies gradients reduced over all workers. Needs ``init()``.
 
@@ -60,7 +63,11 @@ def DistributedOptimizer(
     - ``sparse_as_dense``: sparse gradients (of embeddings) travel as dense ones, and are sparse again after that; else
       indices and values are gathered.
 
-    The reduction is over when the last backward pass of a step returns: clip after it. See docs/migration.md.
+    - ``shards``: the global batch is this many micro-batches, whatever the world, and gradients are the mean over them,
+      or with Sum their sum; see `elastic.exact.shards.Shards`. ``backward_passes_per_step`` are then those of a shard.
+
+    The reduction is over when the last backward pass of a step returns: clip after it. See docs/migration.md. With
+    ``shards`` it is over when the loop over them is.
 
     All ranks give the same parameters in the same order. This is checked at the first step of a world, where a
     difference raises StateMismatch. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
@@ -84,6 +91,10 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     groups = _checked_groups(groups)
     names = _checked_names(optimizer, named_parameters)
+    if shards is not None:
+        _check_shards(
+            shards, reduction, compression, gradient_predivide_factor, groups, process_set
+        )
     world = lifecycle.current()
     # A size that may change is checked at every step.
     if reduction is Op.ADASUM and not world.elastic:
@@ -96,12 +107,22 @@ def DistributedOptimizer(
         sparse_as_dense,
         process_set is global_process_set,
         world.env.fusion_bytes,
+        shards,
     )
     distributed = wrapped_optimizer.wrap(optimizer, optimizer_class, names, made)
     reducer: Reducer
     if reduction is Op.ADASUM:
         reducer = BackwardPasses(distributed, names, backward_passes_per_step)
         adasum_optimizer.prepare(distributed, compression, sparse_as_dense)
+    elif shards is not None:
+        reducer = ShardReducer(
+            distributed,
+            names,
+            shards,
+            op=reduction,
+            passes=backward_passes_per_step,
+            sparse_as_dense=sparse_as_dense,
+        )
     else:
         reducer = GradientReducer(
             distributed,
@@ -115,7 +136,7 @@ def DistributedOptimizer(
             process_set=process_set,
         )
     wrapped_optimizer.reduce_with(distributed, reducer)
-    if (world.elastic or world.place.size > 1) and process_set.included():
+    if shards is not None or ((world.elastic or world.place.size > 1) and process_set.included()):
         reducer.install_hooks()
     return distributed
 
@@ -148,6 +169,32 @@ def _check_process_set(process_set: ProcessSet, reduction: Op) -> None:
         require_global(process_set)
     if process_set.included():
         resolve(process_set)  # raises where it is not registered
+
+
+def _check_shards(
+    shards: object,
+    reduction: Op,
+    compression: object,
+    predivide_factor: float,
+    groups: object,
+    process_set: ProcessSet,
+) -> None:
+    """What would make gradients depend on who holds which shard. Raises Invalid."""
+    if not isinstance(shards, Shards):
+        raise Invalid(f"shards is {shards!r}; give an elastic.Shards")
+    refused = {
+        f"op={reduction.name.title()}": reduction not in (Op.AVERAGE, Op.SUM),
+        "compression, which would round what a rank has added up": compression
+        is not Compression.none,
+        "gradient_predivide_factor": predivide_factor != 1.0,
+        "groups, as buckets are the same in every world": bool(groups),
+        "process_set": process_set is not global_process_set,
+    }
+    for name, given in refused.items():
+        if given:
+            raise Invalid(
+                f"shards can't be combined with {name}; leave it out, or train without shards"
+            )
 
 
 def _checked_names(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from elastic.exact.shards import Shards
 from elastic.optimizer import gradient_reducer
 from elastic.optimizer.gradient_options import Options
 
@@ -28,6 +29,7 @@ class Made:
     sparse_as_dense: bool
     whole_world: bool  # else a process set, and which one may depend on the rank
     fusion_bytes: int | None  # None: by default
+    shards: Shards | None = None
 
 
 def lines(
@@ -44,6 +46,7 @@ def lines(
         "process_set all ranks",
         f"backward_passes_per_step {made.passes}",
         f"sparse_as_dense {bool(made.sparse_as_dense)}",
+        *([] if made.shards is None else made.shards.layout),
         *made.options.lines(named, made.fusion_bytes),
     ]
     return [f"{name}.{line}" for line in found]

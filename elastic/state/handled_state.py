@@ -11,6 +11,7 @@ import torch
 
 from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
+from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
 from elastic.state import exchange
 from elastic.state.exchange import GroupOn
@@ -37,6 +38,7 @@ class HandledState(ObjectState):
             if handler is not None:
                 self._handlers[name] = handler
                 object.__setattr__(self, name, value)
+        self._watch_buffers()
         self._random = RandomState() if rng is True else None
         self._begun = 0  # saves; tells a digest that a save came in between
         super().__init__(**{name: v for name, v in values.items() if name not in self._handlers})
@@ -72,6 +74,16 @@ class HandledState(ObjectState):
         else:
             del self._handlers[name]
             self._saved_state[name] = self._copied({name: value})[name]
+        self._watch_buffers()
+
+    def _watch_buffers(self) -> None:
+        """Buffers of models that are trained in shards follow one rule."""
+        values = self._referred()
+        for shards in values:
+            if isinstance(shards, Shards):
+                for model in values:
+                    if isinstance(model, torch.nn.Module):
+                        shards.watch(model)
 
     def _parts(self) -> dict[str, Part]:
         """The values that travel in one transfer."""

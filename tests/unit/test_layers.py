@@ -25,6 +25,7 @@ ROOMS = """
     elastic.runtime
     elastic.api
     elastic.data
+    elastic.exact
     elastic.state
     elastic.optimizer
     elastic.checkpoints
@@ -76,6 +77,9 @@ PURE = [
     "driver/job/checkpoint_shares.py",
     "elastic/data/positions.py",
     "elastic/data/seeds.py",
+    "elastic/exact/tree.py",
+    "elastic/exact/step.py",
+    "elastic/exact/assignment.py",
     "elastic/optimizer/bucket_plan.py",
     "elastic/negotiation/messages.py",
     "elastic/negotiation/coordinator.py",

@@ -194,6 +194,13 @@ class DictPart(Part):
         self.value.load_state_dict(structure)
 
 
+class ShardsStateHandler(DictPart):
+    """An `elastic.Shards`: the number of the step."""
+
+    def layout(self) -> list[str]:
+        return [f"{self.name} {line}" for line in self.value.layout]
+
+
 class SamplerStateHandler(Part):
     """An `ElasticSampler`: its epoch and its progress."""
 

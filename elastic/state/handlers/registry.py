@@ -6,9 +6,16 @@ from typing import Any
 
 import torch
 
+from elastic.exact.shards import Shards
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
-from elastic.state.handlers.part import DictPart, Part, SamplerStateHandler, StateHandler
+from elastic.state.handlers.part import (
+    DictPart,
+    Part,
+    SamplerStateHandler,
+    ShardsStateHandler,
+    StateHandler,
+)
 from elastic.state.sampler import ElasticSampler
 
 Registry = list[tuple[type, type[StateHandler]]]
@@ -17,6 +24,7 @@ _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (Shards, ShardsStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, DictPart),
     (torch.amp.GradScaler, DictPart),
 ]

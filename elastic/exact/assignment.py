@@ -1,0 +1,34 @@
+"""Which rank computes which shards. Pure: the number of shards and the size of the world in, shards by rank out."""
+
+from __future__ import annotations
+
+
+def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
+    """The shards of each rank, in ascending order. Ranks beyond the number of shards have none: they are warm spares.
+
+    Sizes differ by one at most. Each is cut into powers of two, which are placed largest first: so every piece lies at
+    a multiple of its length, is one node of the tree (see `elastic.exact.tree`), and a rank has few partials. That is
+    how a buddy allocator cuts memory (Knowlton, CACM 1965).
+    """
+    if shards < 1 or ranks < 1:
+        raise ValueError(f"{shards} shards can't be assigned to {ranks} ranks; both are at least 1")
+    least, larger = divmod(shards, ranks)
+    sizes = [least + (rank < larger) for rank in range(ranks)]
+    pieces = [
+        (1 << bit, rank)
+        for rank, size in enumerate(sizes)
+        for bit in range(size.bit_length())
+        if size >> bit & 1
+    ]
+    pieces.sort(key=lambda piece: (-piece[0], piece[1]))
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    at = 0
+    for size, rank in pieces:
+        held[rank] += range(at, at + size)
+        at += size
+    return [tuple(each) for each in held]
+
+
+def balance(shards: int, ranks: int) -> float:
+    """The share of the ranks' time that computes: all wait for those that have the most shards. 1.0 is even."""
+    return shards / (ranks * -(-shards // ranks))

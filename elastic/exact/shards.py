@@ -1,0 +1,296 @@
+"""`Shards`: the global batch of a run as a fixed number of micro-batches, whatever the size of the world.
+
+A step computes every shard once. A rank computes those that `assignment` gives it in the present world, in ascending
+order, and everything that is random in a shard belongs to (seed, step, shard). Who sums up gradients, or keeps buffers,
+listens here for where a step begins and ends. Talks to other ranks only for `Shards.mean`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from elastic.api.sync_batch_norm import SyncBatchNorm
+from elastic.data.seeds import seed_of
+from elastic.errors import Invalid, StateMismatch
+from elastic.exact import assignment, generators, tree
+from elastic.exact.buffers import BufferKeeper
+from elastic.exact.step import ShardStep, StepListener
+from elastic.runtime import lifecycle
+
+log = logging.getLogger("elastic.exact")
+
+Batch = TypeVar("Batch")
+METRICS = "means over shards"  # the group that they travel on
+
+
+class Shards:
+    """The global batch of a step is ``count`` micro-batches, the shards; every world computes all of them.
+
+        shards = elastic.Shards(8, seed=1)
+        optimizer = elastic.DistributedOptimizer(optimizer, model.named_parameters(), shards=shards)
+        state = elastic.TorchState(model=model, optimizer=optimizer, shards=shards)
+        ...
+        for inputs, targets in shards.over(loader):     # this rank's micro-batches of one step
+            loss = loss_of(model(inputs), targets)      # the mean over the micro-batch
+            loss.backward()
+        optimizer.step()                                # gradients are the mean over all shards
+
+    With ``exact`` weights, moments, buffers and losses are bit by bit those of a run that nothing disturbed, whatever
+    joins or dies: docs/exact.md. Without it gradients are added up in the order of ranks, which is faster where a rank
+    has several shards, and the global batch is the same all the same.
+
+    ``count`` and ``seed`` are fixed for a run, and part of its commits as ``step``, the number of the present step, is.
+    Ranks beyond ``count`` compute nothing and take every step: they are warm spares. Raises Invalid.
+    """
+
+    def __init__(self, count: int, *, seed: int = 0, exact: bool = True) -> None:
+        for name, value, least in (("count", count, 1), ("seed", seed, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise Invalid(f"{name} is {value!r}; give a whole number, at least {least}")
+        self.count = count
+        self.seed = seed
+        self.exact = exact
+        self.step = 0
+        self._listeners: list[weakref.ref[StepListener]] = []
+        self._keeper: BufferKeeper | None = None
+        self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
+        self._present: ShardStep | None = None  # while a step is under way
+        self._begun_in = 0  # the generation
+        self._done = 0  # this rank's shards that have begun
+        self._said: tuple[int, int] | None = None
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of this rank's shards, for one step. What is between two of them belongs to the first one."""
+        for shard in self.begin_step():
+            self.begin_shard(shard)
+            yield shard
+        self.end_step()
+
+    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """One step over this rank's micro-batches, in the order of its shards; takes no more of ``batches`` than that.
+
+        Raises Invalid where there are too few.
+        """
+        coming = iter(batches)
+        for shard in self:
+            try:
+                batch = next(coming)
+            except StopIteration:
+                raise Invalid(
+                    f"there is no micro-batch for shard {shard} of step {self.step}: a rank needs one for each of its"
+                    f" shards, here {len(self.held)}; see Shards.held"
+                ) from None
+            yield batch
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """This rank's shards in the present world."""
+        step = self._step()
+        return step.held[step.rank]
+
+    @property
+    def present(self) -> ShardStep | None:
+        """The step that is under way: its loop has begun and is not over."""
+        return self._present
+
+    def begin_step(self) -> tuple[int, ...]:
+        """For loaders with a loop of their own: `begin_shard` for each of these follows, then `end_step`."""
+        generation = getattr(lifecycle.active(), "generation", 0)
+        if self._present is not None and generation == self._begun_in:
+            raise Invalid(
+                f"the loop over the shards of step {self.step} was left before its end, so the step has no gradient;"
+                " let the loop run to its end, and step after it"
+            )
+        self.abandon()
+        step, self._begun_in = self._step(), generation
+        self._say(step)
+        self._present, self._done = step, 0
+        for listener in self._all():
+            listener.step_begins(step)
+        return step.held[step.rank]
+
+    def begin_shard(self, shard: int) -> None:
+        """What follows, until the next shard or the end of the step, is this shard's. Sets the random generators."""
+        step = self._under_way()
+        own = step.merges
+        if self._done == len(own) or own[self._done].shard != shard:
+            wanted = [each.shard for each in own]
+            raise Invalid(
+                f"shard {shard} of step {step.number} comes out of turn: this rank has {wanted}"
+            )
+        self._end_shard()
+        self._done += 1
+        generators.set_seed(seed_of("step", self.seed, step.number, shard))
+        for listener in self._all():
+            listener.shard_begins(own[self._done - 1], self._done == len(own))
+
+    def end_step(self) -> None:
+        """Waits until gradients and buffers are those of the whole step, on every rank. Raises PeerLost."""
+        step = self._under_way()
+        if self._done < len(step.merges):
+            raise Invalid(f"step {step.number} ends before {len(step.merges) - self._done} shards")
+        self._end_shard()
+        for listener in self._all():
+            listener.step_ends()
+        self._present = None
+        self.step = step.number + 1
+        self._between_steps()
+
+    def abandon(self) -> None:
+        """Forget the step that is under way. The next loop begins it again."""
+        if self._present is not None:
+            self._present = None
+            for listener in self._all():
+                listener.step_abandoned()
+
+    def _end_shard(self) -> None:
+        if self._done:
+            shard = self._under_way().merges[self._done - 1].shard
+            for listener in self._all():
+                listener.shard_ends(shard)
+
+    def _under_way(self) -> ShardStep:
+        if self._present is None:
+            raise Invalid("no step is under way; begin it with `for batch in shards.over(loader)`")
+        return self._present
+
+    def _between_steps(self) -> None:
+        # What is drawn between two steps is equal on all ranks, too.
+        generators.set_seed(seed_of("between", self.seed, self.step))
+
+    # ---- sums over shards ----------------------------------------------------------------------------------------
+
+    def mean(self, values: Sequence[float | torch.Tensor]) -> float:
+        """The mean over all shards of one number for each, as a loss; equal bits in every world.
+
+        ``values``: those of this rank's shards, in their order; an empty list on a spare. Every rank calls it, after
+        the loop over the step's shards. Added up in float64. Raises Invalid, PeerLost.
+        """
+        step = self._step()
+        held = step.held[step.rank]
+        if len(values) != len(held):
+            raise Invalid(
+                f"mean() takes one value for each of this rank's shards, {len(held)}, and was given {len(values)}"
+            )
+        own = torch.zeros(self.count, dtype=torch.float64, device="cpu")
+        for shard, value in zip(held, values, strict=True):
+            own[shard] = float(value)
+        rows = [own]
+        if len(step.held) > 1:
+            runtime = lifecycle.current()
+            rows = [torch.empty_like(own) for _ in step.held]
+            with runtime.guard(METRICS):
+                group = runtime.group(METRICS, own.device)
+                group.allgather(rows, own).wait()
+        found = {
+            shard: float(row[shard])
+            for row, shards in zip(rows, step.held, strict=True)
+            for shard in shards
+        }
+        stack: list[float] = []
+        leaves = [[tree.Node(shard, shard + 1) for shard in range(self.count)]]
+        for each in tree.program(leaves, self.count):
+            stack.append(stack.pop() + stack.pop() if each is None else found[each.place])
+        return stack[0] / self.count
+
+    # ---- who takes part ------------------------------------------------------------------------------------------
+
+    def listen(self, listener: StepListener) -> None:
+        """Tell it of every step from now on, as long as it lives."""
+        self._listeners.append(weakref.ref(listener))
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """The buffers of ``model``, as running statistics of BatchNorm, are from now on those of shard 0 after a step.
+
+        A state that has both does that. Raises Invalid for layers that exchange statistics with other ranks.
+        """
+        for name, module in model.named_modules():
+            if isinstance(module, SyncBatchNorm | torch.nn.SyncBatchNorm):
+                raise Invalid(
+                    f"{name or 'the model'} is a SyncBatchNorm, whose statistics are those of whatever ranks there are;"
+                    " with Shards use torch's BatchNorm, which normalizes each shard by itself"
+                )
+        if self._keeper is None:
+            self._keeper = BufferKeeper()
+        self._keeper.watch(model)
+
+    def _all(self) -> list[StepListener]:
+        found = [listener for each in self._listeners if (listener := each()) is not None]
+        if len(found) != len(self._listeners):
+            self._listeners = [weakref.ref(each) for each in found]
+        return found if self._keeper is None else [self._keeper, *found]
+
+    def turn_of(self, listener: StepListener) -> list[StepListener]:
+        """Those that are told before it: what all send goes in this order on every rank."""
+        found = self._all()
+        return found[: found.index(listener)]
+
+    # ---- the world -----------------------------------------------------------------------------------------------
+
+    def _step(self) -> ShardStep:
+        found = lifecycle.position()
+        rank, size = (0, 1) if found is None else (found[0].rank, max(found[0].size, 1))
+        if self._assigned is None or self._assigned[0] != size or self._assigned[1].rank != rank:
+            held = tuple(assignment.assign(self.count, size))
+            plans = [tree.schedule(each, self.count) for each in held]
+            partials = [nodes for _, nodes in plans]
+            merges = plans[rank][0] if rank < size else []  # a newcomer has no place yet
+            self._assigned = size, ShardStep(self.step, held, rank, merges, partials)
+        return self._assigned[1]._replace(number=self.step)
+
+    def _say(self, step: ShardStep) -> None:
+        size, generation = len(step.held), getattr(lifecycle.active(), "generation", 0)
+        if (size, generation) == self._said or step.rank != 0:
+            return
+        self._said = size, generation
+        share = assignment.balance(self.count, size)
+        if share < 1.0:
+            spare = max(0, size - self.count)
+            log.warning(
+                "%d workers compute %d shards, at most %d each: %.0f %% of their time is used%s",
+                size,
+                self.count,
+                len(step.held[0]),
+                100 * share,
+                f", {spare} are warm spares" if spare else "",
+            )
+
+    @property
+    def layout(self) -> list[str]:
+        """What must be the same on every rank."""
+        kind = "exact" if self.exact else "in the order of ranks"
+        return [f"shards {self.count} seed {self.seed} {kind}"]
+
+    # ---- commits -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises Invalid in the middle of a step, of which only a part could be saved."""
+        if self._present is not None:
+            raise Invalid(
+                f"the state is saved in the middle of step {self.step}; call commit() and check_host_updates() after"
+                " the loop over its shards"
+            )
+        return self._saved()
+
+    def _saved(self) -> dict[str, Any]:
+        return {"count": self.count, "seed": self.seed, "exact": self.exact, "step": self.step}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Goes to the step that was saved. Raises StateMismatch if the run was cut into other shards."""
+        own = self._saved()
+        for name in ("count", "seed", "exact"):
+            if saved[name] != own[name]:
+                raise StateMismatch(
+                    f"the run that is resumed was made with Shards({name}={saved[name]!r}), this script says"
+                    f" {own[name]!r}; with another {name} it would be another run: change it back, or begin anew"
+                )
+        self.abandon()
+        self.step = saved["step"]
+        self._between_steps()

@@ -1,0 +1,103 @@
+"""The sum of the ranks' partials along the tree, by whatever carries tensors: the same bits on every way.
+
+Every rank owns a piece of a bucket. It receives the others' partials of that piece, evaluates the program of
+`elastic.exact.tree` on them, and sends the result to all. Who owns what makes no difference to a sum of elements.
+Where all ranks share memory, `elastic.collectives.shared_memory` does the same without copies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from elastic.collectives.interface import Collectives, Work
+from elastic.exact.tree import Program
+
+PIECE = 16  # elements: pieces are multiples of this
+
+
+def evaluate(
+    program: Program, values: Sequence[Sequence[torch.Tensor]], scale: float
+) -> torch.Tensor:
+    """The root times ``scale``. ``values``: by rank and place; they are spoiled."""
+    stack: list[torch.Tensor] = []
+    for each in program:
+        if each is None:
+            right = stack.pop()
+            stack[-1].add_(right)
+        else:
+            stack.append(values[each.rank][each.place])
+    (root,) = stack
+    return root if scale == 1.0 else root.mul_(scale)
+
+
+class PartialsExchange:
+    """Of one bucket, once: ``own`` are this rank's partials, flat and of equal length, of which ``elements`` count.
+
+    The result replaces the first of ``places``, the buffers that this rank has; it has one at least. ``counts``: how
+    many partials each rank has.
+    """
+
+    def __init__(
+        self,
+        group: Collectives,
+        places: Sequence[torch.Tensor],
+        elements: int,
+        program: Program,
+        counts: Sequence[int],
+        scale: float,
+    ) -> None:
+        self._group, self._program, self._scale = group, program, scale
+        self._target = places[0]
+        size = group.size
+        self._length = math.ceil(elements / size / PIECE) * PIECE
+        cuts = [min(elements, rank * self._length) for rank in range(size + 1)]
+        self._sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
+        self._elements, self._counts = elements, counts
+        own = places[: counts[group.rank]]
+        sent = [length * len(own) for length in self._sizes]
+        parcels = [each[start:stop] for start, stop in itertools.pairwise(cuts) for each in own]
+        self._sent = torch.cat(parcels) if parcels else self._target.new_empty(0)
+        mine = self._sizes[group.rank]
+        received = [mine * count for count in counts]
+        self._received = self._target.new_empty(sum(received))
+        self._steps = self._run(received, sent)
+        self._work: Work | None = next(self._steps)
+
+    def _run(self, received: list[int], sent: list[int]) -> Iterator[Work]:
+        group, mine = self._group, self._sizes[self._group.rank]
+        yield group.alltoall(self._received, self._sent, received, sent)
+        parts = iter(self._received.split(mine) if mine else ())
+        values = [[next(parts, self._received) for _ in range(count)] for count in self._counts]
+        result = evaluate(self._program, values, self._scale)
+        piece = result
+        if mine < self._length:
+            piece = self._target.new_zeros(self._length)
+            piece[:mine] = result[:mine]
+        whole = self._length * group.size
+        fits = whole <= self._target.numel()
+        into = self._target if fits else self._target.new_empty(whole)
+        yield group.allgather(list(into[:whole].split(self._length)), piece)
+        if not fits:
+            self._target[: self._elements].copy_(into[: self._elements])
+
+    def done(self) -> bool:
+        """Whether nothing is written any more."""
+        return self._work is None or self._work.done()
+
+    def within(self, timeout_s: float) -> bool:
+        self.wait()
+        return True
+
+    def advance(self) -> None:
+        """Wait for what is under way, and start what follows. Raises CollectiveFailed."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = next(self._steps, None)
+
+    def wait(self) -> None:
+        while self._work is not None:
+            self.advance()

@@ -1,0 +1,337 @@
+"""Decides when the gradients of a step's shards are summed: bucket by bucket while the last shard's backward runs.
+
+Gradients of a shard go into their buckets as they come (`buckets`), where they are added to those of the shards before,
+along the tree. In a rank's last shard a bucket that is full is launched, in the order of the plan, which is a function
+of the parameters alone. The loop over the shards ends when all have arrived: from there on every gradient is the mean
+over all shards, on every rank, and spares have it, too.
+
+The first step of a world launches nothing before its loop ends: there the ranks compare their plans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.collectives.local import LocalCollectives
+from elastic.context import Context
+from elastic.errors import CollectiveFailed, Interrupted, Invalid, StateMismatch
+from elastic.exact import tree
+from elastic.exact.shards import Shards
+from elastic.exact.step import ShardStep
+from elastic.failpoints import failpoint
+from elastic.optimizer import bucket_plan, malloc_tuning
+from elastic.optimizer.gradient_hooks import GradientHooks
+from elastic.optimizer.sharded.buckets import ShardBucket
+from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
+from elastic.protocol.messages import GRADIENTS
+from elastic.runtime import lifecycle
+
+PURPOSE = f"{GRADIENTS} of shards"
+
+
+class _Slot:
+    """A parameter's place, and what is left of its backward passes in the present shard."""
+
+    __slots__ = ("bucket", "passes_left", "position")
+
+    def __init__(self, bucket: ShardBucket, position: int) -> None:
+        self.bucket = bucket
+        self.position = position
+        self.passes_left = 0
+
+
+class ShardReducer:
+    """Of one optimizer. ``passes``: backward passes of each shard. ``op``: AVERAGE over shards, or SUM."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[torch.Tensor, str],
+        shards: Shards,
+        *,
+        op: Op,
+        passes: int,
+        sparse_as_dense: bool,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+        self.shards = shards
+        self._scale = 1.0 / shards.count if op is Op.AVERAGE else 1.0
+        self._passes = passes
+        self._sparse_as_dense = sparse_as_dense
+        self._hooks = GradientHooks(self)
+        self._lock = threading.Lock()  # each device has its own backward thread
+        self._signature: list[tuple[object, ...]] = []
+        self._slots: dict[int, _Slot] = {}  # by id of the parameter
+        self._buckets: list[ShardBucket] = []
+        self._step: ShardStep | None = None
+        self._program: tree.Program = ()
+        self._shard: tree.Merge | None = None
+        self._last = False
+        self._agreed: int | None = None  # the generation whose ranks have compared this plan
+        self._launched = 0
+        self._stale: list[Work] = []
+        shards.listen(self)
+
+    # ---- what an optimizer asks ----------------------------------------------------------------------------------
+
+    @property
+    def passes(self) -> int:
+        return self._passes
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step's loop is under way."""
+        return self._step is not None and self.shards.present is not None
+
+    def set_passes(self, passes: int) -> None:
+        self._passes = passes
+
+    def install_hooks(self) -> None:
+        self._hooks.install(self._parameters())
+
+    def finish(self) -> None:
+        """Gradients are the mean since the loop over the shards ended. Raises Invalid before that."""
+        if self.pending:
+            raise Invalid(
+                f"optimizer.step() or synchronize() was called within the loop over the shards of step"
+                f" {self.shards.step}, which has no gradient before all of them are computed; call it after the loop"
+            )
+
+    def discard(self) -> None:
+        """Abandon the present step."""
+        self._forget()
+        for slot in self._slots.values():
+            slot.bucket.parameters[slot.position].grad = None
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    def step_begins(self, step: ShardStep) -> None:
+        self._plan()
+        if not all(work.done() for work in self._stale):
+            for bucket in self._buckets:
+                bucket.make(bucket.depth)  # somebody may still write into the memory of before
+        self._stale = []
+        depth = max(1, tree.depth(step.merges) if self.shards.exact else 1)
+        for bucket in self._buckets:
+            if bucket.depth < depth:
+                bucket.make(depth)
+            bucket.step_begins()
+        if self._step is None or self._step.held is not step.held:
+            self._program = tree.program(step.partials, self.shards.count)
+        self._step, self._launched, self._shard, self._last = step, 0, None, False
+
+    def shard_begins(self, merge: tree.Merge, last: bool) -> None:
+        if not self.shards.exact:  # one after the other, to what there is
+            merge = tree.Merge(merge.shard, min(1, merge.place + self._taken()), self._taken())
+        self._shard, self._last = merge, last
+        for slot in self._slots.values():
+            slot.passes_left = self._passes
+        for bucket in self._buckets:
+            bucket.shard_begins(merge, last)
+
+    def _taken(self) -> int:
+        """Whether there is a shard before, 0 or 1."""
+        return int(self._shard is not None)
+
+    @torch.no_grad()
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """``parameter.grad`` has received one backward pass."""
+        with self._lock:
+            self._receive(parameter)
+
+    def _receive(self, parameter: torch.Tensor) -> None:
+        slot = self._slots.get(id(parameter))
+        if slot is None or self._shard is None or not self.pending:
+            raise Invalid(
+                f"{self._name(parameter)} got a gradient outside of the loop over the shards, where it belongs to none"
+                " of them; call backward() within `for batch in shards.over(loader)`, and freeze or add parameters"
+                " between two steps"
+            )
+        if slot.passes_left == 0:
+            raise Invalid(
+                f"{self._name(parameter)} got more than backward_passes_per_step={self._passes} gradients in shard"
+                f" {self._shard.shard}; say the number of backward passes that a shard has"
+            )
+        slot.passes_left -= 1
+        if slot.passes_left == 0:
+            self._take(slot)
+            if self._last and slot.bucket.missing == 0:
+                self._launch_full()
+
+    def _take(self, slot: _Slot) -> None:
+        parameter = slot.bucket.parameters[slot.position]
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            if not self._sparse_as_dense:
+                raise Invalid(
+                    f"the gradient of {self._name(parameter)} is sparse, which shards can't add up in one order; pass"
+                    " sparse_as_dense=True to DistributedOptimizer"
+                )
+            parameter.grad = gradient.to_dense()
+        slot.bucket.take(slot.position)
+
+    @torch.no_grad()
+    def shard_ends(self, shard: int) -> None:
+        """Parameters without a gradient, or with fewer passes than others, have what they have."""
+        for slot in self._slots.values():
+            if slot.passes_left:
+                slot.passes_left = 0
+                self._take(slot)
+
+    @torch.no_grad()
+    def step_ends(self) -> None:
+        """Raises PeerLost, StateMismatch, Invalid."""
+        step, world = self._step, lifecycle.current()
+        assert step is not None
+        if step.merges:
+            for bucket in self._buckets:
+                bucket.check_untouched(self._name)
+        with world.guard(GRADIENTS):
+            if self._buckets:
+                if self._agreed != world.generation:
+                    self._agree(world)
+                while self._launched < len(self._buckets):
+                    self._launch_next(world)
+                # Each waits for its first half, and starts the second, before any is waited for to its end.
+                for bucket in self._buckets:
+                    if isinstance(bucket.work, PartialsExchange):
+                        bucket.work.advance()
+                for bucket in self._buckets:
+                    assert bucket.work is not None
+                    bucket.work.wait()
+                    bucket.work = None
+                    bucket.give()
+            malloc_tuning.of_process().filled()
+        self._shard = None
+
+    def step_abandoned(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                self._stale.append(bucket.work)
+                bucket.work = None
+        self._step = self._shard = None
+        self._launched = 0
+
+    # ---- launching -----------------------------------------------------------------------------------------------
+
+    @property
+    def all_launched(self) -> bool:
+        return self._launched == len(self._buckets)
+
+    def _launch_full(self) -> None:
+        """In a hook, which never raises an interruption: `step_ends` does."""
+        world = lifecycle.current()
+        before = [each for each in self.shards.turn_of(self) if isinstance(each, ShardReducer)]
+        if (
+            world.broken
+            or self._agreed != world.generation
+            or not all(each.all_launched for each in before)
+        ):
+            return
+        try:
+            while not self.all_launched and self._buckets[self._launched].missing == 0:
+                self._launch_next(world)
+        except (CollectiveFailed, Interrupted) as failure:
+            world.mark_broken(world.generation, str(failure))
+
+    def _launch_next(self, world: Context) -> None:
+        bucket = self._buckets[self._launched]
+        failpoint("bucket")
+        bucket.work = self._launch(world, bucket)
+        self._launched += 1
+
+    def _launch(self, world: Context, bucket: ShardBucket) -> Work:
+        step = self._step
+        assert step is not None
+        group = self._group(world, bucket.device)
+        target = bucket.flat[0]
+        if not self.shards.exact:
+            if not step.merges:
+                target.zero_()
+            return group.allreduce(target, Op.SUM, self._scale)
+        if len(step.held) == 1:
+            evaluate(self._program, [bucket.flat], self._scale)
+            return group.barrier()
+        counts = [len(nodes) for nodes in step.partials]
+        return PartialsExchange(
+            group, bucket.flat, bucket.elements, self._program, counts, self._scale
+        )
+
+    def _group(self, world: Context, device: torch.device) -> Collectives:
+        return world.group(PURPOSE, device)
+
+    def _agree(self, world: Context) -> None:
+        """Compare plans, and where they lie. Collective. Raises StateMismatch."""
+        group = self._group(world, self._buckets[0].device)
+        if not isinstance(group, LocalCollectives):
+            digest = hashlib.blake2b("\n".join(self._lines()).encode(), digest_size=7).digest()
+            own = torch.tensor(
+                [int.from_bytes(digest, "big")],
+                dtype=torch.int64,
+                device=self._buckets[0].device,
+            )
+            rows = [torch.empty_like(own) for _ in range(group.size)]
+            group.allgather(rows, own).wait()
+            found = [row.tolist() for row in rows]
+            differs = [rank for rank, row in enumerate(found) if row[0] != found[0][0]]
+            if differs:
+                raise StateMismatch(
+                    f"the optimizers of rank 0 and rank {differs[0]} have other parameters or Shards: give"
+                    " DistributedOptimizer the same ones, in the same order, on every rank"
+                )
+        self._agreed = world.generation
+
+    # ---- the plan ------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Buckets for the parameters that are trained now."""
+        named = [each for each in self._parameters() if each.requires_grad]
+        signature: list[tuple[object, ...]] = [
+            (id(each), each.dtype, each.device, each.shape, each.stride()) for each in named
+        ]
+        if signature == self._signature:
+            return
+        self.install_hooks()
+        self._signature, self._agreed = signature, None
+        self._slots, self._buckets = {}, []
+        in_memory = [each.nbytes for each in named if each.device.type == "cpu"]
+        malloc_tuning.of_process().keep(max(in_memory, default=0))
+        items = [
+            bucket_plan.Gradient(f"{each.dtype} {each.device}", each.numel(), each.element_size())
+            for each in named
+        ]
+        full = lifecycle.current().env.fusion_bytes or bucket_plan.FULL_BYTES
+        for planned in bucket_plan.plan(
+            items, first_bytes=min(bucket_plan.FIRST_BYTES, full), full_bytes=full
+        ):
+            parameters = [named[member] for member in planned.members]
+            bucket = ShardBucket(parameters, planned.offsets, planned.elements)
+            self._buckets.append(bucket)
+            for position, parameter in enumerate(parameters):
+                self._slots[id(parameter)] = _Slot(bucket, position)
+
+    def _lines(self) -> list[str]:
+        described = [
+            f"{self._name(parameter)} {parameter.dtype} {list(parameter.shape)}"
+            for bucket in self._buckets
+            for parameter in bucket.parameters
+        ]
+        return [*self.shards.layout, f"scale {self._scale}", *described]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return self._names.get(parameter, "a parameter without a name")

@@ -1,0 +1,96 @@
+"""The order of a sum over shards: one expression, whoever holds which shard."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.exact import tree
+from elastic.exact.assignment import assign, balance
+from elastic.exact.tree import Node
+
+
+def expression(held: list[list[int]], shards: int) -> str:
+    """What is added up to what, where each rank holds these shards."""
+    stacks, partials = [], []
+    for own in held:
+        merges, nodes = tree.schedule(own, shards)
+        stack: list[str] = []
+        for shard, place, count in merges:
+            assert place == len(stack)
+            stack.append(str(shard))
+            for _ in range(count):
+                right = stack.pop()
+                stack[-1] = f"({stack[-1]}+{right})"
+        assert len(stack) == len(nodes)
+        stacks.append(stack)
+        partials.append(nodes)
+    found: list[str] = []
+    for each in tree.program(partials, shards):
+        if each is None:
+            right = found.pop()
+            found[-1] = f"({found[-1]}+{right})"
+        else:
+            found.append(stacks[each.rank][each.place])
+    (root,) = found
+    return root
+
+
+@pytest.mark.parametrize(
+    ("shards", "wanted"),
+    [
+        (1, "0"),
+        (2, "(0+1)"),
+        (3, "((0+1)+2)"),
+        (5, "(((0+1)+(2+3))+4)"),
+        (6, "(((0+1)+(2+3))+(4+5))"),
+        (7, "(((0+1)+(2+3))+((4+5)+6))"),
+    ],
+)
+def test_the_tree(shards, wanted):
+    assert expression([list(range(shards))], shards) == wanted
+
+
+@given(st.data())
+def test_any_partition_gives_one_expression(data):
+    shards = data.draw(st.integers(1, 40))
+    owners = data.draw(st.lists(st.integers(0, 9), min_size=shards, max_size=shards))
+    held = [[shard for shard in range(shards) if owners[shard] == rank] for rank in range(10)]
+    assert expression(held, shards) == expression([list(range(shards))], shards)
+
+
+@given(st.integers(1, 300))
+def test_alone_a_rank_is_left_with_the_root_and_needs_a_buffer_for_each_level(shards):
+    merges, partials = tree.schedule(range(shards), shards)
+    assert partials == [Node(0, shards)]
+    assert tree.depth(merges) <= max(1, (shards - 1).bit_length())
+
+
+@given(st.integers(1, 64), st.integers(1, 80))
+def test_every_shard_has_one_rank_and_ranks_have_few_partials(shards, ranks):
+    held = assign(shards, ranks)
+    assert sorted(sum(held, ())) == list(range(shards))
+    sizes = [len(each) for each in held]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)  # spares are the last ranks
+    assert balance(shards, ranks) == pytest.approx(shards / (ranks * max(sizes)))
+    for own in held:
+        assert list(own) == sorted(own)
+        _, partials = tree.schedule(own, shards)
+        assert len(partials) <= len(own).bit_count()  # one for each power of two
+    assert expression([list(each) for each in held], shards) == expression(
+        [list(range(shards))], shards
+    )
+
+
+def test_a_lost_partial_is_noticed():
+    _, nodes = tree.schedule((0, 1, 2), 4)
+    with pytest.raises(ValueError, match="no rank has shard 3"):
+        tree.program([nodes, []], 4)
+
+
+@pytest.mark.parametrize(("shards", "ranks"), [(0, 1), (1, 0)])
+def test_nothing_can_not_be_assigned(shards, ranks):
+    with pytest.raises(ValueError, match="at least 1"):
+        assign(shards, ranks)

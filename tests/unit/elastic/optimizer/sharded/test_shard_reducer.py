@@ -1,0 +1,362 @@
+"""Steps of a fixed number of shards in worlds of every size, of ranks as threads: equal bits, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.api.compression import Compression
+from elastic.api.sync_batch_norm import SyncBatchNorm
+from elastic.collectives.interface import Op
+from elastic.errors import Invalid, StateMismatch
+from elastic.exact import tree
+from elastic.exact.assignment import assign
+from elastic.exact.shards import Shards
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.sharded.buckets import ShardBucket
+from elastic.runtime import lifecycle
+from harness.small_worlds import ranks_as_threads
+
+STEPS = 3
+SHARDS = [1, 3, 5, 8]
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    run = ranks_as_threads(monkeypatch)
+    monkeypatch.setattr(lifecycle, "active", lambda: lifecycle.current())
+
+    def position():
+        world = lifecycle.current()
+        return world.place, world.generation
+
+    monkeypatch.setattr(lifecycle, "position", position)
+    # Threads have one generator together; tests of processes draw from it.
+    monkeypatch.setattr("elastic.exact.generators.set_seed", lambda seed: None)
+    return run
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Network(torch.nn.Module):
+    """With running statistics, a parameter that no shard but the third one uses, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 300, device="meta")
+        self.norm = torch.nn.BatchNorm1d(300)
+        self.last = torch.nn.Linear(300, 2, device="meta")
+        self.rare = torch.nn.Parameter(torch.ones(7))
+        self.never = torch.nn.Parameter(torch.ones(3))
+        self.to_empty(device="cpu")
+        self.norm.reset_running_stats()
+        with torch.no_grad():
+            for number, each in enumerate(self.parameters()):
+                each.copy_(drawn(*each.shape, seed=number))
+
+    def forward(self, inputs: torch.Tensor, shard: int) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.norm(self.first(inputs)).relu())
+        return found + self.rare.sum() if shard == 2 else found
+
+
+def train(size_of: Any, count: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Losses, gradients of the last step, weights, moments and buffers of a rank, as bytes."""
+    model = Network().to(dtype)
+    shards = Shards(count, **options)
+    shards.watch(model)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        model.named_parameters(),
+        shards=shards,
+    )
+    losses = []
+    for step in range(STEPS):
+        found = []
+        for shard in shards:
+            statistics = model.norm.get_buffer("running_mean")
+            before = statistics.clone()
+            loss = model(drawn(4, 5, seed=1000 * step + shard).to(dtype), shard).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+            assert not torch.equal(before, statistics)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(shards.mean(found))
+    assert shards.step == STEPS
+    tensors: list[Any] = [parameter.grad for parameter in model.parameters()]
+    tensors += model.parameters()
+    tensors += model.buffers()
+    tensors += [state["momentum_buffer"] for state in optimizer.state.values()]
+    return losses, [each.detach().reshape(-1).view(torch.uint8).clone() for each in tensors]
+
+
+def same(one: Any, other: Any) -> bool:
+    return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", SHARDS)
+def test_every_world_has_the_same_bits(ranks, count, dtype):
+    (alone,) = ranks(1, lambda rank: train(1, count, dtype))
+    for size in (2, 3, 4, 7):
+        for found in ranks(size, lambda rank, size=size: train(size, count, dtype)):
+            assert same(alone, found), size
+
+
+def test_without_exactness_the_mean_is_the_same_but_for_rounding(ranks):
+    (alone,) = ranks(1, lambda rank: train(1, 7))
+    found = ranks(3, lambda rank: train(3, 7, exact=False))
+    assert all(same(found[0], each) for each in found)
+    assert found[0][0] == pytest.approx(alone[0], rel=1e-4)
+    assert not same(found[0], alone)
+
+
+def test_the_mean_of_gradients_is_that_of_the_whole_batch(ranks):
+    def of_all(rank):
+        model = Network()
+        shards = Shards(6)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), shards=shards)
+        for shard in shards:
+            model(drawn(4, 5, seed=shard), shard).square().mean().backward()
+        optimizer.step()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    expected = Network()
+    for shard in range(6):
+        (expected(drawn(4, 5, seed=shard), shard).square().mean() / 6).backward()
+    for found in ranks(4, of_all):
+        for parameter, gradient in zip(expected.parameters(), found, strict=True):
+            wanted = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-5)
+
+
+# ---- planted: each has to be seen by the comparison above ----------------------------------------
+
+
+def in_the_order_of_ranks(monkeypatch):
+    honest = tree.program
+
+    def program(partials, shards):
+        loads = [each for each in honest(partials, shards) if each is not None]
+        return (loads[0], *(each for load in sorted(loads)[1:] for each in (load, None)))
+
+    monkeypatch.setattr(tree, "program", program)
+
+
+def a_lost_partial(monkeypatch):
+    honest = tree.program
+
+    def program(partials, shards):
+        found = list(honest(partials, shards))
+        if len(found) > 1:
+            at = max(number for number, each in enumerate(found) if each is not None)
+            del found[at : at + 2]  # the last one, and its addition
+        return tuple(found)
+
+    monkeypatch.setattr(tree, "program", program)
+
+
+def stale_buffers(monkeypatch):
+    monkeypatch.setattr("elastic.exact.buffers.BufferKeeper.shard_ends", lambda self, shard: None)
+
+
+def an_ulp_in_one_gradient_of_one_rank(monkeypatch):
+    honest = ShardBucket.take
+
+    def take(self, position):
+        gradient = self.parameters[position].grad
+        if lifecycle.current().place.rank == 1 and gradient is not None and self._last:
+            gradient.view(torch.int32)[-1] += 1
+        honest(self, position)
+
+    monkeypatch.setattr(ShardBucket, "take", take)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        in_the_order_of_ranks,
+        a_lost_partial,
+        stale_buffers,
+        an_ulp_in_one_gradient_of_one_rank,
+    ],
+)
+def test_a_planted_bug_is_seen(ranks, monkeypatch, plant):
+    (alone,) = ranks(1, lambda rank: train(1, 7))
+    plant(monkeypatch)
+    found = ranks(3, lambda rank: train(3, 7))
+    assert not all(same(alone, each) for each in found)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def made(**options: Any) -> tuple[Any, Shards, Any]:
+    model = torch.nn.Linear(3, 1)
+    shards = Shards(4)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        **{"shards": shards} | options,
+    )
+    return model, shards, optimizer
+
+
+def run_step(model: Any, shards: Shards, within: Any = None) -> None:
+    for _ in shards:
+        model(torch.ones(2, 3)).sum().backward()
+        if within is not None:
+            within()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"op": Op.ADASUM}, "op=Adasum"),
+        ({"op": Op.MAX}, "op=Max"),
+        ({"compression": Compression.bf16}, "compression, which would round"),
+        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+        ({"groups": 2}, "groups"),
+        ({"shards": 8}, "give an elastic.Shards"),
+    ],
+    ids=str,
+)
+def test_what_would_depend_on_who_holds_what_is_refused(ranks, options, said):
+    with pytest.raises(Invalid, match=said):
+        ranks(1, lambda rank: made(**options))
+
+
+def stepping_in_the_loop(model, shards, optimizer):
+    run_step(model, shards, optimizer.step)
+
+
+def clipping_in_the_loop(model, shards, optimizer):
+    run_step(model, shards, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+
+
+def backward_outside(model, shards, optimizer):
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def leaving_the_loop(model, shards, optimizer):
+    for _ in shards:
+        break
+    run_step(model, shards)
+
+
+def two_passes(model, shards, optimizer):
+    run_step(model, shards, lambda: model(torch.ones(2, 3)).sum().backward())
+
+
+def too_few_batches(model, shards, optimizer):
+    list(shards.over([1, 2]))
+
+
+def commit_within(model, shards, optimizer):
+    run_step(model, shards, shards.state_dict)
+
+
+def too_few_values(model, shards, optimizer):
+    shards.mean([1.0])
+
+
+def sparse(model, shards, optimizer):
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer.add_param_group({"params": table.parameters()})
+    for _ in shards:
+        table(torch.tensor([1])).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (stepping_in_the_loop, "within the loop over the shards of step 0"),
+        (clipping_in_the_loop, "clip and change gradients after the loop"),
+        (backward_outside, "outside of the loop over the shards"),
+        (leaving_the_loop, "was left before its end"),
+        (two_passes, "more than backward_passes_per_step=1"),
+        (too_few_batches, "no micro-batch for shard 2 of step 0"),
+        (commit_within, r"call commit\(\) and check_host_updates\(\) after"),
+        (too_few_values, "one value for each of this rank's shards, 4"),
+        (sparse, "pass sparse_as_dense=True"),
+    ],
+)
+def test_a_mistake_in_the_loop_is_told(ranks, mistake, said):
+    with pytest.raises(Invalid, match=said):
+        ranks(1, lambda rank: mistake(*made()))
+
+
+def test_ranks_with_other_shards_are_told(ranks):
+    def step(rank):
+        model = torch.nn.Linear(3, 1)
+        shards = Shards(2, seed=rank)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), shards=shards)
+        run_step(model, shards)
+        optimizer.step()
+
+    with pytest.raises(StateMismatch, match="other parameters or Shards"):
+        ranks(2, step)
+
+
+def test_statistics_of_all_ranks_are_refused():
+    with pytest.raises(Invalid, match="with Shards use torch's BatchNorm"):
+        Shards(2).watch(torch.nn.Sequential(SyncBatchNorm(3)))
+
+
+@pytest.mark.parametrize("changed", [{"count": 4}, {"seed": 2}, {"exact": False}], ids=str)
+def test_a_run_can_not_be_resumed_with_other_shards(changed):
+    saved = Shards(8, seed=1).state_dict()
+    with pytest.raises(StateMismatch, match="change it back"):
+        Shards(**{"count": 8, "seed": 1} | changed).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("bad", [{"count": 0}, {"count": 2.0}, {"count": 2, "seed": -1}], ids=str)
+def test_bad_numbers(bad):
+    with pytest.raises(Invalid, match="give a whole number"):
+        Shards(**bad)
+
+
+# ---- sums of several passes, and of two optimizers -----------------------------------------------
+
+
+def test_several_backward_passes_of_a_shard_are_added_up(ranks):
+    def step(rank):
+        model, shards, _ = made(backward_passes_per_step=2)
+        run_step(model, shards, lambda: (2 * model(torch.ones(2, 3)).sum()).backward())
+        return model.weight.grad.clone()
+
+    for gradient in ranks(3, step):
+        assert torch.equal(gradient, torch.full((1, 3), 6.0))
+
+
+def test_two_optimizers_send_in_one_order(ranks):
+    def step(rank):
+        first, shards, one = made()
+        second, _, two = made(shards=shards)
+        with torch.no_grad():
+            for each in (*first.parameters(), *second.parameters()):
+                each.fill_(0.5)
+        for _ in range(3):
+            for shard in shards:  # the second one's gradients come first
+                (second(first(torch.ones(2, 3)).expand(2, 3)).sum() * (shard + 1)).backward()
+            one.step()
+            two.step()
+        return [first.weight.grad.clone(), second.weight.grad.clone()]
+
+    first, *others = ranks(3, step)
+    assert all(all(map(torch.equal, first, each)) for each in others)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_what_a_bucket_needs(shards, size):
+    """No more buffers than levels of the tree."""
+    for held in assign(shards, size):
+        merges, partials = tree.schedule(held, shards)
+        assert len(partials) <= max(1, tree.depth(merges))
