@@ -213,13 +213,15 @@ class WorkerDisconnected(Event):
 class WorkerExited(Event):
     """The process is gone and reaped. ``code``: exit status, or minus the signal, as in subprocess.
 
-    ``reason`` is set when it could not even be started. ``output`` is the tail of its stderr.
+    ``reason`` is set when it could not even be started. ``output`` is the tail of its stderr. ``out_of_memory``: the
+    kernel has killed it because memory ran out.
     """
 
     worker: Worker
     code: int
     reason: str = ""
     output: str = ""
+    out_of_memory: bool = False
 
 
 class HostLost(Event):

@@ -115,6 +115,9 @@ class Why(enum.Enum):
     UNEVEN = "uneven"
     RETURNED_ALONE = "returned alone"
     JOURNAL_INCOMPLETE = "journal incomplete"
+    # Around the driver.
+    STORE_SILENT = "store silent"
+    STORE_BACK = "store back"
     DRIVER_BUG = "driver bug"
 
 
@@ -350,6 +353,8 @@ SENTENCES: dict[Why, Sentence] = {
     " where their data are uneven, end with hvd.join()",
     Why.RETURNED_ALONE: "{who} returned from elastic.run {for_s:g} s ago or more, while {where}:"
     " the script is wrong, all members must make the same calls",
+    Why.STORE_SILENT: "etcd at {store} does not answer ({text}); training goes on, changes of membership wait",
+    Why.STORE_BACK: "etcd at {store} answers again, after {silent_s:.1f} s",
     Why.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, of which the journal that this driver goes on from"
     " knows nothing: it is incomplete",
     Why.DRIVER_BUG: "a bug in the driver, please report it with the journal: {error}",

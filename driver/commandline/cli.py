@@ -74,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from elastic.driver.commandline import kubernetes_cli
 
             return kubernetes_cli.main(arguments[1:])
+        if arguments and arguments[0] == "explain":
+            from elastic.driver.commandline import explain_cli
+
+            return explain_cli.main(arguments[1:])
         if arguments and arguments[0] == "checkpoints":
             from elastic.driver.commandline import checkpoints_cli
 

@@ -6,7 +6,9 @@ Silence alone is no trouble: a member that dies is replaced by the next one, an 
 
 from __future__ import annotations
 
-Line = tuple[str, str]  # level and text
+from elastic.driver.reasons import Reason, Why, because
+
+Line = tuple[str, Reason]  # level, and what is to be said
 
 
 class Contact:
@@ -29,17 +31,14 @@ class Contact:
         if not self._away:
             return None
         self._away = False
-        return "info", f"etcd at {self._name} answers again, after {silent_s:.1f} s"
+        return "info", because(Why.STORE_BACK, store=self._name, silent_s=silent_s)
 
     def failed(self, reason: str, now: float) -> Line | None:
         """It could not be reached, or not be asked."""
         if self._away or now - self._answered_at < self._grace_s:
             return None
         self._away = True
-        return "warning", (
-            f"etcd at {self._name} does not answer ({reason});"
-            " training goes on, changes of membership wait"
-        )
+        return "warning", because(Why.STORE_SILENT, store=self._name, text=reason)
 
     def silent_s(self, now: float) -> float:
         """Since its last answer."""

@@ -14,6 +14,7 @@ from elastic.driver.etcd.connection import EtcdConnection, LeaseGone, Rejected, 
 from elastic.driver.etcd.endpoints import CALL_S, GRACE_S, Log, Members
 from elastic.driver.etcd.keys import ROOT
 from elastic.driver.network.credentials import EtcdAccess
+from elastic.driver.reasons import Reason
 
 
 class Item(NamedTuple):
@@ -66,6 +67,10 @@ class Etcd:
     async def close(self) -> None:
         """Within a bound. What is under way ends in Unavailable, watches end."""
         await self._members.close()
+
+    def tell(self, noticed: Callable[[Reason], None]) -> None:
+        """Whom to tell from now on that it is away, or back."""
+        self._members.noticed = noticed
 
     def unsettled_s(self, settle_s: float) -> float:
         """How long until etcd has been back for ``settle_s``: see `Contact.unsettled_s`."""

@@ -20,6 +20,7 @@ from elastic.driver.etcd.connection import (
     load,
 )
 from elastic.driver.network.credentials import EtcdAccess
+from elastic.driver.reasons import Reason
 from elastic.errors import Invalid
 
 Log = Callable[[str, str], None]
@@ -55,6 +56,7 @@ class Members:
         self._connecting = asyncio.Lock()
         self._next = 0  # index of the endpoint that is asked next
         self._failures = 0  # since the last answer
+        self.noticed: Callable[[Reason], None] = lambda reason: None  # it is away, or back
         self._contact = Contact(self._name, self._now(), grace_s=grace_s, gap_s=GAP_S)
         self._closing: set[asyncio.Task[None]] = set()
         self._pulse_task: asyncio.Task[None] | None = None
@@ -173,7 +175,7 @@ class Members:
             self._failures += 1
         self._leave(connection)
         if not self.closed and (line := self._contact.failed(str(error), self._now())):
-            self._log(*line)
+            self._say(*line)
 
     async def failed(self, error: Exception, connection: EtcdConnection | None) -> None:
         """Wait a moment, unless there is another member to be asked at once."""
@@ -185,7 +187,11 @@ class Members:
     def answered(self) -> None:
         self._failures = 0
         if line := self._contact.answered(self._now()):
-            self._log(*line)
+            self._say(*line)
+
+    def _say(self, level: str, reason: Reason) -> None:
+        self._log(level, str(reason))
+        self.noticed(reason)
 
     async def _pulse(self) -> None:
         """Ask when nothing else is asked: a watch alone doesn't tell silence from absence."""

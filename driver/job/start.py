@@ -88,7 +88,9 @@ async def _alone(
         past = await archive.past() if archive.outlives() and not fresh else None
         name = f"the journal {job.journal}"
         to_go_on_with(past, job.command, job.settings, resume=False, fresh=fresh, name=name)
-        journal = FileJournal(archive, header_of(job.settings, writer=writer_here()), 0, warned)
+        journal = FileJournal(
+            archive, header_of(job.settings, command=job.command, writer=writer_here()), 0, warned
+        )
     secret = secrets.token_bytes(32)
     bind = job.bind or alone_address(())
     files = None if job.fleet is None else job.fleet.tls

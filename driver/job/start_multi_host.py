@@ -176,6 +176,9 @@ class _Run:
                 f"listening on {address}: connections are authenticated, not encrypted; see --tls-cert",
             )
         journal = await self._journal(archive, writer)
+        if self.lead is not None:
+            now = asyncio.get_running_loop().time
+            self.lead.etcd.tell(lambda reason: journal.trouble(now() + writer.offset_s, reason))
         fleet = Fleet(
             server,
             hire=Hire(

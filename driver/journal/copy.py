@@ -11,6 +11,7 @@ from elastic.driver.events import Action, Event
 from elastic.driver.journal.entries import Header
 from elastic.driver.journal.file import FileArchive, FileJournal
 from elastic.driver.journal.journal import RING, Journal, Upkeep
+from elastic.driver.reasons import Reason
 
 
 async def copied_to(
@@ -45,6 +46,9 @@ class Copied(Journal):
     ) -> None:
         self._first.record(at, event, actions, error=error)
         self._copy.record(at, event, actions, error=error)
+
+    def trouble(self, at: float, reason: Reason) -> None:
+        self._copy.trouble(at, reason)
 
     async def settle(self) -> None:
         await self._first.settle()

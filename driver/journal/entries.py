@@ -7,6 +7,7 @@ what lets another driver go on without reading all of them: snapshots of the who
     {"at": seconds, "event": {...}, "actions": [...]}
     {"snapshot": {...}, "at": seconds, "writer": {...}}
     {"resumed": {"term": 2, "address": ..., ...}}
+    {"trouble": {...}, "at": seconds}
 
 Secrets are never in it: the job's secret is in no event, and of the extra environment only the names are kept.
 """
@@ -101,7 +102,14 @@ class Resumed(msgspec.Struct):
     resumed: Writer
 
 
-Line = Entry | Snapshot | Resumed
+class TroubleLine(msgspec.Struct):
+    """Around the driver, as with etcd. Nobody goes on from it: people read it."""
+
+    trouble: Reason
+    at: float
+
+
+Line = Entry | Snapshot | Resumed | TroubleLine
 
 
 class _Line(msgspec.Struct):
@@ -115,6 +123,7 @@ class _Line(msgspec.Struct):
     snapshot: msgspec.Raw = msgspec.Raw()
     writer: Writer = Writer()
     resumed: Writer | None = None
+    trouble: Reason | None = None
 
 
 _encoder = msgspec.json.Encoder()
@@ -155,6 +164,8 @@ def decoded(line: bytes) -> Line:
     parts = _lines.decode(line)
     if parts.resumed is not None:
         return Resumed(parts.resumed)
+    if parts.trouble is not None:
+        return TroubleLine(parts.trouble, parts.at)
     if len(bytes(parts.snapshot)):
         return Snapshot(parts.snapshot, parts.at, parts.writer)
     actions = [_actions.decode(old_reasons.renewed(bytes(each))) for each in parts.actions]

@@ -23,6 +23,7 @@ from elastic.driver.journal.entries import (
     Header,
     Resumed,
     Snapshot,
+    TroubleLine,
     Writer,
     decoded_header,
     encoded,
@@ -31,6 +32,7 @@ from elastic.driver.journal.entries import (
 from elastic.driver.journal.journal import Journal, Upkeep
 from elastic.driver.journal.past import Past
 from elastic.driver.journal.resume import past_of, writer_here
+from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
@@ -134,6 +136,9 @@ class FileJournal(Journal):
 
     async def settle(self) -> None:
         """What was recorded is in the file already, and outlives this process however that ends."""
+
+    def trouble(self, at: float, reason: Reason) -> None:
+        self._write(encoded(TroubleLine(reason, at)))
 
     def close(self) -> None:
         self._archive.close()

@@ -39,6 +39,7 @@ from elastic.driver.journal.entries import (
 from elastic.driver.journal.past import Past
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import NotTaken, restored
+from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 
@@ -106,6 +107,9 @@ class Journal:
             self.take = None  # nothing is known of a state in which a bug has shown
         elif self._due(FORCED):
             self._snapshot()
+
+    def trouble(self, at: float, reason: Reason) -> None:
+        """What is wrong around the driver, or no longer, and leads to no decision: for whoever reads the journal."""
 
     async def settle(self) -> None:
         """All that was recorded is where the next driver finds it, so that it may be acted upon."""

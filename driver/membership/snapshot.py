@@ -348,6 +348,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "WorkerRaised": {"final": False},
     "WorkerSpent": {"commit": None},
     "HostReported": {"notice": None},
+    "WorkerExited": {"out_of_memory": False},
     "Standing": {"noticed": False, "stands_by": False},
     "Workforce": {"spare": 0},
     "Slots": {"_closed": {}},

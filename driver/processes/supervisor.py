@@ -245,6 +245,7 @@ class Agent:
         if process.overdue is not None:
             process.overdue.cancel()
         code, reason = process.status()
+        why = ""
         if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
             reason = f"{describe_exit(code)}: {why}"
         orphan_reaper.kill_group(process.pid)  # its DataLoader workers would keep its sockets open
@@ -252,7 +253,8 @@ class Agent:
             pipe.drain()
         del self._processes[process.worker]
         self._leases.drop(process.worker)
-        self._exited(WorkerExited(process.worker, code, reason, self._sink.tail(process.worker)))
+        tail = self._sink.tail(process.worker)
+        self._exited(WorkerExited(process.worker, code, reason, tail, bool(why)))
         process.reported = True
         for pipe in process.pipes:
             pipe.end_within(LINGER_S)

@@ -159,7 +159,7 @@ async def test_a_kill_by_the_kernel_for_want_of_memory_is_the_reason(host):
     host.launcher.agent._memory = memory
     host.start(A, "kill -KILL $$")
     told = "signal 9 SIGKILL: out of memory, the limit is 2.0 GB"
-    assert await host.exit() == WorkerExited(A, -9, told)
+    assert await host.exit() == WorkerExited(A, -9, told, out_of_memory=True)
     host.start(A, ["sleep", "60"])
     host.launcher.kill(A)
     assert await host.exit() == WorkerExited(A, -9)  # by us

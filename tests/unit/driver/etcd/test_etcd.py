@@ -18,11 +18,10 @@ from elastic.driver.etcd.keys import (
     split_address,
 )
 from elastic.driver.network.credentials import EtcdAccess
+from elastic.driver.reasons import Why, because
 from elastic.errors import Invalid
 
-AWAY = (
-    "etcd at e:1 does not answer (connection refused); training goes on, changes of membership wait"
-)
+AWAY = because(Why.STORE_SILENT, store="e:1", text="connection refused")
 
 
 def contact() -> Contact:
@@ -42,7 +41,8 @@ def test_a_long_silence_is_told_once_and_so_is_its_end():
     assert etcd.failed("connection refused", 113.0) == ("warning", AWAY)
     assert etcd.failed("connection refused", 114.0) is None
     assert etcd.failed("something else", 150.0) is None
-    assert etcd.answered(170.0) == ("info", "etcd at e:1 answers again, after 60.0 s")
+    back = because(Why.STORE_BACK, store="e:1", silent_s=60.0)
+    assert etcd.answered(170.0) == ("info", back)
     assert etcd.answered(170.1) is None
     assert etcd.failed("connection refused", 173.1) == ("warning", AWAY)
 

@@ -1,0 +1,110 @@
+"""``elasticrun explain``: what happened in a job, from its journal, in sentences or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.driver.commandline.arguments import Parser
+from elastic.driver.monitoring.explain.findings import What, findings
+from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
+from elastic.driver.monitoring.explain.sentences import HEADINGS, sections
+from elastic.driver.monitoring.time_spent import summary
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Says what happened in a job: who was lost and why, what the others did, what it cost, what to change.
+JOURNAL is the file of --journal; the job may run, have ended, or have been killed."""
+
+
+@dataclass
+class ExplainOptions:
+    """Flags as given."""
+
+    json: bool = False
+
+
+def parser() -> Parser:
+    """All flags of ``elasticrun explain``."""
+    made = Parser(
+        prog="elasticrun explain",
+        usage="elasticrun explain [flags] JOURNAL",
+        description=DESCRIPTION,
+    )
+    add = made.group("what to write")
+    add("--json", None, None, "Print the findings, their facts and sentences as JSON.")
+    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code. Raises Invalid."""
+    made = parser()
+    own, rest = made.split(arguments)
+    journals = []
+    while rest:  # flags may follow the file too: no command does
+        journals.append(rest[0])
+        more, rest = made.split(rest[1:])
+        own = [*own, *more]
+    options = ExplainOptions()
+    made.parse_args(own, namespace=options)
+    if len(journals) != 1:
+        raise Invalid("give one journal, as in: elasticrun explain job.journal")
+    reading = read_journal(Path(journals[0]))
+    if options.json:
+        print(as_json(reading))
+    else:
+        print("\n".join(as_text(reading)))
+    return 0
+
+
+def as_text(reading: JournalReading) -> list[str]:
+    """Lines, the most important first."""
+    lines: list[str] = []
+    for name, told in sections(findings(reading.story, reading.source)).items():
+        if not told:
+            continue
+        if HEADINGS[name]:
+            lines += ["", f"{HEADINGS[name]}{_dated(reading) if name == 'course' else ''}"]
+        for finding, text in told:
+            if finding.what is What.TIME:
+                lines += [f"  {line}" for line in summary(reading.story.spent)]
+                continue
+            head, *more = text.splitlines() or [""]
+            lines.append(f"{'  ' if HEADINGS[name] else ''}{head}")
+            lines += [f"    {line}" for line in more]
+    return lines
+
+
+def _dated(reading: JournalReading) -> str:
+    if reading.offset is None or reading.story.began is None:
+        return " (times since the first event)"
+    began = time.localtime(reading.offset + reading.story.began)
+    return f" (times since {time.strftime('%Y-%m-%d %H:%M:%S %z', began)})"
+
+
+def as_json(reading: JournalReading) -> str:
+    """One object: ``findings``, each with its kind, facts and sentence."""
+    found = sections(findings(reading.story, reading.source))
+    return json.dumps(
+        {
+            "began": None
+            if reading.offset is None or reading.story.began is None
+            else reading.offset + reading.story.began,
+            "command": reading.header.command,
+            "findings": [
+                {"section": name, "what": finding.what.value, "facts": finding.facts, "text": text}
+                for name, told in found.items()
+                for finding, text in told
+            ],
+        },
+        indent=1,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,501 @@
+"""What a story comes to, as values: how the job ended and why, what happened on the way, what it cost, what to change.
+Pure. `sentences` has the words.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from elastic.driver.monitoring.explain.causes import Cause, Death
+from elastic.driver.monitoring.explain.story import Incident, Story
+from elastic.driver.monitoring.time_spent import STRETCHES
+from elastic.driver.reasons import Reason, Why
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Times
+
+FIRST, LAST = 12, 12  # incidents that are told one by one
+MUCH_LOST = 0.1  # of the workers' time: worth a word
+MUCH_JOINING = 0.3
+STALLS = (
+    Cause.STUCK,
+    Cause.FROZEN,
+    Cause.CUT_OFF,
+    Cause.HOST_LOST,
+    Cause.GPU_HANGS,
+)  # what is lost was a wait
+REPEATS = 3  # of one cause: it will not go away by itself
+
+
+class What(enum.Enum):
+    """Kinds of findings, in the order in which they are told."""
+
+    # How it ended.
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    RUNS = "runs"
+    CUT_OFF = "cut off"
+    NOTHING_HAPPENED = "nothing happened"
+    # Why, where it did not end well: the first that was lost, and what made an end of that.
+    CAUSE = "cause"
+    CAUSE_UNKNOWN = "cause unknown"
+    DRIVER_BUG = "driver bug"
+    STORE_AWAY = "store away"
+    THEN = "then"  # the driver's own reason for the end
+    NOT_ELASTIC = "not elastic"
+    REPEATED = "repeated"  # the same cause, again and again
+    TRACE = "trace"
+    # What happened, in order.
+    TRAINING_BEGAN = "training began"
+    NEVER_TRAINED = "never trained"
+    INCIDENT = "incident"
+    MORE_INCIDENTS = "more incidents"
+    PLANNED = "planned changes"
+    DRIVERS = "drivers"
+    STORE_WAS_AWAY = "store was away"
+    # What was lost.
+    LOST_NOTHING = "lost nothing"
+    LOST_STEPS = "lost steps"
+    LOST_COMMITS = "lost commits"
+    LOST_ALL = "lost all"
+    # What it cost.
+    RECOVERIES = "recoveries"
+    TIME = "time"
+    # What to change.
+    ADVICE = "advice"
+    # About the file.
+    LINES_LEFT_OUT = "lines left out"
+    FROM_THE_MIDDLE = "from the middle"
+    NOT_WRITTEN_ON = "not written on"
+
+
+class Advice(enum.Enum):
+    """What to change."""
+
+    MORE_MEMORY = "more memory"
+    LESS_GPU_MEMORY = "less gpu memory"
+    FREE_DISK = "free disk"
+    SAME_CALLS = "same calls"
+    SAME_STATE = "same state"
+    MEND_SCRIPT = "mend script"
+    INSTALL = "install"
+    MEND_START = "mend start"
+    TEST_GPU = "test gpu"
+    TEST_HOST = "test host"
+    LOOK_AT_STACKS = "look at stacks"
+    WHO_FROZE_IT = "who froze it"
+    LOOK_AT_NETWORK = "look at network"
+    WHO_KILLED_IT = "who killed it"
+    CRASH = "crash"
+    SHARED_MEMORY = "shared memory"
+    LOOK_AT_HOST = "look at host"
+    START_TIMEOUT = "start timeout"
+    BE_ELASTIC = "be elastic"
+    FEWER_NEEDED = "fewer needed"
+    RESET_LIMIT = "reset limit"
+    CHECKPOINTS = "checkpoints"
+    COMMIT_MORE_OFTEN = "commit more often"
+    PRELOAD = "preload"
+    STANDBYS = "standbys"
+    ETCD = "etcd"
+    REPORT_BUG = "report bug"
+    RESUME = "resume"
+    LOOK_AT_EXIT = "look at exit"
+
+
+ADVICE = {
+    Cause.EXCEPTION: Advice.MEND_SCRIPT,
+    Cause.MISMATCH: Advice.SAME_CALLS,
+    Cause.STATE_MISMATCH: Advice.SAME_STATE,
+    Cause.MISSING_MODULE: Advice.INSTALL,
+    Cause.MEMORY_ERROR: Advice.MORE_MEMORY,
+    Cause.GPU_MEMORY: Advice.LESS_GPU_MEMORY,
+    Cause.DISK_FULL: Advice.FREE_DISK,
+    Cause.WRITE_FAILED: Advice.FREE_DISK,
+    Cause.GPU_ERROR: Advice.TEST_GPU,
+    Cause.OUT_OF_MEMORY: Advice.MORE_MEMORY,
+    Cause.EXIT_CODE: Advice.LOOK_AT_EXIT,
+    Cause.NOT_STARTED: Advice.MEND_START,
+    Cause.FROZEN: Advice.WHO_FROZE_IT,
+    Cause.CUT_OFF: Advice.LOOK_AT_NETWORK,
+    Cause.STUCK: Advice.LOOK_AT_STACKS,
+    Cause.GPU_HANGS: Advice.TEST_GPU,
+    Cause.DAMAGED: Advice.TEST_HOST,
+    Cause.TOO_SLOW: Advice.START_TIMEOUT,
+    Cause.DISCONNECTED: Advice.LOOK_AT_NETWORK,
+    Cause.HOST_LOST: Advice.LOOK_AT_HOST,
+}
+
+
+@dataclass(frozen=True)
+class JobFinding:
+    """``facts``: of its sentence; seconds since the beginning of the job, workers as in ``h:2#1``."""
+
+    what: What
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class JournalState:
+    """How well the journal could be read. ``runs``: a driver is writing it; None: not known."""
+
+    settings: Settings | None = None
+    runs: bool | None = None
+    abandoned: bool = False  # its driver could not write it to its end
+    left_out: int = 0  # lines that were none
+    torn: bool = False  # the last line is cut off
+    from_the_middle: bool = False
+
+
+def findings(story: Story, source: JournalState) -> list[JobFinding]:
+    """Everything that there is to tell."""
+    cause = root_cause(story)
+    found = [*_ending(story, source), *_why(story, source, cause)]
+    found += [*_course(story), *_losses(story), *_cost(story)]
+    found += [JobFinding(What.ADVICE, each) for each in _advice(story, source, cause)]
+    return [*found, *_file(source)]
+
+
+def root_cause(story: Story) -> Death | None:
+    """Who was lost first in what has ended the job, or is not over; None where nobody's loss did."""
+    incident = story.last_incident
+    over = story.end is not None and not (incident is not None and incident.ended)
+    if incident is None or over or not (story.end or story.in_trouble()):
+        return None
+    return incident.first
+
+
+def _since(story: Story, at: float) -> float:
+    return at - (story.began or 0.0)
+
+
+# ---- how it ended ---------------------------------------------------------------------------------------------------
+
+
+def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
+    if story.began is None:
+        yield JobFinding(What.NOTHING_HAPPENED, {"runs": source.runs})
+        return
+    end, after = story.end, _since(story, story.end_at if story.end else story.last)
+    facts: dict[str, Any] = {"after_s": after, "workers": len(story.members)}
+    facts["commit"] = str(story.newest) if story.newest else None
+    if end is None:
+        yield JobFinding(What.RUNS if source.runs else What.CUT_OFF, facts)
+    elif end.code == 0:
+        yield JobFinding(What.DONE, facts)
+    elif story.stop is not None:
+        yield JobFinding(What.STOPPED, {**facts, "by": story.stop})
+    else:
+        yield JobFinding(What.FAILED, {**facts, "code": end.code})
+
+
+def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[JobFinding]:
+    """Where it did not end well."""
+    end = story.end
+    if story.began is None or (end is not None and end.code == 0):
+        return
+    if story.torn_driver:
+        yield JobFinding(What.DRIVER_BUG, {"error": story.torn_driver})
+        return
+    if story.store_away is not None:
+        at, reason = story.store_away
+        facts = {"at_s": _since(story, at), "silent_s": story.last - at}
+        yield JobFinding(What.STORE_AWAY, {**reason.facts, **facts})
+    if story.stop is not None:
+        return
+    if cause is not None:
+        yield JobFinding(What.CAUSE, death_facts(cause, story))
+    elif end is not None:
+        yield JobFinding(What.CAUSE_UNKNOWN, {"reason": one_line(end.reason)})
+    if end is not None:
+        yield from _then(end.reason, cause)
+    if cause is not None and end is not None:
+        settings = source.settings
+        if settings is not None and not settings.elastic and story.trained_at is not None:
+            yield JobFinding(What.NOT_ELASTIC)
+        alike = sum(
+            each.cause is cause.cause and each.what == cause.what for each in story.losses()
+        )
+        if alike >= REPEATS:
+            yield JobFinding(What.REPEATED, {"times": alike})
+        if trace := _trace(story, cause):
+            yield JobFinding(What.TRACE, {"text": trace, "who": named(cause)})
+
+
+_SAID_BY_THE_CAUSE = {Why.ENDED, Why.SCRIPT_RAISED, Why.ALL_RETURNED, Why.ALL_EXITED}
+_BRIEFLY = {
+    Why.SAME_EXCEPTION: ("first", "worker", "commit"),
+    Why.SCRIPT_FAILS: (),
+    Why.SLOTS_SPENT: ("attempts", "needed"),
+    Why.RESET_LIMIT: ("limit",),
+    Why.RESTARTS_SPENT: ("limit",),
+    Why.ALL_LOST: ("members", "generation"),
+    Why.NO_COMMIT: (),
+    Why.STUCK_AGAIN: ("worlds",),
+    Why.IN_CIRCLES: ("worlds",),
+    Why.TOO_FEW: ("ready", "needed", "within_s"),
+}
+
+
+def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
+    """Why that was the end: what the cause has not said yet."""
+    if cause is None or reason.kind in _SAID_BY_THE_CAUSE:
+        return
+    names = _BRIEFLY.get(reason.kind)
+    if names is None or reason.said:
+        yield JobFinding(What.THEN, {"kind": "other", "text": one_line(reason)})
+        return
+    facts = {name: reason.facts.get(name) for name in names}
+    yield JobFinding(What.THEN, {"kind": reason.kind.value, **facts})
+
+
+def _trace(story: Story, cause: Death) -> str:
+    """Each was kept once: it may stand with another that died of the same."""
+    for death in [cause, *story.losses()]:
+        if death.trace and death.cause is cause.cause and death.what == cause.what:
+            return death.trace
+    return ""
+
+
+def one_line(reason: Reason) -> str:
+    """The first line of a sentence, without what a worker wrote."""
+    if reason.facts.get("wrote"):
+        reason = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
+    return str(reason).strip().partition("\n")[0].rstrip(":; ")
+
+
+def named(death: Death) -> str:
+    """``rank 1 (h:1#1)``, or ``worker h:1#1`` of one that has never been in a world."""
+    if death.rank is None:
+        return f"worker {death.worker}"
+    return f"rank {death.rank} ({death.worker})"
+
+
+def death_facts(death: Death, story: Story) -> dict[str, Any]:
+    """For the sentence about it."""
+    return {
+        "cause": death.cause.value,
+        "who": named(death),
+        "host": death.worker.host,
+        "at_s": _since(story, death.at),
+        "code": death.code,
+        "signal": death.signal_name,
+        "what": death.what,
+        "connected": death.trained,
+        **death.facts,
+    }
+
+
+# ---- what happened --------------------------------------------------------------------------------------------------
+
+
+def _course(story: Story) -> Iterator[JobFinding]:
+    if story.began is None:
+        return
+    if story.trained_at is None:
+        yield JobFinding(What.NEVER_TRAINED, {"started": story.started})
+    else:
+        yield JobFinding(
+            What.TRAINING_BEGAN,
+            {
+                "at_s": _since(story, story.trained_at),
+                "largest": story.largest,
+                "hosts": len(story.hosts),
+                "started": story.started,
+            },
+        )
+    told = story.incidents
+    between: list[Incident] = []
+    if len(told) > FIRST + LAST:
+        told, between = told[:FIRST], told[FIRST:-LAST]
+    yield from (_incident(each, story) for each in told)
+    if between or story.more_incidents:
+        causes = Counter(_kind(each) for each in between)
+        facts: dict[str, Any] = {
+            "count": len(between) + story.more_incidents,
+            "causes": dict(causes.most_common()),
+        }
+        yield JobFinding(What.MORE_INCIDENTS, facts)
+        yield from (_incident(each, story) for each in story.incidents[-LAST:])
+    if story.planned.count:
+        yield JobFinding(What.PLANNED, {**vars(story.planned)})
+    if story.drivers > 1:
+        yield JobFinding(What.DRIVERS, {"drivers": story.drivers})
+    if story.store_silences and story.store_away is None:
+        yield JobFinding(What.STORE_WAS_AWAY, {"times": story.store_silences})
+
+
+def _kind(incident: Incident) -> str:
+    if incident.first is None:
+        return "broken collective"
+    return incident.first.cause.value
+
+
+def _incident(incident: Incident, story: Story) -> JobFinding:
+    facts: dict[str, Any] = {
+        "at_s": _since(story, incident.at),
+        "size": incident.size,
+        "size_after": incident.size_after,
+        "recovered_ms": incident.recovered_ms,
+        "phases_ms": incident.phases_ms,
+        "copied_bytes": incident.copied_bytes,
+        "commit": str(incident.commit) if incident.commit else None,
+        "newest": str(incident.newest) if incident.newest else None,
+        "from_checkpoint": incident.from_checkpoint,
+        "ended": incident.ended,
+        "broke": one_line(incident.broke) if incident.broke else "",
+    }
+    first = incident.first
+    if first is not None:
+        facts["first"] = death_facts(first, story)
+        others = [each for each in incident.deaths if each is not first]
+        facts["others"] = [death_facts(each, story) for each in others[:8]]
+        facts["more"] = max(0, len(others) - 8)
+    return JobFinding(What.INCIDENT, facts)
+
+
+# ---- what was lost, and what it cost --------------------------------------------------------------------------------
+
+
+def _losses(story: Story) -> Iterator[JobFinding]:
+    if story.trained_at is None:
+        return
+    behind = [
+        each
+        for each in story.incidents
+        if each.newest is not None
+        and each.size_after
+        and (each.commit or each.newest) < each.newest
+    ]
+    lost_s = story.spent.total().lost
+    failed = story.end is not None and story.end.code != 0
+    if failed and story.newest is not None:
+        known = str(story.newest) if story.newest.number else None
+        yield JobFinding(What.LOST_ALL, {"commit": known, "checkpoints": story.checkpoints})
+    if behind:
+        worst = behind[-1]
+        facts: dict[str, Any] = {
+            "times": len(behind),
+            "newest": str(worst.newest),
+            "commit": str(worst.commit),
+        }
+        yield JobFinding(What.LOST_COMMITS, facts)
+    if lost_s > 0.005:
+        yield JobFinding(What.LOST_STEPS, {"lost_s": lost_s, "incidents": len(story.incidents)})
+    elif not behind and not failed and story.end is not None:
+        yield JobFinding(What.LOST_NOTHING)
+
+
+def _cost(story: Story) -> Iterator[JobFinding]:
+    if story.began is None:
+        return
+    took = sorted(each.recovered_ms for each in story.incidents if each.recovered_ms is not None)
+    recovered = [each for each in took if each > 0]
+    if recovered:
+        middle = recovered[len(recovered) // 2]
+        facts = {"count": len(recovered), "median_ms": middle, "longest_ms": recovered[-1]}
+        yield JobFinding(What.RECOVERIES, facts)
+    yield JobFinding(What.TIME, time_facts(story))
+
+
+def time_facts(story: Story) -> dict[str, Any]:
+    """The numbers of the summary: of the job by stretch, of all workers by part, in seconds."""
+    total = story.spent.total()
+    parts = dict(zip(Times.__struct_fields__, msgspec.structs.astuple(total), strict=True))
+    worked = sum(parts.values())
+    stretches = story.spent.stretches()
+    return {
+        "job": {name: stretches[name] for name in STRETCHES},
+        "workers": parts,
+        "job_s": sum(stretches.values()),
+        "workers_s": worked,
+        "goodput": parts["training"] / worked if worked else None,
+    }
+
+
+# ---- what to change -------------------------------------------------------------------------------------------------
+
+
+def _advice(story: Story, source: JournalState, cause: Death | None) -> Iterator[dict[str, Any]]:
+    """Of most use first. Each once."""
+    given: set[Advice] = set()
+    for advice, facts in _advices(story, source, cause):
+        if advice not in given:
+            given.add(advice)
+            yield {"advice": advice.value, **facts}
+
+
+def _advices(
+    story: Story, source: JournalState, cause: Death | None
+) -> Iterator[tuple[Advice, dict[str, Any]]]:
+    if story.began is None:
+        return
+    if story.torn_driver:
+        yield Advice.REPORT_BUG, {}
+    if story.store_away is not None:
+        yield Advice.ETCD, {"store": story.store_away[1].facts.get("store", "")}
+    settings, end = source.settings, story.end
+    failed = end is not None and end.code != 0 and story.stop is None
+    if cause is not None:
+        yield _against(cause)
+    if failed and cause is not None and settings is not None and story.trained_at is not None:
+        if not settings.elastic:
+            yield Advice.BE_ELASTIC, {"np": settings.np}
+        elif end is not None and end.reason.kind is Why.TOO_FEW:
+            yield Advice.FEWER_NEEDED, {"needed": settings.workers_min}
+        elif end is not None and end.reason.kind is Why.RESET_LIMIT:
+            yield Advice.RESET_LIMIT, {"limit": settings.reset_limit}
+    if failed and end is not None and end.reason.kind in (Why.ALL_LOST, Why.NO_COMMIT):
+        yield Advice.CHECKPOINTS, {}
+    if end is None and not source.runs:
+        yield Advice.RESUME, {}
+    counted = Counter((each.cause, each.what) for each in story.losses() if each is not cause)
+    for (kind, _), count in counted.most_common(3):
+        if count >= REPEATS and kind is not Cause.LOST_PEER:
+            alike = next(each for each in story.losses() if each.cause is kind)
+            yield _against(alike)
+    yield from _about_time(story)
+
+
+def _against(death: Death) -> tuple[Advice, dict[str, Any]]:
+    facts = {"host": death.worker.host, "who": named(death), "signal": death.signal_name}
+    if death.cause is Cause.SIGNAL:
+        match death.signal_name:
+            case "SIGKILL" | "SIGTERM" | "SIGINT" | "SIGHUP" | "":
+                return Advice.WHO_KILLED_IT, facts
+            case "SIGBUS":
+                return Advice.SHARED_MEMORY, facts
+            case _:
+                return Advice.CRASH, facts
+    if death.cause is Cause.LOST_PEER:
+        return Advice.BE_ELASTIC, {"np": 0}
+    return ADVICE[death.cause], facts
+
+
+def _about_time(story: Story) -> Iterator[tuple[Advice, dict[str, Any]]]:
+    parts = story.spent.total()
+    worked = sum(msgspec.structs.astuple(parts))
+    if not worked or story.trained_at is None:
+        return
+    stalls = sum(each.cause in STALLS for each in story.losses())
+    if parts.lost > MUCH_LOST * worked and not stalls:
+        yield Advice.COMMIT_MORE_OFTEN, {"share": parts.lost / worked}
+    restarted = story.started > 2 * max(1, story.largest)
+    if restarted and parts.joining > MUCH_JOINING * worked:
+        yield Advice.PRELOAD, {"share": parts.joining / worked}
+        yield Advice.STANDBYS, {}
+
+
+def _file(source: JournalState) -> Iterator[JobFinding]:
+    if source.from_the_middle:
+        yield JobFinding(What.FROM_THE_MIDDLE)
+    if source.abandoned:
+        yield JobFinding(What.NOT_WRITTEN_ON)
+    if source.left_out or source.torn:
+        yield JobFinding(What.LINES_LEFT_OUT, {"count": source.left_out, "torn": source.torn})

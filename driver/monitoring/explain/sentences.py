@@ -1,0 +1,521 @@
+"""The words for what was found, in one place. Nothing is decided by them: they may be worded anew at any time. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from elastic.driver.monitoring.explain.causes import Cause
+from elastic.driver.monitoring.explain.findings import Advice, JobFinding, What
+from elastic.driver.monitoring.time_spent import WORDS
+from elastic.driver.reasons import Why, counted
+
+Facts = Mapping[str, Any]
+LINE = 400  # characters of what somebody else has said
+HEADINGS = {
+    "ended": "",
+    "advice": "What to change",
+    "course": "What happened",
+    "lost": "What was lost",
+    "cost": "What it cost",
+    "file": "About the journal",
+}
+_SECTIONS = {
+    What.TRAINING_BEGAN: "course",
+    What.NEVER_TRAINED: "course",
+    What.INCIDENT: "course",
+    What.MORE_INCIDENTS: "course",
+    What.PLANNED: "course",
+    What.DRIVERS: "course",
+    What.STORE_WAS_AWAY: "course",
+    What.LOST_NOTHING: "lost",
+    What.LOST_STEPS: "lost",
+    What.LOST_COMMITS: "lost",
+    What.LOST_ALL: "lost",
+    What.RECOVERIES: "cost",
+    What.TIME: "cost",
+    What.ADVICE: "advice",
+    What.LINES_LEFT_OUT: "file",
+    What.FROM_THE_MIDDLE: "file",
+    What.NOT_WRITTEN_ON: "file",
+}
+
+
+def sections(found: Iterable[JobFinding]) -> dict[str, list[tuple[JobFinding, str]]]:
+    """Findings with their sentences, by section: those of HEADINGS, in order."""
+    told: dict[str, list[tuple[JobFinding, str]]] = {name: [] for name in HEADINGS}
+    for finding in found:
+        told[_SECTIONS.get(finding.what, "ended")].append((finding, sentence(finding)))
+    return told
+
+
+def sentence(finding: JobFinding) -> str:
+    """One or a few, without a mark at the beginning; a traceback has several lines."""
+    return _SENTENCES[finding.what](finding.facts)
+
+
+def duration(seconds: float) -> str:
+    """``3.2 s``, ``4 min 12 s``, ``2 h 3 min``."""
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def milliseconds(ms: float) -> str:
+    """``58 ms``, ``3.4 s``."""
+    return f"{ms:.0f} ms" if ms < 1000 else duration(ms / 1000)
+
+
+def shown(text: str, limit: int = LINE) -> str:
+    """One line of somebody else's words."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[:limit]}..."
+
+
+# ---- who was lost, and why ------------------------------------------------------------------------------------------
+
+_CRASHES = {
+    "SIGSEGV": "it touched memory that is not its own (segmentation fault)",
+    "SIGBUS": "memory behind a mapping was gone, as where /dev/shm is full",
+    "SIGABRT": "a library called abort()",
+    "SIGFPE": "an arithmetic error",
+    "SIGILL": "an instruction that this processor does not have",
+}
+
+
+def _death(facts: Facts) -> str:
+    """As a clause: ``rank 1 (h:1#1) raised ValueError: wrong``."""
+    who, what = facts["who"], shown(facts["what"])
+    match Cause(facts["cause"]):
+        case Cause.EXCEPTION:
+            return f"{who} raised {what}"
+        case Cause.MISMATCH:
+            return f"the ranks submitted tensors that do not fit together: {what}"
+        case Cause.STATE_MISMATCH:
+            return f"{who} was turned away: its model, optimizer or state is not that of the others"
+        case Cause.MISSING_MODULE:
+            return f"{who} could not import what it needs: {what}"
+        case Cause.MEMORY_ERROR:
+            return f"{who} got no memory from its host: {what}"
+        case Cause.GPU_MEMORY:
+            return f"{who} ran out of GPU memory: {what}"
+        case Cause.DISK_FULL:
+            return f"{who} could not write to a disk that is full (No space left on device): {what}"
+        case Cause.WRITE_FAILED:
+            return f"{who} could not write a file, as on a full disk or beyond a quota: {what}"
+        case Cause.GPU_ERROR:
+            return f"the GPU of {who} failed, or NCCL: {what}"
+        case Cause.OUT_OF_MEMORY:
+            limit = f" ({what})" if what else ""
+            return f"{who} ran out of memory: the kernel killed it{limit}"
+        case Cause.SIGNAL if not facts["signal"]:
+            return f"{who} was gone when its agent came back"
+        case Cause.SIGNAL if facts["signal"] in _CRASHES:
+            return f"{who} crashed with {facts['signal']}: {_CRASHES[facts['signal']]}"
+        case Cause.SIGNAL:
+            return f"{who} was killed with {facts['signal']}, and not by this job"
+        case Cause.EXIT_CODE:
+            return f"{who} ended with exit code {facts['code']}"
+        case Cause.NOT_STARTED:
+            return f"{who} could not be started: {what}"
+        case Cause.FROZEN:
+            return f"{who} was frozen: {facts.get('how', what)}; it was killed so that the others could go on"
+        case Cause.CUT_OFF:
+            return f"{who} was cut off: its host answered nothing any more"
+        case Cause.STUCK:
+            doing = "idle" if facts.get("why") == Why.IDLE.value else "busy with something else"
+            where = f" {facts['where']}" if facts.get("where") else ""
+            for_s = f" for {float(facts['for_s']):.0f} s" if facts.get("for_s") else ""
+            return f"{who} was stuck: it was {doing}{for_s} while the others waited for it{where}"
+        case Cause.GPU_HANGS:
+            return f"the GPU of {who} hung: {what}"
+        case Cause.DAMAGED:
+            return f"{who} held wrong numbers: {what}"
+        case Cause.TOO_SLOW:
+            return f"{who} took too long: {what}"
+        case Cause.DISCONNECTED:
+            return f"{who} lost its connection: {what}"
+        case Cause.HOST_LOST:
+            return f"host {facts['host']} was lost with {who}: {what}"
+        case Cause.LOST_PEER:
+            return f"{who} could not go on without a lost peer: {what}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _cause(facts: Facts) -> str:
+    return f"{_capital(_death(facts))}."
+
+
+# ---- how it ended ---------------------------------------------------------------------------------------------------
+
+
+def _done(facts: Facts) -> str:
+    commit = f", at commit {facts['commit']}" if facts["commit"] else ""
+    return f"The job ended well after {duration(facts['after_s'])}{commit}."
+
+
+def _runs(facts: Facts) -> str:
+    return (
+        f"The job runs: {counted(facts['workers'], 'worker')} in the present world, {duration(facts['after_s'])} since"
+        " its start."
+    )
+
+
+def _cut_off(facts: Facts) -> str:
+    return (
+        f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver was killed, or its"
+        " machine went down, or this is a copy of a journal that is still being written."
+    )
+
+
+def _nothing(facts: Facts) -> str:
+    why = (
+        "it has only just begun"
+        if facts["runs"]
+        else "the job's driver ended before anything began"
+    )
+    return f"The journal has no events: {why}."
+
+
+def _store_away(facts: Facts) -> str:
+    return (
+        f"etcd at {facts['store']} was gone ({facts['text']}) from {duration(facts['at_s'])} on, and did not come back:"
+        " workers train on, but no change of membership can be decided without it."
+    )
+
+
+def _then(facts: Facts) -> str:
+    match facts["kind"]:
+        case Why.SAME_EXCEPTION.value:
+            return (
+                f"{facts['first']} and {facts['worker']} raised the same at commit {facts['commit']}: whoever trains"
+                " from there raises it, so the job ended."
+            )
+        case Why.SCRIPT_FAILS.value:
+            return "Every worker ended before training began, so the job ended."
+        case Why.SLOTS_SPENT.value:
+            attempts = counted(facts["attempts"], "attempt")
+            return f"Every slot was given up after {attempts}; {counted(facts['needed'], 'worker')} needed."
+        case Why.RESET_LIMIT.value:
+            return f"--reset-limit {facts['limit']} allows no more failures, so the job ended."
+        case Why.RESTARTS_SPENT.value:
+            return f"--restarts {facts['limit']} allows no more restarts from a checkpoint, so the job ended."
+        case Why.ALL_LOST.value:
+            members = counted(facts["members"], "worker")
+            return f"All {members} of generation {facts['generation']} were lost: nobody was left to go on from."
+        case Why.NO_COMMIT.value:
+            return "No survivor held a commit, so there was nothing to go on from."
+        case Why.STUCK_AGAIN.value:
+            worlds = counted(facts["worlds"], "world")
+            return f"In {worlds} somebody was stuck, with no new commit between, so the job ended."
+        case Why.IN_CIRCLES.value:
+            return f"{facts['worlds']} worlds in a row broke with no new commit between, so the job ended."
+        case Why.TOO_FEW.value:
+            needed = counted(facts["needed"], "worker")
+            return f"The job then waited {facts['within_s']:g} s for {needed}, had {facts['ready']}, and gave up."
+        case _:
+            return f"The driver's reason for the end: {shown(facts['text'])}."
+
+
+def _trace(facts: Facts) -> str:
+    return f"The traceback of {facts['who']}:\n" + str(facts["text"])
+
+
+# ---- what happened --------------------------------------------------------------------------------------------------
+
+
+def _training_began(facts: Facts) -> str:
+    hosts = counted(facts["hosts"], "host")
+    return (
+        f"{_at(facts)} Training began; the largest world had {counted(facts['largest'], 'worker')}, on {hosts}"
+        f" ({counted(facts['started'], 'process').replace('processs', 'processes')} started in all)."
+    )
+
+
+def _at(facts: Facts) -> str:
+    return f"+{duration(facts['at_s'])}:"
+
+
+def _incident(facts: Facts) -> str:
+    first = facts.get("first")
+    if first is None:
+        lead = f"The world broke: {shown(facts['broke'])}" if facts["broke"] else "The world broke"
+    else:
+        lead = _capital(_death(first))
+    return f"{_at(facts)} {lead}.{_others(facts)} {_after(facts)}".rstrip()
+
+
+def _others(facts: Facts) -> str:
+    others = facts.get("others") or []
+    if not others:
+        return ""
+    count = len(others) + facts["more"]
+    alike = {each["cause"] for each in others} == {facts["first"]["cause"]}
+    if alike:
+        names = ", ".join(each["who"] for each in others)
+        return f" The same became of {names}{' and others' if facts['more'] else ''}."
+    told = "; ".join(_death(each) for each in others[:3])
+    more = f"; and {count - 3} more" if count > 3 else ""
+    return f" Then {told}{more}."
+
+
+def _after(facts: Facts) -> str:
+    """What became of the others."""
+    if facts["ended"]:
+        return "The job ended."
+    if facts["recovered_ms"] is None:
+        size = facts["size_after"]
+        if size is None:
+            return "" if facts["broke"] or not facts["size"] else "Nobody else was disturbed."
+        return f"{counted(size, 'worker')} formed a new world."
+    held = f" from commit {facts['commit']}" if facts["commit"] else ""
+    if facts["from_checkpoint"]:
+        held = " from a checkpoint: nobody held a commit in memory any more"
+    size = facts["size_after"]
+    who = counted(size, "worker") if size else "The others"
+    copied = facts["copied_bytes"] / 1e6
+    much = f", {copied:.1f} MB copied to newcomers" if copied >= 0.1 else ""
+    return f"{who} trained on {milliseconds(facts['recovered_ms'])} later{held}{much}."
+
+
+def _more_incidents(facts: Facts) -> str:
+    causes = ", ".join(f"{count} x {cause}" for cause, count in list(facts["causes"].items())[:6])
+    return f"... {facts['count']} more incidents in between" + (f": {causes}." if causes else ".")
+
+
+def _planned(facts: Facts) -> str:
+    count = facts["count"]
+    times = "once" if count == 1 else f"{count} times"
+    return (
+        f"The world changed as planned {times}, as workers joined or left; the longest change took"
+        f" {milliseconds(facts['longest_ms'])}."
+    )
+
+
+# ---- lost, spent ----------------------------------------------------------------------------------------------------
+
+
+def _lost_steps(facts: Facts) -> str:
+    return (
+        f"{duration(facts['lost_s'])} of training, added up over all workers, was done in vain or done again: what"
+        " followed the last commit when the world broke."
+    )
+
+
+def _lost_commits(facts: Facts) -> str:
+    times = "Once" if facts["times"] == 1 else f"{facts['times']} times"
+    return (
+        f"{times} training went on from an older commit than the newest ({facts['commit']} and not {facts['newest']}):"
+        " who held the newer one was lost."
+    )
+
+
+def _lost_all(facts: Facts) -> str:
+    if facts["checkpoints"]:
+        return (
+            f"Commits up to {facts['commit']} were in the memory of the workers; the newest of"
+            f" {counted(facts['checkpoints'], 'checkpoint')} can be gone on from."
+        )
+    upto = (
+        f"Everything up to commit {facts['commit']}" if facts["commit"] else "All that was trained"
+    )
+    return (
+        f"{upto}: commits were in the memory of the workers, which are gone. What the script has saved itself is still"
+        " there."
+    )
+
+
+def _recoveries(facts: Facts) -> str:
+    count, longest = facts["count"], milliseconds(facts["longest_ms"])
+    if count == 1:
+        return f"From the loss to the next step of all: {longest}."
+    middle = milliseconds(facts["median_ms"])
+    return f"From a loss to the next step of all: {middle} (the middle of {count}), {longest} at worst."
+
+
+def _time(facts: Facts) -> str:
+    job = ", ".join(f"{WORDS[name]} {s:.1f} s" for name, s in facts["job"].items() if s >= 0.05)
+    workers = ", ".join(f"{name} {s:.1f} s" for name, s in facts["workers"].items() if s >= 0.05)
+    text = f"The job took {facts['job_s']:.1f} s: {job or 'nothing'}."
+    if facts["goodput"] is None:
+        return text
+    return (
+        f"{text} The workers' {facts['workers_s']:.1f} s: {workers or 'nothing'}."
+        f" Goodput {facts['goodput']:.3f}: the share that was training that counts."
+    )
+
+
+def _lines_left_out(facts: Facts) -> str:
+    told = []
+    if facts["count"]:
+        told.append(f"{counted(facts['count'], 'line')} could not be read, and left out here")
+    if facts["torn"]:
+        told.append("the last line is cut off, as after a crash or in a copy")
+    return _capital("; ".join(told)) + "."
+
+
+# ---- what to change -------------------------------------------------------------------------------------------------
+
+
+def _advice(facts: Facts) -> str:
+    host, who, signal = facts.get("host"), facts.get("who"), facts.get("signal")
+    match Advice(facts["advice"]):
+        case Advice.MORE_MEMORY:
+            return (
+                f"Give the workers of {host} more memory, start fewer of them there, or have each hold less: a smaller"
+                " batch, fewer DataLoader workers, fewer tensors kept from step to step."
+            )
+        case Advice.LESS_GPU_MEMORY:
+            return (
+                "Have each worker hold less on its GPU: a smaller batch, activation checkpointing, or fewer tensors"
+                " kept from step to step. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against"
+                " fragmentation."
+            )
+        case Advice.FREE_DISK:
+            return f"Make room on the disk of {host} that the traceback names, or write elsewhere."
+        case Advice.SAME_CALLS:
+            return (
+                "Have all ranks make the same collective calls, with tensors of the same shapes and dtypes; where"
+                " their data are uneven, end with hvd.join()."
+            )
+        case Advice.SAME_STATE:
+            return (
+                "Have every worker build the same model, optimizer and state: the log shows the first difference, in"
+                " both texts."
+            )
+        case Advice.MEND_SCRIPT:
+            return "Mend the script where the traceback says; it was not the cluster's fault."
+        case Advice.INSTALL:
+            return (
+                f"Install what is missing in the Python that runs the workers on {host}, or put its folder into"
+                " PYTHONPATH."
+            )
+        case Advice.MEND_START:
+            return f"Try the command by hand on {host}: the program, its path and its permissions."
+        case Advice.TEST_GPU:
+            return (
+                f"Look for the GPU's errors on {host} (nvidia-smi -q, Xid lines in dmesg), and leave it out of the"
+                " list of hosts until it is tested."
+            )
+        case Advice.TEST_HOST:
+            return (
+                f"Have the memory and the processor of {host} tested, and leave it out until then."
+            )
+        case Advice.LOOK_AT_STACKS:
+            return (
+                f"Look at the stacks of {who} in the log: they were written before it was killed. Where a long phase is"
+                ' meant, put it into `with elastic.long_phase("evaluate"):`.'
+            )
+        case Advice.WHO_FROZE_IT:
+            return (
+                f"Find out who stopped {who} on {host}: SIGSTOP by a person or a debugger, a frozen container, a"
+                " suspended machine. A longer --lease bears longer stops."
+            )
+        case Advice.LOOK_AT_NETWORK:
+            return f"Look at the network of {host}, and whether the machine itself stood still."
+        case Advice.WHO_KILLED_IT:
+            return (
+                f"Find out who killed {who} on {host} ({signal or 'its end was not seen'}): the kernel did not say that"
+                " memory ran out. A batch system, a container's limit, a person? dmesg and the system's log may say."
+            )
+        case Advice.CRASH:
+            return (
+                f"{signal} is a crash in native code: a library that does not fit, or a bug of an extension. Run the"
+                " script with PYTHONFAULTHANDLER=1 to see where."
+            )
+        case Advice.SHARED_MEMORY:
+            return f"Give /dev/shm on {host} more room (in a container: --shm-size), or use fewer DataLoader workers."
+        case Advice.LOOK_AT_HOST:
+            return f"See whether {host} is up, and whether its agent runs and reaches the driver."
+        case Advice.START_TIMEOUT:
+            return "Give a slow start more time by --start-timeout, or do less before hvd.init()."
+        case Advice.BE_ELASTIC:
+            return (
+                "Let the job survive a lost worker: put the training loop into a function under @elastic.run, and start"
+                " it with --min-np."
+            )
+        case Advice.FEWER_NEEDED:
+            return (
+                f"Have the job go on with fewer than {counted(facts['needed'], 'worker')} (--min-np), or start more"
+                " hosts, keep spares by --standbys, or wait longer by --elastic-timeout."
+            )
+        case Advice.RESET_LIMIT:
+            return f"Raise --reset-limit (it is {facts['limit']}), or leave it out."
+        case Advice.CHECKPOINTS:
+            return "With --checkpoint-dir, commits outlive all workers, and the job goes on from the newest."
+        case Advice.COMMIT_MORE_OFTEN:
+            return f"{facts['share']:.0%} of the workers' time was done again: commit more often, or after every step."
+        case Advice.PRELOAD:
+            return (
+                f"{facts['share']:.0%} of the workers' time was spent on imports and joining: --preload keeps a"
+                " process with the imports done."
+            )
+        case Advice.STANDBYS:
+            return "--standbys 1 keeps a worker ready to take the place of a lost one at once."
+        case Advice.ETCD:
+            return (
+                f"Bring etcd at {facts['store']} back, and run several members of it: the same command with --resume"
+                " goes on with the job."
+            )
+        case Advice.REPORT_BUG:
+            return "Please report the bug, with this journal."
+        case Advice.RESUME:
+            return "If it was started with --resume, the same command goes on with it; its workers may still train."
+        case Advice.LOOK_AT_EXIT:
+            return f"Look at what {who} wrote last: the script, or a library, ended it without an exception."
+
+
+_SENTENCES: dict[What, Callable[[Facts], str]] = {
+    What.DONE: _done,
+    What.FAILED: lambda f: (
+        f"The job failed after {duration(f['after_s'])}, with exit code {f['code']}."
+    ),
+    What.STOPPED: lambda f: (
+        f"The job was stopped after {duration(f['after_s'])}: {shown(f['by'])}."
+    ),
+    What.RUNS: _runs,
+    What.CUT_OFF: _cut_off,
+    What.NOTHING_HAPPENED: _nothing,
+    What.CAUSE: _cause,
+    What.CAUSE_UNKNOWN: lambda f: f"{_capital(shown(f['reason']))}.",
+    What.DRIVER_BUG: lambda f: f"A bug in the driver ended it: {shown(f['error'])}.",
+    What.STORE_AWAY: _store_away,
+    What.THEN: _then,
+    What.NOT_ELASTIC: lambda f: "The job was not elastic: the first worker that is lost ends it.",
+    What.REPEATED: lambda f: f"This happened {f['times']} times.",
+    What.TRACE: _trace,
+    What.TRAINING_BEGAN: _training_began,
+    What.NEVER_TRAINED: lambda f: (
+        f"Training never began; {counted(f['started'], 'worker')} started."
+    ),
+    What.INCIDENT: _incident,
+    What.MORE_INCIDENTS: _more_incidents,
+    What.PLANNED: _planned,
+    What.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
+    What.STORE_WAS_AWAY: lambda f: (
+        f"etcd did not answer for a while, {f['times']} x; it came back."
+    ),
+    What.LOST_NOTHING: lambda f: "Nothing: no commit, and no time worth a word.",
+    What.LOST_STEPS: _lost_steps,
+    What.LOST_COMMITS: _lost_commits,
+    What.LOST_ALL: _lost_all,
+    What.RECOVERIES: _recoveries,
+    What.TIME: _time,
+    What.ADVICE: _advice,
+    What.LINES_LEFT_OUT: _lines_left_out,
+    What.FROM_THE_MIDDLE: lambda f: (
+        "This copy begins in the middle of the job: what was before is not in it."
+    ),
+    What.NOT_WRITTEN_ON: lambda f: (
+        "Its driver could not write it to its end, as on a full disk: the job went on after what is told here."
+    ),
+}

@@ -1,0 +1,301 @@
+"""What happened in a job, from the events and decisions that its journal holds: who was lost and why, what became of
+the others, when the next step came. Pure: told each entry once, in order, with its time; keeps what is needed to tell
+it, and no more than so much.
+
+A story is a list of incidents. One begins with the first sign of trouble: an exit, an exception, a fence, a lost host,
+a world that breaks. It ends when all members of the next world have come through their first collective, when that
+world breaks too, or with the job. Who is lost within it belongs to it; the first of them is taken for its cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    CheckpointMade,
+    DriverRestarted,
+    EndJob,
+    Event,
+    HostLost,
+    HostReported,
+    KillWorker,
+    LetGo,
+    PublishWorld,
+    RejectWorker,
+    ReportRecovery,
+    StartWorker,
+    StopRequested,
+    WorkerConnected,
+    WorkerDigested,
+    WorkerExited,
+    WorkerPaced,
+    WorkerQuit,
+    WorkerRaised,
+    WorkerReady,
+)
+from elastic.driver.monitoring.explain.causes import Cause, Death, of_exit, of_fence, of_raised
+from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.reasons import Reason, Why
+from elastic.protocol.messages import Commit, Worker
+
+INCIDENTS = 5000  # of which all is kept; later ones are counted
+TRACES = 20  # different ones
+TRACE = 20_000  # characters of one
+
+
+@dataclass
+class Incident:
+    """Times are those of the journal's clock. ``size``: of the world before, and ``size_after`` of the next one."""
+
+    at: float
+    deaths: list[Death] = field(default_factory=list)
+    broke: Reason | None = None
+    size: int = 0
+    size_after: int | None = None
+    newest: Commit | None = None  # that was known of when it began
+    commit: Commit | None = None  # training went on from it
+    from_checkpoint: bool = False
+    recovered_ms: float | None = None  # from the cause to the first collective of all
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    copied_bytes: int = 0
+    ended: bool = False  # the job ended in it
+
+    @property
+    def first(self) -> Death | None:
+        """Who was lost first, and not because of another."""
+        own = [death for death in self.deaths if death.cause is not Cause.LOST_PEER]
+        return min(own or self.deaths, key=lambda death: death.at, default=None)
+
+
+@dataclass
+class Planned:
+    """Changes of the world that cost no step: joins and leaves."""
+
+    count: int = 0
+    longest_ms: float = 0.0
+
+
+class Story:
+    """Of one job. ``spent`` has the same numbers as the summary that elasticrun gives at the end."""
+
+    def __init__(self) -> None:
+        self.spent = TimeSpent()
+        self.began: float | None = None
+        self.last = 0.0
+        self.incidents: list[Incident] = []
+        self.more_incidents = 0
+        self.planned = Planned()
+        self.trained_at: float | None = None  # the first world in elastic.run began
+        self.end: EndJob | None = None
+        self.end_at = 0.0
+        self.stop: str | None = None  # somebody has asked for it
+        self.largest = 0
+        self.started = 0  # processes
+        self.hosts: set[str] = set()
+        self.checkpoints = 0
+        self.drivers = 1
+        self.torn_driver: str = ""  # a bug of it, as it was raised
+        self.store_away: tuple[float, Reason] | None = None
+        self.store_silences = 0
+        self.members: dict[Worker, int] = {}  # of the present world: their ranks
+        self.generation = 0
+        self.newest: Commit | None = None
+        self._ranks: dict[Worker, int] = {}  # the last that each had
+        self._connected: set[Worker] = set()
+        self._dead: set[Worker] = set()  # it was said why
+        self._going: set[Worker] = set()  # told to leave
+        self._open: Incident | None = None
+        self._traces: set[str] = set()
+        self._running = False  # the present world is in elastic.run
+
+    # ---- told ------------------------------------------------------------------------------------------------------
+
+    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        """One event, and what was decided about it."""
+        if self.began is None:
+            self.began = now
+        self.last = now
+        self.spent.note(event, actions, now)
+        fenced = {each.worker for each in actions if isinstance(each, KillWorker)}
+        self._happened(event, now, fenced)
+        for action in actions:
+            self._decided(action, now)
+
+    def adopt(self, members: Iterable[tuple[Worker, int]], generation: int, now: float) -> None:
+        """What stands here begins in the middle of a job, in this world."""
+        self.began = self.last = now
+        self.members = dict(members)
+        self._ranks.update(self.members)
+        self._connected.update(self.members)
+        self.generation, self.largest = generation, len(self.members)
+        self.trained_at, self._running = now, True
+
+    def trouble(self, reason: Reason, now: float) -> None:
+        """Around the driver."""
+        if reason.kind is Why.STORE_SILENT:
+            self.store_away = (now, reason)
+            self.store_silences += 1
+        elif reason.kind is Why.STORE_BACK:
+            self.store_away = None
+
+    def bug(self, error: str) -> None:
+        """Handling an event has raised this in the driver."""
+        self.torn_driver = error
+
+    # ---- asked -----------------------------------------------------------------------------------------------------
+
+    @property
+    def last_incident(self) -> Incident | None:
+        """The one that the job has ended in, or is in."""
+        return self._open or (self.incidents[-1] if self.incidents else None)
+
+    def losses(self) -> list[Death]:
+        """Everybody that was lost, in order."""
+        return [death for incident in self.incidents for death in incident.deaths]
+
+    def in_trouble(self) -> bool:
+        """The last incident is not over."""
+        return self._open is not None
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _happened(self, event: Event, now: float, fenced: set[Worker]) -> None:
+        match event:
+            case WorkerConnected(worker):
+                self._connected.add(worker)
+            case WorkerReady(_, running=running, commit=commit):
+                self._knows(commit)
+                self._running = self._running or running
+            case WorkerPaced(commit=commit):
+                self._knows(commit)
+            case WorkerDigested(commit=commit):
+                self._knows(commit)
+            case WorkerRaised(commit=commit):
+                self._knows(commit)
+                self._lost(of_raised(event, now, self._ranks.get(event.worker)), now)
+            case WorkerQuit(worker, _, code) if code:
+                rank = self._ranks.get(worker)
+                self._lost(Death(worker, now, Cause.EXIT_CODE, rank, code), now)
+            case WorkerExited(worker):
+                self._exited(event, now)
+            case HostLost(host, reason):
+                for worker in [each for each in self.members if each.host == host]:
+                    rank, facts = self.members[worker], {"host": host}
+                    death = Death(worker, now, Cause.HOST_LOST, rank, what=reason, facts=facts)
+                    self._lost(death, now)
+            case HostReported(host, alive, ordered) if ordered is not None:
+                for worker in [each for each in self.members if each.host == host]:
+                    if worker in ordered and worker not in alive and worker not in fenced:
+                        rank = self.members[worker]
+                        self._lost(Death(worker, now, Cause.SIGNAL, rank, trace=""), now)
+            case StopRequested(reason):
+                self.stop = reason
+            case CheckpointMade():
+                self.checkpoints += 1
+            case DriverRestarted():
+                self.drivers += 1
+            case _:
+                pass
+
+    def _exited(self, event: WorkerExited, now: float) -> None:
+        worker = event.worker
+        if worker in self._dead:
+            self._complete(event)
+        elif self.end is None and worker not in self._going:
+            rank, connected = self._ranks.get(worker), worker in self._connected
+            death = of_exit(event, now, rank, connected=connected)
+            if death is not None:
+                self._lost(death, now)
+        self._connected.discard(worker)
+
+    def _complete(self, event: WorkerExited) -> None:
+        """The exit of one of which it was said before why: with its code."""
+        if self._open is None:
+            return
+        for index, death in enumerate(self._open.deaths):
+            if death.worker == event.worker and death.code is None:
+                changed = {**vars(death), "code": event.code}
+                self._open.deaths[index] = Death(**changed)
+
+    def _decided(self, action: Action, now: float) -> None:
+        match action:
+            case StartWorker(worker):
+                self.started += 1
+                self.hosts.add(worker.host)
+            case KillWorker(worker, reason):
+                death = of_fence(worker, reason, now, self._ranks.get(worker))
+                if death is not None:
+                    self._lost(death, now)
+                else:
+                    self._going.add(worker)
+            case LetGo(worker, _, fenced):
+                if not fenced:
+                    self._going.add(worker)
+            case RejectWorker(worker):
+                self._lost(Death(worker, now, Cause.STATE_MISMATCH, self._ranks.get(worker)), now)
+            case BreakWorld(_, _, reason):
+                incident = self._incident(now)
+                incident.broke = incident.broke or reason
+            case PublishWorld():
+                self._published(action, now)
+            case ReportRecovery(total_ms=total_ms):
+                if self._open is not None:
+                    self._open.recovered_ms, self._open.phases_ms = total_ms, action.phases_ms
+                    self._open.copied_bytes = action.copied_bytes
+                    self._open = None
+                elif self._trains_since_before(action):
+                    self.planned.count += 1
+                    self.planned.longest_ms = max(self.planned.longest_ms, total_ms)
+            case EndJob():
+                if self.end is None:
+                    self.end, self.end_at = action, now
+                    if self._open is not None:
+                        self._open.ended = True
+            case _:
+                pass
+
+    def _trains_since_before(self, action: ReportRecovery) -> bool:
+        return action.reason.kind not in (Why.ENTERING, Why.FIRST_WORLD, Why.INIT_AGAIN)
+
+    def _published(self, world: PublishWorld, now: float) -> None:
+        self.generation = world.generation
+        self.members = {member.worker: member.place.rank for member in world.members}
+        self._ranks.update(self.members)
+        self.largest = max(self.largest, len(world.members))
+        if self._running and self.trained_at is None:
+            self.trained_at = now
+        if self._open is not None:
+            self._open.size_after = len(world.members)
+            self._open.commit = world.commit
+            self._open.from_checkpoint = not world.holders and self._open.newest is not None
+        self._dead &= self._connected  # the others have long gone
+
+    def _knows(self, commit: Commit | None) -> None:
+        if commit is not None and (self.newest is None or commit > self.newest):
+            self.newest = commit
+
+    def _lost(self, death: Death, now: float) -> None:
+        if self.end is not None or death.worker in self._dead:
+            return
+        self._dead.add(death.worker)
+        trace = death.trace[-TRACE:]
+        if trace in self._traces or len(self._traces) >= TRACES:
+            death = Death(**{**vars(death), "trace": ""})
+        elif trace:
+            self._traces.add(trace)
+        aside = self._open is None and bool(self.members) and death.worker not in self.members
+        self._incident(now).deaths.append(death)
+        if aside:  # nobody trains with it, and nobody waits
+            self._open = None
+
+    def _incident(self, now: float) -> Incident:
+        if self._open is None or self._open.size_after is not None:
+            self._open = Incident(now, size=len(self.members), newest=self.newest)
+            if len(self.incidents) < INCIDENTS:
+                self.incidents.append(self._open)
+            else:
+                self.more_incidents += 1
+        return self._open

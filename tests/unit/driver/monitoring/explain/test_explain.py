@@ -1,0 +1,226 @@
+"""What `elasticrun explain` says of real jobs that ended badly, of journals of earlier versions, of what is none."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import lzma
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic.driver.commandline import explain_cli
+from elastic.driver.commandline.explain_cli import as_json, as_text
+from elastic.driver.journal.entries import ABANDONED, TroubleLine, encoded
+from elastic.driver.monitoring.explain.causes import Cause, kind_of, last_exception
+from elastic.driver.monitoring.explain.findings import What, findings, root_cause, time_facts
+from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
+from elastic.driver.monitoring.explain.sentences import duration, sentence
+from elastic.driver.monitoring.time_spent import STRETCHES
+from elastic.driver.reasons import Why, because
+from elastic.errors import Invalid
+
+HERE = Path(__file__).parent
+JOURNALS = HERE.parents[1] / "journal"
+# Ten jobs that were made to fail, on one machine or on two hosts with etcd; folders in them were renamed. Of each: whom
+# it has lost first, and words that its first three lines must have.
+JOBS = {
+    "exception": (Cause.EXCEPTION, ["ValueError: sample 20 is damaged", "localhost:1#1"]),
+    "out-of-memory": (Cause.OUT_OF_MEMORY, ["ran out of memory", "1.5 GB", "localhost:1#1"]),
+    "killed": (Cause.SIGNAL, ["SIGKILL", "localhost:2#1", "3 workers, had 2"]),
+    "host-lost": (Cause.HOST_LOST, ["Host 127.0.0.2 was lost", "2 workers, had 1"]),
+    "disk-full": (Cause.WRITE_FAILED, ["a full disk", "localhost:0#1"]),
+    "mismatch": (Cause.MISMATCH, ["do not fit together", "rank 1 has [any, 2]"]),
+    "stuck": (Cause.STUCK, ["stuck", "'gradients'", "rank 1"]),
+    "frozen": (Cause.FROZEN, ["frozen", "SIGSTOP", "localhost:1#1"]),
+    "start-failure": (Cause.MISSING_MODULE, ["No module named 'transformerz'", "before training"]),
+    "etcd-gone": (Cause.SIGNAL, ["etcd at 127.0.0.1:24790 was gone", "journal ends in the middle"]),
+}
+
+
+def unpacked(kept: Path, folder: Path) -> Path:
+    data = kept.read_bytes()
+    file = folder / kept.name.removesuffix(".xz")
+    file.write_bytes(lzma.decompress(data) if kept.suffix == ".xz" else data)
+    return file
+
+
+def job(name: str, folder: Path) -> JournalReading:
+    return read_journal(unpacked(HERE / "jobs" / f"{name}.jsonl.xz", folder))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_its_first_three_lines_name_the_cause(name, tmp_path):
+    reading = job(name, tmp_path)
+    cause, words = JOBS[name]
+    first = root_cause(reading.story)
+    assert first is not None and first.cause is cause
+    head = "\n".join(as_text(reading)[:3])
+    for each in words:
+        assert each.lower() in head.lower()
+    assert any(finding.what is What.ADVICE for finding in findings(reading.story, reading.source))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_traceback_is_told_once(name, tmp_path):
+    text = "\n".join(as_text(job(name, tmp_path)))
+    assert text.count("(most recent call last)") <= 2  # an exception may have come of another
+    assert ("Traceback" in text) is (
+        name in ("exception", "disk-full", "mismatch", "start-failure")
+    )
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_its_numbers_are_those_of_the_summary_and_add_up(name, tmp_path):
+    reading = job(name, tmp_path)
+    facts, spent = time_facts(reading.story), reading.story.spent
+    assert facts["job"] == {stretch: spent.stretches()[stretch] for stretch in STRETCHES}
+    assert facts["job_s"] == pytest.approx(
+        reading.story.last - (reading.story.began or 0.0), rel=1e-3
+    )
+    assert facts["workers"] == msgspec.structs.asdict(spent.total())
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_it_is_json_too(name, tmp_path):
+    told = json.loads(as_json(job(name, tmp_path)))
+    assert {"section", "what", "facts", "text"} == set(told["findings"][0])
+
+
+KEPT = sorted(
+    [*(JOURNALS / "kept").glob("*.xz"), *(JOURNALS / "data" / "format-1").glob("*.jsonl")]
+)
+
+
+def test_journals_of_all_versions_are_explained(tmp_path):
+    assert len(KEPT) > 50
+    for kept in KEPT:
+        reading = read_journal(unpacked(kept, tmp_path))
+        lines = as_text(reading)
+        assert not reading.source.left_out, kept
+        if reading.story.end is not None:
+            ended = {0: "ended well", 1: "failed", 130: "stopped", 143: "stopped"}
+            assert ended.get(reading.story.end.code, "failed") in lines[0] or "stopped" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["host-lost", "stuck"])
+def test_one_that_is_cut_off_anywhere_is_explained(name, tmp_path):
+    whole = unpacked(HERE / "jobs" / f"{name}.jsonl.xz", tmp_path).read_bytes()
+    file = tmp_path / "cut"
+    for end in range(whole.index(b"\n") + 1, len(whole), 997):
+        file.write_bytes(whole[:end])
+        assert as_text(read_journal(file))
+
+
+def test_one_that_ends_too_early_says_so(tmp_path):
+    file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
+    file.write_bytes(file.read_bytes()[: file.read_bytes().index(b'{"type":"EndJob"')])
+    lines = as_text(read_journal(file))
+    assert lines[0].startswith("The journal ends in the middle")
+    assert "SIGKILL" in lines[1]
+    assert lines[-1].strip() == "The last line is cut off, as after a crash or in a copy."
+    with open(file) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert as_text(read_journal(file))[0].startswith("The job runs")
+
+
+def test_lines_that_are_none_are_left_out_and_counted(tmp_path):
+    file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[5:5] = [b"\xff\x00 garbage\n", b'{"at": 1, "event": {"type": "Unheard"}}\n', b"[]\n"]
+    file.write_bytes(b"".join(lines))
+    assert "3 lines could not be read" in as_text(read_journal(file))[-1]
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "is empty"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "is no journal of elasticrun"),
+        (b"\x00" * 5_000_000, "is no journal of elasticrun"),
+        (b'{"journal": 99, "date": "", "settings": {}}\n', "format 99"),
+        (b'{"journal": 2, "date": "", "settings": {}}\n' + b"what\n" * 200, "lines are none"),
+        (b'{"loss": 1.0}\n', "is no journal of elasticrun"),
+    ],
+)
+def test_what_is_no_journal_is_refused_with_a_sentence(data, told, tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(data)
+    with pytest.raises(Invalid, match=told) as refused:
+        read_journal(file)
+    assert len(str(refused.value)) < 400
+
+
+def test_what_cannot_be_opened_is_refused_with_a_sentence(tmp_path):
+    for path, told in ((tmp_path, "is a folder"), (tmp_path / "none", "No such file")):
+        with pytest.raises(Invalid, match=told):
+            explain_cli.main([str(path)])
+    with pytest.raises(Invalid, match="give one journal"):
+        explain_cli.main([])
+
+
+def test_a_journal_that_could_not_be_written_on_is_explained(tmp_path):
+    file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'{"journal":2', b'{"journal":%d' % ABANDONED, 1))
+    assert "as on a full disk" in as_text(read_journal(file))[-1]
+
+
+def test_an_etcd_that_came_back_is_no_cause(tmp_path):
+    file = unpacked(HERE / "jobs" / "etcd-gone.jsonl.xz", tmp_path)
+    back = TroubleLine(because(Why.STORE_BACK, store="127.0.0.1:24790", silent_s=3.5), 1e9)
+    file.write_bytes(file.read_bytes() + encoded(back))
+    text = "\n".join(as_text(read_journal(file)))
+    assert "was gone" not in text and "etcd did not answer for a while" in text
+
+
+@pytest.mark.parametrize(
+    ("summary", "trace", "cause"),
+    [
+        ("OSError: [Errno 28] No space left on device: 'a.pt'", "", Cause.DISK_FULL),
+        ("RuntimeError: cannot save", "OSError: [Errno 28] No space", Cause.DISK_FULL),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "", Cause.GPU_MEMORY),
+        ("RuntimeError: CUDA error: an illegal memory access", "", Cause.GPU_ERROR),
+        ("torch.distributed.DistBackendError: NCCL error in: x", "", Cause.GPU_ERROR),
+        ("MemoryError", "", Cause.MEMORY_ERROR),
+        ("elastic.errors.CollectiveFailed: rank 1 left", "", Cause.LOST_PEER),
+        ("KeyError: 'MemoryError'", "", Cause.EXCEPTION),
+    ],
+)
+def test_what_an_exception_was(summary, trace, cause):
+    assert kind_of(summary, trace) is cause
+
+
+def test_the_last_exception_of_what_was_written():
+    wrote = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+KeyError: 1
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 2, in g
+ValueError: two
+[W] a library says goodbye
+"""
+    summary, trace = last_exception(wrote)
+    assert summary == "ValueError: two"
+    assert trace.startswith("Traceback") and "KeyError" in trace and "goodbye" not in trace
+    assert last_exception("Segmentation fault") == ("", "")
+
+
+def test_times_are_told_in_fitting_units():
+    told = [duration(each) for each in (0.04, 59.94, 252.4, 7384.0)]
+    assert told == ["0.0 s", "59.9 s", "4 min 12 s", "2 h 3 min"]
+
+
+def test_every_kind_of_finding_has_its_sentence(tmp_path):
+    said = set()
+    for kept in [*(HERE / "jobs").iterdir(), *KEPT]:
+        reading = read_journal(unpacked(kept, tmp_path))
+        for finding in findings(reading.story, reading.source):
+            assert sentence(finding).strip()
+            said.add(finding.what)
+    assert len(said) > 15
