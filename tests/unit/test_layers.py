@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -155,6 +156,14 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
+@functools.cache
+def facts(file: Path) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
+    """What a file imports, and its classes, with their lines: trees of all files would take half a gigabyte."""
+    tree = ast.parse(file.read_text())
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return tuple(imported(tree)), tuple((node.name, node.lineno) for node in classes)
+
+
 def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
@@ -221,7 +230,7 @@ def test_the_worker_side_never_imports_the_driver():
     starting.add(ROOT / "elastic/ray/following.py")
     starting |= {ROOT / "horovod/runner/launch.py", ROOT / "horovod/runner/elastic/discovery.py"}
     for file in set(sources("elastic", "horovod")) - starting:
-        for name, line in imported(ast.parse(file.read_text())):
+        for name, line in facts(file)[0]:
             assert not within(name, "elastic.driver"), f"{file}:{line} imports {name}"
 
 
@@ -247,7 +256,7 @@ def test_the_driver_imports_only_what_both_sides_share():
 
 def test_nobody_imports_driver_by_its_folder():
     for file in sources("elastic", "driver", "chaos", "horovod", "examples", "benchmarks", "tests"):
-        for name, line in imported(ast.parse(file.read_text())):
+        for name, line in facts(file)[0]:
             assert name.split(".")[0] not in {"driver", "chaos"}, f"{file}:{line} imports {name}"
 
 
@@ -257,12 +266,13 @@ def test_the_product_names_no_test():
         assert not re.search(r'"tests"|\btests/', file.read_text()), file
 
 
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """Every file of the product, and the files of it that it imports, wherever and for whatever."""
     files = {dotted(file): file for file in sources("elastic", "driver", "chaos")}
     found: dict[str, set[str]] = {}
     for name, file in files.items():
-        heard = {each for each, _ in imported(ast.parse(file.read_text()))}
+        heard = {each for each, _ in facts(file)[0]}
         # `from a import b` names a.b: a itself is meant only where there is no such file.
         whole = {each for each in heard if each in files}
         found[name] = {
@@ -322,9 +332,8 @@ def test_no_files_import_each_other():
 def test_no_two_classes_of_one_side_have_the_same_name(side):
     places: dict[str, list[str]] = {}
     for file in sources(side):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(f"{file}:{node.lineno}")
+        for name, line in facts(file)[1]:
+            places.setdefault(name, []).append(f"{file}:{line}")
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 

@@ -165,8 +165,8 @@ def test_no_right_to_list_pods_is_said_with_the_role_and_the_name_server_is_aske
     assert stage.log == [
         (
             "warning",
-            "pods of namespace lab can't be watched: this service account has no right to it (HTTP 403); give it get,"
-            " list and watch of pods; asking the name server instead",
+            "pods of namespace lab can't be watched: this service account has no right to it (HTTP 403); give it list"
+            " and watch of pods; asking the name server instead",
         )
     ]
 
