@@ -4,7 +4,8 @@
     python examples/gpt.py --steps 50                       # plainly: a world of one
 
 Everything elastic is in `train`: the decorator, the state, `record_batch` and `commit`. Rank 0, whoever that is at
-the time, appends one JSON object per step to OUT/metrics.jsonl; where a step was repeated, the later line counts.
+the time, appends one JSON object per step to OUT/metrics.jsonl, where the later line of a step counts, and reports the
+same, for the page that `elasticrun --report FILE` writes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def learning_rate(step: int) -> float:
 
 
 def record(**values: Any) -> None:
-    """Appends one line to the metrics. ``at`` is on the clock of the driver's journal: one for the whole machine."""
+    """For the report of the run, and for a file. ``at``: on the clock of the driver's journal."""
+    elastic.report(values)
     with (args.out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"at": time.monotonic(), **values}) + "\n")
 

@@ -3,7 +3,8 @@
     make train                                # or: python examples/train.py --out out
 
 Starts elasticrun with examples/gpt.py and does to it from outside what a cluster does: at a third of the run SIGKILLs a
-worker, at two thirds makes host discovery list one more slot. Ends with a summary and OUT/report.html.
+worker, at two thirds makes host discovery list one more slot. Ends with what happened, as `elasticrun explain` says it,
+and OUT/report.html.
 """
 
 from __future__ import annotations
@@ -18,11 +19,8 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 import journal
-import report
-from run import Run
 
 HERE = Path(__file__).parent
 console = Console(highlight=False)
@@ -42,7 +40,9 @@ def main() -> int:
         stop(job)
         raise
     if code == 0:
-        summarize(Run.load(args.out), report.write(args.out))
+        explained = [*journal.elasticrun(), "explain", str(args.out / "journal.jsonl")]
+        subprocess.run(explained, check=True)
+        console.print(f"\nThe report: {args.out / 'report.html'}")
     return code
 
 
@@ -65,7 +65,7 @@ def command(args: argparse.Namespace, hosts: Path) -> list[str]:
         *journal.elasticrun(),
         *("-np", "4", "--min-np", "2", "--max-np", "5"),
         *("--host-discovery-script", str(hosts.with_name("discover.sh"))),
-        *("--journal", str(out / "journal.jsonl")),
+        *("--journal", str(out / "journal.jsonl"), "--report", str(out / "report.html")),
         *(sys.executable, str(HERE / "gpt.py"), "--out", str(out), "--steps", str(args.steps)),
     ]
 
@@ -107,21 +107,6 @@ def stop(job: subprocess.Popen[bytes]) -> int:
 
 def announce(text: str) -> None:
     console.print(f"[bold yellow]>>> {text}[/]")
-
-
-def summarize(run: Run, page: Path) -> None:
-    table = Table(title="The run", show_header=False, title_justify="left")
-    table.add_row("steps", f"{len(run.steps):,} in {run.seconds:.0f} s")
-    table.add_row("tokens per second", f"{run.tokens_per_s:,.0f}")
-    table.add_row("loss", f"{run.loss(late=False):.3f} -> {run.loss(late=True):.3f}")
-    if run.validation_loss is not None:
-        table.add_row("validation loss", f"{run.validation_loss:.3f}")
-    for each in run.happenings:
-        paused = f"; steps paused for {report.pause(each)}" if each.pause_ms is not None else ""
-        table.add_row(each.kind, f"at {each.at:.1f} s: {each.text}{paused}")
-    table.add_row("committed steps lost", str(run.steps_lost))
-    console.print(table)
-    console.print(f"The report: {page}")
 
 
 def arguments() -> argparse.Namespace:

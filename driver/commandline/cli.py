@@ -207,7 +207,7 @@ def make_job(
             f" {sum(hosts.values())}; list more slots, or lower --max-np"
         )
     bind = "" if fleet.needed else alone_address(options.network_interfaces or ())
-    timeline = _writable_place(options.timeline_filename)
+    timeline = _writable_place("--timeline-filename", options.timeline_filename)
     checkpoints = checkpoint_plan(options, elastic=elastic)
     env = _worker_additions(options, timeline) | checkpoints.env
     notes = _notes(options, elastic=elastic) + checkpoints.notes
@@ -261,6 +261,7 @@ def make_job(
         collective_timeout_s=_collective_timeout_s(options, environ),
         journal=_writable_file(options.journal),
         summary=options.summary,
+        report=_writable_place("--report", options.report),
         metrics=_metrics(options),
         dashboard=_dashboard(options.dashboard),
         preemption=_preemption(options),
@@ -502,8 +503,8 @@ def _writable_file(path: str | None) -> str | None:
     return os.path.abspath(path)
 
 
-def _writable_place(path: str | None) -> str | None:
-    """For a timeline. Not made here: an empty file is none that a viewer opens."""
+def _writable_place(flag: str, path: str | None) -> str | None:
+    """Not made here: an empty file is no timeline that a viewer opens, and no report."""
     if path is None:
         return None
     folder = os.path.dirname(os.path.abspath(path))
@@ -515,7 +516,7 @@ def _writable_place(path: str | None) -> str | None:
         trouble = "permission denied"
     else:
         return os.path.abspath(path)
-    raise Invalid(f"--timeline-filename {path} can't be written to: {trouble}; give another file")
+    raise Invalid(f"{flag} {path} can't be written to: {trouble}; give another file")
 
 
 def _not(on: bool | None) -> bool | None:

@@ -1,8 +1,9 @@
-"""``elasticrun explain``: what happened in a job, from its journal, in sentences or as JSON."""
+"""``elasticrun explain``: what happened in a job, from its journal, in sentences, as a page, or as JSON."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 from elastic.driver.commandline.arguments import Parser
 from elastic.driver.monitoring.explain.findings import What, findings
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
+from elastic.driver.monitoring.explain.page import PageJob, page
+from elastic.driver.monitoring.explain.run_report import write_page
 from elastic.driver.monitoring.explain.sentences import HEADINGS, sections
 from elastic.driver.monitoring.time_spent import summary
 from elastic.errors import Invalid
@@ -25,6 +28,7 @@ JOURNAL is the file of --journal; the job may run, have ended, or have been kill
 class ExplainOptions:
     """Flags as given."""
 
+    html: str | None = None
     json: bool = False
 
 
@@ -36,6 +40,12 @@ def parser() -> Parser:
         description=DESCRIPTION,
     )
     add = made.group("what to write")
+    add(
+        "--html",
+        "FILE",
+        str,
+        "Write a page with the same, and the job's timeline to zoom into. It needs nothing else, and no network.",
+    )
     add("--json", None, None, "Print the findings, their facts and sentences as JSON.")
     made.group("general")("-h --help", None, None, "Show this.", action="help")
     return made
@@ -57,8 +67,10 @@ def main(arguments: Sequence[str]) -> int:
     reading = read_journal(Path(journals[0]))
     if options.json:
         print(as_json(reading))
-    else:
+    elif options.html is None:
         print("\n".join(as_text(reading)))
+    if options.html is not None:
+        write_page(Path(options.html), as_page(reading))
     return 0
 
 
@@ -78,6 +90,13 @@ def as_text(reading: JournalReading) -> list[str]:
             lines.append(f"{'  ' if HEADINGS[name] else ''}{head}")
             lines += [f"    {line}" for line in more]
     return lines
+
+
+def as_page(reading: JournalReading) -> str:
+    """A page of HTML."""
+    found = findings(reading.story, reading.source)
+    command = shlex.join(reading.header.command)
+    return page(PageJob(reading.story, reading.rows, found, command, reading.offset))
 
 
 def _dated(reading: JournalReading) -> str:

@@ -76,6 +76,7 @@ class Options:
     prefix_output_with_timestamp: bool = False
     journal: str | None = None
     summary: bool = False
+    report: str | None = None
     metrics_port: int | None = None
     metrics_host: str | None = None
     dashboard: str | None = None
@@ -492,6 +493,15 @@ def _add_output(add: Group) -> None:
         " lost; as ELASTIC_SUMMARY=1 does.",
         variable="ELASTIC_SUMMARY",
         keys=("summary.enabled=true",),
+    )
+    add(
+        "--report",
+        "FILE",
+        str,
+        "Write a page about the job to FILE when it ends: what happened and why, a timeline, what was reported, how the"
+        " time went (default: ELASTIC_REPORT, or none).",
+        variable="ELASTIC_REPORT",
+        keys=("report.file",),
     )
     add(
         "--metrics-port",

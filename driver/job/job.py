@@ -54,6 +54,7 @@ class Job:
     prefix_timestamps: bool = False
     journal: str | None = None  # can be written to
     summary: bool = False  # say at the end how the time went
+    report: str | None = None  # the file of a page about the job; can be written to
     metrics: tuple[str, int] | None = None  # address and port to serve them on
     dashboard: tuple[str, int] | None = None  # the same, of the live page
     log_level: str = "INFO"  # one of flags.LOG_LEVELS

@@ -21,12 +21,15 @@ from elastic.driver.monitoring.dashboard.http_requests import Guard
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
+from elastic.driver.monitoring.explain.run_report import RunReport
 from elastic.driver.monitoring.time_spent import TimeSpent, summary
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.secret import derived
 from elastic.driver.processes.console import Console, is_terminal, write_both
 from elastic.driver.processes.output import Output
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.report_values import Report
 
@@ -55,6 +58,7 @@ class Surroundings:
     tracing: Tracing
     metrics: Metrics | None
     spent: TimeSpent | None  # for a summary at the end
+    report: RunReport | None
     page: LivePage
     place_of: Callable[[Worker], Place | None]
 
@@ -64,6 +68,8 @@ class Surroundings:
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
         """A worker has reported something; ``reported`` is whoever else hears it."""
         self.page.reported(report)
+        if self.report is not None:
+            self.report.report(report)
         if self.metrics is not None:
             self.metrics.report(report)
         if reported is not None:
@@ -74,6 +80,8 @@ class Surroundings:
         self.page.noted(event, actions, now)
         if self.spent is not None:
             self.spent.note(event, actions, now)
+        if self.report is not None:
+            self.report.note(event, actions, now)
         if self.metrics is not None:
             self.metrics.note(event, actions)
 
@@ -125,8 +133,11 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
             host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
             console("info", f"metrics are at http://{host}:{metrics.port}/metrics")
         spent = TimeSpent() if job.summary else None
+        report = None
+        if job.report is not None:
+            report = RunReport(Path(job.report), job.command, job.settings)
         around = Surroundings(
-            console, output, tracing, metrics, spent, page, lambda worker: None, level
+            console, output, tracing, metrics, spent, report, page, lambda worker: None, level
         )
         found.append(around)
         yield around
@@ -135,11 +146,22 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
     finally:
         if found and found[0].spent is not None:
             console("info", "\n".join(summary(found[0].spent)))
+        if found and found[0].report is not None:
+            _write(found[0].report, console)
         if metrics is not None:
             metrics.close()
         page.close()
         with _ctrl_c_ends_it():
             output.close(STOPPED_S if _asked_to_end() else wait_s)
+
+
+def _write(report: RunReport, log: Log) -> None:
+    try:
+        report.write()
+    except Invalid as error:
+        log("warning", f"there is no report of this job: {error}")
+    else:
+        log("info", f"the report of this job: {report.file}")
 
 
 async def serve_page(job: Job, around: Surroundings) -> None:

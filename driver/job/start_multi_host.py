@@ -404,6 +404,9 @@ class _Run:
             place = membership.place_of(worker)
             found[worker] = standing.pid, None if place is None else place.rank
         self.around.page.adopted(found, membership.generation)
+        if self.around.report is not None:
+            ranks = {worker: rank for worker, (_, rank) in found.items()}
+            self.around.report.adopt(ranks, membership.generation)
 
     def _adopted(self, clock_offset: float) -> loop.Adopted | None:
         if self.past is None:

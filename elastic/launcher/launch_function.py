@@ -51,6 +51,7 @@ def launch(
     begin_from: str | None = None,
     fresh: bool = False,
     summary: bool = False,
+    report: str | None = None,
     dashboard: str | None = None,
     log_level: str | None = None,
     verbose: bool = False,
@@ -105,6 +106,7 @@ def launch(
         "--preemption": preemption,
         "--preload": preload,
         "--from": begin_from,
+        "--report": report,
         "--dashboard": dashboard,
         "--log-level": log_level,
     }

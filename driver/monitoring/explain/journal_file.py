@@ -33,6 +33,7 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import restored
 from elastic.driver.monitoring.explain.findings import JournalState
 from elastic.driver.monitoring.explain.story import Story
+from elastic.driver.monitoring.explain.worker_rows import WorkerRows
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
@@ -50,6 +51,7 @@ class JournalReading:
     settings: Settings | None
     offset: float | None
     story: Story = field(default_factory=Story)
+    rows: WorkerRows = field(default_factory=WorkerRows)
     source: JournalState = field(default_factory=JournalState)
 
 
@@ -110,6 +112,7 @@ def _read(path: Path, file: BinaryIO, runs: bool | None, told: Told) -> JournalR
                 if line.error:
                     found.story.bug(line.error)
                 found.story.note(line.event, line.actions, line.at)
+                found.rows.note(line.event, line.actions, line.at)
                 told(line)
             case Snapshot(data, at) if not entries and number == 2 and settings is not None:
                 middle = True
@@ -118,6 +121,7 @@ def _read(path: Path, file: BinaryIO, runs: bool | None, told: Told) -> JournalR
                     places = ((w, replayed.place_of(w)) for w in replayed.members)
                     members = [(w, place.rank) for w, place in places if place is not None]
                     found.story.adopt(members, replayed.generation, at)
+                    found.rows.adopt(members, replayed.generation, at)
             case Resumed(writer):
                 if writer.unix_s:
                     found.offset = writer.unix_s - writer.at

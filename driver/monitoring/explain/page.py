@@ -1,0 +1,247 @@
+"""One page about a job: what was found, its timeline, what it has reported. Values in, text out; loads nothing.
+
+The page is one file and needs no other. What comes from a job is escaped where it stands in HTML, and in the JSON that
+the script reads. A policy in its head lets no other script run, whatever a worker is called, and nothing be loaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from elastic.driver.monitoring.explain.findings import JobFinding, What, time_facts
+from elastic.driver.monitoring.explain.reported_series import STEP, ReportedSeries
+from elastic.driver.monitoring.explain.sentences import HEADINGS, duration, sections
+from elastic.driver.monitoring.explain.story import Story
+from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.time_spent import WORDS
+
+COLOURS = {
+    "training": "training",
+    "committing": "standby",
+    "data": "starting",
+    "storage": "joining",
+    "recovering": "recovering",
+    "joining": "frozen",
+    "lost": "lost",
+    "idle": "done",
+    "starting": "frozen",
+    "changing": "joining",
+    "ending": "done",
+}
+
+
+@dataclass(frozen=True)
+class PageJob:
+    """``offset``: to be added to the story's times, seconds since 1970; None where that is not known."""
+
+    story: Story
+    rows: WorkerRows
+    findings: Sequence[JobFinding]
+    command: str = ""
+    offset: float | None = None
+    reported: ReportedSeries | None = None
+
+
+def page(job: PageJob) -> str:
+    """The whole file."""
+    script = _text("report.js")
+    told = sections(job.findings)
+    began = job.story.began or 0.0
+    title = _title(told, job.command)
+    return Template(_text("report.html")).substitute(
+        TITLE=escape(title),
+        BODY="\n".join(_body(job, told, title)),
+        DATA=_embedded(_data(job, began)),
+        SCRIPT=script,
+        SCRIPT_HASH="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _text(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _embedded(value: Any) -> str:
+    """JSON that can't end the element around it."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _data(job: PageJob, began: float) -> dict[str, Any]:
+    rows, end = job.rows, job.story.last
+    return {
+        "seconds": round(end - began, 3),
+        "states": STATES,
+        "rows": {
+            row: [[round(a - began, 3), round(b - began, 3), *more] for a, b, *more in spans]
+            for row, spans in sorted(rows.table(end).items(), key=lambda each: _in_order(each[0]))
+        },
+        "worlds": [[round(at - began, 3), size, number] for at, size, number in rows.worlds],
+        "recoveries": [
+            [round(a - began, 3), round(b - began, 3), number, kind]
+            for a, b, number, kind in rows.recoveries
+        ],
+        "deaths": [[round(at - began, 3), row, code] for at, row, code in rows.deaths],
+        "series": _series(job, began),
+    }
+
+
+def _in_order(row: str) -> tuple[str, int]:
+    host, _, slot = row.rpartition(":")
+    return host, int(slot)
+
+
+def _series(job: PageJob, began: float) -> dict[str, list[tuple[float, float]]]:
+    if job.reported is None or job.offset is None:
+        return {}
+    since = job.offset + began
+    return {
+        name: [(round(at - since, 3), value) for at, value in series.points]
+        for name, series in job.reported.series.items()
+        if name != STEP and len(series.points) > 1
+    }
+
+
+# ---- what stands in it ----------------------------------------------------------------------------------------------
+
+Told = Mapping[str, Sequence[tuple[JobFinding, str]]]
+
+
+def _title(told: Told, command: str) -> str:
+    first = told["ended"][0][1] if told["ended"] else "A job"
+    return first.removesuffix(".")
+
+
+def _body(job: PageJob, told: Told, title: str) -> Iterable[str]:
+    well = any(finding.what is What.DONE for finding, _ in told["ended"])
+    failed = any(finding.what is What.FAILED for finding, _ in told["ended"])
+    kind = "good" if well else "bad" if failed else ""
+    yield f'<section class="{kind}"><h1>{escape(title)}</h1>'
+    for finding, text in told["ended"][1:]:
+        if finding.what is What.TRACE:
+            head, _, trace = text.partition("\n")
+            yield f"<p>{escape(head)}</p><pre>{escape(trace)}</pre>"
+        else:
+            yield f"<p>{escape(text)}</p>"
+    yield f'<p class="faint">{escape(_about(job))}</p></section>'
+    yield from _list("advice", told)
+    yield from _tiles(job)
+    yield from _timeline(job)
+    yield from _reported(job)
+    yield from _list("course", told)
+    yield from _list("lost", told)
+    yield from _cost(job, told)
+    yield from _list("file", told)
+
+
+def _about(job: PageJob) -> str:
+    parts = []
+    if job.offset is not None and job.story.began is not None:
+        began = time.localtime(job.offset + job.story.began)
+        parts.append(f"Began {time.strftime('%Y-%m-%d %H:%M:%S %z', began)}")
+    if job.command:
+        parts.append(job.command)
+    return "  ·  ".join(parts)
+
+
+def _list(name: str, told: Told) -> Iterable[str]:
+    if told[name]:
+        items = "".join(f"<li>{escape(text)}</li>" for _, text in told[name])
+        yield f"<section><h2>{HEADINGS[name]}</h2><ul>{items}</ul></section>"
+
+
+def _tiles(job: PageJob) -> Iterable[str]:
+    story, reported = job.story, job.reported
+    tiles: list[tuple[str, str]] = []
+    if reported is not None and reported.steps:
+        tiles.append((f"{reported.steps:,}", "steps"))
+    for name, series in reported.series.items() if reported is not None else ():
+        if name == STEP:
+            continue
+        value = (
+            f"{series.last:,.4g}"
+            if series.count == 1
+            else f"{series.first:,.4g} → {series.last:,.4g}"
+        )
+        tiles.append((value, name))
+    if reported is not None and reported.steps:
+        tiles.append((f"{reported.again:,}", "steps done again"))
+    joined = max(0, story.started - story.largest)
+    tiles.append((f"{len(story.losses())} / {joined}", "lost / started again or joined"))
+    goodput = time_facts(story)["goodput"]
+    if goodput is not None:
+        tiles.append((f"{goodput:.3f}", "goodput"))
+    cells = "".join(
+        f'<div class="tile"><b title="{escape(value)}">{escape(value)}</b><span>{escape(name)}</span></div>'
+        for value, name in tiles
+    )
+    yield f'<div class="tiles">{cells}</div>'
+
+
+def _timeline(job: PageJob) -> Iterable[str]:
+    if not job.rows.rows:
+        return
+    key = "".join(f'<span><i style="background:var(--{s})"></i>{s}</span>' for s in STATES)
+    left_out = f" {job.rows.left_out} later spans are left out." if job.rows.left_out else ""
+    yield (
+        '<section><h2>Timeline</h2><div class="tools">'
+        '<button id="in">zoom in</button><button id="out">zoom out</button><button id="left">◀</button>'
+        '<button id="right">▶</button><button id="all">all</button>'
+        '<span class="faint" id="range"></span></div>'
+        '<div id="scroll"><canvas id="timeline" tabindex="0" role="img" aria-label="a row for each slot, and what its'
+        ' worker did when"></canvas></div><div id="under" class="faint"></div>'
+        f'<div class="key">{key}</div><p class="faint">Wheel: zoom. Drag, or shift and wheel: along. A red mark: a'
+        f" worker was lost.{left_out}</p><noscript>The timeline is drawn by a script.</noscript></section>"
+    )
+
+
+def _reported(job: PageJob) -> Iterable[str]:
+    reported = job.reported
+    if reported is None or not (reported.series or reported.texts):
+        yield '<div id="charts" hidden></div>'
+        return
+    yield '<section><h2>What the script reported</h2><div id="charts"></div>'
+    for name, text in reported.texts.items():
+        yield f'<p class="faint">{escape(name)}</p><pre>{escape(text)}</pre>'
+    yield "</section>"
+
+
+def _cost(job: PageJob, told: Told) -> Iterable[str]:
+    if job.story.began is None:
+        return
+    facts = time_facts(job.story)
+    words: dict[str, str] = {stretch: text for stretch, text in WORDS.items()}
+    yield f"<section><h2>{HEADINGS['cost']}</h2>"
+    for finding, text in told["cost"]:
+        if finding.what is not What.TIME:
+            yield f"<p>{escape(text)}</p>"
+    yield from _bar(f"The job, {duration(facts['job_s'])}", facts["job"], words)
+    yield from _bar(f"All workers, {duration(facts['workers_s'])}", facts["workers"], {})
+    if facts["goodput"] is not None:
+        yield f'<p class="faint">Goodput {facts["goodput"]:.3f}: the share that was training that counts.</p>'
+    yield "</section>"
+
+
+def _bar(name: str, parts: Mapping[str, float], words: Mapping[str, str]) -> Iterable[str]:
+    whole = sum(parts.values())
+    if not whole:
+        return
+    shown = {part: seconds for part, seconds in parts.items() if seconds > 0}
+    pieces = "".join(
+        f'<i style="width:{100 * seconds / whole:.3f}%;background:var(--{COLOURS[part]})"></i>'
+        for part, seconds in shown.items()
+    )
+    key = "".join(
+        f'<span><i style="background:var(--{COLOURS[part]})"></i>{words.get(part, part)} {seconds:.2f} s</span>'
+        for part, seconds in shown.items()
+    )
+    yield f'<p>{escape(name)}</p><div class="bar">{pieces}</div><div class="key">{key}</div>'

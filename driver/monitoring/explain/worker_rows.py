@@ -1,0 +1,175 @@
+"""What each slot of a job did when: rows of spans for a timeline, the sizes of its worlds, its recoveries. Pure.
+
+span      [start, end, state, incarnation, rank]      seconds; an index into STATES; rank -1 outside a world
+world     [at, size, generation]
+recovery  [began, ended, generation, kind]            from the cause to the first collective of all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from elastic.driver.events import (
+    Action,
+    BreakWorld,
+    EndJob,
+    Event,
+    HostLost,
+    HostReported,
+    LetGo,
+    PublishWorld,
+    ReportRecovery,
+    StartWorker,
+    TellStandby,
+    WorkerConnected,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerRaised,
+    WorkerReturned,
+    WorkerThawed,
+)
+from elastic.protocol.messages import Worker
+
+STATES = (
+    "starting",
+    "joining",
+    "training",
+    "recovering",
+    "frozen",
+    "standby",
+    "leaving",
+    "done",
+    "lost",  # it has raised, or its host is gone, and its process may live
+)
+SPANS = 200_000  # of all rows; later ones are left out
+Span = list[float | int]
+
+
+@dataclass
+class _Now:
+    """Of a worker that has not ended."""
+
+    row: str
+    since: float
+    state: str
+    rank: int = -1
+    before: str = ""  # it was frozen
+
+
+class WorkerRows:
+    """One job's."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[Span]] = {}  # by host:slot
+        self.worlds: list[tuple[float, int, int]] = []
+        self.recoveries: list[tuple[float, float, int, str]] = []
+        self.deaths: list[tuple[float, str, int]] = []  # when, row, exit code
+        self.left_out = 0
+        self._now: dict[Worker, _Now] = {}
+        self._spans = 0
+        self._over = False
+
+    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        """One event, and what was decided about it."""
+        self._happened(event, now)
+        for action in actions:
+            self._decided(action, now)
+
+    def adopt(self, members: Iterable[tuple[Worker, int]], generation: int, now: float) -> None:
+        """It begins in the middle of a job, in this world."""
+        for worker, rank in members:
+            self._begin(worker, "training", now).rank = rank
+        self.worlds.append((now, len(self._now), generation))
+
+    def table(self, until: float) -> dict[str, list[Span]]:
+        """All rows, with what is not over yet as far as ``until``."""
+        rows = {row: [*spans] for row, spans in self.rows.items()}
+        for worker, now in self._now.items():
+            rows[now.row].append(_span(worker, now, max(until, now.since)))
+        return rows
+
+    def _happened(self, event: Event, now: float) -> None:
+        match event:
+            case WorkerConnected(worker):
+                self._move(worker, "joining", now)
+            case WorkerFrozen(worker):
+                if worker in self._now:
+                    before = self._now[worker].state
+                    self._move(worker, "frozen", now)
+                    self._now[worker].before = before
+            case WorkerThawed(worker):
+                if worker in self._now and self._now[worker].state == "frozen":
+                    self._move(worker, self._now[worker].before or "joining", now)
+            case WorkerRaised(worker):
+                self._move(worker, "lost", now)
+            case WorkerReturned(worker):
+                self._move(worker, "done", now)
+            case WorkerExited(worker, code):
+                self._end(worker, now, code)
+            case HostLost(host):
+                for worker in [each for each in self._now if each.host == host]:
+                    self._end(worker, now, -9)
+            case HostReported(host, alive, known) if known is not None:
+                for worker in [each for each in self._now if each.host == host]:
+                    if worker in known and worker not in alive:
+                        self._end(worker, now, -9)
+            case _:
+                pass
+
+    def _decided(self, action: Action, now: float) -> None:
+        match action:
+            case StartWorker(worker):
+                self._begin(worker, "starting", now)
+            case TellStandby(worker):
+                self._move(worker, "standby", now)
+            case LetGo(worker):
+                self._move(worker, "leaving", now)
+            case BreakWorld(_, members):
+                for worker in members:
+                    if worker in self._now and self._now[worker].state == "training":
+                        self._move(worker, "recovering", now)
+            case PublishWorld(generation, members):
+                for member in members:
+                    self._move(member.worker, "training", now, member.place.rank)
+                self.worlds.append((now, len(members), generation))
+            case ReportRecovery(generation, kind, total_ms=total_ms):
+                self.recoveries.append((now - total_ms / 1e3, now, generation, kind))
+            case EndJob():
+                self._over = True
+            case _:
+                pass
+
+    def _begin(self, worker: Worker, state: str, now: float) -> _Now:
+        row = f"{worker.host}:{worker.slot}"
+        self.rows.setdefault(row, [])
+        self._now[worker] = _Now(row, now, state)
+        return self._now[worker]
+
+    def _move(self, worker: Worker, state: str, now: float, rank: int | None = None) -> None:
+        at = self._now.get(worker)
+        if at is None:
+            at = self._begin(worker, state, now)
+        rank = at.rank if rank is None else rank
+        if at.state != state or at.rank != rank:
+            self._keep(worker, at, now)
+            at.since, at.state, at.rank = now, state, rank
+
+    def _end(self, worker: Worker, now: float, code: int) -> None:
+        at = self._now.pop(worker, None)
+        if at is None:
+            return
+        self._keep(worker, at, now)
+        if code and not self._over and at.state != "leaving":
+            self.deaths.append((now, at.row, code))
+
+    def _keep(self, worker: Worker, at: _Now, now: float) -> None:
+        if self._spans >= SPANS:
+            self.left_out += 1
+            return
+        self._spans += 1
+        self.rows[at.row].append(_span(worker, at, now))
+
+
+def _span(worker: Worker, at: _Now, end: float) -> Span:
+    return [at.since, end, STATES.index(at.state), worker.incarnation, at.rank]

@@ -1,0 +1,212 @@
+"""The page about a job: self-contained, and whatever a job says stays text in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from elastic.driver.events import (
+    EndJob,
+    HostsChanged,
+    Member,
+    PublishWorld,
+    ReportRecovery,
+    StartWorker,
+    WorkerConnected,
+    WorkerExited,
+    WorkerRaised,
+    WorkerReady,
+)
+from elastic.driver.monitoring.explain.findings import JournalState, findings
+from elastic.driver.monitoring.explain.page import PageJob, page
+from elastic.driver.monitoring.explain.reported_series import POINTS, ReportedSeries
+from elastic.driver.monitoring.explain.run_report import RunReport, write_page
+from elastic.driver.monitoring.explain.story import Story
+from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.reasons import Why, because
+from elastic.driver.settings import Settings
+from elastic.errors import Invalid
+from elastic.protocol.messages import Address, Commit, Place, Worker
+from elastic.protocol.report_values import Report
+
+EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>&\'"\u2028$TITLE'
+HOST = "<b>h</b>"
+STORE = Address("127.0.0.1", 1)
+SETTINGS = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
+
+
+def worker(slot: int, incarnation: int = 1, host: str = HOST) -> Worker:
+    return Worker(host, slot, incarnation)
+
+
+def world(generation: int, *workers: Worker) -> PublishWorld:
+    size = len(workers)
+    members = [Member(w, Place(i, size, i, size, 0, 1)) for i, w in enumerate(workers)]
+    commit = Commit(generation, 0)
+    return PublishWorld(generation, members, STORE, size, commit, because(Why.ENTERING))
+
+
+def first_start(*workers: Worker) -> list[StartWorker]:
+    place = Place(0, 1, 0, 1, 0, 1)
+    return [StartWorker(each, place, because(Why.FIRST_START)) for each in workers]
+
+
+def evil_job(told) -> None:
+    """Two workers whose host, exception and traceback are HTML; the job fails."""
+    one, two = worker(0), worker(1)
+    told(HostsChanged({HOST: 2}), first_start(one, two), 10.0)
+    for each in (one, two):
+        told(WorkerConnected(each, 1), [], 11.0)
+        told(WorkerReady(each, 0, None, STORE, running=True), [], 11.5)
+    told(WorkerReady(two, 0, None, STORE), [world(1, one, two)], 12.0)
+    raised = WorkerRaised(one, 1, Commit(1, 3), f"ValueError: {EVIL}", f"Traceback\n{EVIL}")
+    told(raised, [EndJob(1, because(Why.UNKNOWN, text=EVIL))], 20.0)
+    told(WorkerExited(one, 1, "", EVIL), [], 21.0)
+
+
+class Elements(HTMLParser):
+    """What a browser would make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.handlers: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.handlers += [name for name, _ in attributes if name.startswith("on")]
+        self.loaded += [v for name, v in attributes if name in ("src", "href") and v != "data:,"]
+
+
+def evil_page() -> str:
+    story, rows, reported = Story(), WorkerRows(), ReportedSeries()
+
+    def told(event, actions, now):
+        story.note(event, actions, now)
+        rows.note(event, actions, now)
+
+    evil_job(told)
+    for step in (1, 2):
+        reported.report(0, {EVIL: float(step), "said": EVIL}, 1000.0 + step)
+    found = findings(story, JournalState(SETTINGS))
+    return page(PageJob(story, rows, found, f"python {EVIL}", 990.0, reported))
+
+
+def test_what_a_job_says_stays_text():
+    text = evil_page()
+    elements = Elements()
+    elements.feed(text)
+    assert elements.tags.count("script") == 2, "the data, and the page's own"
+    assert "img" not in elements.tags and "b" in elements.tags
+    assert not elements.handlers and not elements.loaded
+    assert EVIL not in text
+    assert "alert(&quot;x&quot;)" in text, "it is shown"
+
+
+def test_no_other_script_may_run_and_nothing_be_loaded():
+    text = evil_page()
+    own = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)[0]
+    digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+    policy = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)[0]
+    assert f"script-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy
+
+
+def test_its_data_are_those_of_the_job():
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', evil_page())[0])
+    assert data["seconds"] == 11.0 and list(data["rows"]) == [f"{HOST}:0", f"{HOST}:1"]
+    states = [[STATES[span[2]] for span in row] for row in data["rows"].values()]
+    assert states == [
+        ["starting", "joining", "training", "lost"],
+        ["starting", "joining", "training"],
+    ]
+    assert data["worlds"] == [[2.0, 2, 1]]
+    assert data["series"][EVIL] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_a_run_writes_its_report_at_its_end(tmp_path):
+    run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS)
+    evil_job(run.note)
+    run.report(Report(0, 2, 1, str(worker(0)), {"loss": 0.5, "step": 1}, 1e9))
+    run.write()
+    text = (tmp_path / "r.html").read_text()
+    assert "The job failed" in text and "python train.py" in text and "0.5" in text
+    assert [each.name for each in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_the_report_of_a_driver_that_follows_another_says_that_it_begins_in_the_middle(tmp_path):
+    run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS)
+    run.adopt({worker(0): 0, worker(1): 1}, 4)
+    run.note(WorkerExited(worker(1), -9), [], 100.0)
+    run.write()
+    text = (tmp_path / "r.html").read_text()
+    assert "begins in the middle of the job" in text and "SIGKILL" in text
+
+
+def test_a_job_of_which_nothing_is_known_has_a_page_too():
+    story = Story()
+    found = findings(story, JournalState(SETTINGS))
+    assert "no events" in page(PageJob(story, WorkerRows(), found))
+
+
+def test_where_it_cannot_be_written_a_sentence_says_so(tmp_path):
+    (tmp_path / "taken").mkdir()
+    for file in (tmp_path / "taken", tmp_path / "no" / "page.html"):
+        with pytest.raises(Invalid, match="cannot write"):
+            write_page(file, "page")
+    assert [each.name for each in tmp_path.iterdir()] == ["taken"]
+
+
+# ---- what is kept -------------------------------------------------------------------------------------------------
+
+
+def test_a_long_series_keeps_every_second_point_again_and_again():
+    kept = ReportedSeries()
+    for step in range(10 * POINTS):
+        kept.report(0, {"loss": float(step)}, float(step))
+    series = kept.series["loss"]
+    assert POINTS / 2 <= len(series.points) <= POINTS
+    assert (series.first, series.last, series.count) == (0.0, 10 * POINTS - 1, 10 * POINTS)
+    gaps = {b[0] - a[0] for a, b in zip(series.points, series.points[1:], strict=False)}
+    assert gaps == {16.0}
+
+
+def test_steps_that_come_again_are_counted():
+    kept = ReportedSeries()
+    for step in (1, 2, 3, 3, 4, 2, 3, 4, 5):
+        kept.report(0, {"step": step}, 0.0)
+    assert (kept.steps, kept.again) == (5, 2)
+
+
+def test_what_is_no_number_is_no_series():
+    kept = ReportedSeries()
+    kept.report(0, {"nan": float("nan"), "on": True, "deep": {"a": 1}, "none": None}, 0.0)
+    kept.report(1, {"loss": 1.0}, 0.0)
+    kept.report(0, {"loss": 2.0}, 0.0)
+    kept.report(1, {"loss": 3.0}, 0.0)
+    assert list(kept.series) == ["loss"]
+    assert [value for _, value in kept.series["loss"].points] == [1.0, 2.0]
+
+
+def test_the_rows_of_a_recovery():
+    rows = WorkerRows()
+    one, two, again = worker(0), worker(1), worker(1, 2)
+    rows.note(HostsChanged({HOST: 2}), first_start(one, two), 0.0)
+    rows.note(WorkerConnected(one, 1), [world(1, one, two)], 1.0)
+    rows.note(WorkerExited(two, -9), first_start(again), 2.0)
+    recovered = ReportRecovery(2, "recovery", because(Why.ENTERING), 1, 500.0, {}, 0)
+    rows.note(WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
+    rows.note(WorkerConnected(one, 1), [recovered], 3.5)
+    table = rows.table(4.0)
+    assert table[f"{HOST}:1"] == [
+        [0.0, 1.0, 0, 1, -1],
+        [1.0, 2.0, 2, 1, 1],
+        [2.0, 4.0, 0, 2, -1],
+    ]
+    assert rows.recoveries == [(3.0, 3.5, 2, "recovery")]
+    assert rows.deaths == [(2.0, f"{HOST}:1", -9)]
