@@ -13,6 +13,9 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.rendezvous.store import Store, StoreListener, listen
 
+# Instead of a device's type, of a group for messages from one rank to another: see `GlooCollectives.send`.
+MESSAGES = "messages"
+
 
 def meeting(purpose: str, device_type: str, size: int) -> str:
     """The key under which the ranks of a group meet in the store while it is being formed."""
@@ -89,6 +92,16 @@ def _making(
     if size == 1:
         alone = LocalCollectives()
         return alone, lambda store, purpose, bind_host: alone
+    if device_type == MESSAGES:
+        from elastic.collectives.gloo.process_group import GlooCollectives
+
+        pairs = GlooCollectives(rank, size, timeout_s, collective_timeout_s)
+
+        def connect_pairs(store: Store, purpose: str, bind_host: str) -> Collectives:
+            pairs.connect(store, f"{purpose}/messages", bind_host)
+            return pairs
+
+        return pairs, connect_pairs
     check_device(device_type)
     # Imported here, because each needs its backend in torch's build.
     if device_type == "cpu":

@@ -65,8 +65,10 @@ class Environment:
         return self.cores[local_rank] if 0 <= local_rank < len(self.cores) else None
 
 
-def read(environ: Mapping[str, str] | None = None) -> Environment:
-    """Raises Invalid where a variable is damaged: those that the launcher sets, and Horovod's."""
+def read(environ: Mapping[str, str] | None = None, launched: Started | None = None) -> Environment:
+    """Raises Invalid where a variable is damaged: those that the launcher sets, and Horovod's. ``launched``: by whom,
+    if that is known.
+    """
     env = os.environ if environ is None else environ
     alone = Worker("localhost", 0, 1)
     timeout_s = _seconds(env, "HOROVOD_GLOO_TIMEOUT_SECONDS", CONNECT_TIMEOUT_S)
@@ -88,7 +90,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     if any(tls) and not all(tls):
         missing = _TLS[tls.index("")]
         raise Invalid(f"{missing} is not set, but others of {', '.join(_TLS)} are; set all three")
-    launched = started(env, parent=os.getppid())
+    launched = launched or started(env, parent=os.getppid())
     stalls = not _switch(env, "HOROVOD_STALL_CHECK_DISABLE")
     warning_s = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", "seconds", 60.0)
     shutdown_s = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "seconds", 0.0)

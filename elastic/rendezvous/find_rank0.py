@@ -17,7 +17,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -26,7 +26,13 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Address, Place
 from elastic.rendezvous import launcher_env
 from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.launcher_env import Directly, Started, ThroughAgent, ThroughFile
+from elastic.rendezvous.launcher_env import (
+    Directly,
+    Started,
+    ThroughAgent,
+    ThroughFile,
+    ThroughStore,
+)
 from elastic.rendezvous.store import Store, listen
 
 REACH_S = 0.5  # for rank 0, at an address that may be that of an earlier job
@@ -87,7 +93,7 @@ def meet(started: Started, env: Environment) -> Met:
         _greet(store, started, deadline)
         found = _found(env, bind_host, secret, started)
         return Met(found, store)
-    board: _Way = _Agent(way, deadline) if isinstance(way, ThroughAgent) else _File(way)
+    board = _board(way, deadline)
     if started.rank == 0:
         secret = secrets.token_bytes(32)
         store = _serve(Address(bind_host, 0), secret, way)
@@ -150,7 +156,7 @@ def _found(env: Environment, bind_host: str, secret: bytes, started: Started) ->
     return dataclasses.replace(env, bind_host=bind_host, secret=secret, worker=worker)
 
 
-def _serve(address: Address, secret: bytes, way: Directly | ThroughAgent | ThroughFile) -> Store:
+def _serve(address: Address, secret: bytes, way: object) -> Store:
     try:
         listener = listen(address.host, address.port)
     except OSError as error:
@@ -167,21 +173,29 @@ def _serve(address: Address, secret: bytes, way: Directly | ThroughAgent | Throu
 # ---- the ways ----------------------------------------------------------------------------------------------------
 
 
-class _Agent:
-    """The store of torchrun's agent."""
+def _board(way: ThroughAgent | ThroughFile | ThroughStore, deadline: float) -> _Way:
+    if isinstance(way, ThroughFile):
+        return _File(way)
+    if isinstance(way, ThroughStore):
+        return _TorchStore(way.store, "hvd-elastic/rank0")
+    from torch._C import _distributed_c10d as c10d
 
-    def __init__(self, way: ThroughAgent, deadline: float) -> None:
-        from torch._C import _distributed_c10d as c10d
+    agents = c10d.TCPStore(
+        way.host,
+        way.port,
+        is_master=False,
+        timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)),
+        wait_for_workers=False,
+    )
+    return _TorchStore(agents, f"{way.prefix}/rank0")
 
-        left_s = max(deadline - time.monotonic(), 1.0)
-        self._key = f"{way.prefix}/rank0"
-        self._store = c10d.TCPStore(
-            way.host,
-            way.port,
-            is_master=False,
-            timeout=timedelta(seconds=left_s),
-            wait_for_workers=False,
-        )
+
+class _TorchStore:
+    """A store of torch.distributed: that of torchrun's agent, or one that the ranks share."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store = store
+        self._key = key
 
     def leave(self, left: Left) -> None:
         self._store.set(self._key, msgspec.msgpack.encode(left).hex())
@@ -242,9 +256,9 @@ def private_folder() -> Path:
 # ---- addresses ---------------------------------------------------------------------------------------------------
 
 
-def _bind_host(way: Directly | ThroughAgent | ThroughFile) -> str:
+def _bind_host(way: Directly | ThroughAgent | ThroughFile | ThroughStore) -> str:
     """The address of this host on the way to rank 0: the only one on which it listens."""
-    if isinstance(way, ThroughFile):
+    if isinstance(way, ThroughFile) or not way.host:
         return "127.0.0.1"
     to = numeric(way.host)
     return _own_address(to) or to

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place
@@ -50,6 +51,16 @@ class ThroughFile:
 
 
 @dataclass(frozen=True)
+class ThroughStore:
+    """The ranks share a store of torch.distributed already, where rank 0 leaves the same. ``host`` is rank 0's; empty:
+    all ranks are on one host.
+    """
+
+    store: Any
+    host: str
+
+
+@dataclass(frozen=True)
 class Started:
     """``way`` is None for a world of one. ``local_rank`` is None where it was not told."""
 
@@ -57,7 +68,7 @@ class Started:
     rank: int
     size: int
     local_rank: int | None
-    way: ThroughAgent | Directly | ThroughFile | None
+    way: ThroughAgent | Directly | ThroughFile | ThroughStore | None
 
 
 def started(env: Mapping[str, str], *, parent: int = 0) -> Started | None:

@@ -10,16 +10,21 @@ import functools
 import time
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from elastic.collectives import own_gpu
+from elastic.collectives.construct import MESSAGES
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.negotiation.engine import Engine
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
+
+if TYPE_CHECKING:
+    from elastic.collectives.gloo.process_group import GlooCollectives
 
 
 class GuardedGroups:
@@ -37,14 +42,25 @@ class GuardedGroups:
         session = self._session
         session.raise_if_broken()
         recovery = session.recovery
-        place, generation = recovery.place, recovery.generation
         if recovery.provisional:
             return self.alone_group()
-        members = tuple(range(place.size)) if ranks is None else ranks
+        members = tuple(range(recovery.place.size)) if ranks is None else ranks
         if len(members) == 1:
             return LocalCollectives()
         own_gpu.meet(device)
-        key = (purpose, device.type, members)
+        return self._formed(purpose, device.type, members)
+
+    def messages(self, purpose: str, ranks: tuple[int, ...] | None) -> GlooCollectives:
+        """See `Runtime.messages`."""
+        session = self._session
+        session.raise_if_broken()
+        members = tuple(range(session.recovery.place.size)) if ranks is None else ranks
+        return cast("GlooCollectives", self._formed(purpose, MESSAGES, members))
+
+    def _formed(self, purpose: str, kind: str, members: tuple[int, ...]) -> Collectives:
+        session = self._session
+        place, generation = session.recovery.place, session.recovery.generation
+        key = (purpose, kind, members)
         group = session.groups.find(key)
         if group is not None:
             return group

@@ -128,6 +128,18 @@ def init_static(
     _initialized = True
 
 
+def init_through(started: Started) -> None:
+    """As `init`, where the ranks have found each other already, as ``started`` says: with torch.distributed's own
+    rendezvous. Under elasticrun its word holds. Idempotent.
+    """
+    if _runtime is None and not in_forked_child():
+        env = environment.read(launched=started)
+        if env.driver is None:
+            environment.prepare(env)
+            adopt(_met(env, started) if started.way is not None else Runtime(env, None))
+    init()
+
+
 def send_result(blob: bytes) -> None:
     """Hands the value of a launched function to the driver. Raises DriverLost."""
     runtime = _runtime

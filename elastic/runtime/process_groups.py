@@ -344,7 +344,7 @@ class Groups:
             self._out_of_torch(CLOSE_S)
         with self._forming:
             for (_, device_type, _), group in list(self._made.items()):
-                if device_type == "cpu":
+                if device_type != "cuda":
                     # Freed by the interpreter, it would close its sockets, or wait for what is under way.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 else:

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from elastic.collectives.interface import Collectives
@@ -24,6 +26,9 @@ from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
 from elastic.runtime.training import Training
 from elastic.runtime.worlds import DriverWorlds, FixedWorlds
+
+if TYPE_CHECKING:
+    from elastic.collectives.gloo.process_group import GlooCollectives
 
 
 class Runtime:
@@ -90,6 +95,10 @@ class Runtime:
         timeout.
         """
         return self._groups.group(purpose, device, ranks)
+
+    def messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> GlooCollectives:
+        """As `group`, for messages from one rank to another. Not for a group of one."""
+        return self._groups.messages(purpose, ranks)
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
         """Whether others are forming this group and wait for this rank. Asks rank 0; not for every step."""

@@ -30,6 +30,7 @@ ROOMS = """
     elastic.state
     elastic.optimizer
     elastic.checkpoints
+    elastic.torch_backend
     elastic.run_loop
     elastic.tensorflow
     elastic.keras

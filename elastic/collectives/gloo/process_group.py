@@ -226,20 +226,36 @@ class GlooCollectives:
     def barrier(self) -> Work:
         return self._submit("barrier")
 
+    # ---- messages from one rank to another, in no order with the collectives -----------------------------------------
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> GlooMessage:
+        """Contiguous; what is sent to one rank under one tag arrives in this order. `receive` takes as many bytes."""
+        return GlooMessage(self, self._begin("send", [_bytes(tensor)], to, tag), tensor)
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> GlooMessage:
+        """Into a contiguous tensor. None: from whichever rank's message comes first; `GlooMessage.source` tells."""
+        if source is None:
+            work = self._begin("recv_anysource", [_bytes(tensor)], tag)
+        else:
+            work = self._begin("recv", [_bytes(tensor)], source, tag)
+        return GlooMessage(self, work, tensor)
+
     def _submit(
         self, name: str, *arguments: Any, then: Callable[[], object] | None = None
     ) -> GlooWork:
-        backend = self._backend
-        self._raise_if_failed()
-        try:
-            work = getattr(backend, name)(*arguments)
-        except RuntimeError as error:
-            self._fail(_short(error))
-            self._raise_if_failed()
+        work = self._begin(name, *arguments)
         while self._under_way and self._under_way[0].is_completed():
             self._under_way.popleft()
         self._under_way.append(work)
         return GlooWork(self, work, then)
+
+    def _begin(self, name: str, *arguments: Any) -> Any:
+        self._raise_if_failed()
+        try:
+            return getattr(self._backend, name)(*arguments)
+        except RuntimeError as error:
+            self._fail(_short(error))
+            raise CollectiveFailed(self._failed, aborted=self._aborted) from None
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -321,6 +337,14 @@ class GlooCollectives:
     def _connections(self) -> int:
         return sockets.count(self._own, self._peers, self._sockets)
 
+    def wait_for(self, work: Any) -> None:
+        """As long as the group waits for a collective. Raises CollectiveFailed."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(_short(error))
+            raise self.failure(_short(error)) from None
+
     def failure(self, error: str) -> CollectiveFailed:
         """Why a collective failed: the first cause that this rank saw, then what Gloo says."""
         said = error if self._failed in (None, error) else f"{self._failed}: {error}"
@@ -400,6 +424,35 @@ class GlooWork:
         except RuntimeError as error:
             self._group._fail(_short(error))
             raise self._group.failure(_short(error)) from None
+
+
+class GlooMessage:
+    """A message under way. Gloo says that it is done to who waits for it, and a wait that ends too soon closes the
+    connection: so it is waited for as long as for a collective, or until the sockets are cut.
+    """
+
+    def __init__(self, group: GlooCollectives, work: Any, held: torch.Tensor) -> None:
+        self._group = group
+        self._work = work
+        self._held = held
+        self._done = False
+
+    @property
+    def source(self) -> int:
+        """Of one that has been received: from which rank."""
+        return int(self._work._source_rank())
+
+    def done(self) -> bool:
+        return self._done
+
+    def within(self, timeout_s: float) -> bool:
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        if not self._done:
+            self._group.wait_for(self._work)
+            self._done = True
 
 
 class _Addresses(c10d.Store):

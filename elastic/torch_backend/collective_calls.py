@@ -1,0 +1,293 @@
+"""torch.distributed's collectives, said to a group: what it is asked for, and what makes the results of that. Acts.
+
+A group has five collectives, of contiguous tensors. Here a gather becomes an alltoall in which one rank receives, a
+reduce an allreduce of a copy, a reduce_scatter an alltoall whose rows each rank adds up. All ranks of a group make the
+same calls in the same order, with tensors whose shapes fit, as torch.distributed asks of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elastic.collectives.algorithms import sparse
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.torch_backend import reductions
+from elastic.torch_backend.reductions import Reduction
+
+_FUSED_BYTES = 1 << 20  # tensors that are smaller together travel as one
+
+
+class Begun:
+    """Collectives under way: `works` to wait for, and then what to do, in this order, to have the results in place."""
+
+    __slots__ = ("thens", "works")
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.thens: list[Callable[[], object]] = []
+
+    def then(self, act: Callable[[], object]) -> None:
+        self.thens.append(act)
+
+    def add(self, other: Begun) -> None:
+        self.works += other.works
+        self.thens += other.thens
+
+
+# ---- from one to all, and back -----------------------------------------------------------------------------------
+
+
+def broadcast(group: Collectives, tensors: Sequence[torch.Tensor], root: int) -> Begun:
+    begun = Begun()
+    for tensor in tensors:
+        if tensor.numel():
+            flat = _in_row(begun, tensor, written=group.rank != root)
+            begun.works.append(group.broadcast(flat, root))
+    return begun
+
+
+def scatter(
+    group: Collectives, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
+) -> Begun:
+    begun, length = Begun(), output.numel()
+    if not length:
+        return begun
+    place = _in_row(begun, output, read=False)
+    if group.rank == root:
+        assert inputs is not None
+        rows = _joined(inputs)
+        sent = [length] * group.size
+    else:
+        rows, sent = place.new_empty(0), [0] * group.size
+    received = [length if rank == root else 0 for rank in range(group.size)]
+    begun.works.append(group.alltoall(place.view(-1), rows, received, sent))
+    return begun
+
+
+def gather(
+    group: Collectives, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int
+) -> Begun:
+    begun, length = Begun(), tensor.numel()
+    if not length:
+        return begun
+    rows = _row(tensor)
+    sent = [length if rank == root else 0 for rank in range(group.size)]
+    if group.rank == root:
+        assert outputs is not None
+        place = rows.new_empty(group.size * length)
+        received = [length] * group.size
+        begun.then(lambda: _part_out(place, outputs))
+    else:
+        place, received = rows.new_empty(0), [0] * group.size
+    begun.works.append(group.alltoall(place, rows, received, sent))
+    return begun
+
+
+def allgather(group: Collectives, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Begun:
+    begun = Begun()
+    if tensor.numel():
+        places = [_in_row(begun, output, read=False) for output in outputs]
+        begun.works.append(group.allgather(places, _row(tensor)))
+    return begun
+
+
+def allgather_into(group: Collectives, output: torch.Tensor, tensor: torch.Tensor) -> Begun:
+    """``output`` is the ranks' tensors one after the other, whatever its shape."""
+    begun = Begun()
+    if tensor.numel():
+        place = _in_row(begun, output, read=False)
+        places = list(place.view(-1).split(tensor.numel()))
+        begun.works.append(group.allgather(places, _row(tensor)))
+    return begun
+
+
+# ---- reductions --------------------------------------------------------------------------------------------------
+
+
+def allreduce(group: Collectives, tensors: Sequence[torch.Tensor], reduction: Reduction) -> Begun:
+    """In place."""
+    begun = Begun()
+    if len(tensors) > 1 and _small(tensors):
+        flat = torch.cat([_row(tensor) for tensor in tensors])
+        begun.add(_allreduce(group, flat, reduction))
+        begun.then(lambda: _part_out(flat, tensors))
+        return begun
+    for tensor in tensors:
+        begun.add(_allreduce(group, tensor, reduction))
+    return begun
+
+
+def _small(tensors: Sequence[torch.Tensor]) -> bool:
+    dtype = tensors[0].dtype
+    return (
+        all(each.dtype is dtype and each.layout is torch.strided for each in tensors)
+        and sum(each.nbytes for each in tensors) <= _FUSED_BYTES
+    )
+
+
+def _allreduce(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -> Begun:
+    begun = Begun()
+    if tensor.layout is not torch.strided:
+        return _allreduce_sparse(group, tensor, reduction)
+    if not tensor.numel():
+        return begun
+    tensor = reductions.reducible(tensor.detach(), reduction)
+    op, size = reduction.op, group.size
+    if op is None:
+        mine = _row(tensor)
+        parts = mine.new_empty((size, len(mine)))
+        begun.works.append(group.allgather(list(parts), mine))
+        begun.then(lambda: tensor.copy_(reductions.combine(parts, reduction).view(tensor.shape)))
+        return begun
+    if tensor.dtype is torch.bool:
+        bytes_ = tensor.to(torch.uint8, memory_format=torch.contiguous_format)
+        begun.works.append(group.allreduce(bytes_, reductions.of_bools(op)))
+        begun.then(lambda: tensor.copy_(bytes_))
+        return begun
+    flat = _in_row(begun, tensor)
+    begun.works.append(group.allreduce(flat, op, reduction.scale(size)))
+    if not flat.is_floating_point():
+        begun.thens.insert(0, lambda: reductions.divide_integers_(flat, reduction, size))
+    return begun
+
+
+def _allreduce_sparse(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -> Begun:
+    """Blocks: what is sent depends on how much the others have."""
+    if reduction.op is not Op.SUM or tensor.layout is not torch.sparse_coo:
+        raise TypeError(
+            "of sparse tensors, COO ones can be summed or averaged; use to_dense() for others"
+        )
+    (found,) = sparse.total(group, [tensor.detach()], reduction.scale(group.size))
+    with torch.no_grad():
+        tensor.copy_(found)  # not into a view: that would get indices of its own
+    return Begun()
+
+
+def reduce(group: Collectives, tensor: torch.Tensor, root: int, reduction: Reduction) -> Begun:
+    """In place at the root; the others keep theirs."""
+    if group.rank == root:
+        return _allreduce(group, tensor, reduction)
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return _allreduce(group, copy, reduction)
+
+
+def reduce_scatter(
+    group: Collectives,
+    output: torch.Tensor,
+    inputs: Sequence[torch.Tensor] | torch.Tensor,
+    reduction: Reduction,
+) -> Begun:
+    """``inputs``: what each rank is to get, by rank, or one tensor that is all of these one after the other."""
+    begun, length, size = Begun(), output.numel(), group.size
+    if not length:
+        return begun
+    place = reductions.reducible(output.detach(), reduction)
+    if isinstance(inputs, torch.Tensor):
+        rows = _row(reductions.reducible(inputs.detach(), reduction))
+    else:
+        rows = _joined([reductions.reducible(each.detach(), reduction) for each in inputs])
+    length = place.numel()
+    parts = rows.new_empty((size, length))
+    each = [length] * size
+    begun.works.append(group.alltoall(parts.view(-1), rows, each, each))
+    begun.then(lambda: place.copy_(reductions.combine(parts, reduction).view(place.shape)))
+    return begun
+
+
+# ---- from each to each -------------------------------------------------------------------------------------------
+
+
+def alltoall(
+    group: Collectives, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Begun:
+    begun = Begun()
+    rows = _joined(inputs)
+    received = [output.numel() for output in outputs]
+    sent = [each.numel() for each in inputs]
+    place = rows.new_empty(sum(received))
+    begun.works.append(group.alltoall(place, rows, received, sent))
+    begun.then(lambda: _part_out(place, outputs))
+    return begun
+
+
+def alltoall_rows(
+    group: Collectives,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+) -> Begun:
+    """Rows along dimension 0. No splits: the same number for each rank."""
+    begun = Begun()
+    rows = tensor.detach().contiguous()
+    place = _in_row(begun, output, read=False)
+    received = list(received) or _shares(output, group.size, "output")
+    sent = list(sent) or _shares(tensor, group.size, "input")
+    begun.works.append(group.alltoall(place, rows, received, sent))
+    return begun
+
+
+def _shares(tensor: torch.Tensor, size: int, which: str) -> list[int]:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if rows % size:
+        raise ValueError(
+            f"the {which} of an all_to_all has {rows} rows, which {size} ranks can't share equally; give split sizes"
+        )
+    return [rows // size] * size
+
+
+def barrier(group: Collectives) -> Begun:
+    begun = Begun()
+    begun.works.append(group.barrier())
+    return begun
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def _in_row(
+    begun: Begun, tensor: torch.Tensor, *, read: bool = True, written: bool = True
+) -> torch.Tensor:
+    """A contiguous tensor for ``tensor``: itself, or one whose values are put back into it at the end if it is
+    ``written``, and are its own from the start if it is ``read``.
+    """
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor
+    flat = (
+        tensor.contiguous()
+        if read
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    )
+    if written:
+        begun.then(lambda: tensor.copy_(flat))
+    return flat
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values in a row, to be read."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All their values in one row: in their own memory, if they lie in it one after the other."""
+    first, at = tensors[0].detach(), tensors[0].data_ptr()
+    total = sum(each.numel() for each in tensors)
+    for each in tensors:
+        if not each.is_contiguous() or each.data_ptr() != at:
+            return torch.cat([_row(other) for other in tensors])
+        at += each.nbytes
+    whole = first.untyped_storage()
+    if whole.data_ptr() + whole.nbytes() < at:  # neighbours by accident
+        return torch.cat([_row(other) for other in tensors])
+    return first.as_strided((total,), (1,))
+
+
+def _part_out(row: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    at = 0
+    for tensor in tensors:
+        count = tensor.numel()
+        tensor.detach().copy_(row[at : at + count].view(tensor.shape))
+        at += count

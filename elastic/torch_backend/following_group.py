@@ -1,0 +1,188 @@
+"""A ``torch.distributed.ProcessGroup`` that stays one object while worlds come and go: where it stands, how it calls.
+
+Rank and size are asked for at each use: those of the present world, for torch's C++ too, which keeps no copy. The group
+that carries a collective is that of the world in which it is called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from elastic.collectives.interface import Collectives
+from elastic.errors import CollectiveFailed, Invalid
+from elastic.runtime import lifecycle
+from elastic.torch_backend.collective_calls import Begun
+from elastic.torch_backend.mirror import MirrorCollectives
+from elastic.torch_backend.point_to_point import Messages
+from elastic.torch_backend.works import ElasticWork, Futures, joined
+
+NAME = "elastic"
+# Its stubs have other names for arguments, and overloads that nobody calls.
+_TorchProcessGroup: Any = distributed.ProcessGroup
+
+
+class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
+    """``purpose`` tells it from others of the same ranks. ``ranks``: of the world, in the order of the group; None for
+    all, however many these are. ``timeout_s`` is for a collective to end; None: as long as the job's own limit.
+    """
+
+    group_name = group_desc = ""
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def __init__(
+        self, store: Any, purpose: str, ranks: tuple[int, ...] | None, timeout_s: float | None
+    ) -> None:
+        place = lifecycle.current().place
+        members = range(place.size) if ranks is None else ranks
+        super().__init__(members.index(place.rank), len(members))
+        self.purpose = purpose
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self.futures = Futures(self)
+        self.messages = Messages(f"{purpose} messages", ranks)
+        self.messages.connect(lifecycle.current())
+        self._store = store
+        self._groups: dict[str, tuple[int, Collectives]] = {}  # by device type, with the generation
+        self._submitting = threading.Lock()
+        self._together: list[ElasticWork] | None = None
+        self._count = 0
+
+    # ---- where this rank stands ----------------------------------------------------------------------------------
+
+    def getRank(self) -> int:
+        rank = lifecycle.place().rank
+        return rank if self.ranks is None else self.ranks.index(rank)
+
+    def getSize(self) -> int:
+        return lifecycle.place().size if self.ranks is None else len(self.ranks)
+
+    rank, size = getRank, getSize
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    name = getBackendName
+
+    def setGroupName(self, name: str) -> None:
+        self.group_name = name
+
+    def setGroupDesc(self, text: str) -> None:
+        self.group_desc = text
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def device_types(self) -> list[torch.device]:
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in kinds]
+
+    def backend_of(self, device: torch.device) -> FollowingGroup:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Its groups belong to the world, and end with it."""
+        self._groups.clear()
+
+    abort = shutdown
+
+    # ---- several at once -----------------------------------------------------------------------------------------
+
+    def start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def end_coalescing(self, device: torch.device) -> ElasticWork:
+        works, self._together = self._together or [], None
+        return joined(self, "coalesced collectives", works, self.futures)
+
+    def reset_sequence_number(self) -> None:
+        self._count = 0
+
+    def sequence_number(self) -> int:
+        return self._count
+
+    # ---- how a call is made --------------------------------------------------------------------------------------
+
+    def guard(self, name: str) -> AbstractContextManager[None]:
+        return lifecycle.current().guard(name)
+
+    def broke(self, error: CollectiveFailed) -> None:
+        rt = lifecycle.active()
+        if rt is not None:
+            rt.mark_broken(rt.generation, str(error))
+
+    def call(
+        self,
+        name: str,
+        on: torch.Tensor | torch.device,
+        begin: Callable[[Collectives], Begun],
+        results: list[torch.Tensor],
+        opts: Any,
+    ) -> ElasticWork:
+        """Begins a collective on the group for this device. Calls of one process group begin one after the other, in
+        the order of the calls. Raises PeerLost, or CollectiveFailed in a job of a fixed size.
+        """
+        device = on.device if isinstance(on, torch.Tensor) else on
+        rt = lifecycle.current()
+        group = self._group(rt, device)
+        with rt.guard(name), self._submitting:
+            begun = begin(group)
+            self._count += 1
+        work = self.under_way(name, begun, results, opts)
+        if self._together is not None:
+            self._together.append(work)
+        elif begun.thens and opts is not None and opts.asyncOp:
+            work.get_future()  # whoever drops the work still finds its results in place
+        return work
+
+    def under_way(
+        self, name: str, begun: Begun, results: list[torch.Tensor], opts: Any = None
+    ) -> ElasticWork:
+        asked_s = opts.timeout.total_seconds() if opts is not None else -1.0
+        limit_s = asked_s if asked_s > 0 else self.timeout_s
+        return ElasticWork(self, name, begun, results, limit_s, self.futures)
+
+    def with_others(self, name: str) -> lifecycle.Runtime:
+        """Raises Invalid where there is nobody to exchange messages with."""
+        rt = lifecycle.current()
+        if rt.provisional or self.getSize() == 1:
+            raise Invalid(
+                f"{name}: there is no other rank in this world yet to exchange messages with"
+            )
+        return rt
+
+    def _group(self, rt: lifecycle.Runtime, device: torch.device) -> Collectives:
+        generation = rt.generation
+        known = self._groups.get(device.type)
+        if known is not None and known[0] == generation and not rt.broken:
+            return known[1]
+        if rt.provisional:
+            return MirrorCollectives(self.getRank(), self.getSize())
+        group = rt.group(self.purpose, device, self.ranks)
+        self._groups[device.type] = (generation, group)
+        self.messages.connect(rt)
+        return group
+
+
+# Names by which torch's own code calls the same.
+for _theirs, _ours in {
+    "_set_group_name": FollowingGroup.setGroupName,
+    "_set_group_desc": FollowingGroup.setGroupDesc,
+    "_device_types": property(FollowingGroup.device_types),
+    "_get_backend": FollowingGroup.backend_of,
+    "_set_default_timeout": FollowingGroup.set_timeout,
+    "_start_coalescing": FollowingGroup.start_coalescing,
+    "_end_coalescing": FollowingGroup.end_coalescing,
+    "_set_sequence_number_for_group": FollowingGroup.reset_sequence_number,
+    "_get_sequence_number_for_group": FollowingGroup.sequence_number,
+}.items():
+    setattr(FollowingGroup, _theirs, _ours)

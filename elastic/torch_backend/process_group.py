@@ -1,0 +1,254 @@
+"""The collectives and messages of a ``torch.distributed.ProcessGroup``, with torch's signatures.
+
+torch's functions in Python find these methods first, and its C++ (DDP's reducer, functional collectives) calls them
+through a trampoline. What a method does is in `collective_calls`, how a call is made in `following_group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from elastic.collectives.interface import Collectives
+from elastic.errors import Invalid
+from elastic.torch_backend import collective_calls, reductions
+from elastic.torch_backend.collective_calls import Begun
+from elastic.torch_backend.following_group import FollowingGroup
+from elastic.torch_backend.works import ElasticWork
+
+
+class ElasticProcessGroup(FollowingGroup):
+    """See `FollowingGroup` for what it is made of."""
+
+    # ---- from one to all, and back -------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None) -> ElasticWork:
+        tensors = _listed(tensors)
+        root = (0 if opts is None else opts.rootRank) if root is None else root
+
+        def begin(group: Collectives) -> Begun:
+            return collective_calls.broadcast(group, tensors, root)
+
+        return self.call("broadcast", tensors[0], begin, tensors, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> ElasticWork:
+        root = opts.rootRank
+        lists = inputs[0] if self.getRank() == root else None
+        self._fits("scatter", lists, outputs[0])
+
+        def begin(group: Collectives) -> Begun:
+            return collective_calls.scatter(group, outputs[0], lists, root)
+
+        return self.call("scatter", outputs[0], begin, list(outputs), opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> ElasticWork:
+        root = opts.rootRank
+        lists = outputs[0] if self.getRank() == root else None
+        self._fits("gather", lists, inputs[0])
+
+        def begin(group: Collectives) -> Begun:
+            return collective_calls.gather(group, lists, inputs[0], root)
+
+        return self.call("gather", inputs[0], begin, list(lists or ()), opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> ElasticWork:
+        inputs = _listed(inputs)
+        outputs = [outputs] if isinstance(outputs[0], torch.Tensor) else outputs
+        for lists, tensor in zip(outputs, inputs, strict=True):
+            self._fits("allgather", lists, tensor)
+
+        def begin(group: Collectives) -> Begun:
+            begun = Begun()
+            for lists, tensor in zip(outputs, inputs, strict=True):
+                begun.add(collective_calls.allgather(group, lists, tensor))
+            return begun
+
+        results = [each for lists in outputs for each in lists]
+        return self.call("allgather", inputs[0], begin, results, opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> ElasticWork:
+        """``outputs[rank][i]`` becomes that rank's tensor ``i``."""
+        by_tensor = [list(each) for each in zip(*outputs, strict=True)]
+        return self.allgather(by_tensor, inputs, opts)
+
+    def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> ElasticWork:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> ElasticWork:
+        size = self.getSize()
+        for output, tensor in zip(outputs, inputs, strict=True):
+            _same_kind("all_gather_into_tensor", output, tensor)
+            if output.numel() != size * tensor.numel():
+                raise ValueError(
+                    f"the output of all_gather_into_tensor has {output.numel()} elements; {size} ranks"
+                    f" with {tensor.numel()} each fill {size * tensor.numel()}"
+                )
+
+        def begin(group: Collectives) -> Begun:
+            begun = Begun()
+            for output, tensor in zip(outputs, inputs, strict=True):
+                begun.add(collective_calls.allgather_into(group, output, tensor))
+            return begun
+
+        return self.call("all_gather_into_tensor", inputs[0], begin, list(outputs), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    # ---- reductions ----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> ElasticWork:
+        tensors = _listed(tensors)
+        reduction = reductions.read(getattr(opts, "reduceOp", opts)) if opts else reductions.SUM
+
+        def begin(group: Collectives) -> Begun:
+            return collective_calls.allreduce(group, tensors, reduction)
+
+        return self.call("allreduce", tensors[0], begin, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any) -> ElasticWork:
+        tensors = _listed(tensors)
+        reduction = reductions.read(opts.reduceOp)
+
+        def begin(group: Collectives) -> Begun:
+            return collective_calls.reduce(group, tensors[0], opts.rootRank, reduction)
+
+        return self.call("reduce", tensors[0], begin, tensors, opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> ElasticWork:
+        for output, lists in zip(outputs, inputs, strict=True):
+            self._fits("reduce_scatter", lists, output)
+        return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
+
+    def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> ElasticWork:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> ElasticWork:
+        size = self.getSize()
+        for output, tensor in zip(outputs, inputs, strict=True):
+            _same_kind("reduce_scatter_tensor", output, tensor)
+            if tensor.numel() != size * output.numel():
+                raise ValueError(
+                    f"the input of reduce_scatter_tensor has {tensor.numel()} elements; {size} ranks"
+                    f" that get {output.numel()} each take {size * output.numel()}"
+                )
+        return self._reduce_scatter("reduce_scatter_tensor", outputs, inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, name: str, outputs: Any, inputs: Any, opts: Any) -> ElasticWork:
+        reduction = reductions.SUM if opts is None else reductions.read(opts.reduceOp)
+
+        def begin(group: Collectives) -> Begun:
+            begun = Begun()
+            for output, each in zip(outputs, inputs, strict=True):
+                begun.add(collective_calls.reduce_scatter(group, output, each, reduction))
+            return begun
+
+        return self.call(name, outputs[0], begin, list(outputs), opts)
+
+    # ---- from each to each ---------------------------------------------------------------------------------------
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> ElasticWork:
+        if not len(outputs) == len(inputs) == self.getSize():
+            raise ValueError(
+                f"all_to_all takes a tensor for each of {self.getSize()} ranks, not {len(inputs)} and {len(outputs)}"
+            )
+
+        def begin(group: Collectives) -> Begun:
+            return collective_calls.alltoall(group, outputs, inputs)
+
+        return self.call("all_to_all", inputs[0], begin, list(outputs), opts)
+
+    def all_to_all_single(
+        self, output: Any, tensor: Any, received: Any, sent: Any, opts: Any = None
+    ) -> ElasticWork:
+        _same_kind("all_to_all_single", output, tensor)
+
+        def begin(group: Collectives) -> Begun:
+            return collective_calls.alltoall_rows(group, output, tensor, received, sent)
+
+        return self.call("all_to_all_single", tensor, begin, [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> ElasticWork:
+        return self.call("barrier", _device(opts), collective_calls.barrier, [], opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        self.barrier().wait(timeout)
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> ElasticWork:
+        (tensor,) = _listed(tensors)
+        rt = self.with_others("send")
+        with rt.guard("send"):
+            begun = self.messages.send(rt, tensor, to, tag)
+        return self.under_way("send", begun, [tensor])
+
+    def recv(self, tensors: Any, source: int | None, tag: int = 0) -> ElasticWork:
+        (tensor,) = _listed(tensors)
+        rt = self.with_others("recv")
+        with rt.guard("recv"):
+            begun, message = self.messages.receive(rt, tensor, source, tag)
+        work = self.under_way("recv", begun, [tensor])
+        work.message = message
+        return work
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> ElasticWork:
+        return self.recv(tensors, None, tag)
+
+    def _fits(self, name: str, lists: Sequence[torch.Tensor] | None, one: torch.Tensor) -> None:
+        if lists is None:
+            return
+        if len(lists) != self.getSize():
+            raise ValueError(
+                f"{name} takes a list of {self.getSize()} tensors, one for each rank of the group, not of {len(lists)}"
+            )
+        for each in lists:
+            _same_kind(name, each, one)
+            if each.numel() != one.numel():
+                raise ValueError(
+                    f"{name}: tensors of {list(each.shape)} and {list(one.shape)} have different numbers of"
+                    " elements; give all ranks one shape, or use all_to_all_single with split sizes"
+                )
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not found:
+        raise Invalid("a collective takes one tensor at least")
+    return found
+
+
+def _device(opts: Any) -> torch.device:
+    """Where a barrier is to be: by default on the CPU."""
+    device = getattr(opts, "device", None)
+    return torch.device("cpu") if device is None else torch.device(device)
+
+
+def _same_kind(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
+    if one.dtype is not other.dtype or one.device.type != other.device.type:
+        raise ValueError(
+            f"{name}: a tensor of {one.dtype} on {one.device} and one of {other.dtype} on {other.device};"
+            " give all one dtype and device"
+        )
+
+
+# Names by which torch's own code calls the same.
+for _theirs, _ours in {
+    "_allgather_base": ElasticProcessGroup.all_gather_single,
+    "_reduce_scatter_base": ElasticProcessGroup.reduce_scatter_single,
+}.items():
+    setattr(ElasticProcessGroup, _theirs, _ours)

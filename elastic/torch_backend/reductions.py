@@ -1,0 +1,121 @@
+"""torch's reduction operators: what a group does in one go, and what is put together of what all ranks have.
+
+A group adds, multiplies and finds extremes. Averages and factors are scales of a sum, bitwise operators are applied to
+what all ranks have gathered, and bools are bytes that are 0 or 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from elastic.collectives import dtypes_and_ops
+from elastic.collectives.interface import Op
+
+Kind: Any = c10d.ReduceOp.RedOpType
+
+_AT_ONCE = {
+    Kind.SUM: Op.SUM,
+    Kind.AVG: Op.SUM,
+    Kind.PREMUL_SUM: Op.SUM,
+    Kind.PRODUCT: Op.PRODUCT,
+    Kind.MIN: Op.MIN,
+    Kind.MAX: Op.MAX,
+}
+_BITWISE: dict[Any, Callable[..., torch.Tensor]] = {
+    Kind.BAND: torch.bitwise_and,
+    Kind.BOR: torch.bitwise_or,
+    Kind.BXOR: torch.bitwise_xor,
+}
+# A sum of bools is true where any is, a product where all are.
+_OF_BOOLS = {Op.SUM: Op.MAX, Op.PRODUCT: Op.MIN, Op.MIN: Op.MIN, Op.MAX: Op.MAX}
+
+
+class Reduction(NamedTuple):
+    """One operator. ``factor`` is that of PREMUL_SUM: a number, or a tensor of one element; otherwise None."""
+
+    kind: Any
+    factor: float | torch.Tensor | None = None
+
+    @property
+    def op(self) -> Op | None:
+        """What a group does for it; None for what it can't do."""
+        return _AT_ONCE.get(self.kind)
+
+    def scale(self, size: int) -> float:
+        """What the group multiplies its result by."""
+        if self.kind == Kind.AVG:
+            return 1.0 / size
+        return float(self.factor) if self.factor is not None else 1.0
+
+
+SUM = Reduction(Kind.SUM)
+
+
+def read(op: Any) -> Reduction:
+    """Of a ``torch.distributed.ReduceOp``, or one of its kinds."""
+    kind = getattr(op, "op", op)
+    if kind == Kind.PREMUL_SUM:
+        return Reduction(kind, op.__getstate__()[1])
+    return Reduction(kind)
+
+
+def reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """The tensor as a group can reduce it: a complex one as its real and imaginary parts, in the same memory. Raises
+    TypeError where the operator has no meaning for the dtype.
+    """
+    if tensor.is_complex():
+        if reduction.kind not in (Kind.SUM, Kind.AVG, Kind.PREMUL_SUM):
+            raise TypeError(f"{reduction.kind.name} has no meaning for {tensor.dtype}; use SUM")
+        return torch.view_as_real(tensor)
+    bitwise = reduction.kind in _BITWISE
+    if bitwise and tensor.is_floating_point():
+        raise TypeError(f"{reduction.kind.name} has no meaning for {tensor.dtype}; use an integer")
+    if tensor.dtype is torch.bool:
+        if reduction.kind in (Kind.AVG, Kind.PREMUL_SUM):
+            raise TypeError(f"{reduction.kind.name} has no meaning for bools; use SUM, MIN or MAX")
+        return tensor
+    if tensor.dtype not in dtypes_and_ops.DTYPES and not bitwise:
+        raise TypeError(
+            f"tensors of {tensor.dtype} can't be reduced; convert them to a type of 16 bits or more first"
+        )
+    return tensor
+
+
+def of_bools(op: Op) -> Op:
+    """What finds, among bytes that are 0 or 1, what ``op`` finds among bools."""
+    return _OF_BOOLS[op]
+
+
+def divide_integers_(tensor: torch.Tensor, reduction: Reduction, size: int) -> None:
+    """The group scales floats alone: integers are divided here, towards zero as in C, or multiplied."""
+    if tensor.is_floating_point():
+        return
+    if reduction.kind == Kind.AVG:
+        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+    elif reduction.factor is not None:
+        tensor.copy_(tensor.to(torch.float64).mul_(float(reduction.factor)))
+
+
+def combine(parts: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """Of rows that are the ranks' parts, in their order."""
+    bitwise = _BITWISE.get(reduction.kind)
+    if bitwise is not None:
+        found = parts[0].clone()
+        for part in parts[1:]:
+            bitwise(found, part, out=found)
+        return found
+    op = reduction.op
+    assert op is not None
+    if parts.dtype is torch.bool:
+        return parts.any(0) if of_bools(op) is Op.MAX else parts.all(0)
+    found = dtypes_and_ops.total(parts, op)
+    size = len(parts)
+    if found.is_floating_point():
+        scale = reduction.scale(size)
+        return found if scale == 1.0 else found.mul_(scale)
+    divide_integers_(found, reduction, size)
+    return found

@@ -1,0 +1,57 @@
+"""Tells torch.distributed of the backend ``elastic``, and makes its process groups. Acts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed
+
+from elastic.errors import Invalid
+from elastic.rendezvous.launcher_env import Started, ThroughStore
+from elastic.runtime import lifecycle
+from elastic.torch_backend.following_group import NAME
+from elastic.torch_backend.process_group import ElasticProcessGroup
+
+
+def register() -> None:
+    """``init_process_group("elastic")`` works from now on. Idempotent."""
+    if NAME.upper() not in distributed.Backend._plugins:
+        distributed.Backend.register_backend(
+            NAME, create, extended_api=True, devices=["cpu", "cuda"]
+        )
+
+
+def create(options: Any, _: Any) -> ElasticProcessGroup:
+    """What torch calls for ``init_process_group`` and ``new_group``. Raises Invalid where the world is another one."""
+    members = tuple(options.global_ranks_in_group)
+    if not members:
+        lifecycle.init_through(_started(options))
+        _check(options.group_rank, options.group_size)
+    return ElasticProcessGroup(
+        options.store,
+        f"torch {options.group_id}",
+        members or None,
+        options.timeout.total_seconds(),
+    )
+
+
+def _started(options: Any) -> Started:
+    rank, size = options.group_rank, options.group_size
+    way = ThroughStore(options.store, _host(options.store)) if size > 1 else None
+    return Started("init_process_group", rank, size, None, way)
+
+
+def _host(store: Any) -> str:
+    """Of the one that serves it; empty where it is not served over TCP."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
+def _check(rank: int, size: int) -> None:
+    place = lifecycle.place()
+    if (rank, size) != (place.rank, place.size):
+        raise Invalid(
+            f"init_process_group was given rank {rank} of {size}, and this worker is rank {place.rank} of"
+            f" {place.size}; leave rank and world_size out, they are known"
+        )

@@ -1,0 +1,527 @@
+"""The backend of torch.distributed on real ranks: every collective beside Gloo's, its works, and what it refuses.
+
+Each case is a function of a process group. It is called with ours and with Gloo's, and must give the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from elastic.errors import CollectiveFailed, Invalid
+from harness import ranks as harness
+from harness.ranks import Ranks, in_a_world
+
+distributed: Any = torch.distributed  # its stubs lack what these tests need
+Group = Any
+DTYPES = [
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+]  # fmt: skip
+MOVED = [*DTYPES, torch.bool]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Ranks]:
+    for started in in_a_world(request.param):
+        started.run(enter, str(tmp_path_factory.mktemp("store") / "store"))
+        yield started
+        started.run(leave)
+
+
+def enter(rank: int, size: int, path: str) -> None:
+    import elastic.torch_backend  # noqa: F401
+
+    store = distributed.FileStore(path, size)
+    distributed.init_process_group("elastic", store=store, rank=rank, world_size=size)
+    harness.kept["gloo"] = distributed.new_group(backend="gloo")
+
+
+def leave(rank: int, size: int) -> None:
+    distributed.destroy_process_group()
+
+
+def values(rank: int, shape: Any, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Small whole numbers, so that sums are exact in any order."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    whole = torch.randint(1, 4, tuple(shape), generator=generator)
+    return whole > 1 if dtype is torch.bool else whole.to(dtype)
+
+
+# ---- the cases: functions of a group, its rank and its size ------------------------------------------------------
+
+
+def allreduce_dtypes(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for dtype, op in itertools.product(DTYPES, ["SUM", "PRODUCT", "MIN", "MAX"]):
+        tensor = values(rank, (3, 5), dtype)
+        distributed.all_reduce(tensor, getattr(ReduceOp, op), group=group)
+        found.append(tensor)
+    return found
+
+
+def allreduce_bits(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for dtype, op in itertools.product(
+        [torch.uint8, torch.int32, torch.int64], ["BAND", "BOR", "BXOR"]
+    ):
+        tensor = values(rank, (7,), dtype)
+        distributed.all_reduce(tensor, getattr(ReduceOp, op), group=group)
+        found.append(tensor)
+    return found
+
+
+def allreduce_complex(group: Group, rank: int, size: int) -> Any:
+    tensor = torch.complex(values(rank, (4,), torch.float32), values(rank, (4,), torch.float32, 1))
+    distributed.all_reduce(tensor, group=group)
+    return tensor
+
+
+def allreduce_layouts(group: Group, rank: int, size: int) -> Any:
+    whole = values(rank, (6, 4), torch.float32)
+    turned, nothing, scalar = whole.clone().t(), torch.empty(0), torch.tensor(float(rank))
+    for each in (turned, nothing, scalar):
+        distributed.all_reduce(each, group=group)
+    return turned, nothing, scalar
+
+
+def allreduce_sparse(group: Group, rank: int, size: int) -> Any:
+    tensor = torch.sparse_coo_tensor(
+        torch.tensor([[rank, 2 * rank + 1]]), torch.tensor([1.0, 2.0]), (2 * size,)
+    )
+    distributed.all_reduce(tensor, group=group)
+    return tensor.to_dense()
+
+
+def allreduce_coalesced(group: Group, rank: int, size: int) -> Any:
+    tensors = [
+        values(rank, shape, torch.float32, seed) for seed, shape in enumerate([(3,), (2, 2), ()])
+    ]
+    distributed.all_reduce_coalesced(tensors, group=group)
+    return tensors
+
+
+def broadcasts(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for dtype, root in itertools.product(MOVED, range(size)):
+        tensor = values(rank, (2, 3), dtype)
+        distributed.broadcast(tensor, src=root, group=group)
+        turned = values(rank, (2, 3), dtype, 1).t()
+        distributed.broadcast(turned, src=root, group=group)
+        found += [tensor, turned]
+    return found
+
+
+def reduces(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for root, op in itertools.product(range(size), [ReduceOp.SUM, ReduceOp.MAX]):
+        tensor = values(rank, (5,), torch.float32)
+        distributed.reduce(tensor, root, op, group=group)
+        found += [tensor] if rank == root else []
+    return found
+
+
+def allgathers(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for dtype in MOVED:
+        outputs = [torch.empty(2, 3, dtype=dtype) for _ in range(size)]
+        distributed.all_gather(outputs, values(rank, (3, 2), dtype).t(), group=group)
+        one = torch.empty(2 * size, 3, dtype=dtype)
+        distributed.all_gather_into_tensor(one, values(rank, (2, 3), dtype), group=group)
+        found += [*outputs, one]
+    turned = [torch.zeros(3, 2).t() for _ in range(size)]
+    distributed.all_gather(turned, values(rank, (2, 3), torch.float32), group=group)
+    return [*found, *turned]
+
+
+def gathers(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for dtype, root in itertools.product(MOVED, range(size)):
+        outputs = [torch.empty(4, dtype=dtype) for _ in range(size)] if rank == root else None
+        distributed.gather(values(rank, (4,), dtype), outputs, dst=root, group=group)
+        found += outputs or []
+    return found
+
+
+def scatters(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for dtype, root in itertools.product(MOVED, range(size)):
+        inputs = [values(each, (4,), dtype, root) for each in range(size)] if rank == root else None
+        output = torch.zeros(4, dtype=dtype)
+        distributed.scatter(output, inputs, src=root, group=group)
+        found.append(output)
+    return found
+
+
+def reduce_scatters(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for dtype, op in itertools.product(DTYPES, [ReduceOp.SUM, ReduceOp.MAX]):
+        inputs = [values(rank, (2, 2), dtype, each) for each in range(size)]
+        output, whole = torch.zeros(2, 2, dtype=dtype), torch.zeros(2, 2, dtype=dtype)
+        distributed.reduce_scatter(output, inputs, op, group=group)
+        distributed.reduce_scatter_tensor(whole, torch.cat(inputs), op, group=group)
+        found += [output, whole]
+    return found
+
+
+def alltoalls(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for dtype in MOVED:
+        output = torch.empty(size, 3, dtype=dtype)
+        distributed.all_to_all_single(output, values(rank, (size, 3), dtype), group=group)
+        sent = [each + 1 for each in range(size)]
+        received = [rank + 1] * size
+        uneven = torch.empty(sum(received), 2, dtype=dtype)
+        distributed.all_to_all_single(
+            uneven, values(rank, (sum(sent), 2), dtype), received, sent, group=group
+        )
+        found += [output, uneven]
+    nothing = torch.empty(0)
+    distributed.all_to_all_single(nothing, torch.empty(0), group=group)
+    return found
+
+
+def messages(group: Group, rank: int, size: int) -> Any:
+    found = []
+    for dtype in MOVED:
+        if rank == 0:
+            works = [
+                distributed.isend(values(tag, (3, 2), dtype), to, group=group, tag=tag)
+                for to, tag in itertools.product(range(1, size), (7, 3))
+            ]
+            for work in works:
+                work.wait()
+        else:
+            for tag in (3, 7):  # in another order than they were sent
+                tensor = torch.zeros(3, 2, dtype=dtype)
+                assert distributed.recv(tensor, 0, group=group, tag=tag) == 0
+                found.append(tensor)
+    if rank == 0:
+        senders = []
+        for _ in range(1, size):
+            tensor = torch.zeros(1)
+            source = distributed.recv(tensor, group=group)
+            senders.append(source)
+            assert tensor.item() == source
+        assert sorted(senders) == list(range(1, size))
+    else:
+        distributed.send(torch.tensor([float(rank)]), 0, group=group)
+    return found
+
+
+def messages_in_a_ring(group: Group, rank: int, size: int) -> Any:
+    got = torch.zeros(1000)
+    works = distributed.batch_isend_irecv(
+        [
+            distributed.P2POp(
+                distributed.isend, torch.full((1000,), float(rank)), (rank + 1) % size, group
+            ),
+            distributed.P2POp(distributed.irecv, got, (rank - 1) % size, group),
+        ]
+    )
+    for work in works:
+        work.wait()
+    return got
+
+
+def objects(group: Group, rank: int, size: int) -> Any:
+    everyones: list[Any] = [None] * size
+    distributed.all_gather_object(everyones, {"rank": rank}, group=group)
+    given: list[Any] = [None] * size if rank == 0 else None  # type: ignore[assignment]
+    distributed.gather_object("x" * rank, given, dst=0, group=group)
+    sent = [{"a": 1}, "b"] if rank == size - 1 else [None, None]
+    distributed.broadcast_object_list(sent, src=size - 1, group=group)
+    mine: list[Any] = [None]
+    distributed.scatter_object_list(
+        mine, list(range(size)) if rank == 0 else None, src=0, group=group
+    )
+    return everyones, given, sent, mine
+
+
+def works(group: Group, rank: int, size: int) -> Any:
+    tensors = [torch.full((10_000,), float(rank + number)) for number in range(4)]
+    under_way = [distributed.all_reduce(each, group=group, async_op=True) for each in tensors]
+    future = under_way[2].get_future().then(lambda done: done.value()[0] + 1)
+    more = future.wait()
+    for work in under_way:
+        work.wait()
+        assert work.is_completed()
+    turned = torch.full((30, 20), float(rank)).t()
+    distributed.all_reduce(turned, group=group, async_op=True)  # nobody waits for it
+    distributed.barrier(group=group)
+    while not bool((turned == sum(range(size))).all()):
+        pass
+    return tensors, more, turned
+
+
+def coalesced(group: Group, rank: int, size: int) -> Any:
+    tensors = [torch.full((3,), float(rank + number)) for number in range(3)]
+    with distributed._coalescing_manager(group, async_ops=True) as manager:
+        for each in tensors:
+            distributed.all_reduce(each, group=group)
+    manager.wait()
+    return tensors
+
+
+CASES: list[Callable[[Group, int, int], Any]] = [
+    allreduce_dtypes, allreduce_bits, allreduce_complex, allreduce_layouts, allreduce_sparse, allreduce_coalesced,
+    broadcasts, reduces, allgathers, gathers, scatters, reduce_scatters, alltoalls, messages, messages_in_a_ring,
+    objects, works, coalesced,
+]  # fmt: skip
+
+
+def compare(rank: int, size: int, case: Callable[[Group, int, int], Any]) -> None:
+    ours = case(distributed.group.WORLD, rank, size)
+    gloos = case(harness.kept["gloo"], rank, size)
+    same(ours, gloos)
+
+
+def same(ours: Any, gloos: Any) -> None:
+    if isinstance(ours, (list, tuple)):
+        for one, other in zip(ours, gloos, strict=True):
+            same(one, other)
+    elif isinstance(ours, torch.Tensor):
+        torch.testing.assert_close(ours, gloos, rtol=0, atol=0)
+    else:
+        assert ours == gloos
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_it_gives_what_gloo_gives(ranks: Ranks, case: Callable[[Group, int, int], Any]):
+    ranks.run(compare, case)
+
+
+# ---- what Gloo does not have, or not so --------------------------------------------------------------------------
+
+
+def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:
+    def run(ranks: Ranks) -> None:
+        ranks.run(test)
+
+    run.__name__ = test.__name__
+    return run
+
+
+@on_all
+def test_a_column_of_a_matrix(rank: int, size: int):
+    """Gloo takes the memory that comes first in it."""
+    matrix = torch.zeros(3, 4)
+    column = matrix[:, 1].fill_(rank)
+    distributed.all_reduce(column)
+    assert column.tolist() == [sum(range(size))] * 3
+    distributed.broadcast(column.fill_(rank), 1)
+    assert column.tolist() == [1] * 3
+    distributed.scatter(column, [torch.full((3,), 7.0)] * size if rank == 0 else None, src=0)
+    distributed.reduce_scatter(column, [matrix[:, 1].clone()] * size)
+    assert column.tolist() == [7.0 * size] * 3
+    assert matrix.sum() == 21 * size
+
+
+@on_all
+def test_dtypes_that_gloo_does_not_move(rank: int, size: int):
+    for dtype in (torch.complex64, torch.int16, torch.float8_e4m3fn):
+        mine = torch.full((3,), float(rank)).to(dtype)
+        outputs = [torch.zeros(3).to(dtype) for _ in range(size)]
+        distributed.all_gather(outputs, mine)
+        assert [each.float()[0].item() for each in outputs] == list(range(size))
+        distributed.gather(mine, outputs if rank == 0 else None)
+        distributed.scatter(mine, outputs if rank == 0 else None)
+        assert mine.float().tolist() == [rank] * 3
+
+
+@on_all
+def test_averages(rank: int, size: int):
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        tensor = torch.full((3,), rank, dtype=dtype)
+        distributed.all_reduce(tensor, ReduceOp.AVG)
+        assert torch.equal(tensor, torch.full((3,), (size - 1) / 2, dtype=dtype))
+    whole = torch.tensor([rank * 10])
+    distributed.all_reduce(whole, ReduceOp.AVG)
+    assert whole.item() == 10 * sum(range(size)) // size
+    mine, rows = torch.empty(2), torch.full((2 * size,), float(rank))
+    distributed.reduce_scatter_tensor(mine, rows, ReduceOp.AVG)
+    assert torch.equal(mine, torch.full((2,), (size - 1) / 2))
+
+
+@on_all
+def test_a_sum_with_a_factor(rank: int, size: int):
+    for factor in (0.5, torch.tensor([0.5])):
+        tensor = torch.full((3,), float(rank))
+        distributed.all_reduce(tensor, distributed._make_nccl_premul_sum(factor))
+        assert torch.equal(tensor, torch.full((3,), sum(range(size)) / 2))
+
+
+@on_all
+def test_sums_of_bools_and_wide_integers(rank: int, size: int):
+    flags = torch.tensor([rank == 0, False, True])
+    distributed.all_reduce(flags)
+    assert flags.tolist() == [True, False, True]
+    distributed.all_reduce(flags := torch.tensor([rank == 0, True]), ReduceOp.PRODUCT)
+    assert flags.tolist() == [False, True]
+    distributed.all_reduce(short := torch.tensor([300], dtype=torch.int16))
+    assert short.item() == 300 * size
+
+
+@on_all
+def test_all_to_all_of_lists(rank: int, size: int):
+    inputs = [torch.full((each + 1,), 10.0 * rank + each) for each in range(size)]
+    outputs = [torch.zeros(rank + 1) for _ in range(size)]
+    distributed.all_to_all(outputs, inputs)
+    assert [each.tolist() for each in outputs] == [
+        [10.0 * each + rank] * (rank + 1) for each in range(size)
+    ]
+
+
+@on_all
+def test_functional_collectives_and_a_mesh(rank: int, size: int):
+    from torch.distributed import _functional_collectives as functional
+
+    world = distributed.group.WORLD
+    total = functional.all_reduce(torch.full((2,), float(rank)), "sum", world)
+    assert torch.equal(functional.wait_tensor(total), torch.full((2,), float(sum(range(size)))))
+    rows = functional.all_gather_tensor(torch.tensor([[rank]]), 0, world)
+    assert functional.wait_tensor(rows).flatten().tolist() == list(range(size))
+    part = functional.reduce_scatter_tensor(torch.ones(2 * size), "avg", 0, world)
+    assert torch.equal(functional.wait_tensor(part), torch.ones(2))
+    swapped = functional.all_to_all_single(torch.full((size,), float(rank)), None, None, world)
+    assert functional.wait_tensor(swapped).tolist() == list(map(float, range(size)))
+    given = functional.broadcast(torch.tensor([float(rank)]), 1, world)
+    assert functional.wait_tensor(given).item() == 1.0
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+    assert mesh.get_local_rank("data") == rank
+
+
+@on_all
+def test_threads_of_each_rank_use_groups_of_their_own(rank: int, size: int):
+    groups = [distributed.new_group() for _ in range(3)]
+    wrong: list[Any] = []
+
+    def add(group: Group, number: int) -> None:
+        for turn in range(50):
+            tensor = torch.full((100,), float(rank + number + turn))
+            distributed.all_reduce(tensor, group=group)
+            wanted = sum(range(size)) + size * (number + turn)
+            if not bool((tensor == wanted).all()):
+                wrong.append((number, turn, tensor[0].item()))
+
+    running = [
+        threading.Thread(target=add, args=each) for each in zip(groups, range(3), strict=True)
+    ]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not wrong
+    for group in groups:
+        distributed.destroy_process_group(group)
+
+
+@on_all
+def test_some_ranks_of_the_world(rank: int, size: int):
+    pair = distributed.new_group([0, size - 1])
+    if rank in (0, size - 1):
+        tensor = torch.tensor([float(rank)])
+        distributed.all_reduce(tensor, group=pair)
+        assert tensor.item() == size - 1
+        assert distributed.get_world_size(pair) == 2
+        assert distributed.get_rank(pair) == (0 if rank == 0 else 1)
+        distributed.broadcast(tensor.fill_(rank), src=size - 1, group=pair)
+        assert tensor.item() == size - 1
+        if rank == 0:
+            distributed.send(torch.tensor([5.0]), size - 1, group=pair)
+        else:
+            distributed.recv(tensor, 0, group=pair)
+            assert tensor.item() == 5.0
+    alone = distributed.new_group([1])
+    if rank == 1:
+        distributed.all_reduce(mine := torch.tensor([3.0]), ReduceOp.AVG, group=alone)
+        assert mine.item() == 3.0
+    distributed.barrier()
+
+
+@on_all
+def test_large_tensors_and_in_between(rank: int, size: int):
+    for count in (1, 1000, 3_000_001):
+        tensor = torch.full((count,), float(rank + 1))
+        distributed.all_reduce(tensor)
+        assert bool((tensor == size * (size + 1) / 2).all())
+        rows = torch.empty(size, count)
+        distributed.all_gather_into_tensor(rows, torch.full((count,), float(rank)))
+        assert torch.equal(rows.flatten(), torch.arange(float(size)).repeat_interleave(count))
+
+
+@on_all
+def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int, size: int):
+    tensor = torch.ones(2)
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: distributed.all_gather([torch.ones(2)], tensor), f"list of {size} tensors"),
+        (lambda: distributed.all_gather([torch.ones(3)] * size, tensor), "different numbers"),
+        (lambda: distributed.all_gather([torch.ones(2).double()] * size, tensor), "dtype|type"),
+        (lambda: distributed.all_gather_into_tensor(torch.ones(5 * size), tensor), "fill"),
+        (lambda: distributed.reduce_scatter_tensor(tensor, torch.ones(3)), f"take {2 * size}"),
+        (
+            lambda: distributed.all_to_all_single(torch.ones(7), torch.ones(7)),
+            "can't share equally",
+        ),
+        (lambda: distributed.all_reduce(tensor, ReduceOp.BOR), "BOR has no meaning"),
+        (lambda: distributed.all_reduce(torch.tensor([True]), ReduceOp.AVG), "AVG has no meaning"),
+    ]
+    for call, text in refused:
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
+            call()
+    distributed.barrier()
+
+
+@on_all
+def test_destroyed_and_made_again(rank: int, size: int):
+    group = distributed.new_group()
+    distributed.all_reduce(torch.ones(1), group=group)
+    distributed.destroy_process_group(group)
+    again = distributed.new_group()
+    distributed.all_reduce(tensor := torch.ones(1), group=again)
+    assert tensor.item() == size
+    distributed.destroy_process_group(again)
+
+
+def enter_as(rank: int, size: int, path: str) -> str:
+    import elastic.torch_backend  # noqa: F401
+
+    try:
+        store = distributed.FileStore(path, size)
+        distributed.init_process_group(
+            "elastic", store=store, rank=size - 1 - rank, world_size=size
+        )
+    except Invalid as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_is_another_one_and_a_rank_that_skips_a_collective(tmp_path: Path):
+    for ranks in in_a_world(2):
+        said = ranks.run(enter_as, str(tmp_path / "first"))
+        assert said[0].startswith(
+            "init_process_group was given rank 1 of 2, and this worker is rank 0"
+        )
+        ranks.run(enter, str(tmp_path / "second"))
+        ranks.start(skip)
+        found = str(ranks.result(0))
+        assert re.search(r"allreduce: the other ranks did not come within 0\.5 s", found), found
+
+
+def skip(rank: int, size: int) -> str:
+    distributed.barrier()
+    if rank == 1:
+        return ""
+    try:
+        distributed.all_reduce(torch.ones(3), async_op=True).wait(timedelta(seconds=0.5))
+    except CollectiveFailed as error:
+        return str(error)
+    return ""
