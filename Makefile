@@ -11,7 +11,7 @@ READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/shared_memory/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes gpu check fix bench bench-ray soak matrix hosts clean
+.PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make nightly   what takes too long for make test: seeds and sizes of the simulation, pairs of the matrix, sanitizers"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
 	@echo "make kubernetes  the chart in a real control plane, built once from Debian's source: needs root, and minutes"
+	@echo "make images    the image, built of Debian's packages, and containers of it: needs root, buildah, podman, debootstrap"
 	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
 	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
 	@echo "make check     format, lint, types, unit and simulation tests: two minutes on 2 cores"
@@ -130,7 +131,12 @@ faults: $(READY)
 # Built into ~/.cache/hvd-elastic: nobody publishes these programs where all can get them. Tests skip without them.
 kubernetes: $(READY)
 	PYTHON=$(abspath $(BIN))/python tests/cluster/build_control_plane.sh
-	$(ENDS) 1800 $(BIN)/python -m pytest --nightly tests/cluster tests/charts
+	$(ENDS) 1800 $(BIN)/python -m pytest -o faulthandler_timeout=300 --nightly tests/cluster tests/charts
+
+# Twice, to compare them; the second time without anything of the first. podman runs it.
+images: $(READY)
+	-@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt podman-compose==1.6.0
+	$(ENDS) 3600 $(BIN)/python -m pytest -o faulthandler_timeout=900 --nightly tests/images
 
 check: $(READY)
 	$(BIN)/ruff format --check

@@ -1,6 +1,7 @@
 """Prints what hvd-elastic with these extras needs, as pip's requirements: requirements.py EXTRA,..."""
 
 import sys
+
 import tomllib
 
 with open("pyproject.toml", "rb") as file:

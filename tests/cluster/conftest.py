@@ -11,6 +11,7 @@ import pytest
 
 from cluster.api import Namespace
 from cluster.control_plane import ControlPlane, Node, missing
+from cluster.release import IMAGE, Release
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +52,17 @@ def add_node(control_plane: ControlPlane) -> Iterator[Callable[..., Node]]:
 def node(add_node: Callable[..., Node]) -> Node:
     """One that is ready."""
     return add_node()
+
+
+@pytest.fixture
+def release(control_plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> Iterator[Release]:
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    found = Release(control_plane, namespace, folder)
+    yield found
+    (folder / "stop").touch()
+
+
+@pytest.fixture
+def nodes(add_node: Callable[..., Node]) -> list[Node]:
+    return [add_node(environment=IMAGE), add_node(environment=IMAGE)]

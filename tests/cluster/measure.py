@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cluster.api import PATHS
 from cluster.control_plane import ControlPlane, Node, eventually
-from cluster.test_training import IMAGE, Release
+from cluster.release import IMAGE, Release
 
 SPOT = {"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule", "value": "x"}
 

@@ -18,6 +18,7 @@ import pytest
 from harness.program import Program
 
 ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "images"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd-elastic" / "images"
 PROGRAMS = ("podman", "buildah", "debootstrap", "runc")
 BUILD_S = 900

@@ -133,6 +133,8 @@ class Watching:
         if error.why is Refusal.GONE:
             self._version = ""
             return FIRST_PAUSE_S
+        if error.why is Refusal.FORBIDDEN:
+            self._version = ""  # who may list and not watch lists again and again
         if error.why is not self._failed:
             self._failed = error.why
             self._say(WatchFailed(self._kind, error))

@@ -91,6 +91,13 @@ def test_trouble_is_told_once_and_once_that_it_is_over():
     assert pauses[:3] == [0.2, 0.4, 0.8]
 
 
+def test_who_may_list_but_not_watch_lists_again_and_again():
+    asked, told, pauses = conversation(7, FORBIDDEN, 8, FORBIDDEN, 9, FORBIDDEN)
+    assert asked == ["pods?", "from 7?", "pods?", "from 8?", "pods?", "from 9?"]
+    assert told == [LISTED, WatchFailed(Resource.PODS, FORBIDDEN), LISTED, LISTED]
+    assert pauses == [2.0, 4.0, 8.0]
+
+
 def test_another_trouble_is_news():
     _, told, _ = conversation(AWAY, FORBIDDEN, AWAY)
     assert [each.error.why for each in told] == [AWAY.why, FORBIDDEN.why, AWAY.why]

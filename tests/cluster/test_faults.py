@@ -1,0 +1,155 @@
+"""Pods, rights, tokens and the cluster's own store are lost at once, or for a while; training goes on."""
+
+from __future__ import annotations
+
+import base64
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.api import Object
+from cluster.control_plane import Node, eventually
+from cluster.release import Release
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly, pytest.mark.timeout(300)]
+
+ETCD_FROZEN_S = 60.0
+RENEWED_S = 120.0  # the client reads its token once a minute, and a refused one is tried again after 30 s at most
+
+
+def test_a_pod_that_is_killed_without_notice_is_replaced(
+    release: Release, nodes: list[Node]
+) -> None:
+    release.install(3)
+    release.until(3)
+    release.kill("job-worker-1")
+    release.until(2, more=1)
+    release.until(3)
+    release.end()
+    assert "recovered in" in release.said() and "goes away" not in release.said()
+    assert len(release.steps()) == 4
+    pod = release.namespace.get("Pod", "job-worker-1")
+    assert [each["restartCount"] for each in pod["status"]["containerStatuses"]] == [1]
+
+
+def test_driver_and_a_worker_killed_at_once(release: Release, nodes: list[Node]) -> None:
+    release.install(3)
+    release.until(3)
+    begun = release.last().step
+    driver = release.driver()
+    for name in (driver, "job-worker-2"):
+        release.namespace.delete("Pod", name, grace_s=0)
+    eventually(lambda: len(release.drivers()) == 2, "another driver comes", 60.0)
+    release.until(3, timeout_s=90.0)
+    assert "workers to find again" in release.said()
+    release.end()
+    made = {each.step for steps in release.steps().values() for each in steps}
+    assert made == {*range(1, max(made) + 1)} and max(made) > begun, "nothing is forgotten"
+    assert len(release.steps()) == 4, "two of the three lived on"
+
+
+def test_the_store_of_the_cluster_is_frozen_for_a_minute(
+    release: Release, nodes: list[Node]
+) -> None:
+    release.install(2)
+    release.until(2)
+    with release.plane.etcd_frozen():
+        until = time.monotonic() + ETCD_FROZEN_S
+        while time.monotonic() < until:
+            release.until(2, more=50)
+    release.scale(3)
+    release.until(3, timeout_s=120.0)
+    assert len(release.drivers()) == 1
+    release.end()
+    release.nothing_repeated()
+    assert "recovered in" not in release.said()
+
+
+def test_a_right_that_is_taken_away_is_named_and_used_again_when_it_is_back(
+    release: Release, nodes: list[Node]
+) -> None:
+    release.install(2)
+    release.until(2)
+    binding = release.namespace.get("RoleBinding", "job-driver")
+    release.namespace.delete("RoleBinding", "job-driver")
+    refused = "give it list and watch of pods; keeping"
+    eventually(lambda: refused in release.said(), "it is missed when the watch begins anew", 90.0)
+    release.until(2, more=50)
+    kept = {key: binding[key] for key in ("kind", "roleRef", "subjects")}
+    release.namespace.create({**kept, "metadata": {"name": "job-driver"}})
+    eventually(lambda: "answers again about pods" in release.said(), "it is asked again", 60.0)
+    release.scale(3)
+    release.until(3)
+    release.end()
+    release.nothing_repeated()
+
+
+def test_a_token_that_is_no_good_any_more_is_told_and_the_next_one_is_used(
+    release: Release, nodes: list[Node]
+) -> None:
+    release.install(2)
+    release.until(2)
+    before = token_secret(release)
+    file = mounted_token(release, before)
+    release.namespace.delete("Secret", before["metadata"]["name"])
+    refused = "it does not accept this token"
+    eventually(lambda: refused in release.said(), "it is missed when the watch begins anew", 90.0)
+    release.until(2, more=50)
+    # A new one is made, and written where the pod finds it, as a kubelet does it.
+    eventually(lambda: token_secret(release) != before, "a controller makes another")
+    file.write_bytes(base64.b64decode(token_secret(release)["data"]["token"]))
+    eventually(lambda: "answers again about pods" in release.said(), "it is read", RENEWED_S)
+    release.scale(3)
+    release.until(3)
+    release.end()
+    release.nothing_repeated()
+
+
+def token_secret(release: Release) -> Object:
+    """Of the driver's account; the one there was, until there is another."""
+    kind = "kubernetes.io/service-account-token"
+    found = [
+        each
+        for each in release.namespace.list("Secret")
+        if each["type"] == kind and each["metadata"]["name"].startswith("job-driver-token-")
+    ]
+    return found[0] if found and found[0].get("data", {}).get("token") else {}
+
+
+def mounted_token(release: Release, secret: Object) -> Path:
+    """The file that the driver's pod sees."""
+    uid = release.namespace.get("Pod", release.driver())["metadata"]["uid"]
+    [file] = release.plane.folder.glob(
+        f"nodes/*/pods/{uid}/volumes/{secret['metadata']['name']}/token"
+    )
+    return file
+
+
+def test_pods_of_another_namespace_with_the_same_labels_are_left_alone(
+    release: Release, nodes: list[Node]
+) -> None:
+    release.install(2)
+    release.until(2)
+    labels = release.namespace.get("Pod", "job-worker-0")["metadata"]["labels"]
+    with release.plane.namespace() as other:
+        other.create(alike("job-worker-0", labels), alike("job-worker-7", labels))
+        address = other.wait_pod("job-worker-7")["status"]["podIP"]
+        release.until(2, more=50)
+        other.delete("Pod", "job-worker-0")
+        other.wait_gone("Pod", "job-worker-0")
+        release.until(2, more=50)
+        assert address not in release.said() and "goes away" not in release.said()
+    release.end()
+    release.nothing_repeated()
+
+
+def alike(name: str, labels: Object) -> Object:
+    return {
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "terminationGracePeriodSeconds": 1,
+            "containers": [{"name": "agent", "image": "x", "command": ["sleep", "1000"]}],
+        },
+    }

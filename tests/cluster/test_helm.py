@@ -1,0 +1,89 @@
+"""What helm does with a release of the chart while it trains, and what this API server takes of the chart's objects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from charts.rendering import Helm
+from charts.test_chart import MATRIX, OTHERS
+from cluster.api import PATHS
+from cluster.control_plane import ControlPlane, Node, cache
+from cluster.release import Release
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly]
+
+MADE = ("Pod", "StatefulSet", "Job", "Service", "ServiceAccount", "Secret", "Role", "RoleBinding")
+OWN = "app.kubernetes.io/instance=job"
+
+
+def test_an_upgrade_and_a_rollback_change_the_number_of_workers_while_it_trains(
+    release: Release, nodes: list[Node]
+) -> None:
+    release.install(2)
+    release.until(2)
+    secret = release.namespace.get("Secret", "job-job")["data"]
+    release.upgrade(3)
+    release.until(3)
+    assert release.namespace.get("Secret", "job-job")["data"] == secret
+    release.helm("rollback", "job", "1")
+    release.until(2)
+    assert len(release.drivers()) == 1, "the driver went on"
+    release.end()
+    release.nothing_repeated()
+
+
+def test_an_upgrade_undoes_a_scale_and_says_what_it_cannot_change(
+    release: Release, nodes: list[Node]
+) -> None:
+    release.install(2)
+    release.until(2)
+    release.scale(3)
+    release.until(3)
+    other = {"command": ["python", "other.py"]}
+    with pytest.raises(AssertionError, match="its flags and command can't change; uninstall"):
+        release.upgrade(3, job=other)
+    release.until(3)
+    # Servers from 1.22 on know who has scaled it, and the upgrade that undoes that needs --force-conflicts.
+    release.upgrade(2, "--force-conflicts")
+    release.until(2)
+    release.end()
+    release.nothing_repeated()
+
+
+def test_uninstall_leaves_nothing_of_it(release: Release, nodes: list[Node]) -> None:
+    release.install(2, tls={"kind": "chart"}, disruptionBudget={"enabled": True})
+    release.until(2)
+    name = release.namespace.name
+    assert all(release.namespace.list(kind, OWN) for kind in MADE)
+    release.helm("uninstall", "job")
+    for kind in MADE:
+        for each in release.namespace.list(kind, OWN):
+            release.namespace.wait_gone(kind, each["metadata"]["name"])
+    release.namespace.wait_gone("PersistentVolumeClaim", "job-journal")
+    for kind in ("ClusterRole", "ClusterRoleBinding"):
+        found = release.plane.api.get(PATHS[kind], labelSelector=OWN)["items"]
+        assert not [each for each in found if each["metadata"]["name"].startswith(f"{name}-")]
+    for node in nodes:
+        node.wait_pids(0)
+
+
+def test_this_api_server_takes_every_combination(
+    control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    """Without those objects whose kinds others bring; nothing is kept of them."""
+    helm = Helm(str(cache() / "helm"))
+    texts = []
+    for number, objects in enumerate(helm.render_all(MATRIX, version="1.20")):
+        parts = [part for part in objects.text.split("\n---\n") if "\nkind: " in part]
+        kept = [part for part in parts if not any(f": {other}\n" in part for other in OTHERS)]
+        assert len(kept) > 5
+        texts.append("\n---\n".join(kept))
+        assert number < len(MATRIX)
+    file = tmp_path / "all.yaml"
+    file.write_text("\n---\n".join(texts))
+    said = control_plane.kubectl(
+        *("create", "--dry-run=server", "--validate=true", "-f", str(file)), timeout_s=110
+    )
+    assert said.count("created (server dry run)") == len(said.splitlines()) > 5 * len(MATRIX)
