@@ -111,6 +111,8 @@ class WorkerDigested(Event):
     buffers: int = 0
     samples: list[int] = []
     epoch: int = 0
+    step: int = -1
+    tensors: dict[str, int] = {}
 
 
 class WorkerProgressed(Event):

@@ -297,6 +297,8 @@ def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
     }
     if options.tcp:
         env["NCCL_IB_DISABLE"] = "1"
+    if options.digests:
+        env["ELASTIC_DIGESTS"] = "tensors"
     if options.fusion_threshold_mb is not None:
         env["HOROVOD_FUSION_THRESHOLD"] = str(int(options.fusion_threshold_mb * _MIB))
     given: dict[str, str | float | None] = {

@@ -77,6 +77,7 @@ class Options:
     journal: str | None = None
     summary: bool = False
     report: str | None = None
+    digests: bool = False
     metrics_port: int | None = None
     metrics_host: str | None = None
     dashboard: str | None = None
@@ -502,6 +503,13 @@ def _add_output(add: Group) -> None:
         " time went (default: ELASTIC_REPORT, or none).",
         variable="ELASTIC_REPORT",
         keys=("report.file",),
+    )
+    add(
+        "--digests",
+        None,
+        None,
+        "Have workers report a digest of every tensor of the state at each commit, into --journal; two runs are then"
+        " compared by python -m elastic.chaos exact.",
     )
     add(
         "--metrics-port",

@@ -61,6 +61,10 @@ class Distributed(torch.optim.Optimizer):
         parameters = (each for group in self.param_groups for each in group["params"])
         return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
 
+    def parameter_name(self, parameter: torch.Tensor) -> str:
+        """As it was given in ``named_parameters``."""
+        return self._parameter_names.get(parameter, "a parameter without a name")
+
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is the reduced one. Raises PeerLost when the world broke.
 

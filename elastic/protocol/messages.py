@@ -24,6 +24,7 @@ HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
 PHASES_LIMIT = 1000
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
+TENSORS_LIMIT = 100_000
 LAUNCHES_LIMIT = 64  # groups on one GPU
 REPORT_LIMIT = 64 * 1024  # bytes of what a script reports at once
 COPY = "copy of the state"  # by this name a worker waits in one
@@ -274,7 +275,11 @@ class TimeSpent(Message):
 
 
 class Digested(Message):
-    """Digest of the parameters held under a commit; in tests also which samples were trained since the last one."""
+    """Digest of the parameters held under a commit; in tests also which samples were trained since the last one.
+
+    ``step``: the step that follows the commit, where the state has shards; -1: it has none. ``tensors``: a digest of
+    each tensor of the state by its name, where they were asked for.
+    """
 
     generation: int
     commit: Commit
@@ -282,6 +287,8 @@ class Digested(Message):
     buffers: int = 0
     samples: Annotated[list[int], Meta(max_length=SAMPLES_LIMIT)] = []
     epoch: int = 0
+    step: int = -1
+    tensors: Annotated[dict[str, int], Meta(max_length=TENSORS_LIMIT)] = {}
 
 
 class Raised(Message):

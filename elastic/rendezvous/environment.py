@@ -25,6 +25,7 @@ DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: none yet, start_timeline() will say whe
 _TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 _ON_OR_OFF = {"0": False, "false": False, "1": True, "true": True}
+TENSORS = "tensors"  # a value of ELASTIC_DIGESTS
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Environment:
     collective_timeout_s: float  # for a collective to end
     wait_timeout_s: float  # for the driver's word, should it be frozen
     digest_commits: bool  # report a digest of every commit, so that replicas can be compared
+    digest_tensors: bool = False  # ... and of each of its tensors, so that two runs can be
     cycle_s: float = 0.001  # between two rounds of negotiation and fusion; 0: at once
     cache_capacity: int = 1024  # names whose negotiation is remembered; 0: none
     fusion_bytes: int | None = None  # of what is fused into one collective; None: not given
@@ -105,6 +107,7 @@ def read(environ: Mapping[str, str] | None = None, launched: Started | None = No
         collective_timeout_s=_seconds(env, "ELASTIC_COLLECTIVE_TIMEOUT", patience_s),
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),
+        digest_tensors=env.get("ELASTIC_DIGESTS") == TENSORS,
         cycle_s=_number(env, "HOROVOD_CYCLE_TIME", "milliseconds", 1.0) / 1000,
         cache_capacity=_whole(env, "HOROVOD_CACHE_CAPACITY", Environment.cache_capacity),
         fusion_bytes=_whole(env, "HOROVOD_FUSION_THRESHOLD", None),
@@ -128,9 +131,9 @@ def native(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def digests(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether workers report what they commit, so that a test can compare it."""
+    """Whether workers report what they commit, so that it can be compared."""
     env = os.environ if environ is None else environ
-    return env.get("ELASTIC_DIGESTS", "0") == "1"
+    return env.get("ELASTIC_DIGESTS", "0") in ("1", TENSORS)
 
 
 def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:

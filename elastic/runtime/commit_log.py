@@ -7,7 +7,7 @@ nobody interrupts, `State.commit` calls `may_commit`, saves, and calls `committe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic.errors import PeerLost, WorldChanging
@@ -87,14 +87,25 @@ class CommitLog:
             self.durable.finish(state, commit, recovery.place, lambda: session.broken)
 
     def report_digest(
-        self, digest: int, buffers: int, samples: Sequence[int] = (), epoch: int = 0
+        self,
+        digest: int,
+        buffers: int,
+        samples: Sequence[int] = (),
+        epoch: int = 0,
+        step: int = -1,
+        tensors: Mapping[str, int] | None = None,
     ) -> None:
-        """Of the newest commit. ``samples``: ids that this rank has trained on since its last one, in tests."""
+        """Of the newest commit. ``samples``: ids that this rank has trained on since its last one, in tests. The others
+        as in `elastic.protocol.messages.Digested`.
+        """
         recovery = self._session.recovery
         commit = recovery.newest
         if commit is not None and digest and recovery.running:
             where = recovery.generation, commit
-            self._session.send(messages.Digested(*where, digest, buffers, list(samples), epoch))
+            found = dict(tensors or {})
+            self._session.send(
+                messages.Digested(*where, digest, buffers, list(samples), epoch, step, found)
+            )
 
     def check(self) -> None:
         """One numbered check. Raises WorldChanging, PeerLost or LeaveRequested; usually returns at once."""

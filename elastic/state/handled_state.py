@@ -228,6 +228,24 @@ class HandledState(ObjectState):
             for key, tensor in part.digested_buffers().items()
         )
 
+    def digest_tensors(self) -> dict[str, int]:
+        """By ``model.0.weight``, ``optimizer.0.weight.exp_avg``. Empty as `digest` is 0."""
+        if not self.valid():
+            return {}
+        begun = self._begun
+        for snapshot in self._snapshots():
+            snapshot.complete()
+        found = {
+            f"{name}.{key}": digest.digest([(key, tensor)])
+            for name, part in self._parts().items()
+            for key, tensor in part.committed().items()
+        }
+        return found if begun == self._begun else {}
+
+    def _step(self) -> int:
+        shards = [value for value in self._referred() if isinstance(value, Shards)]
+        return shards[0].step if shards else -1
+
     def _digest(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         begun = self._begun
         if not self.valid():

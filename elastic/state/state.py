@@ -127,8 +127,12 @@ class State:
         """Tells the driver what was just committed, where it is to be compared (ELASTIC_DIGESTS=1)."""
         rt = lifecycle.active()
         if rt is not None and rt.env.digest_commits:
+            tensors = self.digest_tensors() if rt.env.digest_tensors else {}
             for epoch, samples in self._trained() or [(0, [])]:
-                rt.commits.report_digest(self.digest(), self.digest_buffers(), samples, epoch)
+                rt.commits.report_digest(
+                    self.digest(), self.digest_buffers(), samples, epoch, self._step(), tensors
+                )
+                tensors = {}
 
     def layout(self) -> str:
         """What must agree on all workers, one line each. Empty: nothing is compared."""
@@ -159,6 +163,14 @@ class State:
     def digest_buffers(self) -> int:
         """The same of the committed buffers."""
         return 0
+
+    def digest_tensors(self) -> dict[str, int]:
+        """The same of each committed tensor, by its name: parameters, buffers, what optimizers keep."""
+        return {}
+
+    def _step(self) -> int:
+        """The step that follows; -1 where nobody counts them."""
+        return -1
 
     def _trained(self) -> list[tuple[int, list[int]]]:
         """Epochs, and in each the ids of the samples that this rank has trained on since this was asked last."""

@@ -191,6 +191,9 @@ class ModelStateHandler(Part):
     def equal_everywhere(self, structure: Any) -> set[str] | None:
         return set(structure["names"]["parameters"])
 
+    def committed(self) -> dict[str, torch.Tensor]:
+        return self.digested() | self.digested_buffers()
+
     def digested(self) -> dict[str, torch.Tensor]:
         return self._committed("parameters")
 

@@ -232,6 +232,18 @@ class OptimizerStateHandler(Part):
             state[owner][key] = tensor if device_type == "cpu" else tensor.to(owner.device)
         state.update(structure["loose"])
 
+    def committed(self) -> dict[str, torch.Tensor]:
+        """Named after the parameters, where the optimizer knows their names."""
+        named = getattr(self.value, "parameter_name", None)
+        if named is None:
+            return super().committed()
+        names = [named(each) for each in self._parameters()]
+        found = {}
+        for name, tensor in super().committed().items():
+            number, _, key = name.partition(".")
+            found[f"{names[int(number)]}.{key}"] = tensor
+        return found
+
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.value.param_groups:
             yield from group["params"]

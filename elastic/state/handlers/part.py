@@ -105,6 +105,10 @@ class Part(StateHandler):
         """The committed tensors that each worker may have others of, and that are reported all the same."""
         return {}
 
+    def committed(self) -> dict[str, torch.Tensor]:
+        """All committed tensors, by names that mean the same on all workers."""
+        return self.snapshot.bank.buffers()
+
     def equal_everywhere(self, structure: Any) -> set[str] | None:
         """Of a commit, the names of the tensors that are equal on all workers; None: all are."""
         return None

@@ -1,0 +1,165 @@
+"""Training in shards, whatever befalls the workers: every commit has the digests of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.history import RETURN, SCRIPTS, sizes
+from harness.job import Job
+
+pytestmark = pytest.mark.forked
+
+SCRIPT = SCRIPTS / "exact.py"
+STEPS = 12
+Digests = dict[str, int]
+
+
+@functools.cache
+def undisturbed(
+    folder: Path, steps: int = STEPS, shards: int = 8
+) -> tuple[dict[int, Digests], Any]:
+    """By step: of one process, without elasticrun. And losses and weights at the end."""
+    folder.mkdir()
+    told = {"STEPS": str(steps), "SHARDS": str(shards), "OWN_DIGESTS": "own.jsonl"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **told}
+    subprocess.run([sys.executable, SCRIPT], cwd=folder, env=env, check=True, timeout=120)
+    lines = (folder / "own.jsonl").read_text().splitlines()
+    return dict(json.loads(line) for line in lines), (folder / "final.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Any:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return lambda *of: undisturbed(folder / "-".join(map(str, of or ["run"])), *of)
+
+
+def digests(training: Job) -> list[tuple[int, str, Digests]]:
+    """Of every commit that any worker has reported: the step that follows, the worker, and what it committed."""
+    return [
+        (event["step"], ":".join(map(str, event["worker"])), event["tensors"])
+        for event in training.events("WorkerDigested")
+        if event.get("tensors")
+    ]
+
+
+def differences(training: Job, wanted: dict[int, Digests]) -> list[tuple[int, str, str]]:
+    """Step, worker and tensor, in that order."""
+    return sorted(
+        (step, worker, name)
+        for step, worker, found in digests(training)
+        for name in found
+        if step and found[name] != wanted[step].get(name)
+    )
+
+
+def drawn(seed: int, steps: int, changes: int, largest: int) -> str:
+    """Events for a world of at most ``largest``: kills and leaves of any rank, anywhere in a step; and returns."""
+    dice = random.Random(seed)
+    events, alive = [], largest
+    for step in sorted(dice.sample(range(1, steps - 2, 2), changes)):
+        place = dice.choice(["forward", "backward", "optimizer", "commit"])
+        kind = dice.choice(["kill", "kill", "leave"])
+        if kind == "leave" and largest > 2:
+            largest -= 1
+        else:
+            kind = "kill"
+        events.append(f"{step}:{kind}:{dice.randrange(8)}:{place}")
+        alive -= 1
+        if alive < 2 or dice.random() < 0.5:
+            events.append(f"{step + 2}:hold:{largest}")  # by then all know who is gone
+            alive = largest
+    return " ".join(events)
+
+
+def train(job: Any, flags: str, events: str = "", **env: str) -> Job:
+    told = {"EVENTS": events, "STEPS": str(STEPS), "OMP_NUM_THREADS": "1"} | env
+    training: Job = job(f"{flags} --digests", ["python", SCRIPT], env=told)
+    return training
+
+
+SMALL = [(1, 3, ""), (2, 4, "0"), (3, 2, "")]
+
+
+@pytest.mark.parametrize(("seed", "size", "native"), SMALL)
+def test_every_commit_is_that_of_the_undisturbed_run(job, reference, seed, size, native):
+    events = drawn(seed, STEPS, 3, size)
+    training = train(
+        job,
+        f"-np {size} --min-np 1 {RETURN}",
+        events,
+        **({"ELASTIC_NATIVE": native} if native else {}),
+    )
+    training.succeed(timeout=120)
+    wanted, final = reference()
+    assert len({step for step, _, _ in digests(training)}) >= STEPS, events
+    assert differences(training, wanted) == [], events
+    assert (training.folder / "final.json").read_text() == final
+    assert len(set(sizes(training))) > 1, "nothing happened"
+
+
+def test_a_bug_is_named_by_step_and_tensor(job, reference):
+    """One ulp in one gradient of one rank, and a buffer that is not shard 0's."""
+    training = train(job, "-np 2 --min-np 1", STEPS="5", PLANT="ulp,buffer")
+    training.succeed()
+    wanted, _ = reference()
+    found = differences(training, wanted)
+    assert found[0][0] == 4  # what step 3 made
+    first = {name for step, _, name in found if step == 4}
+    assert {"adamw.gpt.places.weight.exp_avg", "models.convnet.norm.running_mean"} <= first
+    assert not any("mlp" in name or "convnet.first" in name for name in first)
+
+
+@pytest.mark.nightly
+def test_a_seed_by_rank_is_named(job, reference):
+    training = train(job, "-np 2 --min-np 1", STEPS="5", PLANT="seed")
+    training.succeed()
+    wanted, _ = reference()
+    found = differences(training, wanted)
+    assert found[0][0] == 4
+    assert not any("mlp" in name for _, _, name in found)  # it draws nothing
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(50))
+def test_many_changes(job, reference, seed):
+    """Worlds of 1 to 8, in shared memory, over Gloo and both; hosts of unequal size are two names of this machine."""
+    dice = random.Random(seed)
+    size, shards = dice.randint(2, 8), dice.choice([5, 6, 8])
+    env = dice.choice([{}, {"ELASTIC_NATIVE": "0"}])
+    training = train(
+        job,
+        f"-np {size} --min-np 1 {RETURN}",
+        drawn(seed, 42, 20, size),
+        STEPS="42",
+        SHARDS=str(shards),
+        **env,
+    )
+    training.succeed(timeout=400)
+    wanted, final = reference(42, shards)
+    assert differences(training, wanted) == []
+    assert (training.folder / "final.json").read_text() == final
+
+
+@pytest.mark.nightly
+def test_frozen_workers_and_all_killed_and_resumed(job, reference, tmp_path):
+    """From a checkpoint of a world of another size."""
+    folder = f"--checkpoint-dir {tmp_path}/checkpoints --checkpoint-every 1commits"
+    first = train(
+        job, f"-np 3 --min-np 1 {RETURN} {folder}", "2:freeze:1:backward 4:hold:3", STEPS="8"
+    )
+    first.succeed(timeout=120)
+    second = train(job, f"-np 2 --min-np 1 {RETURN} {folder}", "9:kill:0:optimizer")
+    second.succeed(timeout=120)
+    wanted, final = reference()
+    assert min(step for step, _, _ in digests(second) if step) > 1, "it began anew"
+    assert differences(first, wanted) == [] and differences(second, wanted) == []
+    assert (second.folder / "final.json").read_text() == final
