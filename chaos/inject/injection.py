@@ -199,7 +199,9 @@ class Injector:
             raise NotOurs(f"{worker} is gone (process {pid})") from None
         process = _Process(pid, pidfd)
         # Held first and read afterwards: what is read is of the process that is held, or of nobody.
-        if not carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"]):
+        # One that was made from a prepared process has that one's environment, which names no worker.
+        named = carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"])
+        if not named and not (carries(pid, [self._mark]) and names_no_worker(pid)):
             process.close()
             raise NotOurs(f"process {pid} of this machine is not {worker} of this job")
         return process
@@ -207,7 +209,16 @@ class Injector:
 
 def carries(pid: int, entries: Iterable[str]) -> bool:
     """Whether the environment that a process was started with has all of these."""
-    environment: set[bytes] = set()
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        environment = set(file.read().split(b"\0"))
+    environment = _environment(pid)
     return all(entry.encode() in environment for entry in entries)
+
+
+def names_no_worker(pid: int) -> bool:
+    """Whether that environment is of no worker."""
+    return not any(entry.startswith(b"ELASTIC_WORKER=") for entry in _environment(pid))
+
+
+def _environment(pid: int) -> set[bytes]:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        return set(file.read().split(b"\0"))
+    return set()

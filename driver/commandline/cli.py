@@ -78,6 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from elastic.driver.commandline import explain_cli
 
             return explain_cli.main(arguments[1:])
+        if arguments and arguments[0] == "replay":
+            from elastic.driver.commandline import replay_cli
+
+            return replay_cli.main(arguments[1:])
         if arguments and arguments[0] == "checkpoints":
             from elastic.driver.commandline import checkpoints_cli
 

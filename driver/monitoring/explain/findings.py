@@ -184,7 +184,7 @@ def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
         return
     end, after = story.end, _since(story, story.end_at if story.end else story.last)
     facts: dict[str, Any] = {"after_s": after, "workers": len(story.members)}
-    facts["commit"] = str(story.newest) if story.newest else None
+    facts["commit"] = str(story.newest) if story.newest and story.newest.number else None
     if end is None:
         yield JobFinding(What.RUNS if source.runs else What.CUT_OFF, facts)
     elif end.code == 0:

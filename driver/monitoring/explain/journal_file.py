@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +23,7 @@ from elastic.driver.journal.entries import (
     READABLE,
     Entry,
     Header,
+    Line,
     Resumed,
     Snapshot,
     TroubleLine,
@@ -40,12 +41,10 @@ from elastic.errors import Invalid
 LINE_LIMIT = 256 << 20  # bytes; a snapshot of 100,000 workers has some 50 MB
 NO_JOURNAL = 100  # lines that are none, and not one that is: it is something else
 
-Told = Callable[[Entry], None]
-
 
 @dataclass
 class JournalReading:
-    """A journal, once it was read. ``offset``: added to its clock, seconds since 1970; None in old ones."""
+    """A journal, as far as it was read. ``offset``: to be added to its clock, seconds since 1970; None in old ones."""
 
     header: Header
     settings: Settings | None
@@ -55,11 +54,106 @@ class JournalReading:
     source: JournalState = field(default_factory=JournalState)
 
 
-def read_journal(path: Path, told: Told = lambda entry: None) -> JournalReading:
-    """Reads it to its end; ``told`` hears of each entry in turn, with its actions. Raises Invalid."""
-    with _opened(path) as file:
-        runs = _is_written(file)
-        return _read(path, file, runs, told)
+def read_journal(path: Path) -> JournalReading:
+    """Reads it to its end. Raises Invalid."""
+    with JournalEntries(path) as found:
+        for _ in found:
+            pass
+        return found.reading
+
+
+class JournalEntries:
+    """Its entries in order, with their actions, where an archive has left those out too. To be closed.
+
+    ``reading`` is what all that were asked for come to. Raises Invalid, at the latest with the first entry.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = _opened(path)
+        try:
+            self._runs = _is_written(self._file)
+            header, settings = _header(path, self._file.readline(LINE_LIMIT))
+        except BaseException:
+            self._file.close()
+            raise
+        self.reading = JournalReading(header, settings, _offset(header))
+        self._membership: Membership | None = None  # where actions have to be found again
+        self._read = self._left_out = 0
+        self._torn = self._middle = False
+
+    def __enter__(self) -> JournalEntries:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[Entry]:
+        last_at = self.reading.header.writer.at
+        first = True
+        while text := self._file.readline(LINE_LIMIT):
+            if not text.endswith(b"\n"):
+                self._torn = True
+                break
+            match self._decoded(text):
+                case Entry() as entry:
+                    last_at = entry.at
+                    self._note(entry)
+                    yield entry
+                case Snapshot() as snapshot if first:
+                    self._begin_from(snapshot)
+                case Resumed(writer) if writer.unix_s:
+                    self.reading.offset = writer.unix_s - writer.at
+                case TroubleLine(reason, at):
+                    self.reading.story.trouble(reason, max(at, last_at))
+                case _:
+                    pass
+            first = False
+        self._summed_up()
+
+    def _decoded(self, text: bytes) -> Line | None:
+        try:
+            return decoded(text)
+        except (msgspec.MsgspecError, UnicodeError, TypeError, LookupError, ValueError):
+            self._left_out += 1
+            if self._left_out >= NO_JOURNAL and not self._read:
+                raise Invalid(f"{str(self._path)!r} is no journal: its lines are none") from None
+            return None
+
+    def _note(self, entry: Entry) -> None:
+        self._read += 1
+        settings, story = self.reading.settings, self.reading.story
+        if entry.digest is not None and settings is not None:
+            self._membership = self._membership or Membership(settings)
+            entry.actions = _again(self._membership, entry)
+        if entry.error:
+            story.bug(entry.error)
+        story.note(entry.event, entry.actions, entry.at)
+        self.reading.rows.note(entry.event, entry.actions, entry.at)
+
+    def _begin_from(self, snapshot: Snapshot) -> None:
+        """A copy that begins in the middle of a job."""
+        settings = self.reading.settings
+        self._middle = True
+        membership = None if settings is None else _restored(bytes(snapshot.snapshot), settings)
+        if membership is None:
+            return
+        self._membership = membership
+        places = ((worker, membership.place_of(worker)) for worker in membership.members)
+        members = [(worker, place.rank) for worker, place in places if place is not None]
+        for each in (self.reading.story, self.reading.rows):
+            each.adopt(members, membership.generation, snapshot.at)
+
+    def _summed_up(self) -> None:
+        reading = self.reading
+        reading.source = JournalState(
+            reading.settings,
+            False if reading.story.end is not None else self._runs,
+            abandoned=reading.header.journal == ABANDONED,
+            left_out=self._left_out,
+            torn=self._torn,
+            from_the_middle=self._middle,
+        )
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -84,64 +178,6 @@ def _is_written(file: BinaryIO) -> bool | None:
         return None
 
 
-def _read(path: Path, file: BinaryIO, runs: bool | None, told: Told) -> JournalReading:
-    header, settings = _header(path, file.readline(LINE_LIMIT))
-    found = JournalReading(header, settings, _offset(header))
-    replayed: Membership | None = None
-    left_out = entries = 0
-    torn = middle = False
-    last_at = header.writer.at
-    for number, text in _lines(file):
-        if not text.endswith(b"\n"):
-            torn = True
-            break
-        try:
-            line = decoded(text)
-        except (msgspec.MsgspecError, UnicodeError, TypeError, LookupError, ValueError):
-            left_out += 1
-            if left_out >= NO_JOURNAL and not entries:
-                raise Invalid(f"{str(path)!r} is no journal: its lines are none") from None
-            continue
-        match line:
-            case Entry():
-                entries += 1
-                last_at = line.at
-                if line.digest is not None and settings is not None:
-                    replayed = replayed or Membership(settings)
-                    line.actions = _again(replayed, line)
-                if line.error:
-                    found.story.bug(line.error)
-                found.story.note(line.event, line.actions, line.at)
-                found.rows.note(line.event, line.actions, line.at)
-                told(line)
-            case Snapshot(data, at) if not entries and number == 2 and settings is not None:
-                middle = True
-                replayed = _restored(bytes(data), settings)
-                if replayed is not None:
-                    places = ((w, replayed.place_of(w)) for w in replayed.members)
-                    members = [(w, place.rank) for w, place in places if place is not None]
-                    found.story.adopt(members, replayed.generation, at)
-                    found.rows.adopt(members, replayed.generation, at)
-            case Resumed(writer):
-                if writer.unix_s:
-                    found.offset = writer.unix_s - writer.at
-            case TroubleLine(reason, at):
-                found.story.trouble(reason, max(at, last_at))
-            case _:
-                pass
-    if found.story.end is not None:
-        runs = False
-    found.source = JournalState(
-        settings,
-        runs,
-        abandoned=header.journal == ABANDONED,
-        left_out=left_out,
-        torn=torn,
-        from_the_middle=middle,
-    )
-    return found
-
-
 def _header(path: Path, line: bytes) -> tuple[Header, Settings | None]:
     if not line:
         raise Invalid(
@@ -164,13 +200,6 @@ def _header(path: Path, line: bytes) -> tuple[Header, Settings | None]:
 
 def _offset(header: Header) -> float | None:
     return header.writer.unix_s - header.writer.at if header.writer.unix_s else None
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    number = 1
-    while text := file.readline(LINE_LIMIT):
-        number += 1
-        yield number, text
 
 
 def _again(membership: Membership, entry: Entry) -> list[Action]:

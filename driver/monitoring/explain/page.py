@@ -170,7 +170,7 @@ def _tiles(job: PageJob) -> Iterable[str]:
         value = (
             f"{series.last:,.4g}"
             if series.count == 1
-            else f"{series.first:,.4g} → {series.last:,.4g}"
+            else f"{series.first:,.3g} → {series.last:,.3g}"
         )
         tiles.append((value, name))
     if reported is not None and reported.steps:

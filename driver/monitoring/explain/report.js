@@ -179,7 +179,7 @@ function chart(canvas, points) {
     pen.beginPath(); pen.moveTo(52, y(v)); pen.lineTo(width - 8, y(v)); pen.stroke();
     pen.fillText(Number(v.toPrecision(3)).toLocaleString("en"), 2, y(v) + 4, 48);
   }
-  for (const at of ticks(0, whole, Math.max(2, width / 110))) pen.fillText(clock(at), x(at) - 6, height - 4);
+  for (const at of ticks(0, whole, Math.max(2, width / 110))) pen.fillText(clock(at), Math.min(x(at) - 6, width - 34), height - 4);
   pen.strokeStyle = colour("lost"); pen.globalAlpha = 0.5;
   for (const [at] of data.deaths) { pen.beginPath(); pen.moveTo(x(at), 8); pen.lineTo(x(at), height - 24); pen.stroke(); }
   pen.globalAlpha = 1; pen.strokeStyle = colour("accent"); pen.lineWidth = 1.5;

@@ -37,6 +37,7 @@ from elastic.driver.events import (
     WorkerReady,
 )
 from elastic.driver.monitoring.explain.causes import Cause, Death, of_exit, of_fence, of_raised
+from elastic.driver.monitoring.explain.reported_series import Series
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Reason, Why
 from elastic.protocol.messages import Commit, Worker
@@ -103,6 +104,7 @@ class Story:
         self.members: dict[Worker, int] = {}  # of the present world: their ranks
         self.generation = 0
         self.newest: Commit | None = None
+        self.commits = Series(0)  # how many were made, as far as it is told
         self._ranks: dict[Worker, int] = {}  # the last that each had
         self._connected: set[Worker] = set()
         self._dead: set[Worker] = set()  # it was said why
@@ -274,8 +276,14 @@ class Story:
         self._dead &= self._connected  # the others have long gone
 
     def _knows(self, commit: Commit | None) -> None:
-        if commit is not None and (self.newest is None or commit > self.newest):
-            self.newest = commit
+        before = self.newest
+        if commit is None or (before is not None and commit <= before):
+            return
+        self.newest = commit
+        known = before is not None and before.generation == commit.generation
+        more = commit.number - (before.number if known and before is not None else 0)
+        if more:  # commit 0 of a generation is the newest of the one before it
+            self.commits.add(self.last, (self.commits.last if self.commits.count else 0.0) + more)
 
     def _lost(self, death: Death, now: float) -> None:
         if self.end is not None or death.worker in self._dead:

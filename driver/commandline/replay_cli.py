@@ -1,0 +1,177 @@
+"""``elasticrun replay``: plays a job again from its journal, on the live page or as a film of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.driver.commandline.arguments import Parser, number, seconds, whole
+from elastic.driver.events import Report
+from elastic.driver.journal.entries import Entry
+from elastic.driver.monitoring.dashboard import page_server
+from elastic.driver.monitoring.dashboard.http_requests import Guard
+from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.monitoring.dashboard.page_server import PageServer
+from elastic.driver.monitoring.explain.film import film
+from elastic.driver.monitoring.explain.journal_file import (
+    JournalEntries,
+    JournalReading,
+    read_journal,
+)
+from elastic.driver.monitoring.explain.run_report import write_page
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Plays a job again on the live page, at any speed, as its journal tells it; or makes a film of it.
+JOURNAL is the file of --journal. Ctrl-C ends it."""
+LOOPBACK = "127.0.0.1"
+FILM_S = 40.0
+TICK_S = 0.05  # of real time, between two looks at what is due
+
+
+@dataclass
+class ReplayOptions:
+    """Flags as given."""
+
+    speed: float = 10.0
+    begin: float = 0.0  # seconds of the job
+    port: int = 0
+    svg: str | None = None
+    length: float = FILM_S
+
+
+def parser() -> Parser:
+    """All flags of ``elasticrun replay``."""
+    made = Parser(
+        prog="elasticrun replay",
+        usage="elasticrun replay [flags] JOURNAL",
+        description=DESCRIPTION,
+    )
+    add = made.group("on the page")
+    add("--speed", "X", seconds, "Play X seconds of the job in one second (default: 10).")
+    add("--begin", "S", number, "Begin S seconds after the start of the job (default: 0).")
+    add(
+        "--port",
+        "PORT",
+        whole(1),
+        "Serve the page at http://127.0.0.1:PORT/ (default: a free port).",
+    )
+    add = made.group("as a film")
+    add(
+        "--svg",
+        "FILE",
+        str,
+        "Write a film to FILE, as an SVG that moves by itself, also in a README, and serve no page.",
+    )
+    add("--length", "S", seconds, f"The film takes S seconds (default: {FILM_S:g}).")
+    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code. Raises Invalid."""
+    made = parser()
+    own, rest = made.split(arguments)
+    journals = []
+    while rest:  # flags may follow the file too: no command does
+        journals.append(rest[0])
+        more, rest = made.split(rest[1:])
+        own = [*own, *more]
+    options = ReplayOptions()
+    made.parse_args(own, namespace=options)
+    if len(journals) != 1:
+        raise Invalid("give one journal, as in: elasticrun replay --speed 10 job.journal")
+    path = Path(journals[0])
+    if options.svg is not None:
+        reading = read_journal(path)
+        text = film(reading.story, reading.rows, film_s=options.length)
+        write_page(Path(options.svg), text)
+        print(f"{options.svg}: a film of {options.length:g} s, {len(text.encode()) / 1000:.0f} KB")
+        return 0
+    asyncio.run(_served(path, options))
+    return 0
+
+
+class ReplayClock:
+    """The time of the job, which runs ``speed`` times as fast as ours. Starts at the first look, at ``begins``."""
+
+    def __init__(self, begins: float, speed: float, clock: Callable[[], float]) -> None:
+        self._begins = begins
+        self._speed = speed
+        self._clock = clock
+        self._started: float | None = None
+        self._stopped: float | None = None
+
+    def stop(self) -> None:
+        """It stays as it is."""
+        self._stopped = self.now()
+
+    def now(self) -> float:
+        """Seconds since 1970, of the job."""
+        if self._stopped is not None:
+            return self._stopped
+        if self._started is None:
+            self._started = self._clock()
+        return self._begins + (self._clock() - self._started) * self._speed
+
+
+async def _served(path: Path, options: ReplayOptions) -> None:
+    with JournalEntries(path) as found:
+        played = iter(found)
+        first = next(played, None)
+        if first is None:
+            raise Invalid(f"the journal {str(path)!r} has no events to play")
+        reading = found.reading
+        model = _model(reading, path)
+        begins = first.at + (reading.offset or 0.0) + options.begin
+        clock = ReplayClock(begins, options.speed, time.monotonic)
+        listening = page_server.bound(LOOPBACK, options.port)
+        port = listening.getsockname()[1]
+        guard = Guard("", {"localhost"})
+        server = PageServer(model, listening, guard, clock=clock.now)
+        await server.open()
+        print(
+            f"the job, {options.speed:g} times as fast: http://{LOOPBACK}:{port}/ (Ctrl-C ends it)",
+            flush=True,
+        )
+        over = asyncio.Event()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(each, over.set)
+        try:
+            for entry in itertools.chain([first], played):
+                at = entry.at + (reading.offset or 0.0)
+                while at > clock.now() and not over.is_set():
+                    await asyncio.sleep(TICK_S)
+                if over.is_set():
+                    return
+                play(model, entry, at)
+                server.changed()
+            clock.stop()
+            print("that was all; the page stays until Ctrl-C", flush=True)
+            await over.wait()
+        finally:
+            server.close()
+
+
+def _model(reading: JournalReading, path: Path) -> PageModel:
+    settings = reading.settings
+    return PageModel(
+        name=f"{reading.header.job or path.name}, played again",
+        command=reading.header.command,
+        least=settings.workers_min if settings else 1,
+        most=settings.workers_max if settings else 1,
+    )
+
+
+def play(model: PageModel, entry: Entry, at: float) -> None:
+    """One entry, and what the driver's log said of it."""
+    model.note(entry.event, entry.actions, at)
+    for action in entry.actions:
+        if isinstance(action, Report):
+            for line in action.text.splitlines():
+                model.line(action.level, "", line, at)

@@ -1,0 +1,68 @@
+"""The film of a job: well-formed, small, without scripts, and what it shows is what happened."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from elastic.driver.monitoring.explain.film import CAPTIONS, COLOURS, film
+from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
+from unit.driver.monitoring.explain.test_explain import HERE, JOBS, KEPT, job, unpacked
+
+SVG = "{http://www.w3.org/2000/svg}"
+ALLOWED = {"svg", "title", "rect", "circle", "g", "text", "path", "line", "animate", "set"}
+
+
+def parsed(reading: JournalReading) -> ElementTree.Element:
+    return ElementTree.fromstring(film(reading.story, reading.rows))
+
+
+def moving(root: ElementTree.Element) -> list[ElementTree.Element]:
+    return list(root.iter(f"{SVG}animate"))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_it_is_svg_that_moves_without_a_script(name, tmp_path):
+    reading = job(name, tmp_path)
+    root = parsed(reading)
+    assert {element.tag.removeprefix(SVG) for element in root.iter()} <= ALLOWED
+    names = {attribute for element in root.iter() for attribute in element.attrib}
+    assert not any(name.startswith("on") or "href" in name for name in names)
+    for each in moving(root):
+        times = [float(time) for time in each.attrib["keyTimes"].split(";")]
+        assert times == sorted(times) and times[0] == 0.0 and times[-1] <= 1.0
+        assert len(times) == len(each.attrib["values"].split(";"))
+        if each.attrib["calcMode"] == "linear":
+            assert times[-1] == 1.0, "or a browser shows nothing of it"
+
+
+def test_who_is_lost_goes_dark_and_who_comes_back_is_seen(tmp_path):
+    root = parsed(job("stuck", tmp_path))
+    fills = [
+        each.attrib["values"] for each in moving(root) if each.attrib["attributeName"] == "fill"
+    ]
+    assert len(fills) == 3, "one for each slot"
+    gone = [f"{COLOURS['training']};{COLOURS['']};{COLOURS['starting']}" in each for each in fills]
+    assert gone == [False, True, True]
+    told = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert "rank 1 was stuck and fenced" in told
+    assert "4" in told and "workers lost" in told
+
+
+def test_it_stays_small(tmp_path):
+    for kept in KEPT:
+        reading = read_journal(unpacked(kept, tmp_path))
+        assert len(film(reading.story, reading.rows).encode()) < 300_000
+    assert CAPTIONS * 300 < 300_000
+
+
+def test_a_name_that_holds_markup_stays_text(tmp_path):
+    file = unpacked(Path(HERE / "jobs" / "killed.jsonl.xz"), tmp_path)
+    file.write_bytes(file.read_bytes().replace(b'"localhost"', b'"<script>x</script>&"'))
+    reading = read_journal(file)
+    root = parsed(reading)
+    assert not list(root.iter(f"{SVG}script"))
+    assert re.search("&lt;script&gt;", film(reading.story, reading.rows, title="<script>"))
