@@ -30,6 +30,13 @@ def trees() -> dict[Path, ast.Module]:
     return {file: ast.parse(file.read_text()) for file in files}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgets_the_trees() -> Iterator[None]:
+    """Half a gigabyte, through which the collector would go for each test that comes after."""
+    yield
+    trees.cache_clear()
+
+
 def methods(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Each class, and how many methods it has of its own."""
     for node in ast.walk(tree):
