@@ -12,13 +12,14 @@ import asyncio
 import os
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from elastic.driver.commandline import check_build, flags
+from elastic.driver.commandline import check_build, flags, torchrun_flags
 from elastic.driver.commandline.arguments import seconds
 from elastic.driver.commandline.checkpoint_options import checkpoint_plan
-from elastic.driver.commandline.command import check_command
+from elastic.driver.commandline.command import check_command, run_by_python
 from elastic.driver.commandline.config_file import read_config
 from elastic.driver.commandline.flags import Options
 from elastic.driver.commandline.multi_host_options import fleet_plan
@@ -28,7 +29,7 @@ from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
 from elastic.driver.launch.environment import threads_per_worker
 from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost, parse_hosts, read_hostfile, show
-from elastic.driver.network.interfaces import alone_address, worker_network
+from elastic.driver.network.interfaces import alone_address, free_port, worker_network
 from elastic.driver.preemption import watch
 from elastic.driver.processes.console import stand_in_for_closed
 from elastic.driver.reasons import counted
@@ -185,6 +186,8 @@ def make_job(
             f"--{options.controller} is not available; leave it out: workers are started directly"
             " and talk over Gloo or NCCL"
         )
+    cores = cores or len(os.sched_getaffinity(0))
+    options = torchrun_flags.translated(options, cores, _gpus())
     np, workers_min, workers_max, elastic = _workers(options)
     this_host = this_host or ThisHost()
     standbys = _given(options.standbys, 0)
@@ -193,9 +196,10 @@ def make_job(
     fleet = fleet_plan(options, environ, elsewhere=bool(elsewhere))
     if provider is not None:
         fleet = provided(fleet, provider)
+    command = _command(options, sys.executable if not fleet.needed else "python")
     if not fleet.needed:
-        check_command(options.command, path=environ.get("PATH"))
-    elif not options.command:
+        check_command(command, path=environ.get("PATH"))
+    elif not command:
         check_command([], path=None)
     script = None
     if options.host_discovery_script is not None:
@@ -214,10 +218,10 @@ def make_job(
     timeline = _writable_place("--timeline-filename", options.timeline_filename)
     checkpoints = checkpoint_plan(options, elastic=elastic)
     env = _worker_additions(options, timeline) | checkpoints.env
+    env |= _torch_additions(options, environ, bind, next(iter(hosts or ()), ""))
     notes = _notes(options, elastic=elastic) + checkpoints.notes
     # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.
     if "OMP_NUM_THREADS" not in environ and not fleet.needed and hosts is not None:
-        cores = cores or len(os.sched_getaffinity(0))
         workers = min(workers_max + standbys, sum(hosts.values()))
         threads = threads_per_worker(cores, workers)
         env["OMP_NUM_THREADS"] = str(threads)
@@ -228,7 +232,7 @@ def make_job(
     )
     patience = _patience(options)
     return Job(
-        command=options.command,
+        command=command,
         settings=Settings(
             np=np,
             workers_min=workers_min,
@@ -323,6 +327,38 @@ def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
         "HOROVOD_LOG_HIDE_TIME": _not(options.log_timestamps),
     }
     return env | {name: str(int(on)) for name, on in switches.items() if on is not None}
+
+
+def _torch_additions(
+    options: Options, environ: Mapping[str, str], bind: str, first_host: str
+) -> dict[str, str]:
+    """What torch.distributed's scripts find in the environment beside their place: where rank 0 would listen, without
+    our backend. ``bind`` is empty, and ``first_host`` perhaps known, where workers run on several hosts.
+    """
+    name = options.job_name or uuid.uuid4().hex
+    env = {
+        "ELASTIC_TORCH_BACKEND": _given(options.torch_backend, torchrun_flags.BACKENDS[0]),
+        "TORCHELASTIC_RUN_ID": name,
+    }
+    address = options.master_addr or environ.get("MASTER_ADDR") or bind or first_host
+    port = options.master_port or environ.get("MASTER_PORT") or (free_port(bind) if bind else 29500)
+    return env | ({"MASTER_ADDR": address, "MASTER_PORT": str(port)} if address else {})
+
+
+def _gpus() -> int:
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
+
+
+def _command(options: Options, python: str) -> list[str]:
+    """The program as it is started. Raises Invalid."""
+    if options.module:
+        if options.no_python:
+            raise Invalid("-m and --no-python contradict each other; keep one of them")
+        return [python, "-m", *options.command] if options.command else []
+    return options.command if options.no_python else run_by_python(options.command, python)
 
 
 def _patience(options: Options) -> _Patience:
@@ -468,6 +504,7 @@ def _notes(options: Options, *, elastic: bool) -> list[tuple[str, str]]:
     if not elastic:
         of_elastic = {
             "--reset-limit": options.reset_limit,
+            "--max-restarts": options.max_restarts or None,
             "--blacklist-cooldown-range": options.cooldown_range,
             "--slot-attempts": options.slot_attempts,
             "--host-attempts": options.host_attempts,

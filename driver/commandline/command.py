@@ -12,13 +12,18 @@ from elastic.errors import Invalid
 _EXAMPLE = "elasticrun -np 4 python train.py"
 
 
+def run_by_python(command: Sequence[str], python: str) -> list[str]:
+    """A script that can't run itself, as a program; anything else as it is."""
+    if command and command[0].endswith(".py") and not _runs_itself(command[0]):
+        return [python, *command]
+    return [*command]
+
+
 def check_command(command: Sequence[str], *, path: str | None) -> None:
     """Raises Invalid with a sentence that says what to write instead. ``path`` is the value of PATH."""
     if not command:
         raise Invalid(f"there is no program to run; put it after the flags, as in: {_EXAMPLE}")
     program = command[0]
-    if program.endswith(".py") and os.path.isfile(program) and not _runs_itself(program):
-        raise Invalid(f"put python before {program}: python {shlex.join(command)}")
     if shutil.which(program, path=path) is None:
         raise Invalid(_why_not(program))
     if os.path.basename(program).startswith("python") and len(command) > 1:
@@ -34,7 +39,7 @@ def check_command(command: Sequence[str], *, path: str | None) -> None:
 
 
 def _runs_itself(script: str) -> bool:
-    if not os.access(script, os.X_OK):
+    if not (os.path.isfile(script) and os.access(script, os.X_OK)):
         return False
     with open(script, "rb") as file:
         return file.read(2) == b"#!"

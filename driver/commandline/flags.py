@@ -32,6 +32,7 @@ from elastic.driver.commandline.multi_host_flags import (
     add_security,
     add_several_hosts,
 )
+from elastic.driver.commandline.torchrun_flags import add_torchrun
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
@@ -132,6 +133,18 @@ class Options:
     resume: bool = False
     standby: bool = False
     fresh: bool = False
+    torch_backend: str | None = None
+    nproc_per_node: str | None = None  # a number, auto, gpu or cpu
+    nnodes: tuple[int, int] | None = None
+    standalone: bool = False
+    max_restarts: int | None = None
+    rdzv_id: str | None = None
+    rdzv_backend: str | None = None
+    rdzv_endpoint: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    module: bool = False
+    no_python: bool = False
     driver_timeout: float | None = None  # seconds
     driver_port: int | None = None
     disable_cache: bool = False
@@ -208,6 +221,12 @@ def build_parser() -> Parser:
         parser.group(
             "workers that live but do not come on",
             "They are named, then fenced: killed, so that the others go on. See docs/detection.md.",
+        )
+    )
+    add_torchrun(
+        parser.group(
+            "torch.distributed, and torchrun's flags",
+            "Scripts that torchrun starts run unedited. See docs/pytorch.md.",
         )
     )
     _add_output(parser.group("output"))

@@ -92,6 +92,25 @@ def job_environment(
         "HOROVOD_HOSTNAME": worker.host,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
+        **_as_torchrun(worker, place),
+    }
+
+
+def _as_torchrun(worker: Worker, place: Place) -> dict[str, str]:
+    """What torchrun tells a worker of its place. A group is a host, and there is one role."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.cross_rank),
+        "GROUP_WORLD_SIZE": str(place.cross_size),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.size),
+        "TORCHELASTIC_RESTART_COUNT": str(worker.incarnation - 1),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
 

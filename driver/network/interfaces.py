@@ -130,3 +130,10 @@ def _prefix_length(address: str, netmask: str | None) -> int:
     if not netmask:  # of a point-to-point link, say
         return ipaddress.ip_address(address).max_prefixlen
     return int(ipaddress.ip_address(netmask)).bit_count()
+
+
+def free_port(address: str) -> int:
+    """One that is free now; nothing keeps it so."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        return int(listener.getsockname()[1])

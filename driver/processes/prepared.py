@@ -22,7 +22,13 @@ PROGRAM = (
 )
 QUIET_S = 3.0  # after the last start: workers that are starting need the processors themselves
 ROOM = "." * 4096  # bytes for the command line of what is run later
-OWN = ("HOROVOD_", "ELASTIC_")  # variables that init() reads, and no import
+# Variables that say who a worker is: init() and scripts read them, and no import.
+OWN = ("HOROVOD_", "ELASTIC_", "TORCHELASTIC_")
+PLACES = {
+    f"{prefix}{name}"
+    for name in ("RANK", "WORLD_SIZE")
+    for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")
+}
 
 DEATH_S = 1.0  # from SIGKILL to the end; the driver does nothing else meanwhile
 
@@ -50,7 +56,11 @@ def plain(command: Sequence[str]) -> Plain | None:
 
 def shared(environ: Mapping[str, str]) -> dict[str, str]:
     """What imports may have read."""
-    return {name: text for name, text in environ.items() if not name.startswith(OWN)}
+    return {
+        name: text
+        for name, text in environ.items()
+        if not name.startswith(OWN) and name not in PLACES
+    }
 
 
 @dataclass

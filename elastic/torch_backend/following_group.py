@@ -47,7 +47,6 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self.timeout_s = timeout_s
         self.futures = Futures(self)
         self.messages = Messages(f"{purpose} messages", ranks)
-        self.messages.connect(lifecycle.current())
         self._store = store
         self._groups: dict[str, tuple[int, Collectives]] = {}  # by device type, with the generation
         self._submitting = threading.Lock()
@@ -169,7 +168,6 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
             return MirrorCollectives(self.getRank(), self.getSize())
         group = rt.group(self.purpose, device, self.ranks)
         self._groups[device.type] = (generation, group)
-        self.messages.connect(rt)
         return group
 
 

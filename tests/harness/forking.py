@@ -31,6 +31,7 @@ SPARE = 2  # workers beyond those of a world, for slots that return
 # Read when a process starts, or when it imports torch.
 EARLY = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH_CPP_", "CUDA_", "FAKE_")
 PR_SET_PDEATHSIG = 1
+PYTHON = ("python", sys.executable)
 
 Program = Callable[[], object]
 at_the_start = dict(os.environ)
@@ -136,7 +137,7 @@ def drive(words: list[str], forks: list[Fork]) -> None:
         folder: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Any:
-        script = len(command) > 1 and command[0] == "python" and command[1].endswith(".py")
+        script = len(command) > 1 and command[0] in PYTHON and command[1].endswith(".py")
         if not (script and forks and early(env) == early(at_the_start)):
             return spawning.spawn(command, env, announce, folder=folder, pass_fds=pass_fds)
         fork = forks.pop(0)
@@ -184,6 +185,9 @@ def worker(channel: socket.socket, driver: int) -> Program:
     become(told, [os.open(os.devnull, os.O_RDONLY), *outputs])
     if told.env.get("PYTHONUNBUFFERED"):
         sys.stdout, sys.stderr = unbuffered(sys.stdout), unbuffered(sys.stderr)
+    from elastic.torch_autoload import autoload
+
+    autoload()  # as the import of torch would have called it, with this environment
     sys.modules["numpy"].random.seed()  # Python draws anew after a fork, NumPy doesn't
     return lambda: run_script(told.words[1:])
 

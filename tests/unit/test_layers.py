@@ -31,6 +31,7 @@ ROOMS = """
     elastic.optimizer
     elastic.checkpoints
     elastic.torch_backend
+    elastic.torch_autoload
     elastic.run_loop
     elastic.tensorflow
     elastic.keras

@@ -1,0 +1,236 @@
+"""torchrun's flags: what they are in elasticrun's, or why they are nothing here. Decides; starts nothing.
+
+torchrun is started on every host, and told by each how the others are found; elasticrun is started once, and finds or
+starts the others itself. So what says where the hosts are is refused, with a sentence that names what says it here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, TypeVar
+
+from elastic.driver.commandline.arguments import Group, whole
+from elastic.errors import Invalid
+
+Options = TypeVar("Options", bound=Any)  # those of `flags`, which has these flags too
+
+_ELSEWHERE = (
+    "elasticrun is started once, and not on every host: leave it out, and list the hosts with -H host1:4,host2:4, or"
+    " run `elasticrun agent` on each of them and give --etcd"
+)
+_OUTPUT = "leave it out, and give --output-filename DIR for a file of each worker's output"
+_NOTHING = "leave it out; there is nothing here that it could set"
+# Flags of torchrun that elasticrun does not have: whether they take a value, and what to do instead.
+REFUSED: dict[str, tuple[bool, str]] = {
+    "--node-rank --node_rank": (True, _ELSEWHERE),
+    "--local-addr --local_addr": (True, "leave it out, and give --network-interface"),
+    "--rdzv-conf --rdzv_conf": (
+        True,
+        "leave it out; --elastic-timeout and --start-timeout bound the waits",
+    ),
+    "--run-path --run_path": (False, "leave it out: it is `python -m runpy`"),
+    "-r --redirects": (True, _OUTPUT),
+    "-t --tee": (True, _OUTPUT),
+    "--log-dir --log_dir": (True, _OUTPUT),
+    "--local-ranks-filter --local_ranks_filter": (True, _OUTPUT),
+    "--logs-specs --logs_specs": (True, _OUTPUT),
+    "--logs_level --logs-level": (True, "leave it out, and give --log-level"),
+    "--duplicate-stdout-filters --duplicate_stdout_filters": (True, _OUTPUT),
+    "--duplicate-stderr-filters --duplicate_stderr_filters": (True, _OUTPUT),
+    "--event-log-handler --event_log_handler": (
+        True,
+        "leave it out, and give --journal or --metrics-port",
+    ),
+    "--monitor-interval --monitor_interval": (True, "leave it out: an exit is seen at once"),
+    "--start-method --start_method": (True, _NOTHING),
+    "--role": (True, _NOTHING),
+    "--numa-binding --numa_binding": (True, "leave it out, and start the script with numactl"),
+    "--signals-to-handle --signals_to_handle": (True, _NOTHING),
+    "--shutdown-timeout --shutdown_timeout": (True, _NOTHING),
+    "--virtual-local-rank --virtual_local_rank": (False, _NOTHING),
+}
+BACKENDS = ("elastic", "off")
+
+
+def add_torchrun(add: Group) -> None:
+    add(
+        "--torch-backend",
+        "WHICH",
+        _backend,
+        "elastic: a script that asks torch.distributed for gloo, nccl or no backend gets this system's; off: it gets"
+        " torch's own, which does not outlive a worker (default: ELASTIC_TORCH_BACKEND, or elastic).",
+        variable="ELASTIC_TORCH_BACKEND",
+        keys=("torch.backend",),
+    )
+    add(
+        "--nproc-per-node --nproc_per_node",
+        "N",
+        _per_host,
+        "Workers on each host; auto, gpu: as many as it has GPUs; auto without one, cpu: as many as cores.",
+        dest="nproc_per_node",
+    )
+    add(
+        "--nnodes",
+        "N[:M]",
+        _hosts,
+        "Hosts; with a range the job is elastic, from N times --nproc-per-node workers up to M times.",
+    )
+    add("--standalone", None, None, "One host, as without any flag of hosts.")
+    add(
+        "--max-restarts --max_restarts",
+        "N",
+        whole(0),
+        "Elastic: survive N failures, as --reset-limit; in a job of a fixed size only 0 has a meaning.",
+        dest="max_restarts",
+    )
+    add("--rdzv-id --rdzv_id", "NAME", str, "The job's name, as --job.", dest="rdzv_id")
+    add(
+        "--rdzv-backend --rdzv_backend",
+        "WHICH",
+        str,
+        "c10d and static say nothing here; etcd-v2 and etcd: --rdzv-endpoint is --etcd.",
+        dest="rdzv_backend",
+    )
+    add(
+        "--rdzv-endpoint --rdzv_endpoint",
+        "HOST:PORT",
+        str,
+        "With --rdzv-backend etcd, as --etcd. Without, it may be this host alone.",
+        dest="rdzv_endpoint",
+    )
+    add(
+        "--master-addr --master_addr",
+        "HOST",
+        str,
+        "MASTER_ADDR of the workers (default: where rank 0 will listen).",
+        dest="master_addr",
+    )
+    add(
+        "--master-port --master_port",
+        "PORT",
+        whole(1),
+        "MASTER_PORT of the workers (default: a free port).",
+        dest="master_port",
+    )
+    add("-m --module", None, None, "The program is the name of a Python module.", dest="module")
+    add(
+        "--no-python --no_python",
+        None,
+        None,
+        "Run the program as it is, also a script.",
+        dest="no_python",
+    )
+    for names, (valued, _) in REFUSED.items():
+        rest: dict[str, Any] = {} if valued else {"nargs": 0}
+        add(
+            names,
+            "X" if valued else None,
+            str,
+            argparse.SUPPRESS,
+            action=_Refuse,
+            dest=names,
+            **rest,
+        )
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
+        raise Invalid(f"{option} of torchrun is not available; {REFUSED[self.dest][1]}")
+
+
+def _backend(text: str) -> str:
+    if text not in BACKENDS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(BACKENDS)}")
+    return text
+
+
+def _per_host(text: str) -> str:
+    if text not in ("auto", "gpu", "cpu") and not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, auto, gpu or cpu")
+    return text
+
+
+def _hosts(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    most = most or least
+    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a number of hosts, or a range such as 2:4"
+        )
+    return int(least), int(most)
+
+
+def translated(options: Options, cores: int, gpus: int) -> Options:
+    """The same in elasticrun's own flags, which win. ``cores`` and ``gpus`` are this host's. Raises Invalid."""
+    changes: dict[str, Any] = {}
+    nodes = options.nnodes or (1, 1)
+    several = nodes[1] > 1
+    if options.standalone and several:
+        raise Invalid("--standalone is one host, and --nnodes says several; keep one of them")
+    if options.nproc_per_node is not None or options.nnodes is not None:
+        changes |= _counted(options, nodes, _workers(options.nproc_per_node or "1", cores, gpus))
+    elastic = nodes[0] < nodes[1] or options.min_num_proc is not None
+    if elastic and options.max_restarts is not None:
+        changes["reset_limit"] = _first(options.reset_limit, options.max_restarts)
+    if options.rdzv_id is not None:
+        changes["job_name"] = _first(options.job_name, options.rdzv_id)
+    if options.rdzv_endpoint is not None or options.rdzv_backend is not None:
+        changes |= _found(options, several)
+    same: Options = dataclasses.replace(options, **changes)
+    return same
+
+
+def _counted(options: Any, nodes: tuple[int, int], each: int) -> dict[str, Any]:
+    least, most = nodes
+    if most > 1 and not _knows_hosts(options):
+        raise Invalid(
+            f"--nnodes {least if least == most else f'{least}:{most}'} needs hosts; {_ELSEWHERE}"
+        )
+    changes = {
+        "num_proc": _first(options.num_proc, each * least),
+        "slots_per_host": _first(options.slots_per_host, each),
+    }
+    if least < most:
+        changes["min_num_proc"] = _first(options.min_num_proc, each * least)
+        changes["max_num_proc"] = _first(options.max_num_proc, each * most)
+    return changes
+
+
+def _workers(text: str, cores: int, gpus: int) -> int:
+    if text == "gpu" and not gpus:
+        raise Invalid("--nproc-per-node gpu: this host has no GPU; give a number, or cpu")
+    if text == "cpu" or (text == "auto" and not gpus):
+        return cores
+    return int(text) if text.isdecimal() else gpus
+
+
+def _knows_hosts(options: Any) -> bool:
+    by = (
+        options.hosts,
+        options.hostfile,
+        options.host_discovery_script,
+        options.etcd,
+        options.rdzv_endpoint,
+    )
+    return options.kubernetes or options.kubernetes_service is not None or any(by)
+
+
+def _found(options: Any, several: bool) -> dict[str, Any]:
+    if (options.rdzv_backend or "").startswith("etcd"):
+        if not options.rdzv_endpoint:
+            raise Invalid(
+                "--rdzv-backend etcd needs --rdzv-endpoint; give etcd's address, or --etcd"
+            )
+        return {"etcd": _first(options.etcd, options.rdzv_endpoint)}
+    if options.rdzv_backend not in (None, "c10d", "static"):
+        raise Invalid(
+            f"--rdzv-backend {options.rdzv_backend} is not available; leave it out, or give --etcd"
+        )
+    if several and options.hosts is None and options.hostfile is None:
+        raise Invalid(f"--rdzv-endpoint says nothing about where the hosts are; {_ELSEWHERE}")
+    return {}
+
+
+def _first(given: Any, otherwise: Any) -> Any:
+    return otherwise if given is None else given

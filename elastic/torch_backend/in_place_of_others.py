@@ -1,0 +1,91 @@
+"""Gives a script that asks for Gloo, for NCCL or for no backend in particular ours, and its own rank. Acts.
+
+For workers that elasticrun has started: `elastic.torch_autoload`. Two functions of torch.distributed are replaced, by
+which all its process groups are made: the one that finds rank, size and store for ``env://``, and the one that makes a
+process group of a backend's name. What a script asks of a group by ``get_backend()`` is what it has asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from elastic.errors import Invalid
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+from elastic.torch_backend import registration
+from elastic.torch_backend.following_group import NAME
+from elastic.torch_backend.world_store import WorldStore
+
+_REPLACED = {"gloo", "nccl", "undefined", NAME}
+_MORE = ("backend_options", "timeout", "pg_tag", "device_id", "group_desc")
+_torch: Any = distributed_c10d
+_stores: list[
+    WorldStore
+] = []  # the last one; torch's C++, which alone would hold it, needs the object of Python
+_rendezvous: Any = None  # torch's own
+_new_group: Any = None
+
+
+def install() -> None:
+    """Idempotent."""
+    global _rendezvous, _new_group
+    if _rendezvous is not None:
+        return
+    registration.register()
+    _rendezvous, _new_group = _torch.rendezvous, _torch._new_process_group_helper
+    _torch.rendezvous, _torch._new_process_group_helper = rendezvous, new_group
+
+
+def rendezvous(
+    url: str, rank: int = -1, world_size: int = -1, **options: Any
+) -> Iterator[tuple[Any, int, int]]:
+    """As torch's. Under elasticrun the place of this worker is known, and need not be told in the script."""
+    known = environment.read()
+    if known.driver is None or not (known.elastic or url.startswith("env:")):
+        yield from _rendezvous(url, rank, world_size, **options)
+        return
+    lifecycle.init()
+    place = lifecycle.place()
+    for name, told, found in (("rank", rank, place.rank), ("world_size", world_size, place.size)):
+        if told not in (-1, found) and not known.elastic:
+            raise Invalid(
+                f"init_process_group was given {name} {told}, and in this job it is {found};"
+                " leave rank and world_size out, they are known"
+            )
+    _stores[:] = [store := WorldStore()]
+    store.set_timeout(options.get("timeout") or timedelta(seconds=known.collective_timeout_s))
+    if not known.elastic:
+        store.meet()
+    yield store, place.rank, place.size
+
+
+def new_group(
+    size: int,
+    rank: int,
+    ranks: Any,
+    backend: str,
+    store: Any,
+    name: str,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """As torch's ``_new_process_group_helper``."""
+    asked = str(backend)
+    if not _kinds(asked) <= _REPLACED:
+        return _new_group(size, rank, ranks, backend, store, name, *rest, **options)
+    options |= dict(zip(_MORE, rest, strict=False))
+    options["backend_options"] = options["device_id"] = None  # they are Gloo's or NCCL's
+    made = _new_group(size, rank, ranks, NAME, store, name, **options)
+    group, prefixed = made
+    if prefixed is not None:
+        _torch._world.pg_map[group] = (asked, prefixed)
+    return made
+
+
+def _kinds(backend: str) -> set[str]:
+    """Of ``gloo``, or ``cpu:gloo,cuda:nccl``."""
+    return {each.rpartition(":")[2].strip().lower() for each in backend.split(",")}

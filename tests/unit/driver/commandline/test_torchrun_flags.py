@@ -1,0 +1,148 @@
+"""torchrun's command lines: what they are in elasticrun's flags, and what is said where they are nothing."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic.driver.commandline import cli
+from elastic.driver.commandline.flags import Options, parse
+from elastic.driver.commandline.torchrun_flags import REFUSED, translated
+from elastic.driver.launch.environment import job_environment
+from elastic.driver.network.hosts import ThisHost
+from elastic.errors import Invalid
+from elastic.protocol.messages import Place, Worker
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    return tmp_path
+
+
+def ours(line: str, *, cores: int = 8, gpus: int = 0) -> Options:
+    return translated(parse([*line.split(), "train.py"]), cores, gpus)
+
+
+def refusal(line: str, **machine: int) -> str:
+    with pytest.raises(Invalid) as caught:
+        ours(line, **machine)
+    return str(caught.value)
+
+
+def command(line: str) -> list[str]:
+    environ = {"PATH": "/usr/bin:/bin"}
+    options = cli.read_options(line.split(), environ)
+    return cli.make_job(options, environ, this_host=ThisHost(hostname="a")).command
+
+
+@pytest.mark.parametrize(
+    ("line", "same"),
+    [
+        ("--nproc-per-node 4", "-np 4 --slots-per-host 4"),
+        ("--nproc_per_node=4 --standalone", "-np 4 --slots-per-host 4"),
+        ("--nproc-per-node cpu", "-np 8 --slots-per-host 8"),
+        ("--nproc-per-node auto --nnodes 1", "-np 8 --slots-per-host 8"),
+        ("--nnodes 2 --nproc-per-node 4 -H a,b", "-np 8 --slots-per-host 4 -H a,b"),
+        (
+            "--nnodes 2:4 --nproc-per-node 4 -H a,b,c,d --max-restarts 3",
+            "-np 8 --min-np 8 --max-np 16 --slots-per-host 4 -H a,b,c,d --reset-limit 3",
+        ),
+        (
+            "--nnodes 2:4 --nproc-per-node 2 --rdzv-backend etcd --rdzv-endpoint e:2379 --rdzv-id bert",
+            "-np 4 --min-np 4 --max-np 8 --slots-per-host 2 --etcd e:2379 --job bert",
+        ),
+        (
+            "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint here:0",
+            "-np 2 --slots-per-host 2",
+        ),
+        ("-np 3 --nproc-per-node 4", "-np 3 --slots-per-host 4"),
+    ],
+)
+def test_what_they_are_in_our_flags(line: str, same: str):
+    found, wanted = ours(line), parse([*same.split(), "train.py"])
+    theirs = ("nproc_per_node", "nnodes", "standalone", "max_restarts")
+    theirs += ("rdzv_id", "rdzv_backend", "rdzv_endpoint")
+    assert found == replace(wanted, **{name: getattr(found, name) for name in theirs})
+
+
+def test_as_many_workers_as_gpus():
+    assert ours("--nproc-per-node gpu", gpus=3).num_proc == 3
+    assert ours("--nproc-per-node auto", gpus=3).num_proc == 3
+    assert ours("--nproc-per-node cpu", gpus=3).num_proc == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--nnodes 2 --nproc-per-node 4", "elasticrun is started once"),
+        ("--nnodes 2 --standalone", "keep one of them"),
+        ("--nnodes 4:2", "a range such as 2:4"),
+        ("--nproc-per-node gpu", "this host has no GPU; give a number"),
+        ("--nproc-per-node many", "a whole number, auto, gpu or cpu"),
+        ("--rdzv-backend etcd-v2", "needs --rdzv-endpoint"),
+        ("--rdzv-backend zeus", "leave it out, or give --etcd"),
+        (
+            "--nnodes 2 --rdzv-endpoint a:1 --host-discovery-script ./s",
+            "says nothing about where the hosts are",
+        ),
+        ("--torch-backend gloo", "one of elastic, off"),
+    ],
+)
+def test_what_is_said_where_they_are_nothing(line: str, said: str):
+    assert said in refusal(line)
+
+
+@pytest.mark.parametrize("names", REFUSED)
+def test_a_flag_that_is_not_there_names_what_is(names: str):
+    valued, instead = REFUSED[names]
+    for name in names.split():
+        with pytest.raises(Invalid) as caught:
+            parse([name, *(["1"] if valued else []), "-np", "1", "train.py"])
+        assert str(caught.value) == f"{name} of torchrun is not available; {instead}"
+
+
+def test_the_program_is_a_script_a_module_or_itself():
+    assert command("-np 1 train.py --lr 1") == [sys.executable, "train.py", "--lr", "1"]
+    assert command("--nproc-per-node 1 -m this --lr 1") == [
+        sys.executable,
+        "-m",
+        "this",
+        "--lr",
+        "1",
+    ]
+    assert command("-np 1 --no-python sleep 1") == ["sleep", "1"]
+    assert command("-np 1 python3 train.py") == ["python3", "train.py"]
+    with pytest.raises(Invalid, match="chmod"):
+        command("-np 1 --no-python ./train.py")
+    with pytest.raises(Invalid, match="contradict"):
+        command("-np 1 -m --no-python this")
+    with pytest.raises(Invalid, match="no file missing.py"):
+        command("-np 1 missing.py")
+
+
+def test_workers_find_what_torchrun_tells_them():
+    environ = {"PATH": "/usr/bin:/bin"}
+    options = cli.read_options(["-np", "2", "--rdzv-id", "bert", "train.py"], environ)
+    job = cli.make_job(options, environ, this_host=ThisHost(hostname="a"))
+    env = job.settings.env
+    env |= job_environment(Worker("a", 1, 3), Place(1, 2, 1, 2, 0, 1), False, 1.0, 1.0)
+    assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
+    assert env["MASTER_ADDR"] == "127.0.0.1"
+    assert 0 < int(env["MASTER_PORT"]) < 1 << 16
+    assert env["TORCHELASTIC_RUN_ID"] == "bert"
+    assert env["TORCHELASTIC_RESTART_COUNT"] == "2"
+    assert env["ELASTIC_TORCH_BACKEND"] == "elastic"
+
+
+def test_an_address_that_was_given_is_kept():
+    environ = {"PATH": "/usr/bin:/bin", "MASTER_PORT": "1234"}
+    options = cli.read_options(["-np", "2", "--master-addr", "h", "train.py"], environ)
+    env = cli.make_job(options, environ, this_host=ThisHost(hostname="a")).settings.env
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("h", "1234")
