@@ -281,6 +281,28 @@ class StopRequested(Event):
     reason: str
 
 
+class ScaleRequested(Event):
+    """An operator wants the job to have so many workers. ``request``: a number by which it is answered, as is each."""
+
+    request: int
+    workers: int
+
+
+class DrainRequested(Event):
+    """An operator wants no worker on this host any more; ``off``: may have some there again."""
+
+    request: int
+    host: str
+    off: bool = False
+
+
+class RemoveRequested(Event):
+    """An operator wants this worker to leave."""
+
+    request: int
+    worker: Worker
+
+
 class CheckpointMade(Event):
     """A commit is in the storage, whole: no failure can take it away any more."""
 
@@ -438,6 +460,14 @@ class EndJob(Action):
     """
 
     code: int
+    reason: Reason
+
+
+class AnswerRequest(Action):
+    """Tell the operator that this is being done, or why it is not."""
+
+    request: int
+    done: bool
     reason: Reason
 
 

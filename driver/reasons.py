@@ -52,12 +52,26 @@ class Why(enum.Enum):
     GONE_ON_WITHOUT = "gone on without"
     NOT_LEFT = "not left"
     REJECTED = "rejected"
+    SCALED_DOWN = "scaled down"
+    DRAINED = "drained"
+    REMOVED = "removed"
     CONNECTION_LOST = "connection lost"
     NOT_BACK = "not back"
     STRANDED = "stranded"
     RAISED = "raised"
     NOT_EXITED = "not exited"
     CANT_BE_KILLED = "can't be killed"
+    # An operator's request is done ...
+    SCALED = "scaled"
+    DRAINS = "drains"
+    DRAINS_NO_MORE = "drains no more"
+    REMOVES = "removes"
+    # ... or it is not.
+    FIXED_SIZE = "fixed size"
+    BELOW_LEAST = "below least"
+    NO_SUCH_HOST = "no such host"
+    NO_SUCH_WORKER = "no such worker"
+    LEAVES_ALREADY = "leaves already"
     # A world ends, and another begins.
     INIT_AGAIN = "init again"
     ENTERING = "entering"
@@ -238,6 +252,32 @@ def _ended(facts: Mapping[str, Any]) -> str:
     return f"{said}{early}{outside}{_words.format_field(facts.get('wrote'), 'wrote')}"
 
 
+def _scaled(facts: Mapping[str, Any]) -> str:
+    """``before`` is None where only the slots limited it."""
+    wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
+    was = "as many as there are slots" if before is None else str(before)
+    said = f"{counted(wanted, 'worker')} wanted, before {was}"
+    if facts["leave"]:
+        return f"{said}: {facts['leave']} of them {'leaves' if facts['leave'] == 1 else 'leave'} at the next commit"
+    if slots < wanted:
+        return f"{said}: only {counted(slots, 'slot')} can be used now, and more join as there are more"
+    return said
+
+
+def _drains(facts: Mapping[str, Any]) -> str:
+    host, workers, least = facts["host"], facts["workers"], facts["least"]
+    if not workers:
+        return f"nobody is started on {host} any more; no worker is there"
+    verb = "leaves" if workers == 1 else "leave"
+    if least:
+        when = f"as soon as {counted(least, 'worker')} of other hosts are there (--min-np)"
+    else:
+        when = "at the next commit"
+    return (
+        f"nobody is started on {host} any more, and its {counted(workers, 'worker')} {verb} {when}"
+    )
+
+
 def _machine_leaves(facts: Mapping[str, Any]) -> str:
     """The driver's own machine goes, and everybody with it."""
     said = f"this machine goes away ({facts['notice']})"
@@ -284,6 +324,18 @@ SENTENCES: dict[Why, Sentence] = {
     Why.GONE_ON_WITHOUT: "the job has gone on without it",
     Why.NOT_LEFT: "it did not leave in time",
     Why.REJECTED: "it was rejected",
+    Why.SCALED_DOWN: "{workers:+worker} wanted",
+    Why.DRAINED: "{host} is drained",
+    Why.REMOVED: "an operator has removed it",
+    Why.SCALED: _scaled,
+    Why.DRAINS: _drains,
+    Why.DRAINS_NO_MORE: "workers may be started on {host} again",
+    Why.REMOVES: "{worker} leaves at its next commit",
+    Why.FIXED_SIZE: "this job has a fixed size: begin it with --min-np or --max-np to change that while it runs",
+    Why.BELOW_LEAST: "{workers:+worker} wanted, and the job was begun with --min-np {least}; give at least {least}",
+    Why.NO_SUCH_HOST: "{host} is no host of this job; it has {hosts}",
+    Why.NO_SUCH_WORKER: "{worker} is no worker that runs",
+    Why.LEAVES_ALREADY: "{worker} leaves already: {leaving}",
     Why.CONNECTION_LOST: "its connection was lost",
     Why.NOT_BACK: "it did not come back to the restarted driver",
     Why.STRANDED: "it lost a peer outside elastic.run",

@@ -37,10 +37,12 @@ _MODULES = {
     "elastic.optimizer.join": "join",
     "elastic.monitoring.tracing": "start_timeline stop_timeline",
     "elastic.launcher.launch_function": "launch",
+    "elastic.launcher.running_job": "Job",
     "elastic.monitoring.reporting": "report Report",
     "elastic.monitoring.goodput": "goodput Goodput",
     "elastic.errors": (
-        "ElasticError Interrupted JobFailed NotInitialized PeerLost StateMismatch TensorMismatch WorldChanging"
+        "ElasticError Interrupted JobFailed NotInitialized PeerLost RequestRefused StateMismatch TensorMismatch"
+        " WorldChanging"
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from elastic.errors import *  # noqa: F403
     from elastic.exact.shards import Shards as Shards
     from elastic.launcher.launch_function import launch as launch
+    from elastic.launcher.running_job import Job as Job
     from elastic.monitoring.goodput import Goodput as Goodput
     from elastic.monitoring.goodput import goodput as goodput
     from elastic.monitoring.reporting import Report as Report

@@ -70,6 +70,10 @@ class JobFailed(ElasticError, RuntimeError):
     """
 
 
+class RequestRefused(ElasticError):
+    """A running job does not do what it was asked for; the message says why."""
+
+
 class JobOver(JobFailed):
     """As JobFailed, in a worker: the driver has said why, once for all, so it ends a worker without a traceback."""
 

@@ -48,8 +48,10 @@ from elastic.chaos.invariants.worker_records import WorkerRecords
 from elastic.chaos.invariants.world_sequence import WorldSequence
 from elastic.driver.events import (
     Action,
+    AnswerRequest,
     BreakWorld,
     CallOffChange,
+    DrainRequested,
     DriverRestarted,
     DumpStacks,
     EndJob,
@@ -61,7 +63,9 @@ from elastic.driver.events import (
     PrepareChange,
     PublishWorld,
     RejectWorker,
+    RemoveRequested,
     Report,
+    ScaleRequested,
     StartWorker,
     StopMembersAt,
     TellWorld,
@@ -77,7 +81,7 @@ from elastic.protocol.messages import Worker
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
 EXPLAIN_S = 12.0  # a gathering that takes longer has said why
-AFTER_THE_END = (LetGo, KillWorker, DumpStacks, Report)
+AFTER_THE_END = (AnswerRequest, LetGo, KillWorker, DumpStacks, Report)
 REPEATS = (WorkerReconnected, HostReported, DriverRestarted)  # answered with what holds already
 
 
@@ -181,6 +185,8 @@ class Invariants:
                 self._sequence.publishes(action, let_go)
             case TellWorld():
                 pass
+            case AnswerRequest(done=True):
+                self._answered()
             case (
                 BreakWorld(members=members)
                 | PrepareChange(members=members)
@@ -237,6 +243,20 @@ class Invariants:
             case EndJob():
                 self._job_end.ends(action)
 
+    def _answered(self) -> None:
+        """What an operator wanted is being done."""
+        match self.job.event:
+            case ScaleRequested(_, workers):
+                self.job.shrinks = self.job.shrinks or workers < self.job.workers_max
+                self.job.workers_max = workers
+            case DrainRequested(_, host, off):
+                (self.job.drained.discard if off else self.job.drained.add)(host)
+                for worker, known in self.job.workers.items():
+                    if worker.host == host:
+                        known.asked_to_leave = not off
+            case RemoveRequested(_, worker):
+                self.job.workers[worker].asked_to_leave = True
+
     def _concerns(self, action: Action, generation: int, members: list[Worker]) -> None:
         what = f"{type(action).__name__} is about generation {generation}, and {self.job.generation} is active"
         self.job.must(generation == self.job.generation, "ONE GENERATION", what)
@@ -265,6 +285,8 @@ class Invariants:
             ends = self.job.going_hosts[worker.host]
             what = f"{worker} is started on a machine that has announced its end, at {ends:.3f}"
             self.job.must(self.job.now >= ends, "NOTICES", what)
+        what = f"{worker} is started on a host that an operator has drained"
+        self.job.must(worker.host not in self.job.drained, "NOTICES", what)
         living = self.job.slots.get(slot)
         what = f"{worker} is started while {living} was not seen to exit"
         self.job.must(living is None, "ONE PER SLOT", what)
@@ -277,9 +299,10 @@ class Invariants:
             k for k in self.job.workers.values() if not (k.going or k.asked_to_leave or k.finished)
         ]
         settings = self.job.settings
-        most = settings.workers_max + settings.standbys
+        most = self.job.workers_max + settings.standbys
         what = f"{worker} is started as number {len(here)}, expected at most {most}"
         leaves = any(w.slot >= self.job.hosts.get(w.host, 0) for w in self.job.workers)
+        leaves = leaves or self.job.shrinks
         self.job.must(len(here) <= most or leaves, "SIZE", what)
         if self.job.first_ready_at is not None:
             self.job.awaits_init(worker, self.job.workers[worker])

@@ -58,6 +58,9 @@ class JobSoFar:
         self.ended_well: dict[tuple[str, int], Known] = {}  # with exit code 0, and unasked
         self.hosts: dict[str, int] = {}
         self.going_hosts: dict[str, float] = {}  # announced: when they end
+        self.drained: set[str] = set()  # hosts that an operator wants empty
+        self.workers_max = settings.workers_max  # as an operator has wanted it last
+        self.shrinks = False  # ... and there may be more yet
         self.generation = 0
         self.members: dict[Worker, int] = {}  # of the present world: rank
         self.base: Commit | None = None  # the present world began from it

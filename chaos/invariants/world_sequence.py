@@ -74,10 +74,11 @@ class WorldSequence:
             self.job.workers[w].asked_to_leave or w.slot >= self.job.hosts.get(w.host, 0)
             for w in workers
         )
-        most = self.job.settings.workers_max + leaving
+        most = self.job.workers_max + (leaving or self.job.shrinks)
+        self.job.shrinks = self.job.shrinks and len(workers) > self.job.workers_max
         what = f"a world of {len(workers)}, expected {least} to {most} workers"
         self.job.must(least <= len(workers) <= most, "SIZE", what)
-        if len(workers) < self.job.settings.workers_max and self.job.workers[workers[0]].running:
+        if len(workers) < self.job.workers_max and self.job.workers[workers[0]].running:
             here = {*workers, *let_go}
             for worker, known in self.job.workers.items():
                 if known.ready and known.running and not known.going and worker not in here:

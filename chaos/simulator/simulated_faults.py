@@ -15,7 +15,7 @@ from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_agent import SimulatedAgent
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker, newest
-from elastic.driver.events import Notice
+from elastic.driver.events import DrainRequested, Notice, RemoveRequested, ScaleRequested
 
 Fault = Callable[[SimulatedJob], None]
 
@@ -293,6 +293,30 @@ def slow_network(sim: SimulatedJob) -> None:
     sim.network.slow[host] = sim.clock.random.choice((3.0, 10.0))
 
 
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def scale(sim: SimulatedJob) -> None:
+    """To any size that the job may have, or to one that it may not."""
+    workers = sim.clock.random.randint(1, sim.workers + 2)
+    sim.note(f"scale to {workers}")
+    sim.driver.hear(ScaleRequested(0, workers))
+
+
+def drain(sim: SimulatedJob) -> None:
+    """Or have workers there again."""
+    host, off = sim.clock.random.choice([*sim.hosts, "unknown"]), sim.clock.chance(0.3)
+    sim.note(f"drain {host}{' no more' if off else ''}")
+    sim.driver.hear(DrainRequested(0, host, off))
+
+
+def remove(sim: SimulatedJob) -> None:
+    process = _one(sim)
+    if process is not None:
+        sim.note(f"remove {process.worker}")
+        sim.driver.hear(RemoveRequested(0, process.worker))
+
+
 # ---- the driver ------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +358,7 @@ MILD: list[Fault] = [
     freeze_driver,
 ]
 EVERY: list[Fault] = [*MILD, kill_many, raise_in_user_code]
+STEERED: list[Fault] = [scale, scale, drain, remove, kill_one, lose_host, crash_driver]
 WITH_NOTICE: list[Fault] = [announce_an_end, kill_one, leave, break_connections, crash_driver]
 ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that train on GPUs
 

@@ -47,6 +47,7 @@ _SAYS_NOTHING = {
     ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script will say where
 }
 NAMES = ("elasticrun", "horovodrun")
+COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
 _SLACK_S = 60.0  # a collective gives up by itself only when its worker has long been judged
@@ -83,6 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from elastic.driver.commandline import replay_cli
 
             return replay_cli.main(arguments[1:])
+        if arguments and arguments[0] in COMMANDS:
+            from elastic.driver.commandline import job_commands
+
+            return job_commands.main(arguments[0], arguments[1:], environ)
         if arguments and arguments[0] == "checkpoints":
             from elastic.driver.commandline import checkpoints_cli
 
@@ -257,6 +262,7 @@ def make_job(
             env=env,
         ),
         hosts=hosts,
+        own_slots=hosts is not None and options.hosts is None and options.hostfile is None,
         script=script,
         fleet=fleet,
         slots_per_host=_given(options.slots_per_host, 1),

@@ -51,6 +51,9 @@ examples:
       on every host on which `elasticrun agent` runs for this job, as they come and go
   elasticrun -np 4 --min-np 2 --journal job.journal --resume python train.py
       training outlives this driver; the same command again goes on with it
+
+commands on a job that runs (elasticrun COMMAND --help):
+  jobs, status, scale, drain, remove, stacks, logs, stop
 """
 
 

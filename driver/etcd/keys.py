@@ -5,6 +5,7 @@ All of it is under ``/hvd-elastic/<job>/``:
     hosts/<host>   HostRecord, under the lease of the host's agent
     driver         SeatRecord, under the lease of the driver that leads
     term           of the last driver that has led; stays
+    operators      host:port, where the last driver that has led hears operators; stays
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def job_root(job: str) -> str:
     if not job or "/" in job or not job.isprintable() or len(job) > NAME_LIMIT:
         raise Invalid(f"{job!r} can't be the name of a job; give a short one without '/'")
     return f"{ROOT}{job}/"
+
+
+def operators_key(job: str) -> str:
+    """Raises Invalid, as `job_root`."""
+    return f"{job_root(job)}operators"
 
 
 def check_host(host: str) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic.driver.discovery.interface import Discovery, Log
 from elastic.driver.discovery.local import LocalDiscovery
 from elastic.driver.discovery.script import ScriptDiscovery
+from elastic.driver.discovery.static import OwnSlots, StaticDiscovery
 from elastic.driver.job.multi_host_plan import FleetPlan
-from elastic.driver.network.hosts import ThisHost
+from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost
 from elastic.driver.processes.console import Write
-from elastic.driver.settings import Settings
+from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.protocol.report_values import Report
 
 
@@ -36,6 +37,7 @@ class Job:
     hosts: dict[str, int] | None  # host -> slots, in order of preference
     script: list[str] | None  # the discovery script, with an absolute path, and its arguments
     fleet: FleetPlan | None = None  # what is needed beyond this machine; None: nothing ever is
+    own_slots: bool = False  # nobody has said how many slots this machine has
     slots_per_host: int = 1  # of a host that the script prints without a number
     environ: dict[str, str] = field(default_factory=dict, repr=False)
     streams: tuple[Write, Write] | None = None  # in place of the driver's stdout and stderr
@@ -47,6 +49,9 @@ class Job:
         ""  # modules that a process for the next worker has imported; see `processes.prepared`
     )
     begun: Callable[[Stoppable], object] | None = None  # is given the driver, once there is one
+    steered: Callable[[str, bytes], object] | None = (
+        None  # is given where operators call, and their key
+    )
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
     gloo_timeout_s: float = 30.0  # for a group to form
     collective_timeout_s: float = 660.0  # when a collective gives up by itself
@@ -86,3 +91,21 @@ def script_discovery(
     assert job.script is not None
     script = ScriptDiscovery(job.script, log, default_slots=job.slots_per_host, known=known)
     return script if only is None else LocalDiscovery(script, only.elsewhere, log)
+
+
+def listed_hosts(job: Job, workers_max: int) -> Discovery:
+    """Hosts that were given, or this machine, with room for all workers that an operator has wanted before."""
+    assert job.hosts is not None
+    if not job.own_slots:
+        return StaticDiscovery(job.hosts)
+    [(host, slots)] = job.hosts.items()
+    asked = 0 if workers_max == UNBOUNDED else workers_max + job.settings.standbys
+    return OwnSlots({host: max(slots, asked)})
+
+
+def room_for(job: Job, discovery: Discovery) -> Callable[[int], Awaitable[None]] | None:
+    """How this machine gets more slots, if nobody has said how many it has."""
+    if not isinstance(discovery, OwnSlots):
+        return None
+    own = discovery
+    return lambda workers: own.make_room(min(SLOTS_LIMIT, workers + job.settings.standbys))

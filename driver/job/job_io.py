@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from elastic.driver.events import Action, Event
 from elastic.driver.job.job import Job
+from elastic.driver.job.steering.messages import PURPOSE
+from elastic.driver.job.steering.steering import OperatorDesk, Steering
 from elastic.driver.monitoring.dashboard import page_server
 from elastic.driver.monitoring.dashboard.http_requests import Guard
 from elastic.driver.monitoring.dashboard.live_page import LivePage
@@ -25,7 +27,7 @@ from elastic.driver.monitoring.explain.run_report import RunReport
 from elastic.driver.monitoring.time_spent import TimeSpent, summary
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.choose_address import is_loopback
-from elastic.driver.network.secret import derived
+from elastic.driver.network.secret import SECRET_BYTES, derived
 from elastic.driver.processes.console import Console, is_terminal, write_both
 from elastic.driver.processes.output import Output
 from elastic.driver.sinks import Log
@@ -60,6 +62,7 @@ class Surroundings:
     spent: TimeSpent | None  # for a summary at the end
     report: RunReport | None
     page: LivePage
+    desk: OperatorDesk
     place_of: Callable[[Worker], Place | None]
 
     level: str  # of the console
@@ -137,7 +140,10 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
         if job.report is not None:
             report = RunReport(Path(job.report), job.command, job.settings)
         around = Surroundings(
-            console, output, tracing, metrics, spent, report, page, lambda worker: None, level
+            *(console, output, tracing, metrics, spent, report, page),
+            operator_desk(job, page, console),
+            lambda worker: None,
+            level,
         )
         found.append(around)
         yield around
@@ -162,6 +168,20 @@ def _write(report: RunReport, log: Log) -> None:
         log("warning", f"there is no report of this job: {error}")
     else:
         log("info", f"the report of this job: {report.file}")
+
+
+def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorDesk:
+    """Not open yet."""
+    secret = secrets.token_bytes(SECRET_BYTES) if job.fleet is None else job.fleet.secret
+    key = derived(secret, PURPOSE)
+    steering = Steering(
+        name=job.name,
+        key=key,
+        command=job.command,
+        journal=job.journal or "",
+        environ=job.environ,
+    )
+    return OperatorDesk(steering, page, log)
 
 
 async def serve_page(job: Job, around: Surroundings) -> None:

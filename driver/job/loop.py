@@ -23,6 +23,7 @@ from elastic.checkpoints.options import RUN
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.events import (
     Action,
+    AnswerRequest,
     BreakWorld,
     CallOffChange,
     CheckpointMade,
@@ -161,7 +162,7 @@ class Driver:
     ``past``: what the driver before this one has left, if membership was rebuilt from its journal. ``listening`` is
     awaited with the address at which this driver is found, before anything else happens. ``reported`` is called with
     each report of a worker, in the event loop's thread. ``leaves`` is called at SIGTERM, which then ends this driver
-    and not the job.
+    and not the job. ``answered`` is called with each answer to an operator's request.
     After ``run``: ``places`` has the members of the last world, ``results`` what they sent as their value.
     """
 
@@ -181,6 +182,7 @@ class Driver:
         listening: Callable[[Address], Awaitable[None]] | None = None,
         reported: Callable[[WorkerReport], object] | None = None,
         leaves: Callable[[], None] | None = None,
+        answered: Callable[[AnswerRequest], None] = lambda answer: None,
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
@@ -193,6 +195,7 @@ class Driver:
         self._offset = past.clock_offset if past else 0.0
         self._listening = listening
         self._leaves = leaves
+        self._answered = answered
         self._membership = membership
         self._server = server
         self._launcher = launcher
@@ -240,6 +243,14 @@ class Driver:
             self._early_stop = (reason, code)
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop, reason, code)
+
+    def tell(self, event: Event) -> None:
+        """An operator's request. From the event loop's thread, once the job runs."""
+        self._post(event)
+
+    def dump(self, worker: Worker) -> None:
+        """Have a worker write its stacks to its stderr, because somebody asks."""
+        self._launcher.dump(worker)
 
     async def run(self) -> int:
         """The whole job. Returns its exit code; no worker is left when it does. Raises OSError if it can't listen."""
@@ -553,6 +564,9 @@ class Driver:
                 return self._end(action)
             case Report(level, text):
                 return (level, text)
+            case AnswerRequest(_, done, reason):
+                self._answered(action)
+                return ("info", f"an operator's request is {'' if done else 'not '}done: {reason}")
             case ReportRecovery():
                 return ("info", recovery_line(action))
             case _:

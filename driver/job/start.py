@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic.driver.discovery.interface import Discovery
-from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.job import loop
-from elastic.driver.job.job import Job, first_hosts, script_discovery
+from elastic.driver.job.job import Job, first_hosts, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import Surroundings, serve_page, surroundings
 from elastic.driver.job.multi_host_plan import FleetPlan
 from elastic.driver.journal.entries import header_of
@@ -46,21 +45,28 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
     this_host = this_host or ThisHost()
     with surroundings(job) as around:
         await serve_page(job, around)
-        fleet = job.fleet
-        known = None
-        if job.script is not None:
-            known = await first_hosts(job, around.console)
-            elsewhere = [host for host in known if this_host.elsewhere(host) is not None]
-            if fleet is not None and not fleet.needed:
-                fleet = replace(fleet, needed=bool(elsewhere) or await _may_grow(fleet))
-        if fleet is None or not fleet.needed:
-            outcome = await _alone(job, around, known, this_host)
-        else:
-            from elastic.driver.job.start_multi_host import start_fleet
-
-            outcome = Outcome(*await start_fleet(job, fleet, around, known, this_host))
+        await around.desk.open()
+        try:
+            outcome = await _started(job, around, this_host)
+        finally:
+            await around.desk.close()
         around.stopped = outcome.code in loop.STOP_CODES.values()
         return outcome
+
+
+async def _started(job: Job, around: Surroundings, this_host: ThisHost) -> Outcome:
+    fleet = job.fleet
+    known = None
+    if job.script is not None:
+        known = await first_hosts(job, around.console)
+        elsewhere = [host for host in known if this_host.elsewhere(host) is not None]
+        if fleet is not None and not fleet.needed:
+            fleet = replace(fleet, needed=bool(elsewhere) or await _may_grow(fleet))
+    if fleet is None or not fleet.needed:
+        return await _alone(job, around, known, this_host)
+    from elastic.driver.job.start_multi_host import start_fleet
+
+    return Outcome(*await start_fleet(job, fleet, around, known, this_host))
 
 
 async def _may_grow(fleet: FleetPlan) -> bool:
@@ -79,7 +85,7 @@ async def _alone(
         discovery: Discovery = script_discovery(job, known, console, only=this_host)
     else:
         assert job.hosts is not None, "hosts that come by themselves need agents"
-        discovery = StaticDiscovery(job.hosts)
+        discovery = listed_hosts(job, membership.workers_max)
     journal = Journal()
     if job.journal:
         warned = Upkeep(failed=lambda text: console("warning", text))
@@ -129,7 +135,9 @@ async def _alone(
         noted=around.noted,
         tracing=around.tracing,
         reported=lambda report: around.told(report, job.reported),
+        answered=around.desk.answered,
     )
+    around.desk.serves(driver, room_for(job, discovery))
     if job.begun is not None:
         job.begun(driver)
     code = await driver.run()

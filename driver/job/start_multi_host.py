@@ -21,14 +21,13 @@ from elastic.driver.agents.fleet import AGENTS, Fleet, silence_s
 from elastic.driver.agents.messages import Hire
 from elastic.driver.agents.open_files import allow_hosts
 from elastic.driver.discovery.interface import Discovery
-from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.etcd.journal import EtcdArchive
-from elastic.driver.etcd.keys import job_root
+from elastic.driver.etcd.keys import job_root, operators_key
 from elastic.driver.etcd.leadership import Deposed
 from elastic.driver.events import Action, Event, PublishWorld
 from elastic.driver.job import loop
 from elastic.driver.job.election import Lead, lead
-from elastic.driver.job.job import Job, script_discovery
+from elastic.driver.job.job import Job, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import Surroundings
 from elastic.driver.job.multi_host_plan import FleetPlan, PodSource
 from elastic.driver.journal.copy import Copied, copied_to
@@ -199,6 +198,7 @@ class _Run:
             environ_of=None if plan.provider is None else plan.provider.environ_of,
             deposed=lambda: self.lost is not None and self.lost.is_set(),
         )
+        discovery = self._discovery(known, lambda event: fleet.noticed(event))
         driver = loop.Driver(
             loop.JobRuntime(
                 settings=job.settings,
@@ -212,9 +212,7 @@ class _Run:
             membership=self.membership,
             server=fleet.workers,
             launcher=fleet,
-            discovery=Overheard(
-                self._discovery(known, lambda event: fleet.noticed(event)), fleet.listed
-            ),
+            discovery=Overheard(discovery, fleet.listed),
             journal=journal,
             log=self.log,
             noted=self._noted,
@@ -223,7 +221,9 @@ class _Run:
             listening=self._announce,
             reported=lambda report: self.around.told(report, job.reported),
             leaves=self._leave if plan.left_by_sigterm else None,
+            answered=self.around.desk.answered,
         )
+        self.around.desk.serves(driver, room_for(job, discovery))
         if past is not None:
             self._show_adopted()
             count = len(past.membership.roster)
@@ -339,8 +339,7 @@ class _Run:
 
             assert self.lead is not None
             return EtcdDiscovery(self.lead.etcd, self.plan.name, self.log)
-        assert self.job.hosts is not None
-        return StaticDiscovery(self.job.hosts)
+        return listed_hosts(self.job, self.membership.workers_max)
 
     def _pods(
         self, pods: PodSource, fallback: Discovery | None, noticed: Callable[[Event], None]
@@ -357,6 +356,19 @@ class _Run:
             await self.plan.provider.listening(str(address))
         if self.lead is not None:
             await self.lead.leadership.announce(str(address))
+        await self._announce_desk(address.host)
+
+    async def _announce_desk(self, interface: str) -> None:
+        """Operators elsewhere find this driver as its agents do: by etcd, or by Ray."""
+        if self.lead is None and self.job.steered is None:
+            return
+        desk = self.around.desk
+        address = str(await desk.listen(interface, _tls(self.plan)))
+        if self.job.steered is not None:
+            self.job.steered(address, desk.job.key)
+        if self.lead is not None:
+            key = operators_key(self.plan.name)
+            await self.lead.leadership.transact([(key, address.encode())])
 
     # ---- what is kept for the next driver --------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ agent that reaped the process, and whoever cannot be reached is killed first.
 
 Here is which part answers which event, and what is looked at after each. `worlds` has the transitions between phases,
 `worker_reports` what workers say, `failures` what broken worlds and dead workers mean, `reconnect` what is said
-again, `frozen` and `stuck` who holds the others up, `notices` whose machine goes away, `worker_pool` which processes
-run, `root_cause` whose fault it was.
+again, `frozen` and `stuck` who holds the others up, `notices` whose machine goes away, `requests` what operators want,
+`worker_pool` which processes run, `root_cause` whose fault it was.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from collections.abc import Iterator
 
 from elastic.driver.events import (
     Action,
+    AnswerRequest,
     CheckpointMade,
+    DrainRequested,
     DriverRestarted,
     EndJob,
     Event,
     HostReported,
     HostsChanged,
     LetGo,
+    RemoveRequested,
+    ScaleRequested,
     StopRequested,
     TimePassed,
     WorkerConnected,
@@ -46,6 +50,7 @@ from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.notices import Notices
 from elastic.driver.membership.reconnect import Reconnections
+from elastic.driver.membership.requests import OperatorRequests
 from elastic.driver.membership.root_cause import describe_exit
 from elastic.driver.membership.roster import Roster, Stage
 from elastic.driver.membership.worker_reports import IllegalEvent, WorkerReports
@@ -106,6 +111,11 @@ class Membership:
     def verdict(self) -> EndJob | None:
         """How the job ends, once that is decided."""
         return self.worlds.verdict
+
+    @property
+    def workers_max(self) -> int:
+        """Of the largest world, as it was wanted last."""
+        return self.worlds.staff.workers_max
 
     @property
     def stragglers(self) -> frozenset[Worker]:
@@ -175,6 +185,8 @@ class Membership:
                 self.notices.checkpoint_made(event)
             case StopRequested():
                 self.worlds.end(1, in_words(event.reason))
+            case ScaleRequested() | DrainRequested() | RemoveRequested():
+                OperatorRequests(self.worlds).handle(event)
             case TimePassed() | WorkerSpent():
                 pass  # deadlines are looked at after every event
             case _:
@@ -207,6 +219,8 @@ class Membership:
                     self.roster.remove(gone.worker)
             case DriverRestarted() if self.verdict is not None:
                 self.worlds.orders.do(self.verdict)
+            case ScaleRequested(request) | DrainRequested(request) | RemoveRequested(request):
+                self.worlds.orders.do(AnswerRequest(request, False, because(Why.JOB_OVER)))
             case WorkerFrozen() if event.worker in self.roster:
                 standing = self.roster[event.worker]
                 if not standing.frozen:
@@ -225,8 +239,8 @@ class Membership:
         slots = [s.slot for s in self.roster.values()]
         assert len(set(slots)) == len(slots), "two live processes in one slot"
         assert len(set(self.members)) == len(self.members)
-        leaving = any(s.leaving for s in self.worlds.live())
-        assert len(self.worlds.live()) <= self.settings.workers_max + leaving
+        leaving = sum(s.leaving is not None for s in self.worlds.live())
+        assert len(self.worlds.live()) <= self.worlds.staff.workers_max + leaving
         deadline = self.next_deadline()
         assert deadline is None or deadline > self.worlds.orders.now, (
             "a deadline that would be met for ever"

@@ -134,7 +134,9 @@ class Notices(Part):
         self._clear(host)
         self.staff.slots.reopen(host)
         for standing in self.roster.hosts.get(host, {}).values():
-            if standing.in_plans and (standing.noticed or standing.leaving == why):
+            leaving = standing.leaving
+            drained = leaving is not None and leaving.kind is Why.DRAINED  # by an operator, too
+            if standing.in_plans and not drained and (standing.noticed or leaving == why):
                 standing.leaving, standing.noticed = None, False
 
     def _clear(self, host: str) -> None:

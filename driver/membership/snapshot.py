@@ -351,8 +351,8 @@ ADDED: dict[str, dict[str, Any]] = {
     "HostReported": {"notice": None},
     "WorkerExited": {"out_of_memory": False},
     "Standing": {"noticed": False, "stands_by": False},
-    "Workforce": {"spare": 0},
-    "Slots": {"_closed": {}},
+    "Workforce": {"spare": 0, "asked": None},
+    "Slots": {"_closed": {}, "_drained": set()},
 }
 
 

@@ -14,6 +14,7 @@ from elastic.chaos.simulator.simulated_faults import (
     EVERY,
     MILD,
     ON_GPUS,
+    STEERED,
     WITH_NOTICE,
     Weather,
     hang_the_network,
@@ -22,7 +23,14 @@ from elastic.chaos.simulator.simulated_faults import (
 from elastic.chaos.simulator.simulated_network import Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
-from elastic.driver.events import Notice, PublishWorld, TellStandby
+from elastic.driver.events import (
+    AnswerRequest,
+    DrainRequested,
+    Notice,
+    PublishWorld,
+    ScaleRequested,
+    TellStandby,
+)
 from elastic.driver.reasons import Why
 from elastic.protocol.messages import Worker
 
@@ -263,6 +271,41 @@ def test_machines_that_announce_their_end_never_cost_the_job(first):
         outcome = Simulation(
             seed, workers=WORKERS, steps=150, faults=12, mild=True, weather=weather
         ).run()
+        assert outcome.code == 0, f"seed {seed}: {outcome}"
+
+
+def test_what_an_operator_wants_costs_no_step_and_breaks_no_world():
+    sim = Simulation(3, workers=4, steps=1500, faults=0, mild=True, weather=Weather())
+    for at, event in (
+        (10.0, ScaleRequested(1, 3)),
+        (20.0, ScaleRequested(2, 4)),
+        (30.0, DrainRequested(3, "h0")),
+        (40.0, DrainRequested(4, "h0", True)),
+    ):
+        sim.clock.at(at, sim.driver.hear, event)
+    outcome = sim.run()
+    assert outcome.code == 0
+    actions = [action for entry in sim.driver.entries for action in entry.actions]
+    assert [a.done for a in actions if isinstance(a, AnswerRequest)] == [True] * 4
+    sizes = [len(a.members) for a in actions if isinstance(a, PublishWorld)]
+    assert sizes[:5] == [4, 4, 3, 4, 2] and sizes[-1] == 4, sizes
+    assert "BreakWorld" not in sim.story() and "KillWorker" not in sim.story()
+
+
+@pytest.mark.parametrize("first", some(range(0, 200, 5), 4))
+def test_operators_never_cost_the_job(first):
+    """They scale, drain and remove as they like, while workers, hosts and drivers are lost."""
+    for seed in range(first, first + 5):
+        sim = Simulation(
+            seed,
+            workers=WORKERS,
+            steps=150,
+            faults=12,
+            mild=True,
+            standbys=seed % 2,
+            weather=Weather(faults=STEERED),
+        )
+        outcome = sim.run()
         assert outcome.code == 0, f"seed {seed}: {outcome}"
 
 

@@ -37,12 +37,14 @@ class Slots:
         self._closed: dict[
             str, float
         ] = {}  # hosts that go away: until when nobody is started there
+        self._drained: set[str] = set()  # hosts that an operator wants empty
 
     def announce(self, hosts: dict[str, int]) -> None:
         """Discovery's whole list, in order of preference."""
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
             self._closed.pop(host, None)
+            self._drained.discard(host)  # it comes back as another machine
         # Announced again, or larger: slots that were left may be used again.
         grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
         self._left = {slot for slot in self._left if slot[0] not in grown}
@@ -100,6 +102,31 @@ class Slots:
         """Whether its machine goes away."""
         return now < self._closed.get(host, now)
 
+    def drain(self, host: str) -> None:
+        """Nobody is started there until it is `refill`ed, or has left the list."""
+        self._drained.add(host)
+        self.version += 1
+
+    def refill(self, host: str) -> None:
+        self._drained.discard(host)
+        self.version += 1
+
+    def drained(self, host: str) -> bool:
+        return host in self._drained
+
+    @property
+    def hosts(self) -> list[str]:
+        """Those that are listed."""
+        return [*self._hosts]
+
+    def open(self, now: float) -> int:
+        """How many slots there are on hosts that stay."""
+        return sum(
+            count
+            for host, count in self._hosts.items()
+            if host not in self._drained and not self.closed(host, now)
+        )
+
     def complete(self, slot: Slot) -> None:
         """Its program came to its end."""
         self.completed.add(slot)
@@ -126,7 +153,7 @@ class Slots:
 
     def _usable(self, taken: Collection[Slot]) -> Iterator[tuple[Slot, float]]:
         for slot in rank_order.slots(self._hosts):
-            if slot not in taken and slot not in self.completed:
+            if slot not in taken and slot not in self.completed and slot[0] not in self._drained:
                 ready_at = self.cooldown.ready_at(slot)
                 if ready_at is not None:
                     yield slot, max(ready_at, self._closed.get(slot[0], ready_at))

@@ -29,12 +29,18 @@ class Workforce:
         self.slots = Slots(settings)
         self.last_output = ""
         self.spare = 0  # workers wanted beyond the largest world
+        self.asked: int | None = None  # an operator wants so many in place of workers_max
         # Since then somebody may wait for others to start.
         self._first_ready_at: float | None = None
         # What slots were looked at for, and that nothing happens to them before then.
         self._looked_at: tuple[int, ...] | None = None
         self._look_again_at = 0.0
         self._cooling: tuple[tuple[int, int, bool] | None, float] = (None, 0.0)
+
+    @property
+    def workers_max(self) -> int:
+        """Of the largest world, as it was wanted last."""
+        return self.settings.workers_max if self.asked is None else self.asked
 
     # ---- coming ----------------------------------------------------------------------------------------------------
 
@@ -44,7 +50,8 @@ class Workforce:
         if wanted <= 0 or (not self.settings.elastic and self.slots.started):
             return
         # Looking at every slot after each of many events would take too long where nothing has changed.
-        state = (self.roster.version, self.slots.version, self.roster.staying(), self.spare)
+        most = self.workers_max + self.spare
+        state = (self.roster.version, self.slots.version, self.roster.staying(), most)
         if state == self._looked_at and self.orders.now < self._look_again_at:
             return
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
@@ -95,7 +102,7 @@ class Workforce:
     def _wanted(self) -> int:
         if not self.slots.known:
             return 0
-        most = self.settings.workers_max + self.spare
+        most = self.workers_max + self.spare
         return most - self.roster.staying() - len(self.slots.completed)
 
     def _taken(self) -> Collection[tuple[str, int]]:

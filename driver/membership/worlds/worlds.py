@@ -398,7 +398,7 @@ class Worlds:
             sorted(new, key=lambda s: self.staff.slots.order(s.worker)),
             commits,
             workers_min=self.patience.needed(),
-            workers_max=self.settings.workers_max,
+            workers_max=self.staff.workers_max,
             layout=self.world.layout,
         )
 

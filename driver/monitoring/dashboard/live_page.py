@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from elastic.driver.events import Action, Event
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
+from elastic.driver.monitoring.dashboard.page_state import Patch
+from elastic.driver.monitoring.dashboard.worker_grid import slot_of
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 from elastic.protocol.report_values import Report
@@ -36,6 +38,32 @@ class LivePage:
         self._server = server
         if server is not None:
             await server.open()
+
+    # ---- what operators ask ----------------------------------------------------------------------------------------
+
+    def whole(self) -> Patch:
+        """The state of the page."""
+        return self.model.full(time.time())
+
+    def members(self) -> list[Worker]:
+        """Of the present world, in rank order."""
+        rows = self.model.state.tables["workers"].values()
+        ranked = sorted((row["rank"], row) for row in rows if row["rank"] is not None)
+        return [Worker(row["host"], row["slot"], row["start"]) for _, row in ranked]
+
+    def worker_of(self, name: str) -> Worker | None:
+        """The one with this rank, or in the slot ``host:slot``, ``host:slot#start`` where that is the one there."""
+        slot, _, start = name.partition("#")
+        for key, row in self.model.state.tables["workers"].items():
+            same = slot == key or (name.isdecimal() and row["rank"] == int(name))
+            if same and start in ("", str(row["start"])):
+                return Worker(row["host"], row["slot"], row["start"])
+        return None
+
+    def stack_of(self, worker: Worker) -> str:
+        """What it has written of its stacks, the last time."""
+        row = self.model.state.tables["stacks"].get(slot_of(worker))
+        return row["text"] if row is not None else ""
 
     def close(self) -> None:
         if self._server is not None:

@@ -26,9 +26,11 @@ import msgspec
 
 from elastic.driver.events import (
     Action,
+    AnswerRequest,
     BreakWorld,
     CallOffChange,
     CheckpointMade,
+    DrainRequested,
     DumpStacks,
     EndJob,
     Event,
@@ -43,6 +45,7 @@ from elastic.driver.events import (
     PublishWorld,
     RejectWorker,
     ReportRecovery,
+    ScaleRequested,
     StartWorker,
     TellStandby,
     WorkerConnected,
@@ -113,6 +116,8 @@ class PageModel:
         self._at(now)
         self.spent.note(event, actions, now)
         self._happened(event)
+        if any(isinstance(action, AnswerRequest) and action.done for action in actions):
+            self._requested(event)
         decided: dict[tuple[str, str], list[str]] = {}  # whom, by what and why
         for action in actions:
             self._decided(action)
@@ -135,10 +140,6 @@ class PageModel:
         self._grid.published(members, now)
         self._job(phase="training", generation=generation, size=len(members))
         self.state.add("world", [now, len(members)])
-
-    def limits(self, *, least: int, most: int) -> None:
-        """The job may have so many workers from here on."""
-        self._job(least=least, most=most)
 
     def report(self, rank: int, metrics: Mapping[str, Any], now: float) -> None:
         """What a worker has reported: numbers of the outermost dict."""
@@ -267,6 +268,17 @@ class PageModel:
                 grid.host(host, state="up" if notice is None else "leaving")
             case HostLost(host, reason):
                 grid.lost_host(host, reason, now)
+            case _:
+                pass
+
+    def _requested(self, event: Event) -> None:
+        """By an operator, and it is being done."""
+        match event:
+            case ScaleRequested(_, workers):
+                self._job(most=workers)
+            case DrainRequested(_, host, off):
+                note = "" if off else "no worker is started there any more"
+                self._grid.host(host, state="up" if off else "drained", note=note)
             case _:
                 pass
 
@@ -401,6 +413,8 @@ def _told(action: Action) -> tuple[str, str, str] | None:
             return "call off", f"generation {generation}", str(reason)
         case EndJob(code, reason):
             return "end", f"exit code {code}", str(reason)
+        case AnswerRequest(_, done, reason):
+            return "operator", "done" if done else "refused", str(reason)
         case _:
             return None
 

@@ -15,7 +15,7 @@ The whole state is the patch that leads to it from nothing (`full`). The section
           goodput     workers: seconds by part; job: seconds by stretch; counts: of stretches; ratio: training / all
           held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: who is waited for now; who waits
                       less than the others do, the worst first
-    rows  hosts       by name: slots, state (up, leaving, lost), order
+    rows  hosts       by name: slots, state (up, leaving, drained, lost), order, note
           workers     by host:slot: host, slot, start, pid, rank, state (STATES), since, note
           stacks      by host:slot: at, why, text
           reported    by name: rank, value, at: the last number under it of the lowest rank that has any
@@ -68,6 +68,7 @@ class PageState:
             "reported": {},
         }
         self.series: dict[str, deque[Any]] = {n: deque(maxlen=tail) for n, tail in TAILS.items()}
+        self.counts: dict[str, int] = dict.fromkeys(TAILS, 0)  # of all that were ever added
         self._pending = Pending()
 
     @property
@@ -91,10 +92,17 @@ class PageState:
     def add(self, name: str, item: Any) -> None:
         """One more item of a series."""
         self.series[name].append(item)
+        self.counts[name] += 1
         items = self._pending.add.setdefault(name, [])
         items.append(item)
         if len(items) > 2 * TAILS[name]:  # nobody looks
             del items[: TAILS[name]]
+
+    def since(self, name: str, after: int) -> tuple[int, list[Any]]:
+        """The number of the last item of a series, and the items after that of this number that are kept."""
+        last = self.counts[name]
+        wanted = max(0, last - max(0, after))
+        return last, list(self.series[name])[-wanted:] if wanted else []
 
     def patch(self, now: float) -> Patch:
         """What has changed since it was asked last."""

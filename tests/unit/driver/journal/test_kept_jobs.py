@@ -33,7 +33,7 @@ def test_together_they_hold_every_kind_of_event_and_action_but_one(tmp_path):
         told |= {type(entry.event).__name__ for entry in entries}
         told |= {type(action).__name__ for entry in entries for action in entry.actions}
     known = {each.__name__ for each in (*Event.__subclasses__(), *Action.__subclasses__())}
-    # The journals were kept before there were checkpoints, digests of them, and notices.
+    # The journals were kept before there were checkpoints, digests of them, notices, and operators.
     later = {
         "CheckpointMade",
         "WorkerDiffers",
@@ -42,5 +42,9 @@ def test_together_they_hold_every_kind_of_event_and_action_but_one(tmp_path):
         "HastenCheckpoint",
         "TellStandby",
         "WorkerSpent",
+        "ScaleRequested",
+        "DrainRequested",
+        "RemoveRequested",
+        "AnswerRequest",
     }
     assert known - told <= {"TellWorld", *later}

@@ -8,8 +8,10 @@ import pytest
 
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
+    AnswerRequest,
     BreakWorld,
     CheckpointMade,
+    DrainRequested,
     DumpStacks,
     EndJob,
     HostLost,
@@ -19,6 +21,7 @@ from elastic.driver.events import (
     Member,
     PublishWorld,
     ReportRecovery,
+    ScaleRequested,
     StartWorker,
     TellStandby,
     TimePassed,
@@ -219,6 +222,19 @@ def test_a_recovery_and_the_end():
         1,
         "too few",
     ]
+
+
+def test_what_an_operator_has_wanted():
+    page = training(A, B)
+    done, refused = (AnswerRequest(1, each, in_words("so")) for each in (True, False))
+    page.note(ScaleRequested(1, 3), [done], 20.0)
+    page.note(ScaleRequested(1, 1), [refused], 21.0)
+    page.note(DrainRequested(1, "h"), [done], 22.0)
+    assert page.state.values["job"]["most"] == 3
+    assert page.state.tables["hosts"]["h"]["state"] == "drained"
+    page.note(DrainRequested(1, "h", off=True), [done], 23.0)
+    assert page.state.tables["hosts"]["h"]["state"] == "up"
+    assert page.state.series["decisions"][-3][1:] == ["operator", "refused", "so"]
 
 
 def test_what_another_driver_has_left():

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from elastic.driver.events import AnswerRequest, ScaleRequested
 from elastic.driver.monitoring.dashboard import page_server
 from elastic.driver.monitoring.dashboard.http_requests import Guard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.dashboard.page_state import applied
+from elastic.driver.reasons import in_words
 from elastic.errors import Invalid
 
 ASK = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -148,7 +150,8 @@ def test_who_does_not_read_is_dropped_and_nobody_waits_for_it(monkeypatch):
             await event(reader)
             page.model.state.values["job"]["command"] = "x" * 1_000_000
             for number in range(40):
-                page.model.limits(least=2, most=number)
+                request = AnswerRequest(1, True, in_words("done"))
+                page.model.note(ScaleRequested(1, number), [request], 100.0)
                 page.server.changed()
                 assert (await event(reader))[1]["set"]["job"]["most"] == number
             slow.settimeout(5.0)

@@ -1,0 +1,307 @@
+"""``elasticrun status``, ``scale``, ``drain`` and their like: what an operator says to a job that runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.driver.commandline import job_tables
+from elastic.driver.commandline.arguments import Parser, seconds, whole
+from elastic.driver.commandline.flags import Options
+from elastic.driver.commandline.multi_host_flags import add_etcd, add_security
+from elastic.driver.commandline.multi_host_options import etcd_access, tls_files
+from elastic.driver.job.steering import messages
+from elastic.driver.job.steering.client import (
+    JobAddress,
+    JobClient,
+    JobUnreachable,
+    find_job,
+    key_of,
+)
+from elastic.driver.job.steering.runtime_folder import records
+from elastic.driver.network.secret import read_secret
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Says what a running job does, or changes it. A job is found by its name, by the process of its driver, or by its
+journal; where just one runs on this machine, it is that. One that is led from another machine is found by etcd."""
+
+WATCH_S = 0.5
+FOLLOW_S = 0.2
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command. ``words``: how many it takes at least and at most. ``own``: whether a first word more is the job."""
+
+    usage: str
+    text: str
+    words: tuple[int, int]
+    named: bool = True
+
+
+VERBS: dict[str, Verb] = {
+    "jobs": Verb("", "The jobs of this user on this machine.", (0, 0), named=False),
+    "status": Verb("[JOB]", "Workers, world, commits, goodput.", (0, 0)),
+    "scale": Verb("[JOB] N", "From here on the job wants N workers.", (1, 1)),
+    "drain": Verb(
+        "[JOB] HOST", "Its workers leave, if enough others stay; nobody is started there.", (1, 1)
+    ),
+    "remove": Verb(
+        "[JOB] WORKER", "A worker, by rank or as host:slot, leaves at its next commit.", (1, 1)
+    ),
+    "stacks": Verb(
+        "[JOB] [RANK]",
+        "The Python stacks of all threads of a worker, or of the first eight.",
+        (0, 1),
+    ),
+    "logs": Verb(
+        "[JOB] [RANK]", "The last lines of the driver and the workers, or of one.", (0, 1)
+    ),
+    "stop": Verb("[JOB]", "End the job, as SIGTERM does; a second time at once.", (0, 0)),
+}
+
+
+@dataclass
+class CommandOptions(Options):
+    """Flags as given."""
+
+    json: bool = False
+    watch: bool = False
+    follow: bool = False
+    off: bool = False
+    wait: float | None = None
+    least_lines: int | None = None
+
+
+def command_parser(name: str) -> Parser:
+    """All flags of one command."""
+    verb = VERBS[name]
+    parser = Parser(
+        prog=f"elasticrun {name}",
+        usage=f"elasticrun {name} [flags] {verb.usage}".rstrip(),
+        description=f"{verb.text}\n\n{DESCRIPTION}",
+    )
+    add = parser.group("what")
+    if name in ("status", "jobs", "stacks", "logs"):
+        add("--json", None, None, "As JSON.")
+    if name == "status":
+        add("--watch", None, None, "Go on, until Ctrl-C.")
+    if name == "logs":
+        add("-f --follow", None, None, "Go on, until Ctrl-C or the end of the job.")
+        add("--lines", "N", whole(1), "So many (default: 100).", dest="least_lines")
+    if name == "drain":
+        add("--off", None, None, "Workers may be started there again.")
+    if name == "scale":
+        add("--wait", "S", seconds, "Return when so many train together, within S seconds.")
+    if verb.named:
+        add = parser.group("which job")
+        add("--journal", "FILE", str, "The one that writes this journal.")
+        add_etcd(add)
+        add_security(add)
+    add = parser.group("general")
+    add("-h --help", None, None, "Show this.", action="help")
+    return parser
+
+
+def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The exit code: 1 where the job says no, or can't be asked. Raises Invalid."""
+    verb = VERBS[name]
+    parser = command_parser(name)
+    options = CommandOptions()
+    own, words = _parted(parser, arguments)
+    parser.parse_args(own, namespace=options)
+    least, most = verb.words
+    job = options.job_name or ""
+    if verb.named and not job and len(words) > least and (len(words) > most or _is_job(words[0])):
+        job, *words = words
+    if not least <= len(words) <= most:
+        raise Invalid(
+            f"elasticrun {name} takes {verb.usage or 'no words'}; see elasticrun {name} --help"
+        )
+    if name == "jobs":
+        return _jobs(options, environ)
+    try:
+        with JobClient(_found(job, options, environ)) as client:
+            return _RUN[name](client, words, options)
+    except JobUnreachable as error:
+        print(f"elasticrun {name}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parted(parser: Parser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags and words, which may stand among each other."""
+    own: list[str] = []
+    words: list[str] = []
+    rest = list(arguments)
+    while rest:
+        flags, rest = parser.split(rest)
+        own += flags
+        words += rest[:1]
+        rest = rest[1:]
+    return own, words
+
+
+def _is_job(word: str) -> bool:
+    """A first word that can't be a rank or a slot."""
+    return not word.isdecimal() and ":" not in word
+
+
+def found_job(arguments: Sequence[str], environ: Mapping[str, str]) -> JobAddress:
+    """The job that flags of ``status`` name. Raises Invalid."""
+    options = CommandOptions()
+    command_parser("status").parse_args(arguments, namespace=options)
+    return _found(options.job_name or "", options, environ)
+
+
+def _found(job: str, options: CommandOptions, environ: Mapping[str, str]) -> JobAddress:
+    etcd = etcd_access(options, environ)
+    if etcd is None:
+        return find_job(job, environ, journal=options.journal)
+    if not job:
+        raise Invalid("--etcd needs --job NAME: which of the jobs that are led there?")
+    secret = read_secret(options.secret_file, environ)
+    if secret is None:
+        raise Invalid(
+            "--etcd needs --secret-file FILE, the job's secret, by which operators prove themselves"
+        )
+    files = tls_files(options.tls_cert, options.tls_key, options.tls_ca)
+    tls = None
+    if files is not None:
+        from elastic.protocol.tls import context
+
+        tls = context(files.cert, files.key, files.ca, server=False)
+    from elastic.driver.job.steering.find_by_etcd import desk_of
+
+    return JobAddress(job, desk_of(etcd, job), key_of(secret), tls)
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+def _jobs(options: CommandOptions, environ: Mapping[str, str]) -> int:
+    rows = []
+    for record in records(environ):
+        state: dict[str, Any] = {}
+        try:
+            address = JobAddress(record.name, record.address, bytes.fromhex(record.key))
+            with JobClient(address) as client:
+                state = json.loads(client.ask(messages.AskStatus).data)
+        except JobUnreachable:
+            continue  # it has just ended
+        rows.append(
+            job_tables.job_row(record.name, record.pid, record.began, record.command, state)
+        )
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        print("\n".join(job_tables.jobs(rows, time.time())))
+    return 0
+
+
+def _status(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
+    def state() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(client.ask(messages.AskStatus).data)
+        return found
+
+    if options.json:
+        while True:
+            print(json.dumps(state()), flush=True)
+            if not options.watch:
+                return 0
+            time.sleep(WATCH_S)
+    if not options.watch:
+        print("\n".join(job_tables.status(state())))
+        return 0
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            lines = job_tables.status(state(), most=max(8, console.height - 6))
+            live.update(Text("\n".join(lines)), refresh=True)
+            time.sleep(WATCH_S)
+
+
+def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
+    workers = whole(1)(words[0])
+    began = time.monotonic()
+    code = _told(client, client.ask(messages.AskScale, workers))
+    if code or options.wait is None:
+        return code
+    while time.monotonic() - began < options.wait:
+        job = json.loads(client.ask(messages.AskStatus).data)["set"]["job"]
+        if job["size"] == workers and job["phase"] == "training":
+            took = time.monotonic() - began
+            print(f"job {client.job.name}: {workers} train together, after {took:.1f} s")
+            return 0
+        time.sleep(0.1)
+    print(
+        f"job {client.job.name}: {job['size']} of {workers} train after {options.wait:g} s",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _stacks(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
+    told = client.ask(messages.AskStacks, *words)
+    stacks: dict[str, str] = json.loads(told.data) if told.data else {}
+    if options.json:
+        print(json.dumps(stacks))
+        return 0 if told.done else 1
+    for worker, text in stacks.items():
+        if text:
+            print(f"---- {worker}\n{text}")
+    return _told(client, told, prefix="stacks ")
+
+
+def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
+    worker = words[0] if words else ""
+    after, most = -1, options.least_lines or 100
+    while True:
+        try:
+            told = client.ask(messages.AskLogs, worker, after)
+        except JobUnreachable:
+            if after < 0:
+                raise
+            return 0  # the job has ended
+        after, lines = json.loads(told.data)
+        for line in lines[-most:]:
+            print(
+                json.dumps(line) if options.json else job_tables.log_line(line),
+                flush=options.follow,
+            )
+        if not options.follow:
+            return 0
+        most = len(lines) + 1_000
+        time.sleep(FOLLOW_S)
+
+
+def _told(client: JobClient, told: messages.Told, prefix: str = "") -> int:
+    """Said to the operator; what was refused is an error."""
+    said = f"job {client.job.name}: {prefix}{told.text}"
+    print(
+        said if told.done else f"elasticrun: {said}", file=sys.stdout if told.done else sys.stderr
+    )
+    return 0 if told.done else 1
+
+
+_RUN: dict[str, Callable[[JobClient, Sequence[str], CommandOptions], int]] = {
+    "status": _status,
+    "scale": _scale,
+    "drain": lambda client, words, options: _told(
+        client, client.ask(messages.AskDrain, words[0], options.off)
+    ),
+    "remove": lambda client, words, options: _told(
+        client, client.ask(messages.AskRemove, words[0])
+    ),
+    "stacks": _stacks,
+    "logs": _logs,
+    "stop": lambda client, words, options: _told(client, client.ask(messages.AskStop)),
+}

@@ -1,0 +1,137 @@
+"""The state of a job as lines for people. Pure; `monitoring.dashboard.page_state` has the format of a state."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from elastic.driver.reasons import counted
+
+State = dict[str, Any]
+SHOWN = 64  # workers
+
+
+def status(state: State, *, most: int = SHOWN) -> list[str]:
+    """What the job does, and a row for each worker, ``most`` of them."""
+    now, values, rows = state["now"], state["set"], state["rows"]
+    job, workers = values["job"], rows["workers"]
+    lines = [
+        f"job {job['name']}: {job['phase']}, {counted(job['size'], 'worker')} ({_limits(job)}),"
+        f" generation {job['generation']}, for {span(now - (job['began'] or now))}"
+    ]
+    if job["ended"] is not None:
+        lines.append(f"  ended with exit code {job['ended'][0]}: {job['ended'][1]}")
+    lines.append(f"  {'; '.join(_progress(state))}")
+    last = [each for each in state["add"]["recoveries"] if each["kind"] == "recovery"][-1:]
+    lines += [
+        f"  last recovery {span(now - each['at'])} ago, in {each['total_ms']:.0f} ms: {each['why']}"
+        for each in last
+    ]
+    for each in values["held_up"]:
+        lines.append(f"  held up by {_held_up(each, now)}")
+    for host, row in rows["hosts"].items():
+        if row["state"] != "up":
+            lines.append(f"  host {host} is {row['state']}{row['note'] and ': '}{row['note']}")
+    table = [("rank", "worker", "state", "for", "process", "")]
+    shown = sorted(workers.values(), key=_order)[:most]
+    for row in shown:
+        rank = "" if row["rank"] is None else str(row["rank"])
+        worker = f"{row['host']}:{row['slot']}#{row['start']}"
+        pid = str(row["pid"] or "")
+        table.append((rank, worker, row["state"], span(now - row["since"]), pid, row["note"]))
+    lines += columns(table)
+    if len(workers) > len(shown):
+        states = Counter(row["state"] for row in workers.values())
+        told = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        lines.append(f"... {len(workers)} in all: {told}")
+    return lines
+
+
+def job_row(
+    name: str, pid: int, began: float, command: Sequence[str], state: State
+) -> dict[str, Any]:
+    """Of one job in a list of them."""
+    job = state["set"]["job"]
+    row = {name: job[name] for name in ("phase", "size", "least", "most", "generation")}
+    return {"name": name, "pid": pid, "began": began, "command": list(command), **row}
+
+
+def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
+    """A table of them."""
+    if not rows:
+        return ["no job of this user runs here"]
+    table = [("job", "driver", "phase", "workers", "for", "command")]
+    for row in rows:
+        workers = f"{row['size']} ({_limits(row)})"
+        began = span(now - row["began"])
+        command = " ".join(row["command"])
+        table.append((row["name"], str(row["pid"]), row["phase"], workers, began, command[:60]))
+    return columns(table)
+
+
+def log_line(line: Sequence[Any]) -> str:
+    """``12:01:33 [3] text``."""
+    at, level, who, text = line
+    mark = f"{level}: " if level in ("warning", "error") else ""
+    return f"{clock(at)} {f'[{who}] ' if who else ''}{mark}{text}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def span(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def _limits(job: dict[str, Any]) -> str:
+    most = "all slots" if job["most"] >= 2**31 - 1 else job["most"]
+    return f"{job['least']} to {most}"
+
+
+def _order(row: dict[str, Any]) -> tuple[bool, int, str, int]:
+    return row["rank"] is None, row["rank"] or 0, row["host"], row["slot"]
+
+
+def _progress(state: State) -> list[str]:
+    values, now = state["set"], state["now"]
+    said = []
+    if values["commit"] is not None:
+        commit = values["commit"]
+        ago = span(now - commit["at"])
+        said.append(f"{commit['total']} commits, the last {_commit(commit)} {ago} ago")
+    if state["add"]["speed"]:
+        said.append(f"{state['add']['speed'][-1][1]:g} commits/s")
+    durable = values["durable"]
+    if durable is not None:
+        said.append(f"durable {_commit(durable)} {span(now - durable['at'])} ago")
+    goodput = values["goodput"]
+    if goodput is not None and goodput["ratio"] is not None:
+        said.append(f"goodput {100 * goodput['ratio']:.1f} %")
+    for name, row in state["rows"]["reported"].items():
+        if row["value"] is not None:
+            said.append(f"{name} {row['value']:.6g}")
+    return said or ["no commit yet"]
+
+
+def _held_up(each: dict[str, Any], now: float) -> str:
+    who = f"rank {each['rank']} ({each['worker']})"
+    if "since" in each:
+        return f"{who}: {each['others']} wait for it for {span(now - each['since'])}"
+    return f"{who}: it waits {each['share']:.0%} of its time, the others {each['median']:.0%}"
+
+
+def _commit(commit: dict[str, Any]) -> str:
+    return f"{commit['generation']}.{commit['number']}"

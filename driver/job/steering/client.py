@@ -1,0 +1,177 @@
+"""The operator's end: finds a running job, proves itself, asks, and waits for each answer. Blocks, within bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hmac
+import itertools
+import os
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from elastic.driver.job.steering import messages
+from elastic.driver.job.steering.messages import PURPOSE, OperatorAnswer, Request, Told
+from elastic.driver.job.steering.runtime_folder import JobRecord, records
+from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.secret import derived
+from elastic.errors import ElasticError, Invalid
+from elastic.protocol.framing import NONCE_BYTES, Wire, proof
+from elastic.protocol.messages import (
+    VERSION,
+    Accepted,
+    Challenge,
+    ProtocolError,
+    TurnedAway,
+    encoded,
+)
+
+CONNECT_S = 5.0
+ANSWER_S = 20.0
+
+_from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Challenge | Accepted | TurnedAway | Told
+)
+
+
+class JobUnreachable(ElasticError):
+    """The driver of a job can't be asked: it has ended, another one has taken over, or the key is another job's."""
+
+
+@dataclass(frozen=True)
+class JobAddress:
+    """Where a job is steered."""
+
+    name: str
+    address: str
+    key: bytes = field(repr=False)
+    tls: ssl.SSLContext | None = None
+
+
+def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = None) -> JobAddress:
+    """One that runs on this machine: by its name, its driver's process, or its journal; without any, the only one.
+
+    Raises Invalid with those that there are.
+    """
+    found = records(environ)
+    if journal is not None or (wanted and os.path.isfile(wanted)):
+        path = os.path.abspath(journal or wanted)
+        found = [record for record in found if record.journal == path]
+        wanted = f"whose journal is {path}"
+    elif wanted:
+        found = [each for each in found if wanted in (each.name, str(each.pid))]
+        wanted = f"{wanted!r}"
+    if not found:
+        which = f"job {wanted}" if wanted else "job"
+        raise Invalid(f"no {which} runs here; {_others(records(environ))}")
+    if len(found) > 1:
+        raise Invalid(f"{len(found)} jobs run here, so say which: {_listed(found)}")
+    [record] = found
+    return JobAddress(record.name, record.address, bytes.fromhex(record.key))
+
+
+def key_of(secret: bytes) -> bytes:
+    """By which operators of a job prove themselves."""
+    return derived(secret, PURPOSE)
+
+
+def _others(there: Sequence[JobRecord]) -> str:
+    if there:
+        return f"those that do: {_listed(there)}"
+    return "for one that is led from elsewhere give --etcd HOST:PORT, --job NAME and --secret-file FILE"
+
+
+def _listed(there: Sequence[JobRecord]) -> str:
+    return ", ".join(f"{each.name} (process {each.pid})" for each in there[:8])
+
+
+class JobClient:
+    """One connection. Raises JobUnreachable."""
+
+    def __init__(self, job: JobAddress) -> None:
+        self.job = job
+        self._numbers = itertools.count(1)
+        self._wire = Wire(_from_desk)
+        host, port = parse_address(job.address)
+        try:
+            self._socket = socket.create_connection((host, port), CONNECT_S)
+        except OSError as error:
+            raise JobUnreachable(
+                f"the driver of job {job.name} does not answer at {job.address}: {error.strerror or error}"
+            ) from None
+        try:
+            if job.tls is not None:
+                self._socket = job.tls.wrap_socket(self._socket)
+            self._prove()
+        except (OSError, ProtocolError) as error:
+            self.close()
+            raise JobUnreachable(f"the driver of job {job.name} refuses: {error}") from None
+
+    def ask(self, kind: type[Any], *arguments: Any) -> Told:
+        """One request of this kind, and what is answered. Raises JobUnreachable."""
+        request: Request = kind(next(self._numbers), *arguments)
+        try:
+            self._socket.sendall(self._wire.frame_of(encoded(request)))
+            deadline = time.monotonic() + ANSWER_S
+            while True:
+                told = self._next(deadline)
+                if isinstance(told, Told) and told.number == request.number:
+                    return told
+        except (OSError, ProtocolError) as error:
+            name = self.job.name
+            raise JobUnreachable(f"the driver of job {name} is gone: {error}") from None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def __enter__(self) -> JobClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _prove(self) -> None:
+        deadline = time.monotonic() + CONNECT_S
+        challenge = self._next(deadline)
+        if not isinstance(challenge, Challenge) or len(challenge.nonce) != NONCE_BYTES:
+            raise ProtocolError("it is no driver of hvd-elastic")
+        if challenge.version != VERSION:
+            raise ProtocolError(
+                f"it speaks version {challenge.version} of the protocol, this command {VERSION}: use the same release"
+            )
+        key, nonce = self.job.key, secrets.token_bytes(NONCE_BYTES)
+        name = f"{_user()}@{socket.gethostname()}:{secrets.token_hex(4)}"
+        mine = proof(key, "operator", challenge.nonce, nonce, name)
+        self._socket.sendall(self._wire.frame_of(encoded(OperatorAnswer(name, nonce, mine))))
+        accepted = self._next(deadline)
+        theirs = proof(key, "driver", nonce, challenge.nonce, name)
+        if not isinstance(accepted, Accepted) or not hmac.compare_digest(accepted.proof, theirs):
+            raise ProtocolError("it does not know this job's secret")
+        self._wire.seal(key, mine=nonce, theirs=challenge.nonce, caller=True)
+
+    def _next(self, deadline: float) -> Any:
+        while (message := self._wire.next()) is None:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self._socket.recv(1 << 18)
+            if not data:
+                raise ProtocolError("it closed the connection; is the secret that of this job?")
+            self._wire.feed(data)
+        return message
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may have no name for it
+        return str(os.getuid())
+
+
+__all__ = ["JobAddress", "JobClient", "JobUnreachable", "find_job", "key_of", "messages"]

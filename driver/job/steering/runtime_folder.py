@@ -1,0 +1,104 @@
+"""Where the jobs that run on this machine are found by commands of the same user: a folder that nobody else can enter.
+
+    $XDG_RUNTIME_DIR/hvd-elastic/PID-PORT.json, or hvd-elastic-UID/ in the folder for temporary files
+
+Each driver leaves a file there, with its address and the operators' key, and keeps it locked while it runs. A folder
+that somebody else owns, or may enter, is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from elastic.errors import Invalid
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """How a running job is reached."""
+
+    name: str
+    pid: int  # of its driver
+    address: str  # host:port
+    key: str  # hexadecimal
+    command: list[str] = []
+    journal: str = ""
+    began: float = 0.0  # seconds since 1970
+
+    def __repr__(self) -> str:
+        return f"JobRecord({self.name!r}, pid={self.pid}, address={self.address!r})"
+
+
+class LeftRecord:
+    """A record that is found until it is closed, or its process has ended. Raises Invalid and OSError."""
+
+    def __init__(self, environ: Mapping[str, str], record: JobRecord) -> None:
+        folder = runtime_folder(environ)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        checked_folder(folder)
+        self.path = folder / f"{record.pid}-{record.address.rpartition(':')[2]}.json"
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()  # of a process that had this number before
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self.path, flags, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.write(self._fd, msgspec.json.encode(record))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        os.close(self._fd)
+
+
+def runtime_folder(environ: Mapping[str, str]) -> Path:
+    """Not made here."""
+    given = environ.get("XDG_RUNTIME_DIR", "")
+    if given and os.path.isdir(given):
+        return Path(given) / "hvd-elastic"
+    return Path(tempfile.gettempdir()) / f"hvd-elastic-{os.geteuid()}"
+
+
+def checked_folder(folder: Path) -> Path:
+    """Raises Invalid where it is not ours alone."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise Invalid(
+            f"{folder} should be a folder that only you can enter (mode 0700), and is not: remove it, or set"
+            " XDG_RUNTIME_DIR to a folder of yours"
+        )
+    return folder
+
+
+def records(environ: Mapping[str, str]) -> list[JobRecord]:
+    """Of the jobs that run here, the oldest first. What killed drivers have left is removed. Raises Invalid."""
+    folder = runtime_folder(environ)
+    if not folder.exists():
+        return []
+    found = [_read(path) for path in checked_folder(folder).glob("*.json")]
+    return sorted((each for each in found if each is not None), key=lambda each: each.began)
+
+
+def _read(path: Path) -> JobRecord | None:
+    """None if nobody keeps it locked."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None  # it has just gone
+    with os.fdopen(fd, "rb") as file:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                return msgspec.json.decode(file.read(), type=JobRecord)
+            return None
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None

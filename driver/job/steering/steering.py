@@ -1,0 +1,242 @@
+"""Hears operators while a job runs: what they ask becomes events for membership, and its answers go back. Acts.
+
+Two ways lead here: on loopback, found by `runtime_folder`; and, where agents come from other machines, on the address
+on which these come too. Both are control connections as any other: proved, and sealed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from elastic.driver.events import (
+    AnswerRequest,
+    DrainRequested,
+    Event,
+    RemoveRequested,
+    ScaleRequested,
+)
+from elastic.driver.job.steering import messages
+from elastic.driver.job.steering.messages import OperatorAnswer, Request, Told
+from elastic.driver.job.steering.runtime_folder import JobRecord, LeftRecord
+from elastic.driver.monitoring.dashboard.live_page import LivePage
+from elastic.driver.monitoring.dashboard.page_model import STACKS
+from elastic.driver.monitoring.dashboard.page_state import TAILS
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.network.server import Callers, Server
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
+from elastic.protocol.messages import Address, Worker
+
+ANSWER_S = 10.0  # for membership to decide, which takes milliseconds
+STACKS_S = 3.0  # for stacks to be written
+QUIET_S = 0.25  # ... and nothing has followed for so long
+AT_ONCE = 64  # requests
+STOP_CODE = 143  # as at SIGTERM
+
+OPERATORS: Callers[str] = Callers(
+    "operator", messages.from_operator, OperatorAnswer, lambda answer: answer.name
+)
+
+
+Grow = Callable[[int], Awaitable[None]]
+
+
+async def _no_room(workers: int) -> None:
+    """The hosts are somebody else's."""
+
+
+class Steered(Protocol):
+    """A driver, as operators need it."""
+
+    def tell(self, event: Event) -> None: ...
+    def dump(self, worker: Worker) -> None: ...
+    def stop(self, reason: str, code: int = 1) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steering:
+    """What a job is called, and by which key its operators prove themselves."""
+
+    name: str
+    key: bytes
+    command: Sequence[str]
+    journal: str
+    environ: Mapping[str, str]
+
+
+class OperatorDesk:
+    """Of one driver. ``grow`` makes room for so many workers on this machine, where hosts were not given."""
+
+    def __init__(self, job: Steering, page: LivePage, log: Log) -> None:
+        self.job = job
+        self._page = page
+        self._log = log
+        self._driver: Steered | None = None
+        self._grow: Grow = _no_room
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[AnswerRequest]] = {}
+        self._servers: list[Server[str]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._record: LeftRecord | None = None
+
+    def serves(self, driver: Steered, grow: Grow | None = None) -> None:
+        """Whom to ask from here on."""
+        self._driver, self._grow = driver, grow or _no_room
+
+    async def open(self) -> None:
+        """On loopback, for commands of this user. A job whose folder or port can't be had goes on without."""
+        try:
+            address = await self.listen("127.0.0.1")
+            record = JobRecord(
+                name=self.job.name,
+                pid=os.getpid(),
+                address=str(address),
+                key=self.job.key.hex(),
+                command=list(self.job.command),
+                journal=self.job.journal,
+                began=time.time(),
+            )
+            self._record = LeftRecord(self.job.environ, record)
+        except (OSError, Invalid) as error:
+            why = f"commands such as elasticrun status won't find this job: {error}"
+            self._log("warning", why)
+
+    async def listen(self, interface: str, tls: ssl.SSLContext | None = None) -> Address:
+        """On one more address. Raises OSError."""
+        server: Server[str] = Server(secret=self.job.key, log=self._log, callers=OPERATORS, tls=tls)
+        self._servers.append(server)
+        return await server.open(
+            interface,
+            heard=lambda who, message: self._heard(server, who, message),
+            gone=lambda who, silent: None,
+            expected=lambda who: True,
+        )
+
+    def answered(self, answer: AnswerRequest) -> None:
+        """Membership has decided, and that is in the journal."""
+        future = self._answers.pop(answer.request, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    async def close(self) -> None:
+        if self._record is not None:
+            self._record.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in self._servers:
+            await server.close()
+
+    # ---- one request -----------------------------------------------------------------------------------------------
+
+    def _heard(self, server: Server[str], who: str, request: Request) -> None:
+        if len(self._tasks) >= AT_ONCE:
+            server.send(who, Told(request.number, False, "too many requests at once; try again"))
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(server, who, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, server: Server[str], who: str, request: Request) -> None:
+        told = await self._done(who, request)
+        server.send(who, msgspec.structs.replace(told, number=request.number))
+
+    async def _done(self, who: str, request: Request) -> Told:
+        match request:
+            case messages.AskStatus():
+                state = self._page.whole()
+                return Told(0, True, data=msgspec.json.encode(state).decode())
+            case messages.AskLogs(worker=name, after=after):
+                return self._logs(name, after)
+        if self._driver is None:
+            return Told(0, False, "the job has not begun yet; try again in a moment")
+        match request:
+            case messages.AskScale(workers=workers):
+                if workers < 1:
+                    return Told(0, False, f"{workers} is no number of workers; give 1 or more")
+                await self._grow(workers)
+                return await self._decided(who, lambda n: ScaleRequested(n, workers))
+            case messages.AskDrain(host=host, off=off):
+                return await self._decided(who, lambda n: DrainRequested(n, host, off))
+            case messages.AskRemove(worker=name):
+                gone = self._page.worker_of(name)
+                if gone is None:
+                    return Told(0, False, self._unknown(name))
+                return await self._decided(who, lambda n: RemoveRequested(n, gone))
+            case messages.AskStacks(worker=name):
+                return await self._stacks(name)
+            case messages.AskStop(why=why):
+                self._driver.stop(f"{who} asks for it{why and ': '}{why}", STOP_CODE)
+                return Told(0, True, "the job is told to end; asked again, it is ended at once")
+        raise AssertionError(f"nothing is known about {type(request).__name__}")
+
+    async def _decided(self, who: str, event: Callable[[int], Event]) -> Told:
+        assert self._driver is not None
+        number = next(self._numbers)
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            made = event(number)
+            self._log("debug", f"{who} asks: {made}")
+            self._driver.tell(made)
+            answer: AnswerRequest | None = None
+            with contextlib.suppress(asyncio.TimeoutError):
+                answer = await within(future, ANSWER_S)
+        finally:
+            self._answers.pop(number, None)
+        if answer is None:
+            return Told(0, False, f"no decision within {ANSWER_S:g} s; elasticrun status may tell")
+        return Told(0, answer.done, str(answer.reason))
+
+    async def _stacks(self, name: str) -> Told:
+        assert self._driver is not None
+        model = self._page.model
+        if name:
+            worker = self._page.worker_of(name)
+            if worker is None:
+                return Told(0, False, self._unknown(name))
+            workers = [worker]
+        else:
+            workers = self._page.members()[:STACKS]
+        if not workers:
+            return Told(0, False, "no worker trains now")
+        for worker in workers:
+            model.expect_stack(worker, "an operator asks", time.time())
+            self._driver.dump(worker)
+        deadline, before, quiet_since = time.monotonic() + STACKS_S, "", time.monotonic()
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+            found = {str(worker): self._page.stack_of(worker) for worker in workers}
+            now = json.dumps(found)
+            if now != before:
+                before, quiet_since = now, time.monotonic()
+            elif all(found.values()) and time.monotonic() - quiet_since >= QUIET_S:
+                break
+        silent = [who for who, text in found.items() if not text]
+        more = len(self._page.members()) - len(workers) if not name else 0
+        text = f"of {len(workers) - len(silent)} of {len(workers)} workers"
+        if silent:
+            text += f"; none of {', '.join(silent)}: see the log"
+        if more > 0:
+            text += f"; {more} more ranks: ask for one"
+        return Told(0, len(silent) < len(workers), text, json.dumps(found))
+
+    def _logs(self, worker: str, after: int) -> Told:
+        last, lines = self._page.model.state.since("log", after)
+        if worker:
+            lines = [line for line in lines if line[2] == worker]
+        return Told(0, True, data=json.dumps([last, lines[-TAILS["log"] :]]))
+
+    def _unknown(self, name: str) -> str:
+        size = len(self._page.members())
+        return f"{name} is no worker of this job; give a rank, 0 to {size - 1}, or host:slot"

@@ -1,0 +1,183 @@
+"""A running job is made larger and smaller, a host is drained, a worker removed: by commands, and no step is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic
+from elastic.driver.network.secret import make_secret_file
+from harness.certificates import make_certificates
+from harness.etcd import one_etcd
+from harness.history import RETURN, TRAINING, History, sizes
+from harness.job import Job, elasticrun
+
+WITHIN_S = 1.0  # from the last newcomer that is ready, or from the request, to the new world
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which no other job is found."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def command(*words: str) -> str:
+    """What elasticrun says to an operator."""
+    done = subprocess.run(
+        [elasticrun(), *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+def effective_within(training: Job, size: int) -> float:
+    """From when the newest world of this size could begin until it was published, by the journal."""
+    records = training.records()
+    worlds = [
+        (index, record["at"])
+        for index, record in enumerate(records)
+        for action in record.get("actions") or []
+        if action["type"] == "PublishWorld" and len(action["members"]) == size
+    ]
+    index, published = worlds[-1]
+    before = [each for each in records[:index] if each.get("event")]
+    members = {tuple(w) for w in old_members(records[:index])}
+    asked = [e["at"] for e in before if e["event"]["type"].endswith("Requested")]
+    joined = [
+        each["at"]
+        for each in before
+        if each["event"]["type"] == "WorkerReady" and tuple(each["event"]["worker"]) not in members
+    ]
+    return float(published - max([asked[-1], *joined[-1:]]))
+
+
+def old_members(records: list[dict[str, Any]]) -> list[list[Any]]:
+    worlds = [
+        action
+        for record in records
+        for action in record.get("actions") or []
+        if action["type"] == "PublishWorld"
+    ]
+    return [member["worker"] for member in worlds[-1]["members"]]
+
+
+def nothing_lost(training: Job, worker: str) -> None:
+    """Nobody recovered, and who was there from the beginning did every step once."""
+    assert training.actions("BreakWorld") == []
+    steps = [r["step"] for r in History(training).by_worker[worker] if r["what"] == "step"]
+    assert steps == sorted(set(steps)) and len(steps) > 5
+
+
+@pytest.mark.forked
+def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime):
+    training = job(
+        "-np 2 --min-np 1 --job bert --reset-limit 0",
+        TRAINING,
+        env={
+            "ELASTIC_DIGESTS": "1",
+            "ENDS": "end",
+            "PACE": "0.01",
+            "XDG_RUNTIME_DIR": str(runtime),
+        },
+    )
+    training.wait_for_world(2)
+    training.until(lambda: len(sizes(training)) == 2, "a world of elastic.run")
+    steered = elastic.Job()
+    assert steered.name == "bert"
+    assert steered.scale(4) == "4 workers wanted, before 2"
+    training.wait_for_world(4)
+    assert effective_within(training, 4) < WITHIN_S
+    assert "leaves at its next commit" in command("remove", "bert", "1")
+    training.wait_for_world(3)
+    assert effective_within(training, 3) < WITHIN_S
+    assert "2 of them leave" in steered.scale(1)
+    training.wait_for_world(1)
+    assert effective_within(training, 1) < WITHIN_S
+    with pytest.raises(elastic.RequestRefused, match="localhost"):
+        steered.drain("elsewhere")
+    assert "training.py" in steered.stacks(0)["localhost:0#1"]
+    state = json.loads(command("status", "bert", "--json"))
+    assert state["set"]["job"]["size"] == 1 and state["set"]["job"]["most"] == 1
+    assert "bert" in command("jobs") and "localhost:0#1" in command("status")
+    assert "generation" in command("logs", "--lines", "500")
+    (training.folder / "end").touch()
+    training.succeed()
+    nothing_lost(training, "localhost:0#1")
+    History(training).check_commits_kept()
+    assert command("jobs") == "no job of this user runs here\n"
+
+
+@contextlib.contextmanager
+def agents(folder: Path, common: list[str], env: dict[str, str]) -> Iterator[Callable[[str], None]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(host: str) -> None:
+        words = [elasticrun(), "agent", *common, "--host", host, "--slots", "2"]
+        with open(folder / f"agent-{host}.log", "a") as log:
+            started.append(subprocess.Popen(words, env=env, cwd=folder, stderr=log))
+
+    try:
+        yield start
+    finally:
+        for agent in started:
+            agent.terminate()
+        for agent in started:
+            assert agent.wait(20) == 0
+
+
+@pytest.mark.etcd
+@pytest.mark.nightly
+def test_a_job_with_agents_and_etcd_is_steered_from_anywhere(runtime, tmp_path):
+    """Over TLS, found by etcd: this machine's folder is another one for the driver."""
+    make_secret_file(str(tmp_path / "secret"))
+    tls = make_certificates(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "history").mkdir()
+    path = f"{Path(elasticrun()).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {"ELASTIC_DIGESTS": "1", "ENDS": "end", "PACE": "0.01", "PATH": path}
+    with contextlib.ExitStack() as stack:
+        etcd = stack.enter_context(one_etcd(tmp_path / "etcd"))
+        common = ["--etcd", etcd.access.endpoints[0], "--job", "bert"]
+        common += ["--secret-file", str(tmp_path / "secret"), "--tls-ca", tls.ca]
+        common += ["--tls-cert", tls.cert, "--tls-key", tls.key]
+        agent = stack.enter_context(agents(tmp_path, common, {**os.environ, **env}))
+        agent("a")
+        agent("b")
+        env |= {"XDG_RUNTIME_DIR": str(elsewhere)}
+        flags = ["-np", "2", "--min-np", "1", "--max-np", "2", *RETURN.split(), *common]
+        training = Job(flags, [*map(str, TRAINING)], folder=tmp_path, env=env)
+        try:
+            training.until(lambda: sizes(training)[-2:] == [2, 2], "a world of elastic.run", 60)
+            assert "4 workers wanted" in command("scale", *common, "4")
+            training.wait_for_world(4, 60)
+            assert effective_within(training, 4) < WITHIN_S
+            assert "its 2 workers leave" in command("drain", *common, "b")
+            training.wait_for_world(2)
+            assert effective_within(training, 2) < WITHIN_S
+            assert {member["worker"][0] for member in training.worlds()[-1]["members"]} == {"a"}
+            assert "drained" in command("status", *common)
+            command("remove", *common, "1")
+            training.wait_for_world(1)
+            assert (
+                "no job runs here"
+                in subprocess.run(
+                    [elasticrun(), "status"], capture_output=True, text=True, timeout=60
+                ).stderr
+            )
+            (tmp_path / "end").touch()
+            training.succeed()
+            assert training.actions("BreakWorld") == []
+            History(training).check_commits_kept()
+        finally:
+            left = training.end()
+        assert not left
+        training.check_invariants()

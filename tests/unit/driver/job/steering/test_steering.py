@@ -1,0 +1,311 @@
+"""Operators and the desk that hears them, over real connections: who is let in, what becomes of what they ask."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from unittest.mock import create_autospec
+
+import pytest
+
+from elastic.driver.events import (
+    AnswerRequest,
+    DrainRequested,
+    Event,
+    HostsChanged,
+    Member,
+    PublishWorld,
+    RemoveRequested,
+    ScaleRequested,
+    StartWorker,
+)
+from elastic.driver.job.steering import messages, steering
+from elastic.driver.job.steering.client import (
+    JobAddress,
+    JobClient,
+    JobUnreachable,
+    find_job,
+    key_of,
+)
+from elastic.driver.job.steering.messages import Told
+from elastic.driver.job.steering.runtime_folder import (
+    JobRecord,
+    LeftRecord,
+    records,
+    runtime_folder,
+)
+from elastic.driver.job.steering.steering import OperatorDesk, Steered, Steering
+from elastic.driver.monitoring.dashboard.live_page import LivePage
+from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.reasons import Why, because, in_words
+from elastic.errors import Invalid
+from elastic.protocol.messages import Address, Place, Worker
+
+SECRET = b"s" * 32
+PLACE = Place(0, 2, 0, 2, 0, 1)
+A, B = Worker("h", 0), Worker("h", 1)
+
+
+class Job:
+    """A desk, and a driver that answers at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.page = LivePage(PageModel(name="bert", command=["train.py"], least=1, most=2))
+        self.lines: list[str] = []
+        environ = {"XDG_RUNTIME_DIR": str(folder)}
+        about = Steering(
+            name="bert",
+            key=key_of(SECRET),
+            command=["train.py"],
+            journal="/tmp/j",
+            environ=environ,
+        )
+        self.desk = OperatorDesk(about, self.page, lambda level, text: self.lines.append(text))
+        self.driver = create_autospec(Steered, instance=True)
+        self.told: list[Event] = []
+        self.driver.tell.side_effect = self._told
+        self.reason = because(Why.SCALED, workers=3, before=2, slots=8, leave=0)
+        self.environ = environ
+        start = [StartWorker(each, PLACE, in_words("x")) for each in (A, B)]
+        world = PublishWorld(
+            1, [Member(each, PLACE) for each in (A, B)], Address("h", 1), 0, None, in_words("x")
+        )
+        self.page.model.note(HostsChanged({"h": 2}), [*start, world], 10.0)
+
+    def _told(self, event: Event) -> None:
+        self.told.append(event)
+        number = event.request  # type: ignore[attr-defined]
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self.desk.answered, AnswerRequest(number, True, self.reason))
+
+    async def ask(self, kind, *arguments) -> Told:
+        def asked() -> Told:
+            with JobClient(find_job("bert", self.environ)) as client:
+                return client.ask(kind, *arguments)
+
+        return await asyncio.to_thread(asked)
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[Job]:
+    job = Job(folder)
+    await job.desk.open()
+    job.desk.serves(job.driver)
+    try:
+        yield job
+    finally:
+        await job.desk.close()
+
+
+def run(folder: Path, test: Callable[[Job], Awaitable[None]]) -> None:
+    async def in_time() -> None:
+        async with running(folder) as job:
+            await test(job)
+
+    asyncio.run(in_time())
+
+
+def test_what_is_asked_becomes_an_event_and_its_answer_comes_back(tmp_path):
+    async def test(job: Job) -> None:
+        assert (await job.ask(messages.AskScale, 3)) == Told(1, True, "3 workers wanted, before 2")
+        await job.ask(messages.AskDrain, "h", True)
+        await job.ask(messages.AskRemove, "1")
+        await job.ask(messages.AskRemove, "h:0")
+        assert job.told == [
+            ScaleRequested(1, 3),
+            DrainRequested(2, "h", True),
+            RemoveRequested(3, B),
+            RemoveRequested(4, A),
+        ]
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("name", ["2", "-1", "h:7", "h:0#2", "", "x"])
+def test_nobody_of_that_name(tmp_path, name):
+    async def test(job: Job) -> None:
+        told = await job.ask(messages.AskRemove, name)
+        assert not told.done and "give a rank, 0 to 1, or host:slot" in told.text
+        assert not job.told
+
+    run(tmp_path, test)
+
+
+def test_a_refusal_is_told_with_its_reason(tmp_path):
+    async def test(job: Job) -> None:
+        def no(event: Event) -> None:
+            answer = AnswerRequest(1, False, because(Why.FIXED_SIZE))
+            asyncio.get_running_loop().call_soon(job.desk.answered, answer)
+
+        job.driver.tell.side_effect = no
+        told = await job.ask(messages.AskScale, 3)
+        assert not told.done and "fixed size" in told.text
+
+    run(tmp_path, test)
+
+
+def test_a_driver_that_does_not_decide_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(steering, "ANSWER_S", 0.01)
+
+    async def test(job: Job) -> None:
+        job.driver.tell.side_effect = None
+        told = await job.ask(messages.AskScale, 3)
+        assert not told.done and "no decision" in told.text
+
+    run(tmp_path, test)
+
+
+def test_status_and_logs(tmp_path):
+    async def test(job: Job) -> None:
+        state = json.loads((await job.ask(messages.AskStatus)).data)
+        assert state["set"]["job"]["size"] == 2
+        for who, text in (("", "generation 1"), ("1", "loss 0.5"), ("0", "loss 0.4")):
+            job.page.model.line("info", who, text, 20.0)
+        last, lines = json.loads((await job.ask(messages.AskLogs, "1")).data)
+        assert (last, [line[3] for line in lines]) == (3, ["loss 0.5"])
+        job.page.model.line("info", "1", "loss 0.3", 21.0)
+        last, lines = json.loads((await job.ask(messages.AskLogs, "1", last)).data)
+        assert (last, [line[3] for line in lines]) == (4, ["loss 0.3"])
+        assert json.loads((await job.ask(messages.AskLogs, "", last)).data) == [4, []]
+
+    run(tmp_path, test)
+
+
+def test_stacks_are_those_that_the_worker_writes_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(steering, "QUIET_S", 0.0)
+    monkeypatch.setattr(steering, "STACKS_S", 0.2)
+
+    async def test(job: Job) -> None:
+        def dump(worker: Worker) -> None:
+            if worker == A:
+                job.page.printed(worker, "0", "stderr", [b"Thread 1\n", b"  File train.py\n"])
+
+        job.driver.dump.side_effect = dump
+        told = await job.ask(messages.AskStacks)
+        stacks = json.loads(told.data)
+        assert stacks == {"h:0#1": "Thread 1\n  File train.py\n", "h:1#1": ""}
+        assert told.done and "none of h:1#1" in told.text
+
+    run(tmp_path, test)
+
+
+def test_stop_says_who_asks(tmp_path):
+    async def test(job: Job) -> None:
+        assert (await job.ask(messages.AskStop)).done
+        [(reason, code)] = [call.args for call in job.driver.stop.call_args_list]
+        assert "asks for it" in reason and code == 143
+
+    run(tmp_path, test)
+
+
+# ---- strangers -------------------------------------------------------------------------------------------------------
+
+
+def test_who_does_not_know_the_key_is_not_heard(tmp_path):
+    async def test(job: Job) -> None:
+        there = find_job("bert", job.environ)
+        for key in (SECRET, b"x" * 32, key_of(b"other" * 8)):
+            with pytest.raises(JobUnreachable, match="refuses"):
+                await asyncio.to_thread(JobClient, JobAddress("bert", there.address, key))
+        assert not job.told
+        assert any("does not know the job's secret" in line for line in job.lines)
+
+    run(tmp_path, test)
+
+
+def test_a_job_that_speaks_no_protocol_is_no_job(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        async def test(job: Job) -> None:
+            asking = asyncio.to_thread(JobClient, JobAddress("x", f"127.0.0.1:{port}", SECRET))
+            task = asyncio.create_task(asking)
+            stranger, _ = await asyncio.to_thread(server.accept)
+            stranger.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            stranger.close()
+            with pytest.raises(JobUnreachable):
+                await task
+
+        run(tmp_path, test)
+
+
+def test_nobody_answers_at_a_job_that_has_ended(tmp_path):
+    async def test(job: Job) -> None:
+        there = find_job("bert", job.environ)
+        await job.desk.close()
+        with pytest.raises(JobUnreachable, match="does not answer"):
+            await asyncio.to_thread(JobClient, there)
+        with pytest.raises(Invalid, match="no job 'bert' runs here"):
+            find_job("bert", job.environ)
+        job.desk = OperatorDesk(job.desk.job, job.page, print)  # closed once more at the end
+
+    run(tmp_path, test)
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+
+def record(name: str, port: int, journal: str = "") -> JobRecord:
+    return JobRecord(name, os.getpid(), f"127.0.0.1:{port}", "00", [], journal, float(port))
+
+
+def test_jobs_are_found_by_name_process_and_journal_or_alone(tmp_path):
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with pytest.raises(Invalid, match="no job runs here"):
+        find_job("", environ)
+    journal = tmp_path / "j"
+    journal.touch()
+    first = LeftRecord(environ, record("bert", 1, str(journal)))
+    assert find_job("", environ).name == "bert"
+    second = LeftRecord(environ, record("gpt", 2))
+    with pytest.raises(Invalid, match="2 jobs run here, so say which: bert"):
+        find_job("", environ)
+    with pytest.raises(Invalid, match="no job 'x' runs here; those that do: bert"):
+        find_job("x", environ)
+    assert find_job("gpt", environ).address == "127.0.0.1:2"
+    assert find_job(str(journal), environ).name == find_job("", environ, journal=str(journal)).name
+    second.close()
+    assert find_job(str(os.getpid()), environ).name == "bert"
+    first.close()
+    assert records(environ) == []
+
+
+def test_what_a_killed_driver_has_left_is_removed(tmp_path):
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    left = LeftRecord(environ, record("bert", 1))
+    assert left.path.stat().st_mode & 0o777 == 0o600
+    os.close(left._fd)  # as the end of its process does
+    assert records(environ) == [] and not left.path.exists()
+
+
+def test_a_folder_that_others_may_enter_is_not_used(tmp_path):
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    runtime_folder(environ).mkdir(mode=0o700)
+    runtime_folder(environ).chmod(0o755)
+    with pytest.raises(Invalid, match="0700"):
+        records(environ)
+    with pytest.raises(Invalid, match="0700"):
+        LeftRecord(environ, record("bert", 1))
+    runtime_folder(environ).rmdir()
+    runtime_folder(environ).symlink_to(tmp_path)
+    with pytest.raises(Invalid, match="0700"):
+        records(environ)
+
+
+def test_a_job_without_a_folder_goes_on(tmp_path):
+    (tmp_path / "hvd-elastic").write_text("")
+
+    async def test(job: Job) -> None:
+        assert any("won't find this job" in line for line in job.lines)
+
+    run(tmp_path, test)
+
+
+def test_a_record_shows_no_key():
+    assert "c0ffee" not in repr(JobRecord("x", 1, "h:1", "c0ffee"))
+    assert "c0ffee" not in repr(JobAddress("x", "h:1", b"c0ffee"))

@@ -1,0 +1,218 @@
+"""What operators want of a running job: another size, a host without workers, a worker that is to leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.events import (
+    Action,
+    AnswerRequest,
+    BreakWorld,
+    DrainRequested,
+    HostLeaving,
+    HostStaying,
+    KillWorker,
+    LetGo,
+    Notice,
+    PrepareChange,
+    PublishWorld,
+    RemoveRequested,
+    ScaleRequested,
+    StopRequested,
+)
+from elastic.driver.membership.snapshot import restored, taken
+from elastic.driver.reasons import Why
+from harness.conversation import (
+    Talk,
+    exited,
+    has,
+    hosts,
+    names,
+    order,
+    running,
+    static,
+    the,
+    worker,
+)
+
+
+def answer(actions: list[Action]) -> tuple[bool, Why]:
+    found = the(AnswerRequest, actions)
+    assert found.request == 7 and str(found.reason)
+    return found.done, found.reason.kind
+
+
+def scale(talk: Talk, workers: int) -> list[Action]:
+    return talk.tell(ScaleRequested(7, workers))
+
+
+def two_hosts(**settings) -> Talk:
+    """Two workers on each of a and b train in generation 2."""
+    talk = Talk(np=4, **settings)
+    talk.tell(hosts(a=2, b=2))
+    everybody = ["a:0", "a:1", "b:0", "b:1"]
+    talk.join(*everybody)
+    talk.resume()
+    return talk
+
+
+def test_a_larger_job_starts_more_and_nobody_is_disturbed_before_they_are_there():
+    talk = running(4)
+    talk.tell(hosts(h=8))
+    actions = scale(talk, 8)
+    assert answer(actions) == (True, Why.SCALED)
+    assert names(actions) == [f"h:{slot}#1" for slot in range(4, 8)]
+    assert not has(PrepareChange, actions)
+    talk.join("h:4", "h:5", "h:6", "h:7")
+    world = the(PublishWorld, talk.stop_all())
+    assert len(world.members) == 8
+
+
+def test_a_smaller_job_lets_the_last_ranks_go_at_an_agreed_check():
+    talk = running(4)
+    actions = scale(talk, 2)
+    assert answer(actions) == (True, Why.SCALED) and has(PrepareChange, actions)
+    after = talk.stop_all()
+    assert order(the(PublishWorld, after)) == ["h:0#1", "h:1#1"]
+    assert names(after, LetGo) == ["h:2#1", "h:3#1"]
+    assert not has(BreakWorld, after)
+    after = talk.tell(exited("h:2", 0), exited("h:3", 0))
+    assert not names(after) and not names(talk.wait(600.0))
+
+
+def test_their_slots_are_used_again_when_the_job_grows():
+    talk = running(4)
+    scale(talk, 2)
+    talk.stop_all()
+    talk.tell(exited("h:2", 0), exited("h:3", 0))
+    assert names(scale(talk, 3)) == ["h:2#2"]
+
+
+def test_who_has_not_left_yet_stays_when_the_job_grows_again():
+    talk = running(4)
+    scale(talk, 2)
+    assert answer(scale(talk, 3)) == (True, Why.SCALED)
+    assert [str(each) for each in talk.m.roster.leavers] == ["h:3#1"]
+    scale(talk, 4)
+    assert not talk.m.roster.leavers
+    assert talk.m.phase.value == "training"  # the change is called off
+
+
+def test_those_that_are_on_their_way_go_before_members_do():
+    talk = running(4)
+    talk.tell(hosts(h=8))
+    scale(talk, 6)
+    actions = scale(talk, 4)
+    assert names(actions, KillWorker) == ["h:4#1", "h:5#1"]
+    assert not has(PrepareChange, actions)
+
+
+def test_a_size_below_the_least_is_refused_and_changes_nothing():
+    talk = running(4)
+    assert answer(scale(talk, 1)) == (False, Why.BELOW_LEAST)
+    assert talk.m.workers_max == 4 and not talk.m.roster.leavers
+
+
+def test_a_size_beyond_the_slots_waits_for_more():
+    talk = running(4)
+    actions = scale(talk, 6)
+    assert "only 4 slots can be used now" in str(the(AnswerRequest, actions).reason)
+    assert names(talk.tell(hosts(h=5))) == ["h:4#1"]
+
+
+def test_standbys_stay_beside_a_smaller_world():
+    talk = running(4, standbys=1)
+    talk.tell(hosts(h=5))
+    talk.join("h:4")
+    scale(talk, 3)
+    assert [str(each) for each in talk.m.roster.leavers] == ["h:3#1"]
+    world = the(PublishWorld, talk.stop_all())
+    assert order(world) == ["h:0#1", "h:1#1", "h:2#1"]
+
+
+def test_a_drained_host_is_left_and_not_used_until_that_is_over():
+    talk = two_hosts()
+    actions = talk.tell(DrainRequested(7, "b"))
+    assert answer(actions) == (True, Why.DRAINS) and has(PrepareChange, actions)
+    after = talk.stop_all()
+    assert order(the(PublishWorld, after)) == ["a:0#1", "a:1#1"]
+    talk.tell(exited("b:0", 0), exited("b:1", 0))
+    assert not names(talk.wait(3600.0))
+    actions = talk.tell(DrainRequested(7, "b", off=True))
+    assert answer(actions) == (True, Why.DRAINS_NO_MORE)
+    assert names(actions) == ["b:0#2", "b:1#2"]
+
+
+def test_a_drained_host_is_not_left_by_those_without_whom_there_are_too_few():
+    talk = two_hosts(workers_min=3)
+    actions = talk.tell(DrainRequested(7, "b"))
+    assert answer(actions) == (True, Why.DRAINS) and not has(PrepareChange, actions)
+    assert "as soon as 3 workers" in str(the(AnswerRequest, actions).reason)
+    talk.tell(hosts(a=2, b=2, c=2))
+    talk.join("c:0", "c:1")
+    assert order(the(PublishWorld, talk.stop_all())) == ["a:0#1", "a:1#1", "c:0#1", "c:1#1"]
+
+
+def test_a_drain_that_is_called_off_keeps_those_that_are_there():
+    talk = two_hosts()
+    talk.tell(DrainRequested(7, "b"))
+    talk.tell(DrainRequested(7, "b", off=True))
+    assert not talk.m.roster.leavers and talk.m.phase.value == "training"
+
+
+def test_a_host_that_is_drained_and_stays_after_all_stays_drained():
+    talk = two_hosts()
+    talk.tell(HostLeaving("b", Notice("spot", 600.0)), DrainRequested(7, "a"))
+    talk.tell(DrainRequested(7, "a", off=True), DrainRequested(7, "b"), HostStaying("b"))
+    assert not names(talk.wait(3600.0))
+    talk.tell(exited("b:1"))
+    assert not names(talk.wait(3600.0))
+
+
+def test_a_host_that_leaves_the_list_comes_back_as_another():
+    talk = two_hosts()
+    talk.tell(DrainRequested(7, "b"))
+    talk.stop_all()
+    talk.tell(exited("b:0", 0), exited("b:1", 0), hosts(a=2))
+    assert names(talk.tell(hosts(a=2, b=2))) == ["b:0#2", "b:1#2"]
+
+
+def test_an_unknown_host_is_named_with_those_that_are_known():
+    actions = two_hosts().tell(DrainRequested(7, "c"))
+    assert answer(actions) == (False, Why.NO_SUCH_HOST)
+    assert str(the(AnswerRequest, actions).reason) == "c is no host of this job; it has a, b"
+
+
+def test_a_removed_worker_leaves_and_its_slot_stays_empty():
+    talk = running(4)
+    actions = talk.tell(RemoveRequested(7, worker("h:1")))
+    assert answer(actions) == (True, Why.REMOVES)
+    assert order(the(PublishWorld, talk.stop_all())) == ["h:0#1", "h:2#1", "h:3#1"]
+    talk.tell(exited("h:1", 0))
+    assert not names(talk.wait(600.0))
+
+
+def test_one_that_is_gone_or_goes_is_not_removed_again():
+    talk = running(4)
+    assert answer(talk.tell(RemoveRequested(7, worker("h:9")))) == (False, Why.NO_SUCH_WORKER)
+    talk.tell(RemoveRequested(7, worker("h:1")))
+    assert answer(talk.tell(RemoveRequested(7, worker("h:1")))) == (False, Why.LEAVES_ALREADY)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [ScaleRequested(7, 3), DrainRequested(7, "h"), RemoveRequested(7, worker("h:1"))],
+)
+def test_a_job_of_a_fixed_size_and_one_that_is_over_say_so(request_):
+    assert answer(static(2).tell(request_)) == (False, Why.FIXED_SIZE)
+    talk = running(4)
+    talk.tell(StopRequested("Ctrl-C"))
+    assert answer(talk.tell(request_)) == (False, Why.JOB_OVER)
+
+
+def test_another_driver_knows_what_was_wanted():
+    talk = two_hosts()
+    talk.tell(ScaleRequested(7, 3), DrainRequested(7, "b"))
+    copy = restored(taken(talk.m), talk.m.settings)
+    assert copy.workers_max == 3
+    assert copy.worlds.staff.slots.drained("b")
