@@ -264,6 +264,13 @@ uint64_t elastic_spread_shares(elastic_group* group, void* data, uint64_t count,
       group->rounds.reduction(Kind::kSpreadShares, data, count, dtype, static_cast<int32_t>(Op::kSum), 1.0));
 }
 
+uint64_t elastic_reduce_tree(elastic_group* group, void* data, uint64_t count, uint64_t stride, int32_t dtype,
+                             const int32_t* program, uint64_t length, double scale) {
+  bool sense = false;
+  Collective made = group->rounds.tree(data, count, stride, dtype, program, length, scale, &sense);
+  return sense ? group->submit(std::move(made)) : 0;
+}
+
 void elastic_share(uint64_t count, int32_t dtype, int32_t size, int32_t rank, uint64_t* begin, uint64_t* end) {
   share_of(count, element_bytes(static_cast<DType>(dtype)), size, rank, begin, end);
 }

@@ -50,6 +50,14 @@ uint64_t elastic_reduce_shares(elastic_group* group, void* data, uint64_t count,
 uint64_t elastic_spread_shares(elastic_group* group, void* data, uint64_t count, int32_t dtype);
 void elastic_share(uint64_t count, int32_t dtype, int32_t size, int32_t rank, uint64_t* begin, uint64_t* end);
 
+// A sum in an order of its own: `program` has `length` words in postfix, each of which pushes the buffer of rank `word >> 16`
+// at place `word & 0xffff`, or, where it is -1, replaces the two on top of the stack by their sum. A rank's buffers have
+// `count` elements each and lie `stride` bytes apart, from `data` on; all in its arena. The result, one value, is
+// multiplied by `scale` after it was rounded, and replaces the buffer at place 0 of every rank, also of one that the program
+// does not name; the others are left as they are. Floating point dtypes are rounded at each addition. The array is copied.
+uint64_t elastic_reduce_tree(elastic_group* group, void* data, uint64_t count, uint64_t stride, int32_t dtype,
+                             const int32_t* program, uint64_t length, double scale);
+
 uint64_t elastic_broadcast(elastic_group* group, void* data, uint64_t bytes, int32_t root);
 // outputs[r] receives `bytes` bytes of rank r. The array is copied.
 uint64_t elastic_allgather(elastic_group* group, void* const* outputs, const void* data, uint64_t bytes);

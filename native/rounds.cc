@@ -11,6 +11,8 @@ namespace {
 constexpr int kChunksAtOnce = 8;   // in one `advance`, so that nobody waits long for the lock around it
 constexpr int kCopiesAtOnce = 2;   // windows copied into staging in one `advance`
 constexpr int kTakesAtOnce = 8;
+constexpr int kTreeDepth = 16;       // values that wait in the evaluation of a tree: one for each level
+constexpr size_t kBlock = 4 << 10;   // bytes that are evaluated at once: with what waits they fit into the first cache
 
 uint64_t mixed(uint64_t hash, uint64_t word) {  // FNV-1a over words: http://www.isthe.com/chongo/tech/comp/fnv
   return (hash ^ word) * 0x100000001b3u;
@@ -68,6 +70,33 @@ Collective Rounds::reduction(Kind kind, void* data, uint64_t count, int32_t dtyp
   made.reduce = kernels().reduce(made.dtype, static_cast<Op>(op));
   made.scale = scale;
   made.signature = signature_of(kind, made.bytes, static_cast<uint64_t>(dtype), static_cast<uint64_t>(op), scale);
+  return made;
+}
+
+Collective Rounds::tree(void* data, uint64_t count, uint64_t stride, int32_t dtype, const int32_t* program,
+                        uint64_t length, double scale, bool* sense) const {
+  Collective made = reduction(Kind::kReduceTree, data, count, dtype, static_cast<int32_t>(Op::kSum), scale);
+  made.stride = stride;
+  made.reach.assign(static_cast<size_t>(size_), 0);
+  *sense = made.reduce != nullptr && stride >= made.bytes && length > 0;
+  int depth = 0;
+  uint64_t hash = mixed(0xcbf29ce484222325u, stride);
+  for (uint64_t i = 0; *sense && i < length; ++i) {
+    const int32_t word = program[i];
+    hash = mixed(hash, static_cast<uint32_t>(word));
+    if (word == -1) {
+      *sense = --depth >= 1;
+    } else {
+      *sense = word >= 0 && word >> 16 < size_ && ++depth <= kTreeDepth;
+      if (*sense) {
+        uint64_t& reach = made.reach[static_cast<size_t>(word >> 16)];
+        reach = std::max(reach, static_cast<uint64_t>(word & 0xffff) * stride);
+      }
+    }
+  }
+  *sense = *sense && depth == 1 && owns(data, made.reach[static_cast<size_t>(rank_)] + made.bytes);
+  if (*sense) made.program.assign(program, program + length);
+  made.signature = signature_of(made.kind, made.bytes, static_cast<uint64_t>(dtype), hash, scale);
   return made;
 }
 
@@ -179,6 +208,7 @@ void Rounds::offer_window(Collective& collective) {
   switch (collective.kind) {
     case Kind::kReduce:
     case Kind::kReduceShares:
+    case Kind::kReduceTree:
     case Kind::kSpreadShares:
       if (collective.in_place) {
         offset = static_cast<uint64_t>(collective.data - arenas_[rank_]) + at;
@@ -268,6 +298,7 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
     collective.reduce(to, size_, from, size_, (end - begin) / element, collective.scale);
     return;
   }
+  if (collective.kind == Kind::kReduceTree) return run_tree(collective, buffers, begin, end);
   // The chunk's part in each owner's share.
   const uint64_t window_at = round.window * kWindow;
   for (int owner = 0; owner < size_; ++owner) {
@@ -286,6 +317,34 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
         if (rank != owner) copy(buffers[rank] + at, buffers[owner] + at, high - low);
       }
     }
+  }
+}
+
+// Block by block: what waits to be added lies in the first cache, and every addition is the one that all others use.
+void Rounds::run_tree(const Collective& collective, uint8_t* const* buffers, uint64_t begin, uint64_t end) const {
+  alignas(64) uint8_t waiting[kTreeDepth][kBlock];
+  const size_t element = element_bytes(collective.dtype);
+  const bool half = collective.dtype == DType::kFloat16 || collective.dtype == DType::kBfloat16;
+  const bool rounds_first = half && collective.scale != 1.0;  // the kernels would scale before they round
+  for (uint64_t at = begin; at < end; at += kBlock) {
+    const size_t count = std::min<uint64_t>(kBlock, end - at) / element;
+    const void* stack[kTreeDepth];
+    void* to[kMaxRanks];
+    for (int rank = 0; rank < size_; ++rank) to[rank] = buffers[rank] + at;
+    int depth = 0;
+    for (size_t i = 0; i < collective.program.size(); ++i) {
+      const int32_t word = collective.program[i];
+      if (word >= 0) {
+        stack[depth++] = buffers[word >> 16] + static_cast<uint64_t>(word & 0xffff) * collective.stride + at;
+        continue;
+      }
+      --depth;
+      const bool last = i + 1 == collective.program.size() && !rounds_first;
+      void* sum = waiting[depth - 1];
+      collective.reduce(last ? to : &sum, last ? size_ : 1, stack + depth - 1, 2, count, last ? collective.scale : 1.0);
+      stack[depth - 1] = sum;
+    }
+    if (rounds_first || collective.program.size() == 1) collective.reduce(to, size_, stack, 1, count, collective.scale);
   }
 }
 
@@ -377,7 +436,8 @@ bool Rounds::check(Round& round, uint64_t number) {
 
 bool Rounds::agrees(const Collective& collective, uint64_t window, uint64_t number, int rank) {
   const Offer& offer = offer_of(rank, number);
-  const uint64_t bytes = reduces(collective) ? length(collective, window) : 0;
+  uint64_t bytes = reduces(collective) ? length(collective, window) : 0;
+  if (collective.kind == Kind::kReduceTree) bytes += collective.reach[static_cast<size_t>(rank)];
   if (offer.signature == collective.signature && offer.offset <= arena_bytes_[rank] &&
       bytes <= arena_bytes_[rank] - offer.offset) {
     return true;

@@ -17,7 +17,7 @@
 
 namespace elastic {
 
-enum class Kind : uint32_t { kReduce, kReduceShares, kSpreadShares, kBroadcast, kAllgather, kAlltoall, kBarrier };
+enum class Kind : uint32_t { kReduce, kReduceShares, kReduceTree, kSpreadShares, kBroadcast, kAllgather, kAlltoall, kBarrier };
 
 struct Collective {
   uint64_t ticket = 0;
@@ -33,6 +33,9 @@ struct Collective {
   DType dtype = DType::kUint8;
   Reduce reduce = nullptr;
   double scale = 1.0;
+  std::vector<int32_t> program;  // of a tree
+  uint64_t stride = 0;
+  std::vector<uint64_t> reach;  // bytes of each rank from where its buffer begins to the place of its last one
   // moves
   int root = 0;
   const uint8_t* source = nullptr;
@@ -56,6 +59,9 @@ class Rounds {
 
   // What a call asks for. Signatures leave out what ranks may differ in: where their buffers lie.
   Collective reduction(Kind kind, void* data, uint64_t count, int32_t dtype, int32_t op, double scale) const;
+  // False in `sense` where the program makes none, or the buffers do not lie in the arena.
+  Collective tree(void* data, uint64_t count, uint64_t stride, int32_t dtype, const int32_t* program, uint64_t length,
+                  double scale, bool* sense) const;
   Collective broadcast(void* data, uint64_t bytes, int root) const;
   Collective allgather(void* const* outputs, const void* data, uint64_t bytes) const;
   Collective alltoall(void* output, const void* data, const uint64_t* received, const uint64_t* sent) const;
@@ -99,6 +105,7 @@ class Rounds {
   bool take_one();
   bool agrees(const Collective& collective, uint64_t window, uint64_t number, int rank);
   bool check(Round& round, uint64_t number);
+  void run_tree(const Collective& collective, uint8_t* const* buffers, uint64_t begin, uint64_t end) const;
   void run_chunk(const Round& round, uint64_t number, uint64_t chunk);
   bool move(Round& round, uint64_t number);
   void learn_sizes(Collective& collective, uint64_t number);

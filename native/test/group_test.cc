@@ -115,6 +115,35 @@ void reduces_everywhere(World& world, uint64_t count, int where) {  // 0: in the
   });
 }
 
+// Rank r has r % 3 buffers; their sum is added up from the last one to the first, which no order of ranks gives.
+void trees(World& world, uint64_t count) {
+  std::vector<int32_t> program;
+  for (int rank = world.size - 1; rank >= 0; --rank) {
+    for (int place = rank % 3 - 1; place >= 0; --place) program.push_back(rank << 16 | place);
+  }
+  for (size_t i = program.size(); i > 1; --i) program.push_back(-1);
+  world.each([&](int rank, elastic_group* group) {
+    const uint64_t stride = (count + 16) * sizeof(float);
+    auto* data = reinterpret_cast<uint8_t*>(world.arenas[rank]) + 4096 * (rank + 1);
+    auto at = [&](int place) { return reinterpret_cast<float*>(data + static_cast<uint64_t>(place) * stride); };
+    auto value = [](int owner, int place, uint64_t i) { return 1.0f / static_cast<float>(1 + i + owner * 7 + place * 3); };
+    for (int place = 0; place < std::max(1, rank % 3); ++place) {
+      for (uint64_t i = 0; i < count; ++i) at(place)[i] = value(rank, place, i);
+    }
+    finish(group, elastic_reduce_tree(group, data, count, stride, kFloat32, program.data(), program.size(), 0.2));
+    for (uint64_t i = 0; i < count; ++i) {
+      float sum = 0;
+      for (int owner = 0; owner < world.size; ++owner) {
+        for (int place = 0; place < owner % 3; ++place) {
+          sum = owner == 1 && place == 0 ? value(owner, place, i) : value(owner, place, i) + sum;
+        }
+      }
+      CHECK(at(0)[i] == sum * 0.2f);
+    }
+    for (uint64_t i = 0; rank % 3 == 2 && i < count; ++i) CHECK(at(1)[i] == value(rank, 1, i));
+  });
+}
+
 void many_at_once(World& world) {
   world.each([&](int rank, elastic_group* group) {
     constexpr int kCalls = 40;
@@ -487,6 +516,14 @@ void nonsense_is_refused() {
   CHECK(elastic_reduce_shares(world.ranks[0], world.arenas[0], 1, kInt32, 0, 1.0) == 0);
   CHECK(elastic_spread_shares(world.ranks[0], world.arenas[0], 1, -1) == 0);
   CHECK(elastic_broadcast(world.ranks[0], &byte, 1, 2) == 0);
+  for (const std::vector<int32_t>& program : std::vector<std::vector<int32_t>>{
+           {}, {-1}, {0, 0}, {0, -1}, {2 << 16}, {-2}, {0xffff}, std::vector<int32_t>(17, 0)}) {
+    CHECK(elastic_reduce_tree(world.ranks[0], world.arenas[0], 4096, 16384, kFloat32, program.data(), program.size(),
+                              1.0) == 0);
+  }
+  const int32_t own = 0;
+  CHECK(elastic_reduce_tree(world.ranks[0], world.arenas[0], 4096, 16000, kFloat32, &own, 1, 1.0) == 0);
+  CHECK(elastic_reduce_tree(world.ranks[0], &byte, 1, 4, kFloat32, &own, 1, 1.0) == 0);
   world.each([&](int, elastic_group* group) { finish(group, elastic_barrier(group)); });
 }
 
@@ -499,6 +536,7 @@ int main() {
     for (const uint64_t count : {0, 1, 5, 16'384, 16'385, 131'072, 131'073, 400'000}) {
       for (const int where : {0, 1, 2}) reduces_everywhere(world, count, where);
       halves(world, count);
+      trees(world, count);
     }
     for (const uint64_t bytes : {0, 1, 1000, 524'288, 524'289, 1'500'000}) moves(world, bytes);
     many_at_once(world);

@@ -115,6 +115,33 @@ class SharedCollectives:
             scale,
         )
 
+    def reduce_tree(
+        self,
+        places: torch.Tensor,
+        elements: int,
+        program: Sequence[tuple[int, int] | None],
+        scale: float = 1.0,
+    ) -> Work:
+        """A sum in an order of its own, of rows of ``places`` of any ranks; the first ``elements`` of a row count.
+
+        ``program``, in postfix: ``(rank, row)`` pushes a value, None replaces the two on top by their sum. The result,
+        rounded and then multiplied by ``scale``, replaces row 0 on every rank. ``places`` lies in the arena on every
+        rank, its rows equally far apart; it has as many as this rank needs. Raises ValueError where it doesn't.
+        """
+        check(places, Op.SUM)
+        words = [-1 if each is None else each[0] << 16 | each[1] for each in program]
+        return self._submit(
+            self._library.elastic_reduce_tree,
+            places,
+            places.data_ptr(),
+            elements,
+            places.stride(0) * places.element_size(),
+            DTYPES[places.dtype],
+            (ctypes.c_int32 * len(words))(*words),
+            len(words),
+            scale,
+        )
+
     def spread_shares(self, tensor: torch.Tensor) -> Work:
         """The second half: every rank's share is copied to all others. ``tensor`` lies in the arena on every rank."""
         return self._submit(

@@ -48,8 +48,8 @@ class ShardBucket:
         """Room for so many values that wait."""
         self.depth = depth
         self.stride = self.elements + ROOM
-        self._memory = zeros(depth * self.stride, self.dtype, self.device)
-        self.flat = list(self._memory.view(depth, self.stride))
+        self.places = zeros(depth * self.stride, self.dtype, self.device).view(depth, self.stride)
+        self.flat = list(self.places)
         self._views = [
             [
                 flat.as_strided(each.size(), gradient_strides(each), flat.storage_offset() + offset)
@@ -73,7 +73,7 @@ class ShardBucket:
     def shared(self) -> bool:
         """Whether it lies where the other ranks of the host can reach it."""
         mine = arena.mine() if self.device.type == "cpu" else None
-        at, size = self._memory.data_ptr(), self._memory.nbytes
+        at, size = self.places.data_ptr(), self.places.nbytes
         return mine is not None and mine.offset_of(at, size) is not None
 
     # ---- gradients -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
+from elastic.collectives.shared_memory.process_group import SharedCollectives
 from elastic.context import Context
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, StateMismatch
 from elastic.exact import tree
@@ -75,6 +76,7 @@ class ShardReducer:
         self._shard: tree.Merge | None = None
         self._last = False
         self._agreed: int | None = None  # the generation whose ranks have compared this plan
+        self._in_memory = False  # ... and can all reach each other's buckets
         self._launched = 0
         self._stale: list[Work] = []
         shards.listen(self)
@@ -262,6 +264,8 @@ class ShardReducer:
         if len(step.held) == 1:
             evaluate(self._program, [bucket.flat], self._scale)
             return group.barrier()
+        if self._in_memory and isinstance(group, SharedCollectives):
+            return group.reduce_tree(bucket.places, bucket.elements, self._program, self._scale)
         counts = [len(nodes) for nodes in step.partials]
         return PartialsExchange(
             group, bucket.flat, bucket.elements, self._program, counts, self._scale
@@ -275,8 +279,9 @@ class ShardReducer:
         group = self._group(world, self._buckets[0].device)
         if not isinstance(group, LocalCollectives):
             digest = hashlib.blake2b("\n".join(self._lines()).encode(), digest_size=7).digest()
+            shared = all(bucket.shared for bucket in self._buckets)
             own = torch.tensor(
-                [int.from_bytes(digest, "big")],
+                [int.from_bytes(digest, "big"), int(shared)],
                 dtype=torch.int64,
                 device=self._buckets[0].device,
             )
@@ -289,6 +294,7 @@ class ShardReducer:
                     f"the optimizers of rank 0 and rank {differs[0]} have other parameters or Shards: give"
                     " DistributedOptimizer the same ones, in the same order, on every rank"
                 )
+            self._in_memory = all(row[1] for row in found)
         self._agreed = world.generation
 
     # ---- the plan ------------------------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""Sums of partials along the tree: the same bits in shared memory, by exchange over whatever group, and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.collectives import fake
+from elastic.collectives.shared_memory import arena, native_library
+from elastic.exact import tree
+from elastic.exact.assignment import assign
+from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
+from integration.collectives.test_shared import World
+
+pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
+
+ELEMENTS = [1, 1000, 131_075]
+SHARDS = [3, 5, 8]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(request.param)
+    yield made
+    made.close()
+
+
+def leaf(shard: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(shard)
+    return torch.randn(elements, generator=drawn, dtype=torch.float64).to(dtype)
+
+
+def places_of(held: Any, shards: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's partials, in the arena."""
+    merges, _ = tree.schedule(held, shards)
+    depth, stride = max(1, tree.depth(merges)), elements + 64
+    places = arena.zeros(depth * stride, dtype).view(depth, stride)
+    for shard, place, count in merges:
+        value = leaf(shard, elements, dtype)
+        for _ in range(count):
+            place -= 1
+            value = places[place, :elements] + value
+        places[place, :elements] = value
+    return places
+
+
+def alone(shards: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    places = places_of(range(shards), shards, elements, dtype)
+    partials = [tree.schedule(range(shards), shards)[1]]
+    evaluate(tree.program(partials, shards), [list(places)], 1.0 / shards)
+    return places[0, :elements].clone()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("shards", SHARDS)
+def test_every_way_gives_the_same_bits(world, shards, dtype):
+    size = len(world.groups)
+    held = assign(shards, size)
+    partials = [tree.schedule(each, shards)[1] for each in held]
+    program = tree.program(partials, shards)
+    counts = [len(each) for each in partials]
+    others = fake.world(size)
+
+    def on_rank(rank: int) -> list[torch.Tensor]:
+        found = []
+        for elements in ELEMENTS:
+            places = places_of(held[rank], shards, elements, dtype)
+            copied = places.clone()
+            world.groups[rank].reduce_tree(places, elements, program, 1.0 / shards).wait()
+            found.append(places[0, :elements].clone())
+            for group in (world.groups[rank], others[rank]):
+                again = list(copied.clone())
+                PartialsExchange(group, again, elements, program, counts, 1.0 / shards).wait()
+                found.append(again[0][:elements].clone())
+        return found
+
+    wanted = [alone(shards, elements, dtype) for elements in ELEMENTS for _ in range(3)]
+    for found in world.on_all(on_rank):
+        assert all(
+            torch.equal(bits(one), bits(two)) for one, two in zip(found, wanted, strict=True)
+        )
+
+
+def test_what_does_not_lie_in_the_arena_is_refused(world):
+    places = torch.zeros(1, 64)
+    with pytest.raises(ValueError, match=r"arena.zeros"):
+        world.groups[0].reduce_tree(places, 64, [tree.Partial(0, 0)])
