@@ -1,0 +1,137 @@
+"""What does a step in shards cost? Beside an ordinary one of as many workers, and beside its computation alone.
+
+    python benchmarks/exact.py [--models mlp gpt] [--ranks 2 4] [--shards 8] [--rounds 30] [--json FILE]
+
+Two questions, each answered by steps that take turns; the ratio of two steps of a round is what counts.
+
+W = S: every worker has one shard, as many samples as an ordinary step has, and the sum along the tree takes the place
+of the one in the order of ranks.
+
+S shards on W workers: beside a worker that computes as many shards as the one that has most, steps its optimizer, and
+sends nothing. Every rank computes in one thread, and they compete for the same cores. That losses and weights are
+the same bits everywhere is what the tests show; here the ranks' models are compared at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import distributed
+
+import groups
+import models
+from elastic.exact.shards import Shards
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from figures import Mark, Spread, ratio, spread
+
+EVEN_MARK, MANY_MARK = 1.05, 1.08
+
+
+@dataclass(frozen=True)
+class ShardQuestion:
+    model: str
+    shards: int
+    rounds: int
+
+
+class ShardSteps:
+    """Training steps of so many shards, one for each call. Without ``reduced`` the same work with nothing sent."""
+
+    def __init__(self, name: str, count: int, reduced: bool) -> None:
+        rank = distributed.get_rank()
+        training = models.make(name, rank)
+        self.model, self._training = training.model, training
+        with torch.no_grad():
+            for each in self.model.parameters():
+                distributed.broadcast(each, 0)
+        self._shards = Shards(count)
+        self._most = -(-count // distributed.get_world_size())
+        self.optimizer = training.optimizer()
+        self._reduced = reduced
+        if reduced:
+            self.optimizer = DistributedOptimizer(self.optimizer, shards=self._shards)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        for shard in self._shards if self._reduced else range(self._most):
+            inputs, targets = self._training.batches[shard % len(self._training.batches)]
+            self._training.loss(self.model, inputs, targets).backward()
+        self.optimizer.step()
+
+
+def measure(question: ShardQuestion) -> dict[str, Any]:
+    ranks = distributed.get_world_size()
+    steps = ShardSteps(question.model, question.shards, reduced=True)
+    ways: dict[str, Any] = {"shards": steps}
+    if ranks == question.shards:
+        training = models.make(question.model, distributed.get_rank())
+        optimizer = DistributedOptimizer(training.optimizer(), training.model.named_parameters())
+        ways["beside"] = models.Steps(training, training.model, optimizer)
+    else:
+        ways["beside"] = ShardSteps(question.model, question.shards, reduced=False)
+    times = groups.take_turns(ways, question.rounds)
+    groups.same_everywhere("the model in shards", list(steps.model.parameters()))
+    return {
+        "model": question.model,
+        "shards": question.shards,
+        "ranks": ranks,
+        "ms": {name: asdict(spread(each).times(1e3)) for name, each in times.items()},
+        "ratio": asdict(ratio(times["shards"], times["beside"])),
+    }
+
+
+def marks_of(answers: list[dict[str, Any]]) -> list[Mark]:
+    return [
+        Mark(
+            f"{each['model']}, {each['shards']} shards on {each['ranks']} workers",
+            each["ratio"]["median"],
+            EVEN_MARK if each["ranks"] == each["shards"] else MANY_MARK,
+        )
+        for each in answers
+    ]
+
+
+def table(answers: list[dict[str, Any]], rounds: int) -> Table:
+    found = Table(title=f"a step in shards; median and quartiles of {rounds} rounds")
+    for column in ("model", "shards", "workers", "in shards, ms", "beside, ms", "ratio"):
+        found.add_column(column)
+    for each in answers:
+        ms = {name: Spread(**values) for name, values in each["ms"].items()}
+        found.add_row(
+            each["model"],
+            str(each["shards"]),
+            str(each["ranks"]),
+            ms["shards"].text(1),
+            ms["beside"].text(1),
+            Spread(**each["ratio"]).text(2),
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["mlp", "gpt"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
+    parser.add_argument("--shards", type=int, default=0, help="of a step; 0: as many as workers")
+    parser.add_argument("--rounds", type=int, default=30, help="steps of each way")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    answers = [
+        groups.ask(measure, ranks, ShardQuestion(name, options.shards or ranks, options.rounds))
+        for name in options.models
+        for ranks in options.ranks
+    ]
+    console = groups.console()
+    console.print(table(answers, options.rounds))
+    marks = marks_of(answers)
+    groups.say_marks(console, marks)
+    groups.write_json(options.json, {"answers": answers}, marks)
+
+
+if __name__ == "__main__":
+    main()
