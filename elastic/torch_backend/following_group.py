@@ -114,10 +114,13 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
     def guard(self, name: str) -> AbstractContextManager[None]:
         return lifecycle.current().guard(name)
 
-    def broke(self, error: CollectiveFailed) -> None:
+    def generation(self) -> int:
+        return lifecycle.current().generation
+
+    def broke(self, error: CollectiveFailed, generation: int) -> None:
         rt = lifecycle.active()
         if rt is not None:
-            rt.mark_broken(rt.generation, str(error))
+            rt.mark_broken(generation, str(error))
 
     def call(
         self,

@@ -40,8 +40,11 @@ class WorkOwner(Protocol):
     def guard(self, name: str) -> AbstractContextManager[None]:
         """Around what waits in the thread that trains."""
 
-    def broke(self, error: CollectiveFailed) -> None:
-        """A collective failed in a thread of ours. Never raises."""
+    def generation(self) -> int:
+        """Of the present world."""
+
+    def broke(self, error: CollectiveFailed, generation: int) -> None:
+        """A collective of that world failed in a thread of ours. Never raises."""
 
 
 class ElasticWork(_TorchWork):  # type: ignore[misc]
@@ -66,6 +69,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self._results = results
         self._timeout_s = timeout_s
         self._futures = futures
+        self.generation = owner.generation()  # of the world in which it was begun
         self._lock = threading.Lock()
         self._error: CollectiveFailed | None = None
         self._future: ElasticFuture | None = None
@@ -91,7 +95,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         try:
             self.complete(self._timeout_s)
         except CollectiveFailed as error:
-            self._owner.broke(error)
+            self._owner.broke(error, self.generation)
         return True
 
     def is_success(self) -> bool:
@@ -199,6 +203,8 @@ class Futures:
             Variable._execution_engine.queue_callback(self._end_pass)
         due = time.monotonic() + (_GRACE_S if grace else 0.0)
         with self._changed:
+            if self._pending and self._pending[0][1].generation != work.generation:
+                self._pending.clear()  # of a world that is over: what became of them is nobody's concern
             self._pending.append((due, work))
             if self._thread is None:
                 self._thread = threads.begin("elastic-futures", self._serve)
@@ -229,7 +235,7 @@ class Futures:
             try:
                 work.complete(None)
             except CollectiveFailed as error:
-                self._owner.broke(error)
+                self._owner.broke(error, work.generation)
             except threads.Ending:
                 return
             del work

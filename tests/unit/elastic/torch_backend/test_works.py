@@ -1,0 +1,79 @@
+"""Works of torch.distributed and their futures: what became of a collective belongs to the world it was begun in."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from elastic.collectives.interface import Work
+from elastic.errors import CollectiveFailed
+from elastic.torch_backend.collective_calls import Begun
+from elastic.torch_backend.works import ElasticWork, Futures, WorkOwner
+
+
+class Group:
+    """A process group whose collectives all fail, or all succeed."""
+
+    def __init__(self) -> None:
+        self.owner = create_autospec(WorkOwner, instance=True)
+        self.owner.guard.side_effect = lambda name: nullcontext()
+        self.owner.generation.return_value = 1
+        self.futures = Futures(self.owner)
+
+    def work(self, *, fails: bool = False) -> ElasticWork:
+        collective = create_autospec(Work, instance=True)
+        collective.done.return_value = True
+        if fails:
+            collective.wait.side_effect = CollectiveFailed("aborted")
+        begun = Begun()
+        begun.works.append(collective)
+        return ElasticWork(self.owner, "all_reduce", begun, [], None, self.futures)
+
+
+class Reduces(torch.autograd.Function):
+    """Begins a collective in the backward pass, as DDP's buckets do."""
+
+    @staticmethod
+    def forward(ctx, tensor, group, fails):
+        ctx.group, ctx.fails = group, fails
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.group.work(fails=ctx.fails).get_future()
+        return gradient, None, None
+
+
+def backward(group: Group, *, fails: bool) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    Reduces.apply(tensor, group, fails).sum().backward()
+
+
+def test_a_backward_pass_raises_what_became_of_its_collectives():
+    group = Group()
+    backward(group, fails=False)
+    with pytest.raises(CollectiveFailed):
+        backward(group, fails=True)
+
+
+def test_a_failure_of_an_older_world_is_not_raised_in_the_next():
+    group = Group()
+    old = [group.work(fails=True) for _ in range(2)]
+    for work in old:
+        work.get_future()
+        assert work.is_completed() and not work.is_success()
+    group.owner.generation.return_value = 2
+    backward(group, fails=False)
+
+
+def test_who_is_told_of_a_failure_is_told_in_which_world_it_was():
+    group = Group()
+    work = group.work(fails=True)
+    group.owner.generation.return_value = 2
+    assert work.is_completed()
+    ((error, generation), _) = group.owner.broke.call_args
+    assert isinstance(error, CollectiveFailed)
+    assert generation == 1
