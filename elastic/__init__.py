@@ -17,6 +17,7 @@ _MODULES = {
     ),
     "elastic.run_loop": "run",
     "elastic.checkpoints.on_request": "Checkpoints",
+    "elastic": "data",
     "elastic.state": "State ObjectState TorchState ElasticSampler",
     "elastic.exact.shards": "Shards",
     "elastic.optimizer.distributed_optimizer": "DistributedOptimizer",
@@ -50,6 +51,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names.sp
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
+    from elastic import data as data
     from elastic.api.broadcasting import *  # noqa: F403
     from elastic.api.compression import Compression as Compression
     from elastic.api.ops import *  # noqa: F403
@@ -81,7 +83,12 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'elastic' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    home = _HOME[name]
+    value = (
+        importlib.import_module(f"{home}.{name}")
+        if home == __name__
+        else getattr(importlib.import_module(home), name)
+    )
     globals()[name] = value
     return value
 

@@ -5,7 +5,7 @@ them in step. `TorchState` and Keras's states say which they take.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,9 @@ from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
 from elastic.state import exchange
 from elastic.state.exchange import GroupOn
+from elastic.state.handlers.loader_state import LoaderStateHandler
+from elastic.state.handlers.model_state import ModelStateHandler
+from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import Part, SamplerStateHandler
 from elastic.state.handlers.random_state import RandomState
 from elastic.state.handlers.registry import StateHandler, handler_for
@@ -22,6 +25,8 @@ from elastic.state.held import Held, HeldPart
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
 from elastic.state.state import ObjectState, log, refuse_method_names
+
+Handler = TypeVar("Handler", bound=StateHandler)
 
 
 class HandledState(ObjectState):
@@ -41,6 +46,7 @@ class HandledState(ObjectState):
         self._watch_buffers()
         self._random = RandomState() if rng is True else None
         self._begun = 0  # saves; tells a digest that a save came in between
+        self._introduce()
         super().__init__(**{name: v for name, v in values.items() if name not in self._handlers})
         if self._random is not None:
             self._random.save()
@@ -75,6 +81,7 @@ class HandledState(ObjectState):
             del self._handlers[name]
             self._saved_state[name] = self._copied({name: value})[name]
         self._watch_buffers()
+        self._introduce()
 
     def _watch_buffers(self) -> None:
         """Buffers of models that are trained in shards follow one rule."""
@@ -85,6 +92,24 @@ class HandledState(ObjectState):
                     if isinstance(model, torch.nn.Module):
                         shards.watch(model)
 
+    def _introduce(self) -> None:
+        """Tells loaders what their batches train."""
+        stepped = bool(self._of_kind(OptimizerStateHandler))
+        for loader in self._of_kind(LoaderStateHandler):
+            loader.attach(self._trained_parameters, stepped=stepped)
+
+    def _trained_parameters(self) -> list[torch.Tensor]:
+        models = [each.value for each in self._of_kind(ModelStateHandler)]
+        groups = [
+            g for each in self._of_kind(OptimizerStateHandler) for g in each.value.param_groups
+        ]
+        found = [each for model in models for each in model.parameters()]
+        found += [each for group in groups for each in group["params"]]
+        return list({id(each): each for each in found}.values())
+
+    def _of_kind(self, kind: type[Handler]) -> list[Handler]:
+        return [each for each in self._handlers.values() if isinstance(each, kind)]
+
     def _parts(self) -> dict[str, Part]:
         """The values that travel in one transfer."""
         return {
@@ -94,8 +119,11 @@ class HandledState(ObjectState):
         }
 
     def _trained(self) -> list[tuple[int, list[int]]]:
-        samplers = [h.value for h in self._handlers.values() if isinstance(h, SamplerStateHandler)]
-        return samplers[0].take_trained() if samplers else []
+        for kind in (SamplerStateHandler, LoaderStateHandler):
+            for handler in self._of_kind(kind):
+                trained: list[tuple[int, list[int]]] = handler.value.take_trained()
+                return trained
+        return []
 
     def _foreign_handlers(self) -> dict[str, StateHandler]:
         """Handlers with a ``sync`` of their own."""
@@ -145,7 +173,12 @@ class HandledState(ObjectState):
             self._random.restore()
 
     def reset(self) -> None:
-        """The world has changed: samplers deal out anew what is left."""
+        """The world has changed: samplers and loaders deal out anew what is left."""
+        loaders = self._of_kind(LoaderStateHandler)
+        if any([loader.deals_again() for loader in loaders]):
+            # Some of what the next step was to have comes again, perhaps to other ranks.
+            for optimizer in self._of_kind(OptimizerStateHandler):
+                optimizer.abandon_step()
         for part in self._of_ours():
             part.reset()
 

@@ -183,13 +183,17 @@ class OptimizerStateHandler(Part):
         else:
             self._place_options(structure["options"])
             self._place_entries(structure, fresh)
+        value: Any = self.value
+        passes = structure.get("passes")
+        if passes is not None and passes != getattr(value, "backward_passes_per_step", passes):
+            value.set_backward_passes_per_step(passes)
+        self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """What was computed for the next step is not used."""
         self._clear_gradients()
         reset_passes = getattr(self.value, "_reset_passes", None)
         if reset_passes is not None:
-            value: Any = self.value
-            passes = structure.get("passes")
-            if passes is not None and passes != value.backward_passes_per_step:
-                value.set_backward_passes_per_step(passes)
             reset_passes()
 
     def _place_options(self, options: list[dict[str, Any]]) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from elastic.data.loader import DataLoader
+from elastic.data.sampler import ElasticSampler
 from elastic.exact.shards import Shards
+from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import (
@@ -16,7 +19,6 @@ from elastic.state.handlers.part import (
     ShardsStateHandler,
     StateHandler,
 )
-from elastic.state.sampler import ElasticSampler
 
 Registry = list[tuple[type, type[StateHandler]]]
 
@@ -25,6 +27,7 @@ _registry: Registry = [
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
     (Shards, ShardsStateHandler),
+    (DataLoader, LoaderStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, DictPart),
     (torch.amp.GradScaler, DictPart),
 ]
@@ -55,6 +58,7 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
 
 
 __all__ = [
+    "LoaderStateHandler",
     "ModelStateHandler",
     "OptimizerStateHandler",
     "SamplerStateHandler",

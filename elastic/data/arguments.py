@@ -1,0 +1,153 @@
+"""What a loader is asked for: checked before anything is loaded."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from elastic.data.positions import Dealing
+from elastic.errors import Invalid
+
+OPTIONS = {
+    "multiprocessing_context",
+    "persistent_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "prefetch_factor",
+    "timeout",
+    "worker_init_fn",
+    "in_order",
+}
+
+
+@dataclass(frozen=True)
+class LoaderArguments:
+    """See `DataLoader`. Raises Invalid."""
+
+    dataset: Any
+    batch_size: int | None = 1
+    shuffle: bool = False
+    sampler: Iterable[Any] | None = None
+    batch_sampler: Iterable[Sequence[Any]] | None = None
+    num_workers: int = 0
+    collate_fn: Any = None
+    drop_last: bool = False
+    global_batch_size: int | None = None
+    seed: int = 0
+    sample_seeds: bool = False
+    shards: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # torch's
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "global_batch_size", "shards"):
+            _check_size(name, getattr(self, name))
+        operator.index(self.seed)
+        self._check_options()
+        if self.streams:
+            self._check_stream()
+        else:
+            self._check_indexed()
+        self._check_batches()
+
+    @property
+    def streams(self) -> bool:
+        """Whether samples come one after the other, and can't be asked for by an index."""
+        return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+
+    @property
+    def ready(self) -> bool:
+        """Whether what is dealt are batches already."""
+        return self.batch_size is None or self.batch_sampler is not None
+
+    def dealing(self, size: int) -> Dealing:
+        """How steps are dealt in a world of ``size``."""
+        if self.global_batch_size is not None:
+            return Dealing(self.shards or size, self.global_batch_size, self.drop_last)
+        each = 1 if self.ready or self.batch_size is None else self.batch_size
+        return Dealing(size, size * each, self.drop_last)
+
+    def _check_options(self) -> None:
+        unknown = self.options.keys() - OPTIONS
+        if "generator" in unknown:
+            raise Invalid(
+                "generator= would have each rank draw an order of its own; give seed=, which all ranks share"
+            )
+        if unknown:
+            raise Invalid(f"a DataLoader takes no {', '.join(sorted(unknown))}")
+        if self.options.get("in_order") is False:
+            raise Invalid(
+                "in_order=False hands batches out as they come, so nobody could say which of them a commit has: leave"
+                " it out"
+            )
+
+    def _check_stream(self) -> None:
+        dataset, name = self.dataset, type(self.dataset).__name__
+        if not hasattr(dataset, "__iter__"):
+            raise Invalid(f"{name} can be neither indexed nor iterated over; give a dataset")
+        if isinstance(dataset, Iterator):
+            raise Invalid(
+                f"{name} can be read only once, and after a failure a stream is read again; give a dataset whose"
+                " __iter__ begins anew"
+            )
+        if self.shuffle or self.sampler is not None or self.batch_sampler is not None:
+            raise Invalid(
+                f"{name} is a stream, which is read in its own order: give neither shuffle nor a sampler, and shuffle"
+                " in the dataset, by the epoch that its set_epoch() is told"
+            )
+        if getattr(dataset, "_distributed", None) is not None:
+            raise Invalid(
+                f"{name} was cut by split_dataset_by_node() for a fixed number of ranks; give the whole dataset, which"
+                " the loader deals to whatever world there is"
+            )
+
+    def _check_indexed(self) -> None:
+        if not hasattr(self.dataset, "__len__"):
+            raise Invalid(
+                f"{type(self.dataset).__name__} has no length; give it one, or make it an IterableDataset"
+            )
+        if len(self.dataset) == 0:
+            raise Invalid("the dataset is empty; give it at least one sample")
+        given = {
+            "shuffle": self.shuffle,
+            "sampler": self.sampler is not None,
+            "batch_sampler": self.batch_sampler is not None,
+        }
+        names = [name for name, there in given.items() if there]
+        if len(names) > 1:
+            raise Invalid(f"{' and '.join(names)} are given, and each says the order; give one")
+        for each in (
+            self.sampler,
+            self.batch_sampler,
+            getattr(self.batch_sampler, "sampler", None),
+        ):
+            if hasattr(each, "num_replicas"):
+                raise Invalid(
+                    f"{type(each).__name__} deals to fixed ranks, and here the loader deals, to whatever world there"
+                    " is; give shuffle= and seed= instead, or convert the loader by elastic.data.from_torch()"
+                )
+
+    def _check_batches(self) -> None:
+        if self.global_batch_size is not None and (self.batch_size != 1 or self.ready):
+            raise Invalid(
+                "global_batch_size says how large a step is; give no batch_size or batch_sampler beside it"
+            )
+        if self.batch_sampler is not None and (self.batch_size != 1 or self.drop_last):
+            raise Invalid("batch_sampler makes the batches; give no batch_size or drop_last")
+        if self.shards is None:
+            return
+        if self.global_batch_size is None:
+            raise Invalid("shards cut a global batch; give global_batch_size too")
+        if self.global_batch_size < self.shards:
+            raise Invalid(
+                f"global_batch_size is {self.global_batch_size}, which can't be cut into {self.shards} shards; give"
+                " at least one sample to each"
+            )
+
+
+def _check_size(name: str, size: Any) -> None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise Invalid(f"{name} is {size!r}; give a whole number of samples, at least 1")

@@ -1,0 +1,56 @@
+"""Loaders that were made for a fixed number of ranks, or for none, as loaders of the job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import data as torch_data
+
+from elastic.data.loader import DataLoader
+from elastic.data.sampler import ElasticSampler
+from elastic.errors import Invalid
+
+
+def from_torch(loader: Any, **changes: Any) -> DataLoader:
+    """A loader of the same dataset, batches, order and loader workers as a ``torch.utils.data.DataLoader`` or a
+    ``torchdata.stateful_dataloader.StatefulDataLoader``; ``changes`` go before what ``loader`` has.
+
+    A ``DistributedSampler`` or an ``ElasticSampler`` becomes its shuffle and seed, ``RandomSampler`` and
+    ``SequentialSampler`` likewise; other samplers are asked for their order in every epoch. Nothing is taken over of
+    where ``loader`` is. Raises Invalid.
+    """
+    if not isinstance(loader, torch_data.DataLoader):
+        raise Invalid(
+            f"{type(loader).__name__} is no DataLoader of torch; give elastic.data.DataLoader the dataset itself"
+        )
+    given: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.num_workers > 0:
+        given["prefetch_factor"] = loader.prefetch_factor
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        given["batch_sampler"] = loader.batch_sampler
+    else:
+        given.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
+        if not isinstance(loader.dataset, torch_data.IterableDataset):
+            given.update(_order_of(loader.sampler))
+    given.update(changes)
+    return DataLoader(loader.dataset, **given)
+
+
+def _order_of(sampler: Any) -> dict[str, Any]:
+    if isinstance(sampler, torch_data.DistributedSampler | ElasticSampler):
+        return {"shuffle": sampler.shuffle, "seed": sampler.seed}
+    if isinstance(sampler, torch_data.SequentialSampler):
+        return {"shuffle": False}
+    # torchdata has a RandomSampler of its own, which is no subclass of torch's.
+    random = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
+    if random and sampler.num_samples == len(sampler.data_source):
+        return {"shuffle": True}
+    return {"sampler": sampler}

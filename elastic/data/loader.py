@@ -1,0 +1,399 @@
+"""A DataLoader whose position belongs to the job: each sample counts once per epoch in what is committed. Acts.
+
+torch's own DataLoader does the loading. What is added here: which samples a batch has is dealt from the job's position
+(see `positions`), and how far that has come is counted where batches are handed out and optimizers step (see
+`progress`), not where loader workers prefetch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from elastic.data import optimizer_steps
+from elastic.data.arguments import LoaderArguments
+from elastic.data.batch_gradients import BatchGradients
+from elastic.data.positions import Dealing, Position
+from elastic.data.progress import DataProgress
+from elastic.data.sources import NOBODY, IndexedSource, Loaded, Source, StreamSource
+from elastic.errors import Invalid, NotInitialized
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+
+World = tuple[int, int, int]  # rank, size, generation
+
+
+class GivenShards(Protocol):
+    """What a loader asks of `elastic.Shards`."""
+
+    count: int
+
+    @property
+    def held(self) -> Sequence[int]:
+        """This rank's in the present world, ascending."""
+
+
+class DataLoader:
+    """Hands out this rank's batches of an epoch, from the job's position on. Make it a part of the state.
+
+    ``loader = elastic.data.DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)``, then
+    ``TorchState(model=..., optimizer=..., loader=loader)``. ``dataset`` is map-style (with ``__len__`` and
+    ``__getitem__``) or iterable: a stream, which every rank reads whole. ``batch_size``: samples per rank and step;
+    None where a sample of the dataset is a batch already. ``global_batch_size`` instead: samples per step of all ranks
+    together, however many they are. ``shuffle``, ``seed``: the order of torch's ``DistributedSampler``. ``sampler``,
+    ``batch_sampler``: any that draws for the whole job, and the same under the same seeds of torch, random and numpy.
+    ``drop_last``: an epoch ends before a step that is not whole. ``sample_seeds``: each sample is loaded under seeds of
+    its own (see `SeededDataset`). All other arguments are torch's.
+
+    ``shards=elastic.Shards(8)`` with ``global_batch_size``: a step is cut into 8 shards whatever the world, and
+    ``for step in loader: for batch in shards.over(step): ...`` has this rank's. With a number alone they are dealt in
+    blocks.
+
+    Iterating goes on where the last iteration was left, by a recovery or by ``break``; at the end of an epoch the next
+    one becomes the present one. A loader in no state begins each iteration anew. Raises Invalid, NotInitialized.
+
+    Attributes: ``epoch``, ``position``, ``remaining``; ``weight`` and ``shard`` of the batch in hand: a mean over it
+    times ``weight`` has as its mean over the ranks that over the whole step (1.0 but for the last steps of an epoch;
+    0.0 where this rank has no sample and was given one that is not to count); ``ahead``: batches that whoever iterates
+    takes before it trains on the one in hand, 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Sequence[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        *,
+        global_batch_size: int | None = None,
+        seed: int = 0,
+        sample_seeds: bool = False,
+        shards: int | GivenShards | None = None,
+        **options: Any,
+    ) -> None:
+        self.arguments = LoaderArguments(
+            dataset=dataset,
+            batch_size=batch_size,
+            shuffle=bool(shuffle),
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            drop_last=bool(drop_last),
+            global_batch_size=global_batch_size,
+            seed=seed,
+            sample_seeds=sample_seeds,
+            shards=shards if shards is None or isinstance(shards, int) else shards.count,
+            options={"pin_memory": pin_memory, **options},
+        )
+        self.dataset = dataset
+        self.batch_size = batch_size if global_batch_size is None else None
+        self.drop_last = self.arguments.drop_last
+        self.num_workers = num_workers
+        self.weight = 1.0
+        self.shard = 0
+        streams = self.arguments.streams
+        self._source: Source = (StreamSource if streams else IndexedSource)(self.arguments)
+        self._shards = None if isinstance(shards, int) else shards
+        self._progress = DataProgress()
+        self._passes = 0  # begun; an iterator has the number of its own
+        self._handed_some = False  # of this pass, that a step of an optimizer may be due to
+        self._in_state = self._awaits_steps = False
+        self._gradients = BatchGradients()
+        self._count = optimizer_steps.count()  # when it was last looked at
+        self._moves = 0  # times that the position was set from outside
+        self._noting = environment.digests()
+        self._handed: list[tuple[Position, int, list[int]]] = []  # not reported yet; in tests
+        optimizer_steps.watch()
+
+    # ---- what scripts call -----------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch, from 0."""
+        return self._progress.position.epoch
+
+    @property
+    def position(self) -> Position:
+        """Epoch, and how many of its samples all ranks together have been handed."""
+        return self._progress.position
+
+    @property
+    def ahead(self) -> int:
+        """Batches that whoever iterates has taken beyond the one that it trains on."""
+        return self._progress.ahead
+
+    @ahead.setter
+    def ahead(self, batches: int) -> None:
+        self._progress.ahead = operator.index(batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch. The present one just goes on: call it before each epoch, as of a ``DistributedSampler``."""
+        wanted = operator.index(epoch)
+        if wanted < 0:
+            raise Invalid(f"epoch is {epoch}; give a number of 0 or more")
+        if wanted != self.epoch:
+            self._go_to(Position(wanted, 0))
+
+    def settle(self) -> None:
+        """All that was handed out counts as trained on, though no optimizer has stepped since."""
+        self._look_for_steps()
+        self._progress.settle()
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch in the present world, wherever the position is. TypeError: a stream has none."""
+        return self._dealing().steps(self._length())
+
+    @property
+    def remaining(self) -> int:
+        """Steps that are left of the present epoch in the present world. TypeError: a stream doesn't know."""
+        return self._dealing().steps(max(0, self._length() - self.position.consumed))
+
+    def __iter__(self) -> Iterator[Any]:
+        """From the job's position on. An older iteration can't go on after that."""
+        self._look_for_steps()
+        self._passes += 1
+        self._handed_some = False
+        return LoaderIterator(self, self._passes)
+
+    # ---- what a state calls ----------------------------------------------------------------------
+
+    def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
+        """It is part of a state, with these parameters; ``stepped``: and with an optimizer that trains them."""
+        self._in_state = True
+        self._gradients.parameters, self._awaits_steps = parameters, stepped
+
+    def layout(self) -> str:
+        """What must agree on all ranks, and with a checkpoint."""
+        arguments, length = self.arguments, self._source.length(self.epoch)
+        by = arguments.batch_sampler if arguments.sampler is None else arguments.sampler
+        order = "shuffled" if arguments.shuffle else "in order"
+        return " ".join(
+            [
+                type(self).__name__,
+                "of a stream" if length is None else f"of {length}",
+                order if by is None else f"by {type(by).__name__}",
+                f"seed {arguments.seed}",
+            ]
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a commit has: four values, whatever the dataset."""
+        return self._progress.state_dict(before_steps=self._look_for_steps())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to a committed position."""
+        self._leave()
+        self._progress.load_state_dict(state)
+        self._handed = []  # what was not committed is trained again, by whomever
+
+    def reset(self) -> bool:
+        """The world has changed: goes back to what is trained, and deals the rest anew.
+
+        Whether batches were handed out that are dealt again: gradients of theirs must not count.
+        """
+        position = self._progress.committed(before_steps=self._look_for_steps())
+        again = position != self.position
+        self._go_to(position)
+        self._handed = [each for each in self._handed if each[0] <= position]
+        return again
+
+    def take_trained(self) -> list[tuple[int, list[int]]]:
+        """In tests (ELASTIC_DIGESTS=1): epochs and the ids that count in this commit, and did not in one before."""
+        upto = self._progress.committed(before_steps=self._look_for_steps())
+        done: dict[int, list[int]] = {}
+        for _, epoch, samples in (each for each in self._handed if each[0] <= upto):
+            done.setdefault(epoch, []).extend(samples)
+        self._handed = [each for each in self._handed if each[0] > upto]
+        return sorted(done.items())
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _length(self) -> int:
+        length = self._source.length(self.epoch)
+        if length is None:
+            raise TypeError(f"{type(self.dataset).__name__} is a stream, and has no length")
+        return length
+
+    def _dealing(self) -> Dealing:
+        return self.arguments.dealing(_present_world()[1])
+
+    def _look_for_steps(self) -> bool:
+        """Notes that an optimizer has stepped. Whether one is going to, for the first time since this loader was made:
+        there are gradients of batches of this pass.
+        """
+        count, progress = optimizer_steps.count(), self._progress
+        if count != self._count:
+            self._count = count
+            if self._handed_some:
+                progress.stepped()
+        return (
+            self._handed_some
+            and self._awaits_steps
+            and not progress.by_steps
+            # A rank that has only shards without samples has no gradients, and agrees with the others all the same.
+            and (self.arguments.shards is not None or self._gradients.new)
+        )
+
+    def _go_to(self, position: Position) -> None:
+        self._leave()
+        self._progress.go_to(position)
+
+    def _leave(self) -> None:
+        """The position is set: an iteration goes on from there."""
+        self._moves += 1
+        self._handed_some = False
+        self._gradients.count()
+
+    def _begin(self, world: World) -> Iterator[Loaded]:
+        """Deals the rest of the epoch to the present world, and begins to load this rank's."""
+        progress, dealing = self._progress, self.arguments.dealing(world[1])
+        if not self._in_state:
+            progress.go_to(Position(self.epoch, 0))
+        length = self._source.length(self.epoch)
+        position = progress.begin(length)
+        if self._awaits_steps and not progress.by_steps:
+            self._gradients.look()
+        if length is not None and dealing.steps(length) == 0:
+            raise Invalid(
+                f"drop_last with {length} samples, where a step takes {dealing.batch}: every epoch would be empty; give"
+                " a smaller batch size, or leave drop_last out"
+            )
+        return self._source.begin(position, dealing, self._mine(world))
+
+    def _mine(self, world: World) -> list[int]:
+        """The parts of a step that this rank has."""
+        rank, size, _ = world
+        shards = self.arguments.shards
+        if shards is None:
+            return [rank]
+        if self._shards is not None:
+            return list(self._shards.held)
+        return list(Dealing(size, shards).part(range(shards), rank))
+
+    def _hand(self, consumed: int) -> None:
+        self._progress.hand(consumed)
+        self._handed_some = True
+
+    def _finish(self) -> None:
+        """A pass came to the end of the epoch."""
+        self._progress.finish()
+        self._handed_some = self.ahead > 0  # those are still trained on
+
+    def _hand_out(self, step: range, part: int, world: World) -> None:
+        """This batch is the one in hand."""
+        dealing = self.arguments.dealing(world[1])
+        self.weight = 0.0 if part == NOBODY else dealing.weight(step, part)
+        self.shard = part
+        self._gradients.count()
+        if self.weight == 0.0 and part != NOBODY:
+            self._gradients.silence()
+        if self._noting and part != NOBODY:
+            samples = self._source.ids(self.epoch, dealing.part(step, part))
+            self._handed.append((Position(self.epoch, step.stop), self.epoch, samples))
+
+    def _next_of(self, number: int) -> World:
+        """Before each batch. Returns the present world. Raises Invalid if this pass can't go on."""
+        if number != self._passes:
+            raise Invalid(
+                "this loader was iterated over anew, and has one position: the older iteration can't go on. Make a"
+                " second loader where two are to be read at once"
+            )
+        self._look_for_steps()
+        self._gradients.count()
+        return _present_world()
+
+
+class LoaderIterator(Iterator[Any]):
+    """One pass over what is left of an epoch. It follows the loader where that is set to another position, and the
+    world where that changes.
+    """
+
+    def __init__(self, loader: DataLoader, number: int) -> None:
+        self._loader = loader
+        self._number = number
+        self._at: tuple[int, World] | None = None
+        self._batches: Iterator[Loaded] = iter(())
+        self._shards: StepShards | None = None
+        self._over = False
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        world = loader._next_of(self._number)
+        if (loader._moves, world) != self._at:
+            self._batches = iter(())  # its loader workers end before others start
+            self._shards, self._over = None, False
+            self._batches = loader._begin(world)
+            self._at = (loader._moves, world)
+        if self._shards is not None:
+            self._shards.check_done()
+        loaded = None if self._over else next(self._batches, None)
+        if loaded is None:
+            if not self._over:
+                self._over = True
+                self._batches = iter(())
+                loader._finish()
+            raise StopIteration
+        step, part, batch = loaded
+        loader._hand(step.stop)
+        if loader.arguments.shards is None:
+            loader._hand_out(step, part, world)
+            return batch
+        self._shards = StepShards(loader, loaded, self._batches, world)
+        return self._shards
+
+
+class StepShards(Iterator[Any]):
+    """This rank's shards of one step: a batch for each, loaded when it is asked for. To be iterated over to its end.
+
+    ``held``: their numbers. A rank that has none gets one of these all the same, which is empty.
+    """
+
+    def __init__(
+        self, loader: DataLoader, first: Loaded, rest: Iterator[Loaded], world: World
+    ) -> None:
+        self.held = loader._mine(world)
+        self._loader = loader
+        self._world = world
+        self._left = len(self.held)
+        self._loaded = chain((first,), rest)
+
+    def __next__(self) -> Any:
+        if self._left == 0:
+            raise StopIteration
+        self._left -= 1
+        step, part, batch = next(self._loaded)
+        self._loader._hand_out(step, part, self._world)
+        return batch
+
+    def check_done(self) -> None:
+        """Raises Invalid if a batch would be lost."""
+        if self._left:
+            raise Invalid(
+                f"{self._left} shards of a step were not asked for, and their samples would be lost: iterate over all"
+                " shards of a step before the next one"
+            )
+
+
+def _present_world() -> World:
+    """Rank, size, generation. Raises NotInitialized in a worker of a job that has not joined it yet."""
+    found = lifecycle.position()
+    if found is None:
+        env = environment.read()
+        if env.driver is not None or (env.started is not None and env.started.way is not None):
+            raise NotInitialized(
+                "a loader deals samples to the ranks of a job, and this worker has not joined its yet: call init()"
+                " before you iterate over it or ask for its length"
+            )
+        return 0, 1, 0
+    place, generation = found
+    return place.rank, max(place.size, 1), generation

@@ -1,0 +1,93 @@
+"""The one order of an epoch's samples: the same in every process, whatever the world."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from elastic.data.seeds import seed_of
+from elastic.errors import Invalid
+
+
+def shuffled(length: int, seed: int, epoch: int) -> torch.Tensor:
+    """int64 [length], a permutation; that of ``torch.utils.data.DistributedSampler`` with this seed and epoch."""
+    generator = torch.Generator(device="cpu").manual_seed(seed + epoch)
+    return torch.randperm(length, generator=generator, dtype=torch.int64, device="cpu")
+
+
+def sequential(length: int) -> torch.Tensor:
+    """int64 [length]."""
+    return torch.arange(length, dtype=torch.int64, device="cpu")
+
+
+class EpochOrder:
+    """Keeps the order of the present epoch, because every recovery needs it again."""
+
+    def __init__(self, draw: Callable[[int, int], Any]) -> None:
+        self._draw = draw  # (length, epoch): the order, which slices
+        self._of: tuple[int, int] | None = None
+        self._order: Any = None
+
+    def of(self, length: int, epoch: int) -> Any:
+        """A tensor int64 [length], or a list of what a sampler has drawn."""
+        if self._of != (length, epoch):
+            self._order, self._of = self._draw(length, epoch), (length, epoch)
+        return self._order
+
+
+def permutation(shuffle: bool, seed: int) -> EpochOrder:
+    """Each sample once."""
+    return EpochOrder(
+        lambda length, epoch: shuffled(length, seed, epoch) if shuffle else sequential(length)
+    )
+
+
+def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
+    """Whatever a sampler draws under a seed of the epoch's: indices, or lists of them. Raises Invalid where it draws
+    something else each time, because no two ranks would agree then.
+    """
+
+    def draw(length: int, epoch: int) -> Sequence[Any]:
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        with seeded(seed_of("order", seed, epoch)):
+            return list(sampler)
+
+    if draw(0, 0) != draw(0, 0):
+        raise Invalid(
+            f"{what} {type(sampler).__name__} draws other indices each time under the same seeds of torch, random and"
+            " numpy, so ranks could not agree on an order: make it without a generator of its own, or derive that"
+            " from set_epoch()"
+        )
+    return EpochOrder(draw)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """This process's generators of torch (CPU), random and numpy begin at ``seed``, and are put back afterwards."""
+    numpy = sys.modules.get("numpy")
+    saved = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    plant(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        if numpy is not None and saved[2] is not None:
+            numpy.random.set_state(saved[2])
+
+
+def plant(seed: int) -> None:
+    """Seeds this process's generators of torch (CPU), random and numpy."""
+    # torch.manual_seed() would also seed the GPUs, which no sample is loaded on.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)

@@ -1,0 +1,100 @@
+"""How far a loader is, and what of that a commit may count. Pure.
+
+A batch is handed out, then trained on; loader workers have fetched others by then, which count for nothing here. Where
+an optimizer steps between batches, its steps say what has been trained: a commit that is made before the step, or in
+the middle of an accumulation of gradients, has the position of the last step, and the batches since are dealt again.
+Where no optimizer ever steps, as in an evaluation, what was handed out counts.
+
+    handed out      | b0 | b1 | b2 | b3 |
+    optimizer steps           ^              a commit here has the position after b1: b2 and b3 are dealt again
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from elastic.data.positions import Position
+from elastic.errors import Invalid
+
+
+class DataProgress:
+    """Of one loader. ``ahead``: batches that whoever iterates has taken before it trains on the one in hand."""
+
+    def __init__(self) -> None:
+        self.position = Position()  # of the next batch
+        self.length: int | None = None  # of the dataset, when this epoch was begun
+        self.by_steps = False  # an optimizer was seen to step between batches
+        self.ahead = 0
+        self._trained = Position()  # at the last optimizer step
+        self._handed: deque[Position] = deque([Position()], maxlen=1)  # after the last batches
+
+    @property
+    def reached(self) -> Position:
+        """After the last batch that is being trained on."""
+        return self._handed[0]
+
+    def begin(self, length: int | None) -> Position:
+        """An iteration begins, where the one before it was left. Raises Invalid if the dataset has changed."""
+        if self.position.consumed and self.length is not None and length != self.length:
+            raise Invalid(
+                f"the dataset has {length} samples, and had {self.length} when epoch {self.position.epoch} began, of"
+                f" which {self.position.consumed} are consumed: its order is another one now. Change a dataset between"
+                f" epochs, or give up this epoch by set_epoch({self.position.epoch + 1})"
+            )
+        self.length = length
+        self._handed = deque([self.position], maxlen=self.ahead + 1)
+        if not self.by_steps:
+            self._trained = self.position
+        return self.position
+
+    def hand(self, consumed: int) -> None:
+        """A batch is handed out, after which so many samples of the epoch are."""
+        self.position = Position(self.position.epoch, consumed)
+        self._handed.append(self.position)
+
+    def stepped(self) -> None:
+        """An optimizer has stepped since the last batch was handed out."""
+        self.by_steps = True
+        self._trained = self.reached
+
+    def finish(self) -> None:
+        """Whoever iterates has asked for a batch after the last one: the epoch is over, and the next one begins."""
+        last = self.reached
+        self.position = Position(self.position.epoch + 1, 0)
+        self.length = None
+        if self.ahead:
+            # The last batches are still being trained on; `settle` says when they are done.
+            self._handed = deque([Position(last.epoch, self._handed[-1].consumed)], maxlen=1)
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """All that was handed out is trained on."""
+        self._trained = self.position
+        self._handed = deque([self.position], maxlen=self.ahead + 1)
+
+    def committed(self, *, before_steps: bool = False) -> Position:
+        """What a commit at this moment has. ``before_steps``: an optimizer is going to step, for the first time."""
+        return self._trained if self.by_steps or before_steps else self.reached
+
+    def go_to(self, position: Position, length: int | None = None) -> None:
+        """From here on, all before this position is consumed, and nothing after it."""
+        if position != self.position or length is not None:
+            self.length = length
+        self.position = position
+        self.settle()
+
+    def state_dict(self, *, before_steps: bool = False) -> dict[str, Any]:
+        """Of a commit: numbers, whatever the dataset's size."""
+        position = self.committed(before_steps=before_steps)
+        return {
+            "epoch": position.epoch,
+            "consumed": position.consumed,
+            "length": self.length if position.epoch == self.position.epoch else None,
+            "by_steps": self.by_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.by_steps = bool(state["by_steps"])
+        self.go_to(Position(state["epoch"], state["consumed"]), state["length"])

@@ -1,0 +1,153 @@
+"""Deals the samples of an epoch to the workers of the world, and what is left of them when the world changes.
+
+The epoch has one order, the same on all workers. Round r of a partition is the next ``num_replicas`` samples of that
+order, one for each rank. So whatever all workers have finished is always a prefix of the order, and one number says how
+long it is: it needs no word from a rank that died.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from elastic.data import order
+from elastic.errors import Invalid
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+
+
+class ElasticSampler(Sampler[int]):
+    """Each sample counts once per epoch in the committed history, but for repeats that fill the last round: a sampler
+    can't know batches. `elastic.data.DataLoader` needs no repeats, and no ``record_batch``.
+
+    Call ``record_batch`` after each batch, ``set_epoch`` at the *end* of each epoch (it clears the progress), and make
+    the sampler a part of the state. ``dataset`` needs a length of at least 1. Raises Invalid.
+
+    Attributes, as in Horovod: ``dataset``, ``shuffle``, ``seed``, ``epoch``, ``num_replicas``, ``rank``,
+    ``remaining_indices`` (what nobody has finished, in order), ``num_samples`` (of this rank, repeats included),
+    ``total_size`` (of all ranks), ``processed_num`` (samples that all ranks together have finished in this epoch).
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        try:
+            length = len(dataset)
+        except TypeError as error:
+            raise Invalid(
+                f"{type(dataset).__name__} has no length; ElasticSampler deals out indices of a map-style dataset"
+            ) from error
+        if length == 0:
+            raise Invalid("the dataset is empty; give ElasticSampler at least one sample")
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.processed_indices: set[int] = set()
+        self.num_replicas = 0
+        self.rank = 0
+        self.num_samples = 0
+        self.total_size = 0
+        self._noting = environment.digests()
+        self._trained: dict[int, list[int]] = {}  # by epoch, what is not committed yet; in tests
+        self._start = 0  # of this partition in the epoch's order
+        self._world: tuple[int, int, int] | None = None
+        self._order: torch.Tensor | None = None
+        self._order_of: tuple[int, int, int] | None = None
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch: its own order, and no progress. At the start of a loop it would undo a restored progress."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Every rank has finished a batch of ``batch_size`` samples of its own. Raises Invalid.
+
+        The last batch of a partition may be smaller than the loader's batch size; either may be given.
+        """
+        size = operator.index(batch_size)
+        if size <= 0:
+            raise Invalid(f"batch_size is {batch_size}; give the number of samples in the batch")
+        if self._noting:
+            done = (self.processed_num - self._start) // self.num_replicas
+            mine = self._indices()[done : done + size]
+            self._trained.setdefault(self.epoch, []).extend(mine)
+        # The last round may be filled with repeats, and the last batch be said to be larger than it was.
+        self.processed_num = min(self.processed_num + size * self.num_replicas, len(self.dataset))
+
+    def take_trained(self) -> list[tuple[int, list[int]]]:
+        """In tests (ELASTIC_DIGESTS=1): epochs and the ids that this rank has finished since this was called last."""
+        trained, self._trained = self._trained, {}
+        return sorted(trained.items())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over epoch and progress, and deals out what is left in the present world."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = min(state_dict["processed_num"], len(self.dataset))
+        self._trained = {}  # what was not committed is trained again, by whomever
+        self.reset()
+
+    def reset(self) -> None:
+        """Deals out what is left among the workers of the present world."""
+        self._world = rank, size, _ = _present_world()
+        self.rank, self.num_replicas = rank, size
+        self._start = self.processed_num
+        left = len(self.dataset) - self._start
+        self.num_samples = -(-left // size)
+        self.total_size = self.num_samples * size
+
+    @property
+    def remaining_indices(self) -> list[int]:
+        remaining: list[int] = self._epoch_order()[self._start :].tolist()
+        return remaining
+
+    def __iter__(self) -> Iterator[int]:
+        self._follow_world()
+        return iter(self._indices())
+
+    def _indices(self) -> list[int]:
+        """This rank's, in order, from the start of the present partition."""
+        rounds = torch.arange(self.num_samples, dtype=torch.int64, device="cpu")
+        positions = self._start + rounds * self.num_replicas + self.rank
+        # The last round is filled from the start of the epoch's order, as often as it takes.
+        whole = self._epoch_order()
+        indices: list[int] = whole[positions % len(whole)].tolist()
+        return indices
+
+    def __len__(self) -> int:
+        self._follow_world()
+        return self.num_samples
+
+    def _follow_world(self) -> None:
+        # A partition of an older world would repeat samples and never visit others.
+        if self._world != _present_world():
+            self.reset()
+
+    def _epoch_order(self) -> torch.Tensor:
+        """int64 [samples]; kept, because every recovery needs it again."""
+        of = (len(self.dataset), self.epoch, self.seed)
+        if self._order is None or self._order_of != of:
+            self._order = (
+                order.shuffled(of[0], self.seed, self.epoch)
+                if self.shuffle
+                else order.sequential(of[0])
+            )
+            self._order_of = of
+        return self._order
+
+
+def _present_world() -> tuple[int, int, int]:
+    """Rank, size, generation."""
+    found = lifecycle.position()
+    if found is None:
+        return 0, 1, 0
+    place, generation = found
+    return place.rank, max(place.size, 1), generation

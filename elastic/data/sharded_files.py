@@ -1,0 +1,101 @@
+"""Samples that lie in many files, as one dataset that is read a file at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from elastic.data.order import sequential, shuffled
+from elastic.errors import Invalid
+
+
+class ShardedFiles(Dataset[Any]):
+    """Map-style: sample ``i`` of the files one after the other, as ``read(file)`` gives them.
+
+    ``read`` returns what can be indexed (a memory map, a Parquet row group, an array), or an iterable, which is read
+    forward from its beginning. ``lengths``: samples of each file; without it every file is read once to count them. A
+    loader that shuffles draws an order of the files, and one of the samples in each: over the whole file where it can
+    be indexed, none where it is read forward. Each process keeps one file open. Raises Invalid.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Any],
+        read: Callable[[Any], Any],
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        if not files:
+            raise Invalid("no files are given; give at least one")
+        if lengths is None:
+            lengths = [_length(read(file)) for file in files]
+        if len(lengths) != len(files):
+            raise Invalid(
+                f"{len(lengths)} lengths are given for {len(files)} files; give one for each"
+            )
+        self.files = list(files)
+        self.lengths = [int(length) for length in lengths]
+        self._read = read
+        self._ends = list(accumulate(self.lengths))
+        self._indexed: bool | None = None
+        self._open: tuple[int, Any, int] | None = (
+            None  # which, what was read, the next of its samples
+        )
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there is no sample {index} among {len(self)}")
+        number = bisect_right(self._ends, index)
+        place = index - (self._ends[number] - self.lengths[number])
+        if self.indexed:
+            return self._file(number, 0)[1][place]
+        _, samples, following = self._file(number, place)
+        sample = next(islice(samples, place - following, None), END)
+        if sample is END:
+            self._open = None
+            raise Invalid(
+                f"{self.files[number]} ends before its sample {place}, and is said to have"
+                f" {self.lengths[number]}; give the lengths that the files have"
+            )
+        self._open = (number, samples, place + 1)
+        return sample
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": None}
+
+    @property
+    def indexed(self) -> bool:
+        """Whether samples of a file can be asked for in any order."""
+        if self._indexed is None:
+            self._indexed = hasattr(self._read(self.files[0]), "__getitem__")
+        return self._indexed
+
+    def epoch_order(self, seed: int, epoch: int) -> torch.Tensor:
+        """int64 [samples]: one file after the other. What a loader with ``shuffle`` takes for the order of an epoch."""
+        pieces = []
+        for number in shuffled(len(self.files), seed, epoch).tolist():
+            length = self.lengths[number]
+            within = shuffled(length, seed + number, epoch) if self.indexed else sequential(length)
+            pieces.append(within + (self._ends[number] - length))
+        return torch.cat(pieces)
+
+    def _file(self, number: int, place: int) -> tuple[int, Any, int]:
+        """The open file, opened anew where another one was, or where it was read beyond ``place``."""
+        if self._open is None or self._open[0] != number or self._open[2] > place:
+            samples = self._read(self.files[number])
+            self._open = (number, samples if self.indexed else iter(samples), 0)
+        return self._open
+
+
+END = object()
+
+
+def _length(samples: Any) -> int:
+    return len(samples) if hasattr(samples, "__len__") else sum(1 for _ in samples)

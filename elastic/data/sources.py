@@ -1,0 +1,186 @@
+"""Loads what is dealt, by torch's DataLoader: samples of a dataset by their indices, or parts of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils import data as torch_data
+
+from elastic.data import order
+from elastic.data.arguments import LoaderArguments
+from elastic.data.positions import Dealing, Position
+from elastic.data.seeded_dataset import SeededDataset
+from elastic.data.stream import StreamDataset
+
+Collate = Callable[[Any], Any]
+Loaded = tuple[range, int, Any]  # a step, the number of a part, its batch
+NOBODY = -1  # in place of a part, where a rank has none of a step
+
+
+class Source(Protocol):
+    """What a loader asks of a dataset."""
+
+    def length(self, epoch: int) -> int | None:
+        """How much is dealt in an epoch; None: only the end of the stream will tell."""
+
+    def begin(self, position: Position, dealing: Dealing, mine: list[int]) -> Iterator[Loaded]:
+        """The parts ``mine`` of all steps from a position on, in order. A part without samples has one that is not to
+        count.
+        """
+
+    def ids(self, epoch: int, places: range) -> list[int]:
+        """Of the samples at these places of the epoch's order."""
+
+
+class IndexedSource:
+    """A map-style dataset."""
+
+    def __init__(self, arguments: LoaderArguments) -> None:
+        self._arguments = arguments
+        self._order = _order(arguments)
+        self._indices = _Indices()
+        dataset, collate = arguments.dataset, _collate(arguments)
+        self._loader = torch_data.DataLoader(
+            SeededDataset(dataset, arguments.seed) if arguments.sample_seeds else dataset,
+            batch_sampler=self._indices,
+            collate_fn=_CollateOne(collate) if _one(arguments) else collate,
+            **_options(arguments),
+        )
+
+    def length(self, epoch: int) -> int | None:
+        length = len(self._arguments.dataset)
+        if self._arguments.sampler is None and self._arguments.batch_sampler is None:
+            return length
+        return len(self._order.of(length, epoch))
+
+    def begin(self, position: Position, dealing: Dealing, mine: list[int]) -> Iterator[Loaded]:
+        length, arguments = self.length(position.epoch) or 0, self._arguments
+        drawn = self._order.of(len(arguments.dataset), position.epoch)
+
+        def cuts() -> Iterator[tuple[range, int]]:
+            for step in dealing.rest(position.consumed, length):
+                yield from ((step, part) for part in mine or (NOBODY,))
+
+        def indices() -> Iterator[list[Any]]:
+            for step, part in cuts():
+                places = dealing.part(step, part) or step[:1]
+                yield _drawn(drawn, position.epoch, places, arguments)
+
+        if not mine:
+            return ((step, part, None) for step, part in cuts())
+        self._indices.make = indices
+        batches = iter(self._loader)
+        return ((step, part, batch) for (step, part), batch in zip(cuts(), batches, strict=True))
+
+    def ids(self, epoch: int, places: range) -> list[int]:
+        drawn = self._order.of(len(self._arguments.dataset), epoch)
+        found = _listed(drawn[places.start : places.stop])
+        return (
+            found
+            if self._arguments.batch_sampler is None
+            else [each for some in found for each in some]
+        )
+
+
+class StreamSource:
+    """An iterable dataset."""
+
+    def __init__(self, arguments: LoaderArguments) -> None:
+        self._arguments = arguments
+        seed = arguments.seed if arguments.sample_seeds else None
+        self._dataset = StreamDataset(arguments.dataset, arguments.shards or 1, seed)
+        self._loader = torch_data.DataLoader(
+            self._dataset,
+            batch_size=None,
+            collate_fn=_CollateCut(_collate(arguments), _one(arguments)),
+            **_options(arguments),
+        )
+
+    def length(self, epoch: int) -> int | None:
+        try:
+            return len(self._arguments.dataset)
+        except TypeError:
+            return None
+
+    def begin(self, position: Position, dealing: Dealing, mine: list[int]) -> Iterator[Loaded]:
+        self._dataset.deal(position, dealing, mine or [NOBODY])
+        return (
+            (range(start, stop), part, batch) for start, stop, part, batch in iter(self._loader)
+        )
+
+    def ids(self, epoch: int, places: range) -> list[int]:
+        return list(places)
+
+
+class _Indices:
+    """torch's loader asks for lists of indices here, each time it is iterated over."""
+
+    def __init__(self) -> None:
+        self.make: Callable[[], Iterator[list[Any]]] = lambda: iter(())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.make()
+
+
+class _CollateOne:
+    """For samples that are batches already."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._collate(samples[0])
+
+
+class _CollateCut:
+    """For what `StreamDataset` gives."""
+
+    def __init__(self, collate: Collate, one: bool) -> None:
+        self._collate = _CollateOne(collate) if one else collate
+
+    def __call__(self, cut: Any) -> Any:
+        start, stop, part, samples = cut
+        return start, stop, part, None if part == NOBODY else self._collate(samples)
+
+
+def _one(arguments: LoaderArguments) -> bool:
+    return arguments.batch_size is None and arguments.batch_sampler is None
+
+
+def _collate(arguments: LoaderArguments) -> Collate:
+    if arguments.collate_fn is not None:
+        given: Collate = arguments.collate_fn
+        return given
+    return torch_data.default_convert if _one(arguments) else torch_data.default_collate
+
+
+def _options(arguments: LoaderArguments) -> dict[str, Any]:
+    # Without a generator torch would draw a number from the training process's for each iteration.
+    generator = torch.Generator(device="cpu").manual_seed(arguments.seed)
+    return {"num_workers": arguments.num_workers, "generator": generator, **arguments.options}
+
+
+def _order(arguments: LoaderArguments) -> order.EpochOrder:
+    if arguments.batch_sampler is not None:
+        return order.drawn_by(arguments.batch_sampler, arguments.seed, "batch_sampler")
+    if arguments.sampler is not None:
+        return order.drawn_by(arguments.sampler, arguments.seed, "sampler")
+    epoch_order = getattr(arguments.dataset, "epoch_order", None)
+    if arguments.shuffle and callable(epoch_order):
+        return order.EpochOrder(lambda _, epoch: epoch_order(arguments.seed, epoch))
+    return order.permutation(arguments.shuffle, arguments.seed)
+
+
+def _listed(some: Any) -> list[Any]:
+    listed: list[Any] = some.tolist() if isinstance(some, torch.Tensor) else list(some)
+    return listed
+
+
+def _drawn(drawn: Any, epoch: int, places: range, arguments: LoaderArguments) -> list[Any]:
+    """What torch's loader asks the dataset for."""
+    found = _listed(drawn[places.start : places.stop])
+    if arguments.batch_sampler is not None:
+        found = list(found[0])
+    return [(epoch, index) for index in found] if arguments.sample_seeds else found

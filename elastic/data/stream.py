@@ -1,0 +1,117 @@
+"""Cuts one stream of samples into steps, and gives a rank its part of each. Runs in loader workers.
+
+A stream has no index. So every rank reads all of it, and a position is come to by reading what is before it, or by the
+stream's own ``skip(n)``. What a rank gets is decided by a sample's place in the stream alone. With several loader
+workers each reads the whole stream, and the n-th batch is cut by worker n modulo their number, which is the order in
+which torch hands batches out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as loader_worker
+
+from elastic.data.order import plant, seeded
+from elastic.data.positions import Dealing, Position
+from elastic.data.seeds import sample_seed, seed_of
+
+Cut = tuple[
+    int, int, int, list[Any]
+]  # where its step begins and ends, the part's number, its samples
+END = object()
+
+
+class StreamDataset(IterableDataset[Any]):
+    """Parts of the steps of ``source``, from where `deal` says on. ``seed``: each sample is read under seeds of its
+    own. Loader workers that persist are told by shared memory.
+    """
+
+    def __init__(self, source: Iterable[Any], most_parts: int, seed: int | None) -> None:
+        self._source = source
+        self._seed = seed
+        self._worker: tuple[int, int] | None = None  # in a loader worker: which, of how many
+        self._told = torch.zeros(6 + most_parts, dtype=torch.int64).share_memory_()
+
+    def deal(self, position: Position, dealing: Dealing, mine: list[int]) -> None:
+        """What the next iteration gives: of each step from ``position`` on the parts ``mine``."""
+        numbers = [position.epoch, position.consumed, dealing.parts, dealing.batch]
+        numbers += [int(dealing.drop_last), len(mine), *mine]
+        self._told[: len(numbers)] = torch.tensor(numbers)
+
+    def __iter__(self) -> Iterator[Cut]:
+        epoch, consumed, parts, batch, drop_last, number, *mine = self._told.tolist()
+        dealing = Dealing(parts, batch, bool(drop_last))
+        info = get_worker_info()
+        if info is not None:
+            self._worker = info.id, info.num_workers
+            # A dataset that deals itself out to loader workers would give each of them another stream.
+            loader_worker._worker_info = None
+        samples = self._samples(epoch, consumed)
+        cuts = _cuts(_steps(samples, dealing, consumed), dealing, mine[:number])
+        return (
+            cuts if self._worker is None else islice(cuts, self._worker[0], None, self._worker[1])
+        )
+
+    def _samples(self, epoch: int, consumed: int) -> Iterator[Any]:
+        """The rest of an epoch's stream."""
+        source: Any = self._source
+        set_epoch = getattr(source, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        if self._seed is not None:
+            samples = _seeded(source, self._seed, epoch, own_process=self._worker is not None)
+            return islice(samples, consumed, None)
+        if consumed and callable(getattr(source, "skip", None)):
+            return iter(source.skip(consumed))
+        return islice(source, consumed, None)
+
+
+def _seeded(source: Iterable[Any], seed: int, epoch: int, *, own_process: bool) -> Iterator[Any]:
+    """Whatever is random in a stream from its beginning on, so that it is the same stream each time it is read."""
+
+    def guard() -> Any:
+        return nullcontext() if own_process else seeded(0)
+
+    with guard():
+        plant(seed_of("order", seed, epoch))
+        samples = iter(source)
+    for index in count():
+        with guard():
+            plant(sample_seed(seed, epoch, index))
+            sample = next(samples, END)
+        if sample is END:
+            return
+        yield sample
+
+
+def _steps(samples: Iterator[Any], dealing: Dealing, start: int) -> Iterator[tuple[range, Any]]:
+    """Steps and their samples. Reads as far ahead as it takes to know how large a step is."""
+    ahead: deque[Any] = deque()
+    while True:
+        ahead.extend(islice(samples, dealing.reach - len(ahead)))
+        size = dealing.size(len(ahead))
+        if size == 0:
+            return
+        yield range(start, start + size), [ahead.popleft() for _ in range(size)]
+        start += size
+
+
+def _cuts(
+    steps: Iterator[tuple[range, list[Any]]], dealing: Dealing, mine: list[int]
+) -> Iterator[Cut]:
+    for step, samples in steps:
+        for part in mine:
+            if part < 0:  # a rank that has no part only hears of the step
+                yield step.start, step.stop, part, []
+                continue
+            # A part without samples is given one all the same, which is not to count.
+            some = dealing.part(step, part) or step[:1]
+            chosen = samples[some.start - step.start : some.stop - step.start]
+            yield step.start, step.stop, part, chosen

@@ -1,0 +1,93 @@
+"""What a commit counts of what a loader has handed out: conversations between a training loop and its loader."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.data.positions import Position
+from elastic.data.progress import DataProgress
+from elastic.errors import Invalid
+
+
+def at(epoch: int, consumed: int) -> Position:
+    return Position(epoch, consumed)
+
+
+def begun(*, ahead: int = 0) -> DataProgress:
+    progress = DataProgress()
+    progress.ahead = ahead
+    assert progress.begin(10) == at(0, 0)
+    return progress
+
+
+def test_without_an_optimizer_what_was_handed_out_counts():
+    progress = begun()
+    progress.hand(4)
+    assert progress.committed() == at(0, 4)
+    progress.hand(8)
+    assert progress.committed() == at(0, 8)
+
+
+def test_with_an_optimizer_its_steps_say_what_counts():
+    progress = begun()
+    progress.hand(4)
+    progress.stepped()
+    progress.hand(8)  # a commit before the step, or half-way through an accumulation
+    assert progress.committed() == at(0, 4)
+    progress.stepped()
+    assert progress.committed() == at(0, 8)
+
+
+def test_before_the_first_step_nothing_counts_where_gradients_say_that_one_will_follow():
+    progress = begun()
+    progress.hand(4)
+    assert progress.committed(before_steps=True) == at(0, 0)
+
+
+def test_the_end_of_an_epoch_begins_the_next_one():
+    progress = begun()
+    progress.hand(4)
+    progress.stepped()
+    progress.hand(10)
+    assert progress.committed() == at(0, 4)
+    progress.finish()
+    assert (progress.position, progress.committed()) == (at(1, 0), at(1, 0))
+    assert progress.begin(99) == at(1, 0)  # the dataset may have grown between epochs
+
+
+def test_a_commit_in_the_last_batch_is_at_the_end_of_its_epoch():
+    progress = begun()
+    progress.hand(10)
+    progress.stepped()
+    restored = DataProgress()
+    restored.load_state_dict(progress.state_dict())
+    assert restored.begin(10) == at(
+        0, 10
+    )  # there is nothing left of it: the script counts its epoch itself
+    restored.finish()
+    assert restored.position == at(1, 0)
+
+
+def test_whoever_reads_a_batch_ahead_trains_on_the_one_before():
+    progress = begun(ahead=1)
+    progress.hand(4)
+    progress.hand(8)
+    progress.stepped()
+    assert progress.committed() == at(0, 4)
+    progress.hand(10)
+    progress.stepped()
+    assert progress.committed() == at(0, 8)
+    progress.finish()  # asked for a batch after the last, which is trained on now
+    progress.stepped()
+    assert (progress.position, progress.committed()) == (at(1, 0), at(0, 10))
+    progress.settle()
+    assert progress.committed() == at(1, 0)
+
+
+def test_a_dataset_that_changes_within_an_epoch_is_refused():
+    progress = begun()
+    progress.hand(4)
+    with pytest.raises(Invalid, match=r"has 12 samples, and had 10 .* set_epoch\(1\)"):
+        progress.begin(12)
+    progress.go_to(at(1, 0))
+    assert progress.begin(12) == at(1, 0)
