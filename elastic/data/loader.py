@@ -363,7 +363,7 @@ class StepShards(Iterator[Any]):
     ) -> None:
         self.held = loader._mine(world)
         self._loader = loader
-        self._world = world
+        self._dealt_to = world
         self._left = len(self.held)
         self._loaded = chain((first,), rest)
 
@@ -372,7 +372,7 @@ class StepShards(Iterator[Any]):
             raise StopIteration
         self._left -= 1
         step, part, batch = next(self._loaded)
-        self._loader._hand_out(step, part, self._world)
+        self._loader._hand_out(step, part, self._dealt_to)
         return batch
 
     def check_done(self) -> None:
