@@ -7,11 +7,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
 FRAMEWORKS := $(VENV)/.frameworks
+SITE   := $(VENV)/.site
 READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/shared_memory/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-.PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix bench bench-ray soak matrix hosts clean
+.PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +31,8 @@ help:
 	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
 	@echo "make check     format, lint, types, unit and simulation tests: two minutes on 2 cores"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
+	@echo "make docs      build the site of docs/ into out/site; a broken link is an error"
+	@echo "make wheel     build a wheel into dist/, with the C++ library where there is a compiler"
 	@echo "make bench     every benchmark: a table each"
 	@echo "make bench-ray a node of a Ray cluster dies, beside Ray Train; 50 kills: a quarter of an hour"
 	@echo "make soak      train under random faults for MINUTES=20, and look for what grows: docs/soak.md"
@@ -147,6 +150,20 @@ check: $(READY)
 fix: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+# mkdocs and its theme: 40 MB that nothing else needs.
+$(SITE): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+docs: $(SITE)
+	$(BIN)/python docs/site/reference.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "the site: out/site/index.html"
+
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 bench: $(READY)
 	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery frozen join notice preload reinit negotiation timeline \

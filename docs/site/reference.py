@@ -1,0 +1,171 @@
+"""Writes the pages of docs/reference that are made from the code: commands, variables, metrics, Python.
+
+    python docs/site/reference.py           # writes them
+    python docs/site/reference.py --check   # says which are out of date, and exits with 1
+
+Flags stand in one place, `driver/commandline`, with their help: what `--help` shows is what stands here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import elastic
+from elastic.driver.commandline import (
+    agent_cli,
+    checkpoints_cli,
+    explain_cli,
+    flags,
+    kubernetes_cli,
+    replay_cli,
+)
+from elastic.driver.commandline.arguments import Parser
+from elastic.driver.monitoring.metrics import Figures, families
+from elastic.protocol.messages import Commit
+
+FOLDER = Path(__file__).parents[1] / "reference"
+MADE = "<!-- Made by docs/site/reference.py: do not edit. -->"
+# Each command, and its flags. `secret` has none.
+COMMANDS: dict[str, Callable[[], Parser]] = {
+    "elasticrun": flags.parser,
+    "elasticrun agent": agent_cli.agent_parser,
+    "elasticrun k8s": kubernetes_cli.kubernetes_parser,
+    "elasticrun checkpoints": checkpoints_cli.parser,
+    "elasticrun explain": explain_cli.parser,
+    "elasticrun replay": replay_cli.parser,
+}
+
+
+def commands() -> str:
+    """Every flag of every command."""
+    parts = [
+        MADE,
+        "# Commands",
+        "`horovodrun` is another name of `elasticrun`. Every command shows its flags with `--help`. A flag wins over the"
+        " configuration file (`--config-file`), that over the environment, that over the default.",
+    ]
+    for name, parser in COMMANDS.items():
+        made = parser()
+        parts += [f"## {name}", f"```\n{(made.usage or '').strip()}\n```", _text(made.description or "")]
+        for group in made._action_groups:
+            shown = [each for each in group._group_actions if each.help != argparse.SUPPRESS]
+            if shown:
+                parts += [f"### {name}: {group.title}", _text(group.description or "")]
+                parts.append("\n".join(["| flag | meaning |", "|---|---|", *map(_flag, shown)]))
+    parts += [
+        "## elasticrun secret",
+        "```\nelasticrun secret FILE\n```",
+        _text(agent_cli.SECRET),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _flag(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    value = action.metavar
+    if value is not None and action.nargs != 0:
+        shown = " ".join(value) if isinstance(value, tuple) else value
+        names += f" {_cell(shown)}"
+    return f"| {names} | {_cell(_text(action.help or ''))} |"
+
+
+def _text(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("[", "\\[")
+
+
+def variables() -> str:
+    """What the environment says in place of flags, and keys of the configuration file."""
+    parser = flags.parser()
+    rows = [
+        f"| `{name}` | `{flag}` |" for name, flag in sorted({**parser.variables, **parser.switches}.items())
+    ]
+    keys = [
+        f"| `{name}` | {', '.join(f'`{flag}`' + (f' ({when})' if when else '') for when, flag in told.items())} |"
+        for name, told in sorted(parser.keys.items())
+    ]
+    parts = [
+        MADE,
+        "# Variables and keys",
+        "Each says what a flag says; the flag wins. A switch is 1 or 0.",
+        "## Environment variables",
+        "\n".join(["| variable | flag |", "|---|---|", *rows]),
+        "## Keys of the configuration file",
+        "Of `--config-file FILE`, a YAML file with sections, as in Horovod: `section.key`.",
+        "\n".join(["| key | flag |", "|---|---|", *keys]),
+        "Variables that other launchers set are in [launchers](../launchers.md), those of Horovod that have no meaning here"
+        " in [horovod](../horovod.md).",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def metrics() -> str:
+    """What `--metrics-port` serves."""
+    parts = [
+        MADE,
+        "# Metrics",
+        "Served for Prometheus at `/metrics` of `--metrics-port`. Counters end in `_total` there.",
+        "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *_metric_rows()]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metric_rows() -> Iterator[str]:
+    figures = Figures()
+    figures.durable, figures.commit = 1, Commit(1, 1)  # there are some that begin with the first
+    for family in families(figures):
+        labels = ", ".join(getattr(family, "_labelnames", ()))
+        yield f"| `{family.name}` | {family.type} | {labels} | {_cell(family.documentation)} |"
+
+
+def api() -> str:
+    """Every public name of `elastic`, from its docstring."""
+    homes: dict[str, str] = vars(elastic)["_HOME"]
+    parts = [
+        MADE,
+        "# Python",
+        "All of it is `elastic.NAME`; nothing is imported before its first use. `horovod.torch` has the same under"
+        " Horovod's names: [every name](../horovod.md).",
+    ]
+    by_kind = sorted(homes, key=lambda name: (not name[0].islower(), name.lower()))
+    parts += [f"::: {homes[name]}.{name}" for name in by_kind]
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {
+    "commands.md": commands,
+    "variables.md": variables,
+    "metrics.md": metrics,
+    "python.md": api,
+}
+
+
+def outdated() -> list[str]:
+    """Pages that are not what the code says now."""
+    return [
+        name
+        for name, make in PAGES.items()
+        if not (FOLDER / name).is_file() or (FOLDER / name).read_text() != make()
+    ]
+
+
+def main() -> int:
+    if "--check" in sys.argv[1:]:
+        late = outdated()
+        if late:
+            print(f"out of date: {', '.join(late)}; run python docs/site/reference.py", file=sys.stderr)
+        return bool(late)
+    FOLDER.mkdir(exist_ok=True)
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

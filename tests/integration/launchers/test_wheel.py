@@ -1,0 +1,80 @@
+"""The wheel, in an environment that has nothing of this checkout: two workers train, and the commands are there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from elastic.version import __version__
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[3]
+TRAIN = """
+import torch
+import elastic
+
+elastic.init()
+total = elastic.allreduce(torch.ones(3), op=elastic.Sum, name="ones")
+assert total.tolist() == [2.0, 2.0, 2.0]
+print("from", elastic.__file__, "version", elastic.__version__)
+"""
+
+
+def run(words: list[str | Path], folder: Path, **env: str) -> str:
+    done = subprocess.run(
+        words, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
+    run([sys.executable, "-m", "pip", *build], folder)
+    [found] = folder.glob("*.whl")
+    return found
+
+
+def test_its_name_has_the_version_and_it_holds_what_pages_need(wheel):
+    assert wheel.name.startswith(f"hvd_elastic-{__version__}-py3-none-")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    for name in ("page.html",):
+        assert f"elastic/driver/monitoring/dashboard/{name}" in held
+    for name in ("report.html", "report.js"):
+        assert f"elastic/driver/monitoring/explain/{name}" in held
+    assert not [name for name in held if name.startswith(("driver/", "chaos/", "tests/"))]
+
+
+def test_it_trains_in_an_environment_of_its_own(wheel, tmp_path):
+    """What it depends on comes from this environment: torch alone would be a download of minutes."""
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    target = Path(
+        run(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path
+        ).strip()
+    )
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+    run([*pip, "--no-index", wheel], tmp_path)
+    others = [each for each in sys.path if each.endswith("site-packages")]
+    # Behind its own, and without the .pth files of an editable install.
+    (target / "others.pth").write_text("\n".join(others) + "\n")
+    (tmp_path / "train.py").write_text(TRAIN)
+    elasticrun = tmp_path / "env" / "bin" / "elasticrun"
+    told = run(
+        [elasticrun, "-np", "2", "--report", "report.html", python, "train.py"],
+        tmp_path,
+        PYTHONPATH="",
+        OMP_NUM_THREADS="1",
+    )
+    assert told.count(f"from {target}/elastic/__init__.py version {__version__}") == 2
+    assert "The job ended well" in (tmp_path / "report.html").read_text()
+    assert __version__ in run([tmp_path / "env" / "bin" / "horovodrun", "--version"], tmp_path)

@@ -1,0 +1,190 @@
+"""What docs/ says is there: links, files, commands and flags; reference pages are those that the code makes now."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from unit.test_layers import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [
+        *DOCS.rglob("*.md"),
+        *(
+            p
+            for n in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")
+            if (p := ROOT / f"{n}.md").exists()
+        ),
+    ]
+)
+GENERATED = {"faults.md", "soak.md", "hosts.md"}  # by commands that take minutes
+COLUMNS = 120
+_LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^\s*(```|~~~)")
+_COMMAND = re.compile(r"(?:^|[\s`(])((?:elasticrun|horovodrun)(?: [a-z0-9]+)?)((?: +[^`|\n#]*)?)")
+_FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
+_MODULE = re.compile(r"python3? (?:-u )?-m (elastic[\w.]*|tests\.gpu)")
+_SCRIPT = re.compile(r"python3? (?:-u )?((?:examples|benchmarks|tests|docs)/[\w/]+\.py)")
+_MAKE = re.compile(r"`make ([a-z][\w-]*)[^`\n]*`|^make ([a-z][\w-]*) *(?:#.*)?$", re.MULTILINE)
+
+
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", DOCS / "site" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Lines outside of code, with their numbers."""
+    inside = False
+    before = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        indented = line.startswith("    ") and (not before.strip() or before.startswith("    "))
+        if _FENCE.match(line):
+            inside = not inside
+        elif not inside and not indented:
+            yield number, line
+        before = line
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them."""
+    found = set()
+    for _, line in prose(page.read_text()):
+        if line.startswith("#"):
+            text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line.lstrip("#").strip()).lower()
+            found.add(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    for number, line in prose(page.read_text()):
+        for target in _LINK.findall(line):
+            if re.match(r"[a-z]+:", target):
+                continue  # elsewhere: nothing is asked of the network here
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), f"{page.name}:{number}: there is no {target}"
+            if anchor and file.suffix == ".md":
+                assert anchor in anchors(file), f"{page.name}:{number}: there is no {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_of_prose_is_too_long(page):
+    if page.name in (GENERATED | {"README.md"}) or page.is_relative_to(DOCS / "reference"):
+        return
+    long = [
+        number
+        for number, line in prose(page.read_text())
+        if len(line) > COLUMNS and not line.lstrip().startswith("|") and " " in line[COLUMNS:]
+    ]
+    assert not long, f"{page.name}: lines {long} have more than {COLUMNS} columns"
+
+
+def quoted() -> Iterator[tuple[str, str, str]]:
+    """Each command line of elasticrun in the pages: where, which command, and its own flags."""
+    commands = reference().COMMANDS
+    for page in PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), start=1):
+            for name, rest in _COMMAND.findall(line):
+                name = name.replace("horovodrun", "elasticrun")
+                if name not in commands:
+                    name, rest = "elasticrun", f"{name.partition(' ')[2]} {rest}"
+                yield f"{page.name}:{number}", name, re.split(r" (?:python\w*|--) ", rest)[0]
+
+
+def test_every_flag_in_a_quoted_command_is_there():
+    known = {
+        name: {flag for action in parser().actions for flag in action.option_strings}
+        for name, parser in reference().COMMANDS.items()
+    }
+    lines = list(quoted())
+    assert len(lines) > 60, "they are found"
+    for where, name, rest in lines:
+        for flag in _FLAG.findall(rest):
+            assert flag in known[name], f"{where}: {name} has no flag {flag}"
+
+
+def test_every_program_that_is_named_is_there():
+    seen = 0
+    for page in PAGES:
+        text = page.read_text()
+        for script in _SCRIPT.findall(text):
+            assert (ROOT / script).is_file(), f"{page.name}: there is no {script}"
+        for module in _MODULE.findall(text):
+            parts = ROOT.joinpath(*module.removesuffix(".").split("."))
+            assert parts.with_suffix(".py").exists() or parts.is_dir(), f"{page.name}: {module}"
+            seen += 1
+    assert seen > 10
+
+
+def test_every_target_of_make_that_is_named_is_there():
+    made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for target in map("".join, _MAKE.findall(page.read_text())):
+            assert target in made or target.startswith("test-on"), f"{page.name}: make {target}"
+
+
+def test_reference_pages_are_those_that_the_code_makes():
+    assert not reference().outdated(), "run: python docs/site/reference.py"
+
+
+def test_every_command_has_its_part_in_the_reference():
+    """`cli.main` knows them by their first word."""
+    tree = ast.parse((ROOT / "driver/commandline/cli.py").read_text())
+    [main] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
+    words = {
+        str(each.value)
+        for node in ast.walk(main)
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "arguments[0]"
+        for comparator in node.comparators
+        for each in ast.walk(comparator)
+        if isinstance(each, ast.Constant)
+    }
+    assert "explain" in words, "they are found"
+    shown = {name.partition(" ")[2] for name in reference().COMMANDS} | {"secret"}
+    assert words <= shown, f"docs/site/reference.py lacks {words - shown}"
+
+
+def test_every_page_stands_in_the_navigation():
+    class Loader(yaml.SafeLoader):
+        """mkdocs has tags of its own."""
+
+    Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+    named: set[str] = set()
+
+    def walk(value: object) -> None:
+        if isinstance(value, str):
+            named.add(value)
+        for each in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        ):
+            walk(each)
+
+    walk(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
+    there = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert there <= named, f"mkdocs.yml lacks {there - named}"
+    assert named <= there, f"mkdocs.yml names {named - there}, which are not there"
+
+
+@pytest.mark.nightly
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    import subprocess
+
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "reference" / "python.html").exists()
