@@ -9,6 +9,7 @@ Flags stand in one place, `driver/commandline`, with their help: what `--help` s
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,11 @@ import elastic
 from elastic.driver.commandline import (
     agent_cli,
     checkpoints_cli,
-    explain_cli,
     flags,
+    job_commands,
     kubernetes_cli,
-    replay_cli,
 )
+from elastic.driver.commandline.afterwards import explain_cli, replay_cli
 from elastic.driver.commandline.arguments import Parser
 from elastic.driver.monitoring.metrics import Figures, families
 from elastic.protocol.messages import Commit
@@ -36,6 +37,10 @@ COMMANDS: dict[str, Callable[[], Parser]] = {
     "elasticrun checkpoints": checkpoints_cli.parser,
     "elasticrun explain": explain_cli.parser,
     "elasticrun replay": replay_cli.parser,
+    **{
+        f"elasticrun {name}": functools.partial(job_commands.command_parser, name)
+        for name in job_commands.VERBS
+    },
 }
 
 
@@ -44,12 +49,16 @@ def commands() -> str:
     parts = [
         MADE,
         "# Commands",
-        "`horovodrun` is another name of `elasticrun`. Every command shows its flags with `--help`. A flag wins over the"
-        " configuration file (`--config-file`), that over the environment, that over the default.",
+        "`horovodrun` is another name of `elasticrun`. Every command shows its flags with `--help`. A flag wins over"
+        " the configuration file (`--config-file`), that over the environment, that over the default.",
     ]
     for name, parser in COMMANDS.items():
         made = parser()
-        parts += [f"## {name}", f"```\n{(made.usage or '').strip()}\n```", _text(made.description or "")]
+        parts += [
+            f"## {name}",
+            f"```\n{(made.usage or '').strip()}\n```",
+            _text(made.description or ""),
+        ]
         for group in made._action_groups:
             shown = [each for each in group._group_actions if each.help != argparse.SUPPRESS]
             if shown:
@@ -84,7 +93,8 @@ def variables() -> str:
     """What the environment says in place of flags, and keys of the configuration file."""
     parser = flags.parser()
     rows = [
-        f"| `{name}` | `{flag}` |" for name, flag in sorted({**parser.variables, **parser.switches}.items())
+        f"| `{name}` | `{flag}` |"
+        for name, flag in sorted({**parser.variables, **parser.switches}.items())
     ]
     keys = [
         f"| `{name}` | {', '.join(f'`{flag}`' + (f' ({when})' if when else '') for when, flag in told.items())} |"
@@ -99,8 +109,8 @@ def variables() -> str:
         "## Keys of the configuration file",
         "Of `--config-file FILE`, a YAML file with sections, as in Horovod: `section.key`.",
         "\n".join(["| key | flag |", "|---|---|", *keys]),
-        "Variables that other launchers set are in [launchers](../launchers.md), those of Horovod that have no meaning here"
-        " in [horovod](../horovod.md).",
+        "Variables that other launchers set are in [launchers](../launchers.md), those of Horovod that have no"
+        " meaning here in [horovod](../horovod.md).",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -159,7 +169,10 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         late = outdated()
         if late:
-            print(f"out of date: {', '.join(late)}; run python docs/site/reference.py", file=sys.stderr)
+            print(
+                f"out of date: {', '.join(late)}; run python docs/site/reference.py",
+                file=sys.stderr,
+            )
         return bool(late)
     FOLDER.mkdir(exist_ok=True)
     for name, make in PAGES.items():

@@ -77,11 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return kubernetes_cli.main(arguments[1:])
         if arguments and arguments[0] == "explain":
-            from elastic.driver.commandline import explain_cli
+            from elastic.driver.commandline.afterwards import explain_cli
 
             return explain_cli.main(arguments[1:])
         if arguments and arguments[0] == "replay":
-            from elastic.driver.commandline import replay_cli
+            from elastic.driver.commandline.afterwards import replay_cli
 
             return replay_cli.main(arguments[1:])
         if arguments and arguments[0] in COMMANDS:

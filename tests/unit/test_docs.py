@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from elastic.driver.commandline import cli
 from unit.test_layers import ROOT
 
 DOCS = ROOT / "docs"
@@ -155,6 +156,7 @@ def test_every_command_has_its_part_in_the_reference():
     }
     assert "explain" in words, "they are found"
     shown = {name.partition(" ")[2] for name in reference().COMMANDS} | {"secret"}
+    words |= set(cli.COMMANDS)
     assert words <= shown, f"docs/site/reference.py lacks {words - shown}"
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.driver.commandline import explain_cli
-from elastic.driver.commandline.explain_cli import as_json, as_text
+from elastic.driver.commandline.afterwards import explain_cli
+from elastic.driver.commandline.afterwards.explain_cli import as_json, as_text
 from elastic.driver.journal.entries import ABANDONED, TroubleLine, encoded
 from elastic.driver.monitoring.explain.causes import Cause, kind_of, last_exception
 from elastic.driver.monitoring.explain.findings import What, findings, root_cause, time_facts

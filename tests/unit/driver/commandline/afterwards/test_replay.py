@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.commandline import replay_cli
-from elastic.driver.commandline.replay_cli import ReplayClock, play
+from elastic.driver.commandline.afterwards import replay_cli
+from elastic.driver.commandline.afterwards.replay_cli import ReplayClock, play
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from elastic.errors import Invalid
