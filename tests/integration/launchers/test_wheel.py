@@ -39,6 +39,7 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
     run([sys.executable, "-m", "pip", *build], folder)
+    found: Path
     [found] = folder.glob("*.whl")
     return found
 

@@ -5,6 +5,7 @@ They are documentation first: docs/scenarios.md lists them.
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def index() -> str:
     for path in FILES:
         text = path.read_text()
         link = f"../{path.relative_to(ROOT)}"
-        lines.append(f"- [{title_of(text)}]({link}): {paragraph_of(text)}")
+        item = f"- [{title_of(text)}]({link}): {paragraph_of(text)}"
+        lines.append(textwrap.fill(item, 120, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines) + "\n"
 
 
