@@ -82,6 +82,7 @@ class Options:
     summary: bool = False
     report: str | None = None
     digests: bool = False
+    allow_inexact: bool = False
     metrics_port: int | None = None
     metrics_host: str | None = None
     dashboard: str | None = None
@@ -532,6 +533,13 @@ def _add_output(add: Group) -> None:
         None,
         "Have workers report a digest of every tensor of the state at each commit, into --journal; two runs are then"
         " compared by python -m elastic.chaos exact.",
+    )
+    add(
+        "--allow-inexact",
+        None,
+        None,
+        "Where training in shards is to be exact, let workers in that compute differently (other threads, instructions,"
+        " versions), and say from which step on.",
     )
     add(
         "--metrics-port",

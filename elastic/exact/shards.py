@@ -17,7 +17,7 @@ import torch
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
-from elastic.exact import assignment, generators, tree
+from elastic.exact import assignment, generators, probe, tree
 from elastic.exact.buffers import BufferKeeper
 from elastic.exact.step import ShardStep, StepListener
 from elastic.runtime import lifecycle
@@ -56,6 +56,7 @@ class Shards:
         self.seed = seed
         self.exact = exact
         self.step = 0
+        self.inexact_since: int | None = None  # the step; see `computes_differently`
         self._listeners: list[weakref.ref[StepListener]] = []
         self._keeper: BufferKeeper | None = None
         self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
@@ -268,6 +269,21 @@ class Shards:
         kind = "exact" if self.exact else "in the order of ranks"
         return [f"shards {self.count} seed {self.seed} {kind}"]
 
+    @property
+    def arithmetic(self) -> list[str]:
+        """How this process computes, where all have to compute alike; see `elastic.exact.probe`."""
+        return probe.lines() if self.exact else []
+
+    def computes_differently(self, differs: str) -> None:
+        """Ranks do, and were let in. Says from which step on the run is no longer exact."""
+        if self.inexact_since is None:
+            self.inexact_since = self.step
+        log.warning(
+            "%s; --allow-inexact lets it in, so from step %d on the run is not exactly the one that nothing disturbed",
+            differs,
+            self.inexact_since,
+        )
+
     # ---- commits -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,7 +296,13 @@ class Shards:
         return self._saved()
 
     def _saved(self) -> dict[str, Any]:
-        return {"count": self.count, "seed": self.seed, "exact": self.exact, "step": self.step}
+        return {
+            "count": self.count,
+            "seed": self.seed,
+            "exact": self.exact,
+            "step": self.step,
+            "inexact_since": self.inexact_since,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Goes to the step that was saved. Raises StateMismatch if the run was cut into other shards."""
@@ -292,5 +314,5 @@ class Shards:
                     f" {own[name]!r}; with another {name} it would be another run: change it back, or begin anew"
                 )
         self.abandon()
-        self.step = saved["step"]
+        self.step, self.inexact_since = saved["step"], saved["inexact_since"]
         self._between_steps()

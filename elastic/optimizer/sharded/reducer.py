@@ -278,10 +278,9 @@ class ShardReducer:
         """Compare plans, and where they lie. Collective. Raises StateMismatch."""
         group = self._group(world, self._buckets[0].device)
         if not isinstance(group, LocalCollectives):
-            digest = hashlib.blake2b("\n".join(self._lines()).encode(), digest_size=7).digest()
             shared = all(bucket.shared for bucket in self._buckets)
             own = torch.tensor(
-                [int.from_bytes(digest, "big"), int(shared)],
+                [_digest(self._lines()), int(shared), _digest(self.shards.arithmetic)],
                 dtype=torch.int64,
                 device=self._buckets[0].device,
             )
@@ -295,7 +294,23 @@ class ShardReducer:
                     " DistributedOptimizer the same ones, in the same order, on every rank"
                 )
             self._in_memory = all(row[1] for row in found)
+            others = [str(rank) for rank, row in enumerate(found) if row[2] != found[0][2]]
+            if others:
+                self._computes_differently(world, f"rank {', '.join(others)}")
         self._agreed = world.generation
+
+    def _computes_differently(self, world: Context, who: str) -> None:
+        """Where a driver compares, only those come here that were let in."""
+        differs = f"{who} computes differently from rank 0: other threads, instructions or versions"
+        if not world.env.allow_inexact:
+            raise StateMismatch(
+                f"{differs}; this is rank {world.place.rank}: {', '.join(self.shards.arithmetic[:6])}. Make them the"
+                " same, set ELASTIC_ALLOW_INEXACT=1, or give Shards exact=False"
+            )
+        if world.place.rank == 0:
+            self.shards.computes_differently(differs)
+        elif self.shards.inexact_since is None:
+            self.shards.inexact_since = self.shards.step
 
     # ---- the plan ------------------------------------------------------------------------------------------------
 
@@ -341,3 +356,8 @@ class ShardReducer:
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter, "a parameter without a name")
+
+
+def _digest(lines: list[str]) -> int:
+    """56 bits."""
+    return int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "big")

@@ -199,10 +199,16 @@ class DictPart(Part):
 
 
 class ShardsStateHandler(DictPart):
-    """An `elastic.Shards`: the number of the step."""
+    """An `elastic.Shards`: the number of the step. Its layout says how this process computes, so that one that computes
+    differently is turned away before it joins.
+    """
 
     def layout(self) -> list[str]:
-        return [f"{self.name} {line}" for line in self.value.layout]
+        runtime = lifecycle.active()
+        allowed = runtime is not None and runtime.env.allow_inexact
+        arithmetic = [] if allowed else self.value.arithmetic
+        said = [f"{self.name} {line}" for line in self.value.layout]
+        return said + [f"{self.name}.{line}" for line in arithmetic]
 
 
 class SamplerStateHandler(Part):

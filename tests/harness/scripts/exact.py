@@ -6,6 +6,7 @@ augmentation; a GPT with dropout, AdamW, a learning rate schedule and clipping. 
 EVENTS   ``7:kill:1:backward 9:hold:3 12:leave:0``: at this step the worker with this rank, modulo the size of the
          world, is killed after the backward pass of its first shard, asked to leave, or frozen; or all wait until the
          world has this size. Each happens once, whatever is done again. Who is asked to leave does not come back.
+THREADS  of workers that are started again; step 4 then waits for a file ``go`` where nobody is to hold.
 STEPS, SHARDS, EXACT=0, PLANT (a bug, see `planted`), OWN_DIGESTS (a file for them, where there is no driver).
 """
 
@@ -98,6 +99,14 @@ def once(name: str) -> bool:
     return True
 
 
+def wait_for(name: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not Path(name).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody made {name}")
+        time.sleep(0.005)
+
+
 def suffer(step: int, place: str) -> None:
     for number, (kind, who, *where) in enumerate(events_at(step)):
         mine = kind != "hold" and int(who) % elastic.size() == elastic.rank()
@@ -152,6 +161,8 @@ def train(state: Any) -> None:
     while shards.step < STEPS:
         hold(state)
         step = shards.step
+        if step == 4 and "THREADS" in os.environ and "hold" not in os.environ["EVENTS"]:
+            wait_for("go")
         if state.losses and len(state.losses) != step:
             raise AssertionError(f"step {step} follows {len(state.losses)} losses")
         planted(state, step)
@@ -184,6 +195,8 @@ def own(state: Any) -> None:
 
 def main() -> None:
     elastic.init()
+    if "THREADS" in os.environ and not os.environ["ELASTIC_WORKER"].endswith("#1"):
+        torch.set_num_threads(int(os.environ["THREADS"]))  # of who comes later
     torch.manual_seed(
         3 + elastic.rank()
     )  # newcomers have weights of their own, until they get the others'

@@ -163,3 +163,36 @@ def test_frozen_workers_and_all_killed_and_resumed(job, reference, tmp_path):
     assert min(step for step, _, _ in digests(second) if step) > 1, "it began anew"
     assert differences(first, wanted) == [] and differences(second, wanted) == []
     assert (second.folder / "final.json").read_text() == final
+
+
+def test_a_newcomer_that_computes_differently_is_turned_away_before_it_joins(job, reference):
+    """Its script has set another number of threads; nobody else is disturbed."""
+    training = train(
+        job,
+        f"-np 2 --min-np 1 {RETURN}",
+        "2:kill:1:commit",
+        THREADS="2",
+        STEPS="8",
+    )
+    training.until(
+        lambda: "shards.arithmetic.threads" in training.output, "a line about the threads", 60
+    )
+    Path(training.folder / "go").touch()
+    training.succeed()
+    wanted, _ = reference()
+    assert differences(training, wanted) == []
+    assert sizes(training)[-1] == 1
+    assert "2 here, 1 in the world" in training.output
+
+
+@pytest.mark.nightly
+def test_one_that_computes_differently_may_be_let_in(job):
+    training = train(
+        job,
+        f"-np 2 --min-np 1 {RETURN} --allow-inexact",
+        "2:kill:1:commit 4:hold:2",
+        THREADS="2",
+        STEPS="8",
+    )
+    training.succeed()
+    assert "so from step 4 on the run is not exactly" in training.output

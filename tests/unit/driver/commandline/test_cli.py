@@ -299,7 +299,7 @@ def test_every_setting_has_its_flag():
     settings = job(
         "-np 2 --min-np 1 --start-timeout 7 --elastic-timeout 8.5 --reset-limit 3"
         " --blacklist-cooldown-range 2 20 --slot-attempts 4 --host-attempts 2"
-        " --gloo-timeout-seconds 12.5 --tcp --digests"
+        " --gloo-timeout-seconds 12.5 --tcp --digests --allow-inexact"
     ).settings
     assert (settings.start_timeout_s, settings.elastic_timeout_s) == (7.0, 8.5)
     assert (settings.reset_limit, settings.slot_attempts, settings.host_attempts) == (3, 4, 2)
@@ -307,6 +307,7 @@ def test_every_setting_has_its_flag():
     assert settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "12.5"
     assert settings.env["NCCL_IB_DISABLE"] == "1"
     assert settings.env["ELASTIC_DIGESTS"] == "tensors"
+    assert settings.env["ELASTIC_ALLOW_INEXACT"] == "1"
 
 
 def test_command_line_beats_file_beats_environment(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -302,6 +303,29 @@ def test_ranks_with_other_shards_are_told(ranks):
 
     with pytest.raises(StateMismatch, match="other parameters or Shards"):
         ranks(2, step)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_rank_that_computes_differently_is_told_or_let_in(ranks, monkeypatch, caplog, allowed):
+    monkeypatch.setattr(
+        "elastic.exact.probe.lines",
+        lambda: [f"arithmetic.threads {1 + lifecycle.current().place.rank}"],
+    )
+
+    def step(rank):
+        world = lifecycle.current()
+        world.env = replace(world.env, allow_inexact=allowed)
+        model, shards, optimizer = made()
+        run_step(model, shards)
+        optimizer.step()
+        return shards.inexact_since
+
+    if not allowed:
+        with pytest.raises(StateMismatch, match="rank 1 computes differently from rank 0"):
+            ranks(2, step)
+        return
+    assert ranks(2, step) == [0, 0]
+    assert "from step 0 on the run is not exactly" in caplog.text
 
 
 def test_statistics_of_all_ranks_are_refused():

@@ -1,0 +1,61 @@
+"""What a process says of how it computes: equal where it is, and different where it is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from elastic.exact import probe
+
+PROGRAM = "from elastic.exact import probe; print(*probe.lines(), sep=chr(10))"
+
+
+def said_with(**env: str) -> dict[str, str]:
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    output = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=told, capture_output=True, text=True, timeout=100
+    )
+    assert output.returncode == 0, output.stderr
+    return dict(line.split(" ", 1) for line in output.stdout.splitlines())
+
+
+def measured(said: dict[str, str]) -> dict[str, str]:
+    """Without what is said of settings."""
+    settings = ("torch", "instructions", "threads")
+    return {k: v for k, v in said.items() if k.removeprefix("arithmetic.") not in settings}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a machine with AVX-512"
+)
+def test_other_threads_and_other_instructions_show_in_the_numbers():
+    """Not only in what is said of the settings: so would what nobody has thought of."""
+    usual = said_with()
+    assert said_with() == usual
+    for other in (
+        {"OMP_NUM_THREADS": "2"},
+        {"ATEN_CPU_CAPABILITY": "avx2"},
+        {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    ):
+        assert measured(said_with(**other)) != measured(usual), other
+
+
+def test_it_leaves_generators_as_they_were_and_is_measured_once():
+    before = torch.get_rng_state()
+    first = probe.lines()
+    began = time.process_time()
+    assert probe.lines() == first
+    assert time.process_time() - began < 0.01
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_settings_are_said(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    assert {"arithmetic.threads 77", "arithmetic.matmul_precision medium"} <= set(probe.lines())
