@@ -54,7 +54,7 @@ class ElasticSampler(Sampler[int]):
         self._noting = environment.digests()
         self._trained: dict[int, list[int]] = {}  # by epoch, what is not committed yet; in tests
         self._start = 0  # of this partition in the epoch's order
-        self._world: tuple[int, int, int] | None = None
+        self._dealt_to: tuple[int, int, int] | None = None
         self._order: torch.Tensor | None = None
         self._order_of: tuple[int, int, int] | None = None
         self.reset()
@@ -97,7 +97,7 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Deals out what is left among the workers of the present world."""
-        self._world = rank, size, _ = _present_world()
+        self._dealt_to = rank, size, _ = _present_world()
         self.rank, self.num_replicas = rank, size
         self._start = self.processed_num
         left = len(self.dataset) - self._start
@@ -128,7 +128,7 @@ class ElasticSampler(Sampler[int]):
 
     def _follow_world(self) -> None:
         # A partition of an older world would repeat samples and never visit others.
-        if self._world != _present_world():
+        if self._dealt_to != _present_world():
             self.reset()
 
     def _epoch_order(self) -> torch.Tensor:
