@@ -41,6 +41,7 @@ from elastic.protocol.messages import COPY, World
 from elastic.runtime import hardware_errors, host_updates, lifecycle
 from elastic.runtime.lifecycle import Runtime
 from elastic.state.state import State, has_custom_sync
+from elastic.torch_backend import following_group
 
 Value = TypeVar("Value")
 
@@ -152,6 +153,7 @@ def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
     world = rt.worlds.next(digest, text)
     durable.entered(rt, world)
+    following_group.follow(rt.place.size)
     for news in process_sets.bring(rt, _lacking(world)):
         print(f"elastic: {news}", file=sys.stderr)
     if first:

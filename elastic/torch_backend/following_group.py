@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import _world as torchs_groups
 
 from elastic.collectives.interface import Collectives
 from elastic.errors import CollectiveFailed, Invalid
@@ -52,12 +53,15 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._submitting = threading.Lock()
         self._together: list[ElasticWork] | None = None
         self._count = 0
+        self._of = place.size
 
     # ---- where this rank stands ----------------------------------------------------------------------------------
 
     def getRank(self) -> int:
         rank = lifecycle.place().rank
-        return rank if self.ranks is None else self.ranks.index(rank)
+        if self.ranks is None:
+            return rank
+        return self.ranks.index(rank) if rank in self.ranks else -1
 
     def getSize(self) -> int:
         return lifecycle.place().size if self.ranks is None else len(self.ranks)
@@ -167,11 +171,25 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         known = self._groups.get(device.type)
         if known is not None and known[0] == generation and not rt.broken:
             return known[1]
+        if self.ranks is not None and rt.place.size != self._of:
+            raise Invalid(
+                f"a process group was made of ranks {list(self.ranks)} of {self._of} workers, and there are"
+                f" {rt.place.size} now: make it anew with new_group() at the beginning of the function under"
+                " elastic.run, or of all ranks"
+            )
         if rt.provisional:
             return MirrorCollectives(self.getRank(), self.getSize())
         group = rt.group(self.purpose, device, self.ranks)
         self._groups[device.type] = (generation, group)
         return group
+
+
+def follow(size: int) -> None:
+    """A world of this size has come: what torch.distributed keeps of the ranks of groups that are all of it."""
+    known: Any = torchs_groups
+    for group in list(known.pg_map):
+        if isinstance(group, FollowingGroup) and group.ranks is None:
+            known.pg_group_ranks[group] = {rank: rank for rank in range(size)}
 
 
 # Names by which torch's own code calls the same.

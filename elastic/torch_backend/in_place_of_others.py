@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _world as torchs_groups
 
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
@@ -82,7 +83,8 @@ def new_group(
     made = _new_group(size, rank, ranks, NAME, store, name, **options)
     group, prefixed = made
     if prefixed is not None:
-        _torch._world.pg_map[group] = (asked, prefixed)
+        known: Any = torchs_groups
+        known.pg_map[group] = (asked, prefixed)
     return made
 
 

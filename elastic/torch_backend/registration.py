@@ -23,14 +23,14 @@ def register() -> None:
 
 def create(options: Any, _: Any) -> ElasticProcessGroup:
     """What torch calls for ``init_process_group`` and ``new_group``. Raises Invalid where the world is another one."""
-    members = tuple(options.global_ranks_in_group)
-    if not members:
+    members: tuple[int, ...] | None = tuple(options.global_ranks_in_group) or None
+    if members is None:
         lifecycle.init_through(_started(options))
         _check(options.group_rank, options.group_size)
     return ElasticProcessGroup(
         options.store,
         f"torch {options.group_id}",
-        members or None,
+        members if members != tuple(range(lifecycle.place().size)) else None,
         options.timeout.total_seconds(),
     )
 

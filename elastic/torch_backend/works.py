@@ -37,11 +37,11 @@ _TorchWork: Any = distributed.Work
 class WorkOwner(Protocol):
     """The process group of a work."""
 
-    def guard(self, name: str) -> AbstractContextManager[None]:
-        """Around what waits in the thread that trains."""
-
     def generation(self) -> int:
         """Of the present world."""
+
+    def guard(self, name: str) -> AbstractContextManager[None]:
+        """Around what waits in the thread that trains."""
 
     def broke(self, error: CollectiveFailed, generation: int) -> None:
         """A collective of that world failed in a thread of ours. Never raises."""
@@ -81,9 +81,15 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         """Raises PeerLost in a job that can recover, CollectiveFailed (a RuntimeError) in one of a fixed size, also
         after ``timeout``, by default that of the process group.
         """
-        limit_s = timeout.total_seconds() if timeout is not None else 0.0
+        limit_s: float | None = timeout.total_seconds() if timeout is not None else 0.0
+        limit_s = limit_s or self._timeout_s
+        if (
+            self.generation != self._owner.generation()
+        ):  # what became of it is known, and concerns no other world
+            self.complete(limit_s)
+            return True
         with self._owner.guard(self._name):
-            self.complete(limit_s if limit_s > 0 else self._timeout_s)
+            self.complete(limit_s)
         return True
 
     def is_completed(self) -> bool:

@@ -30,8 +30,13 @@ class ModelStateHandler(Part):
 
     value: torch.nn.Module
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module whose tensors these are."""
+        return self.value
+
     def _adopt_value(self) -> None:
-        for name, tensor in dissect(self.value).tensors():
+        for name, tensor in dissect(self.model).tensors():
             if is_lazy(tensor):
                 raise Invalid(
                     f"{self._full(name)} has no shape yet; run one forward pass before you hand the model to a state"
@@ -40,8 +45,8 @@ class ModelStateHandler(Part):
         self._dissect()
 
     def _dissect(self) -> Anatomy:
-        anatomy = dissect(self.value)
-        self._skeleton = Skeleton(self.value, anatomy)
+        anatomy = dissect(self.model)
+        self._skeleton = Skeleton(self.model, anatomy)
         self._names = Index(
             parameters=list(anatomy.parameters),
             persistent=anatomy.persistent,
@@ -64,10 +69,10 @@ class ModelStateHandler(Part):
         return gradients == before
 
     def restore_nothing(self) -> None:
-        self.value.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
 
     def layout(self) -> list[str]:
-        anatomy = dissect(self.value)
+        anatomy = dissect(self.model)
         lines = [
             f"{self._full(name)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             for name, tensor in anatomy.parameters.items()
@@ -106,7 +111,7 @@ class ModelStateHandler(Part):
     def destinations(
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
     ) -> dict[str, torch.Tensor | Destination]:
-        anatomy = dissect(self.value)
+        anatomy = dissect(self.model)
         live = dict(anatomy.tensors())
         persistent = {*structure["names"]["parameters"], *structure["names"]["persistent"]}
         gone = [
@@ -148,7 +153,7 @@ class ModelStateHandler(Part):
     def place(
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
     ) -> None:
-        anatomy = dissect(self.value)
+        anatomy = dissect(self.model)
         for name, tensor in {**fresh, **structure["opaque"].tensors}.items():
             if name in anatomy.parameters:
                 parameter = anatomy.parameters[name]
@@ -186,7 +191,7 @@ class ModelStateHandler(Part):
         return found
 
     def _device(self) -> torch.device:
-        return next((each.device for each in self.value.parameters()), torch.device("cpu"))
+        return next((each.device for each in self.model.parameters()), torch.device("cpu"))
 
     def equal_everywhere(self, structure: Any) -> set[str] | None:
         return set(structure["names"]["parameters"])
@@ -206,7 +211,7 @@ class ModelStateHandler(Part):
         return {name: buffers[name] for name in bank.beside[0]["names"][kind] if name in buffers}
 
     def differing(self) -> list[str]:
-        live = dissect(self.value).parameters
+        live = dissect(self.model).parameters
         return [
             self._full(name)
             for name, buffer in self.digested().items()

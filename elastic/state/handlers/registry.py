@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic.data.loader import DataLoader
 from elastic.data.sampler import ElasticSampler
 from elastic.exact.shards import Shards
+from elastic.state.handlers.data_parallel import DataParallelHandler, refuse_sharded
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -23,6 +25,7 @@ from elastic.state.handlers.part import (
 Registry = list[tuple[type, type[StateHandler]]]
 
 _registry: Registry = [
+    (DistributedDataParallel, DataParallelHandler),
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
@@ -46,6 +49,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 def handler_for(name: str, value: Any) -> StateHandler | None:
     """A handler that has saved ``value``, or None if it is a Python value like any other."""
+    refuse_sharded(value)
     for kind, handler in get_handler_registry():
         if isinstance(value, kind):
             if issubclass(handler, Part) and handler.__init__ is Part.__init__:

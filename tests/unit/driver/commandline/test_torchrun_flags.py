@@ -65,8 +65,8 @@ def command(line: str) -> list[str]:
 )
 def test_what_they_are_in_our_flags(line: str, same: str):
     found, wanted = ours(line), parse([*same.split(), "train.py"])
-    theirs = ("nproc_per_node", "nnodes", "standalone", "max_restarts")
-    theirs += ("rdzv_id", "rdzv_backend", "rdzv_endpoint")
+    theirs = ["nproc_per_node", "nnodes", "standalone", "max_restarts"]
+    theirs += ["rdzv_id", "rdzv_backend", "rdzv_endpoint"]
     assert found == replace(wanted, **{name: getattr(found, name) for name in theirs})
 
 
@@ -121,7 +121,7 @@ def test_the_program_is_a_script_a_module_or_itself():
         command("-np 1 --no-python ./train.py")
     with pytest.raises(Invalid, match="contradict"):
         command("-np 1 -m --no-python this")
-    with pytest.raises(Invalid, match="no file missing.py"):
+    with pytest.raises(Invalid, match=r"no file missing\.py"):
         command("-np 1 missing.py")
 
 

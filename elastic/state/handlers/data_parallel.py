@@ -1,0 +1,78 @@
+"""``DistributedDataParallel`` in a state: its module is committed, its reducer made anew for each world. Acts.
+
+DDP's reducer, in C++, has counted gradients and filled buckets for a world that is over, in an order that a newcomer
+does not know. So every member makes another one, as the constructor does, without a collective. They begin with equal
+buckets again and agree on their order after the first step, as when a job starts. Hooks and a static graph are told.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.errors import Invalid
+from elastic.state.handlers.model_state import ModelStateHandler
+
+_torch: Any = distributed  # its stubs lack what DDP itself calls
+_BUILTIN = {"ALLREDUCE": "ALLREDUCE", "FP16_COMPRESS": "FP16_COMPRESS"}
+
+
+class DataParallelHandler(ModelStateHandler):
+    """Its tensors have the names that they have in ``ddp.module``."""
+
+    value: DistributedDataParallel
+
+    @property
+    def model(self) -> torch.nn.Module:
+        module: torch.nn.Module = self.value.module
+        return module
+
+    def reset(self) -> None:
+        rebuild_reducer(self.value)
+
+
+def rebuild_reducer(model: DistributedDataParallel) -> None:
+    """For a world that has changed. No collective: the order of parameters is the module's, the same on all ranks."""
+    ddp: Any = model
+    builtin = _BUILTIN.get(ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", ""))
+    # Its hooks on the parameters go with it.
+    ddp.reducer = ddp.logger = None
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    if ddp.mixed_precision is not None:
+        ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
+    for hook, state in ddp._comm_hooks:
+        _forget(state)
+        _torch._register_comm_hook(ddp.reducer, state, hook)
+    if builtin is not None and not ddp._comm_hooks:
+        kind = getattr(_torch.BuiltinCommHookType, builtin)
+        _torch._register_builtin_comm_hook(ddp.reducer, kind)
+
+
+def _forget(state: Any) -> None:
+    """What a hook has kept of buckets that are no more. PowerSGD begins anew, on all members at the same step."""
+    if type(state).__name__ == "PowerSGDState":
+        state.iter = 0
+        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            kept.clear()
+        state.rng = type(state.rng)(0)
+
+
+def refuse_sharded(value: object) -> None:
+    """Raises Invalid for a ``ZeroRedundancyOptimizer``."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is not None and isinstance(value, module.ZeroRedundancyOptimizer):
+        raise Invalid(
+            "ZeroRedundancyOptimizer keeps a different part of the optimizer's state on each rank, and with a lost rank"
+            " its part would be lost: give the state a plain optimizer, such as the one that it was made of"
+        )

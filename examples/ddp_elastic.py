@@ -1,0 +1,63 @@
+"""Trains with DistributedDataParallel, and goes on when workers are lost or join: three lines more than without.
+
+    elasticrun -np 3 --min-np 1 examples/ddp_elastic.py --steps 200
+
+The batch of a step is the same whatever the world; each rank takes its share of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import elastic
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of the batch of a step."""
+    points = torch.randn(96, 20, generator=torch.Generator().manual_seed(step))
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    return points[mine], points[mine].sin().sum(1, keepdim=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    dist.init_process_group()
+    torch.manual_seed(1)
+    network = nn.Sequential(
+        nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)  # 1
+
+    @elastic.run  # 2
+    def train(state: elastic.TorchState) -> None:
+        while state.step < options.steps:
+            points, wanted = batch(state.step)
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(points), wanted)
+            loss.backward()
+            optimizer.step()
+            state.step += 1
+            if state.step % 50 == 0:
+                dist.all_reduce(mean := loss.detach().clone(), dist.ReduceOp.AVG)
+                if dist.get_rank() == 0:
+                    print(
+                        f"step {state.step} loss {mean.item():.6f}, {dist.get_world_size()} workers",
+                        flush=True,
+                    )
+            state.commit()  # 3
+
+    train(state)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""DistributedDataParallel in real jobs: unedited under elasticrun, and where workers die in backward and join."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.chaos.harness.processes import clean_environment
+from harness.history import SCRIPTS
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+STEPS = 12
+
+sys.path.append(str(SCRIPTS))
+ddp = pytest.importorskip("ddp")
+
+
+def trained(
+    job: Any, feature: str, die: str, flags: str = "", steps: int = STEPS, **env: str
+) -> list[dict[str, Any]]:
+    """What every worker found at the end."""
+    cooldown = "" if flags else "--blacklist-cooldown-range 100 100"
+    training = job(
+        f"-np 3 --min-np 1 {cooldown} {flags}",
+        ["python", SCRIPTS / "ddp.py"],
+        env={"FEATURE": feature, "STEPS": str(steps), "DIE": die} | env,
+    )
+    training.succeed()
+    return [json.loads(file.read_text()) for file in sorted(training.folder.glob("out/*.json"))]
+
+
+def check(found: list[dict[str, Any]], feature: str, steps: int = STEPS) -> None:
+    assert len({each["digest"] for each in found}) == 1, "replicas differ"
+    assert all(len(each["sizes"]) == steps for each in found), "a committed step was lost"
+    assert sorted(each["world"] for each in found) == [
+        [rank, len(found)] for rank in range(len(found))
+    ]
+    wanted = ddp.alone(feature, steps)
+    exact = feature not in ("fp16", "builtin", "powersgd", "buffers")
+    assert found[0]["loss"] == pytest.approx(wanted, rel=1e-4 if exact else 0.3)
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    "feature",
+    [
+        each
+        if each in ("plain", "powersgd", "static_graph")
+        else pytest.param(each, marks=pytest.mark.nightly)
+        for each in ddp.FEATURES
+    ],
+)
+def test_a_kill_of_rank_0_in_the_middle_of_a_backward_pass(job: Any, feature: str):
+    found = trained(job, feature, "slot=0,step=6")
+    check(found, feature)
+    assert found[0]["sizes"] == [3] * 6 + [2] * (STEPS - 6)
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
+def test_kills_and_joins(job: Any, kills: int):
+    """Of rank 0 too; whoever dies comes back, and finds its place in the reducer of the others."""
+    steps = 40 * kills
+    die = ";".join(
+        f"slot={kill % 3},start={kill // 3 + 1},step={40 * kill + 20}" for kill in range(kills)
+    )
+    found = trained(
+        job,
+        "plain",
+        die,
+        "--blacklist-cooldown-range 0.01 0.02 --slot-attempts 50",
+        steps,
+        PACE="0.005",
+    )
+    check(found, "plain", steps)
+    sizes = found[0]["sizes"]
+    assert min(sizes) < 3, "nobody died"
+    assert sum(one < other for one, other in itertools.pairwise(sizes)) >= kills - 1, (
+        "few have come back"
+    )
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"epoch \d+ loss [\d.]+", output)
+
+
+@pytest.mark.forked
+def test_a_script_that_knows_of_torch_alone_gives_the_losses_that_it_has_under_torchrun(job: Any):
+    found = losses(job("-np 2", ["python", EXAMPLES / "ddp_static.py"]).succeed())
+    assert found == losses(torchrun(EXAMPLES / "ddp_static.py"))
+    assert len(found) == 3
+
+
+def torchrun(script: Path) -> str:
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=60, env=clean_environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.forked
+def test_the_elastic_example_goes_on_after_a_kill(job: Any):
+    training = job("-np 3 --min-np 1", ["python", EXAMPLES / "ddp_elastic.py", "--steps", "1500"])
+    training.wait_for_world(3)
+    training.until(lambda: "step 50" in training.output, "step 50")
+    training.kill(0)
+    assert "step 1500" in training.succeed()
