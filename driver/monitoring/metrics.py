@@ -52,6 +52,7 @@ from elastic.protocol.report_values import Report
 VISITORS = 32  # scrapes at the same time
 VISIT_S = 5.0
 STAGES = ("starting", "connected", "ready", "standby", "training", "returned", "leaving", "killed")
+PHASES = 64  # of recoveries, by kind
 RANKS, NAMES = 64, 64  # of reported values: this many of the first ranks, and names of each
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of the histogram
 # Kills that are fences, and how they are counted.
@@ -104,6 +105,7 @@ class Figures:
         self.generation = 0
         self.size = 0
         self.recoveries: dict[str, Durations] = defaultdict(Durations)  # by kind
+        self.phases: dict[tuple[str, str], Durations] = defaultdict(Durations)  # by kind and phase
         self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))  # by kind
         self.started = 0
         self.lost = 0
@@ -188,8 +190,11 @@ class Figures:
                 else:
                     self._expected_to_go.add(worker)
                 self._move(worker, "killed")
-            case ReportRecovery(_, kind, _, _, total_ms):
+            case ReportRecovery(_, kind, _, _, total_ms, phases_ms):
                 self.recoveries[kind].add(total_ms / 1e3)
+                for phase, ms in phases_ms.items():
+                    if (kind, phase) in self.phases or len(self.phases) < PHASES:
+                        self.phases[kind, phase].add(ms / 1e3)
             case EndJob():
                 self.over = True
             case _:
@@ -219,8 +224,8 @@ class Figures:
             self.stragglers = self._judge.named
 
 
-def families(figures: Figures) -> Iterator[Metric]:
-    """The figures in the words of Prometheus. Pure."""
+def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
+    """The figures in the words of Prometheus, ``now`` seconds since 1970. Pure."""
     stages = Counter(figures.stages.values())
     yield _gauge("workers", "Worker processes by stage.", "stage", ((s, stages[s]) for s in STAGES))
     yield GaugeMetricFamily(
@@ -237,6 +242,14 @@ def families(figures: Figures) -> Iterator[Metric]:
     for kind, durations in figures.recoveries.items():
         recoveries.add_metric([kind], [*durations.cumulative()], durations.sum_s)
     yield recoveries
+    phases = HistogramMetricFamily(
+        "elastic_recovery_phase_seconds",
+        "One phase of a recovery, by the member that took longest for it.",
+        labels=["kind", "phase"],
+    )
+    for (kind, phase), durations in figures.phases.items():
+        phases.add_metric([kind, phase], [*durations.cumulative()], durations.sum_s)
+    yield phases
     yield _counter(
         "fenced_workers",
         "Workers killed so that the others can go on.",
@@ -272,6 +285,19 @@ def families(figures: Figures) -> Iterator[Metric]:
         "part",
         msgspec.structs.asdict(figures.spent.total()).items(),
     )
+    spent = figures.spent.total()
+    if worked := sum(msgspec.structs.astuple(spent)):
+        yield GaugeMetricFamily(
+            "elastic_goodput_ratio",
+            "Of the time of all workers, what was training that counts.",
+            value=spent.training / worked,
+        )
+    yield _gauge(
+        "job_spent_seconds",
+        "How the time of the job went; the parts add up to the time since its driver began.",
+        "part",
+        figures.spent.stretches().items(),
+    )
     yield CounterMetricFamily("elastic_commits", "Commits of the job.", value=figures.commits)
     yield CounterMetricFamily(
         "elastic_durable_commits", "Commits that became durable.", value=figures.durable
@@ -281,6 +307,11 @@ def families(figures: Figures) -> Iterator[Metric]:
             "elastic_last_durable_commit_timestamp_seconds",
             "When the newest durable commit was complete, in seconds since 1970.",
             value=figures.durable_at,
+        )
+        yield GaugeMetricFamily(
+            "elastic_last_durable_commit_age_seconds",
+            "Since the newest durable commit was complete.",
+            value=max(0.0, now - figures.durable_at),
         )
     if figures.commit is not None:
         for name, text, value in (
@@ -388,7 +419,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         with self._changing:
-            return [*families(self._figures)]
+            return [*families(self._figures, time.time())]
 
     def close(self) -> None:
         self._server.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import urllib.request
 
@@ -25,12 +26,13 @@ from elastic.driver.events import (
     WorkerPaced,
     WorkerReady,
     WorkerReturned,
+    WorkerSpent,
 )
 from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Hang, hang_of_one
 from elastic.driver.monitoring.metrics import NAMES, Figures, Metrics, families
 from elastic.driver.reasons import Why, because, in_words
 from elastic.errors import Invalid
-from elastic.protocol.messages import Address, Commit, Place, Worker
+from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 from elastic.protocol.report_values import Report
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
@@ -225,3 +227,40 @@ def test_they_are_served_on_loopback_until_the_end():
     metrics.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", metrics.port), timeout=10)
+
+
+def test_recoveries_are_told_by_phase():
+    figures = training(A, B)
+    phases = {"gathered": 20.0, "formed": 300.0}
+    report = ReportRecovery(2, "recovery", in_words("lost"), 2, 320.0, phases, 0)
+    figures.note(TimePassed(), [report])
+    told = lines(figures)
+    name = "elastic_recovery_phase_seconds"
+    assert f'{name}_bucket{{kind="recovery",le="0.025",phase="gathered"}} 1.0' in told
+    assert f'{name}_bucket{{kind="recovery",le="0.25",phase="formed"}} 0.0' in told
+    assert f'{name}_sum{{kind="recovery",phase="formed"}} 0.3' in told
+
+
+def test_goodput_and_the_age_of_the_newest_durable_commit():
+    figures = Figures()
+    start = StartWorker(A, PLACE, in_words("first start"))
+    figures.note(TimePassed(), [start], 100.0)
+    figures.note(WorkerSpent(A, 1, Times(training=6.0, joining=2.0), "idle"), [], 108.0)
+    figures.note(CheckpointMade(Commit(1, 7)), [], 110.0)
+    told = {m.name: m.samples[0].value for m in families(figures, 117.0) if m.samples}
+    assert told["elastic_last_durable_commit_age_seconds"] == 7.0
+    assert told["elastic_goodput_ratio"] == pytest.approx(0.6)  # idle for two seconds since
+    [spent] = [m for m in families(figures) if m.name == "elastic_job_spent_seconds"]
+    assert sum(sample.value for sample in spent.samples) == 10.0
+
+
+def test_names_and_units_are_those_that_prometheus_wants():
+    figures = training(A, B)
+    figures.durable, figures.commit = 1, Commit(0, 0)
+    for family in families(figures):
+        assert re.fullmatch(r"elastic(_[a-z]+)+", family.name) and family.documentation[-1] == "."
+        if family.type == "histogram":
+            assert family.name.endswith("_seconds")
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == (family.type == "counter"), sample
+        assert not re.search(r"_(ms|millis|minutes|mb|kb|percent)(_|$)", family.name)
