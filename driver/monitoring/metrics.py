@@ -286,12 +286,12 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
         msgspec.structs.asdict(figures.spent.total()).items(),
     )
     spent = figures.spent.total()
-    if worked := sum(msgspec.structs.astuple(spent)):
-        yield GaugeMetricFamily(
-            "elastic_goodput_ratio",
-            "Of the time of all workers, what was training that counts.",
-            value=spent.training / worked,
-        )
+    worked = sum(msgspec.structs.astuple(spent))
+    yield GaugeMetricFamily(
+        "elastic_goodput_ratio",
+        "Of the time of all workers, what was training that counts.",
+        value=spent.training / worked if worked else None,
+    )
     yield _gauge(
         "job_spent_seconds",
         "How the time of the job went; the parts add up to the time since its driver began.",

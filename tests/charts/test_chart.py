@@ -28,10 +28,8 @@ from charts.rendering import (
 )
 from elastic.driver.commandline.agent_cli import AgentOptions, agent_parser
 from elastic.driver.commandline.flags import parse
-from elastic.driver.events import StartWorker, TimePassed
 from elastic.driver.monitoring.metrics import Figures, families
-from elastic.driver.reasons import in_words
-from elastic.protocol.messages import Commit, Place, Worker
+from elastic.protocol.messages import Commit
 
 VERSIONS = [f"1.{minor}" for minor in range(25, 38)]
 SOME_VERSIONS = ["1.25", "1.26", "1.37"]
@@ -578,10 +576,6 @@ def test_the_chart_is_of_the_version_of_the_package():
 def test_the_dashboard_shows_only_metrics_that_exist():
     figures = Figures()
     figures.durable, figures.commit = 1, Commit(0, 0)
-    worker = Worker("h", 0)
-    start = StartWorker(worker, Place(0, 1, 0, 1, 0, 1), in_words("first start"))
-    figures.note(TimePassed(), [start], 1.0)
-    figures.note(TimePassed(), [], 2.0)  # from here on there is a goodput
     known = set()
     for family in families(figures):
         ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
