@@ -56,6 +56,7 @@ ROOMS = """
     elastic.chaos.simulator
     elastic.chaos.harness
     elastic.chaos.inject
+    elastic.chaos.exact
     elastic.chaos.hosts
     elastic.chaos.fault_matrix
     elastic.chaos.fuzz
@@ -131,6 +132,7 @@ PURE = [
     "elastic/protocol/report_values.py",
     "elastic/monitoring/report_queue.py",
     "driver/monitoring/report_ledger.py",
+    "chaos/exact/digests.py",
     "chaos/hosts/links.py",
     "chaos/hosts/steps.py",
     "chaos/hosts/report.py",

@@ -196,3 +196,38 @@ def test_one_that_computes_differently_may_be_let_in(job):
     )
     training.succeed()
     assert "so from step 4 on the run is not exactly" in training.output
+
+
+@pytest.mark.nightly
+def test_the_command_compares_a_run_with_itself_under_faults(tmp_path):
+    job = ["elasticrun", "-np", "2", "--min-np", "1", *RETURN.split(), sys.executable, str(SCRIPT)]
+    told = {
+        "STEPS": "300",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "elastic.chaos",
+        "exact",
+        "--mean-time-between-faults",
+        "2",
+        "--seed",
+        "4",
+    ]
+
+    def run(**env: str) -> Any:
+        environ = {**os.environ, **told, **env}
+        return subprocess.run(
+            [*words, "--faults", "kill", "--", *job],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+
+    equal = run()
+    assert equal.returncode == 0, equal.stdout + equal.stderr
+    assert "each bit is that of the undisturbed run" in equal.stdout

@@ -1,0 +1,132 @@
+"""`python -m elastic.chaos exact`: a job undisturbed and the same job under faults; every commit has to be equal.
+
+Runs both through `elastic.chaos.inject`, reads their journals, and says where they differ first: `digests`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import tempfile
+import time
+from pathlib import Path
+
+from elastic.chaos.exact import digests
+from elastic.chaos.inject import command as faults
+from elastic.chaos.inject.faulty_job import Job, say, under_fire
+from elastic.chaos.inject.plan import Chance, Plan
+from elastic.driver.journal import journal
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+Runs a job that trains in shards (elastic.Shards) twice: undisturbed, then with workers killed and frozen at random.
+Compares the digests of every tensor at every commit, and names the step and the tensors that differ first."""
+
+EXAMPLES = """\
+examples:
+  python -m elastic.chaos exact -- elasticrun -np 3 --min-np 1 python train.py
+  python -m elastic.chaos exact --undisturbed first/journal.jsonl -- elasticrun -np 2 --min-np 1 python train.py
+      compares with a run of before, of elasticrun --digests --journal: of another size, on another machine
+
+The exit code is 0 where all commits are equal, 1 where some differ, 2 where there was nothing to compare. Set
+OMP_NUM_THREADS where the two have other numbers of workers. docs/exact.md says what is needed."""
+
+MEAN_S = 5.0
+EQUAL, DIFFER, NOTHING = 0, 1, 2
+ASKED = {"ELASTIC_DIGESTS": "tensors"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=[])
+    parser.usage = f"{parser.prog} [options] -- elasticrun [flags] program [arguments]"
+    add = parser.add_argument
+    add(
+        "--undisturbed",
+        type=Path,
+        metavar="JOURNAL",
+        help="of a run with --digests: compare with that one, and run the job only once",
+    )
+    add(
+        "--mean-time-between-faults",
+        type=float,
+        default=MEAN_S,
+        metavar="S",
+        help=f"this many seconds apart on average (default: {MEAN_S:g})",
+    )
+    add("--faults", metavar="LIST", help="which ones to draw (default: kill,freeze)")
+    add("--seed", type=int, metavar="N", help="draw the same faults at the same times again")
+    add("--duration", type=float, metavar="S", help="draw faults for so long, then leave it alone")
+    parser.set_defaults(plan=None)
+
+
+def main(options: argparse.Namespace) -> int:
+    plan = faults.plan_of(options)
+    name = f"elastic-exact-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    folder = Path(tempfile.gettempdir(), name)
+    if "--journal" in options.command:
+        raise Invalid("there are two runs, each with a journal of its own: leave --journal out")
+    disturbed = faults.check_job(options.command, plan, folder=folder / "disturbed")
+    faults.check_plan(plan, disturbed.settings, digests=True)
+    if options.undisturbed is None:
+        first = faults.check_job(options.command, Plan(), folder=folder / "undisturbed")
+        code = _run(first, Plan(), "undisturbed")
+        if code:
+            print(
+                f"the undisturbed run ended with exit code {code}: there is nothing to compare with"
+            )
+            return NOTHING
+        before = first.journal
+    else:
+        before = options.undisturbed
+    wanted = _held(before)
+    if not wanted:
+        raise Invalid(
+            f"{before} has no digests of tensors: the job's state needs an elastic.Shards, and has to commit;"
+            " a run of before needs elasticrun --digests"
+        )
+    _say_faults(plan)
+    code = _run(disturbed, plan, "under faults")
+    return _verdict(wanted, _held(disturbed.journal), code, disturbed.journal)
+
+
+def _say_faults(plan: Plan) -> None:
+    chance = plan.chance
+    assert isinstance(chance, Chance)
+    say(f"faults are drawn with --seed {chance.seed}")
+
+
+def _run(job: Job, plan: Plan, how: str) -> int:
+    say(f"the job runs {how}: {' '.join(job.words)}")
+    job.journal.parent.mkdir(parents=True, exist_ok=True)
+    done = under_fire(job, plan, digests=False, env=ASKED)
+    say(f"it ended with exit code {done.code}, after {len(done.injected)} faults")
+    return done.code
+
+
+def _held(path: Path) -> list[digests.HeldCommit]:
+    """Raises Invalid where it is no journal."""
+    _, entries = journal.read(path)
+    return digests.held(entry.event for entry in entries if entry.event is not None)
+
+
+def _verdict(
+    wanted: list[digests.HeldCommit], found: list[digests.HeldCommit], code: int, where: Path
+) -> int:
+    print(f"journal: {where}")
+    inside = digests.difference(wanted, wanted)
+    if inside is not None:
+        print(f"already undisturbed, workers do not agree: {inside.sentence()}")
+        return DIFFER
+    differs = digests.difference(wanted, found)
+    if differs is not None:
+        print(differs.sentence())
+        return DIFFER
+    last = max((each.step for each in found), default=0)
+    if not last:
+        print("the disturbed run has committed nothing: there is nothing to compare")
+        return NOTHING
+    print(
+        f"equal: {len(found)} commits of {len({each.worker for each in found})} workers, up to step {last}; each bit is"
+        " that of the undisturbed run"
+    )
+    return code

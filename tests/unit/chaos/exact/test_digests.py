@@ -1,0 +1,58 @@
+"""Which step and tensor is said to differ first."""
+
+from __future__ import annotations
+
+from elastic.chaos.exact.digests import Difference, difference, held
+from elastic.driver.events import Event, TimePassed, WorkerDigested
+from elastic.protocol.messages import Commit, Worker
+
+FIRST, SECOND = Worker("h", 0, 1), Worker("h", 1, 1)
+
+
+def told(step: int, worker: Worker = FIRST, generation: int = 1, **tensors: int) -> WorkerDigested:
+    commit = Commit(generation, step)
+    return WorkerDigested(worker, generation, commit, 9, step=step, tensors=tensors)
+
+
+def compared(undisturbed: list[Event], other: list[Event]) -> Difference | None:
+    return difference(held(undisturbed), held(other))
+
+
+def test_equal_runs_may_do_steps_again_and_go_less_far():
+    whole: list[Event] = [TimePassed(), told(1, a=1), told(2, a=2), told(3, a=3)]
+    assert compared(whole, [told(1, a=1), told(2, a=2), told(2, SECOND, 2, a=2)]) is None
+    assert compared(whole, []) is None
+
+
+def test_the_first_step_counts_and_not_the_first_word():
+    undisturbed: list[Event] = [told(1, a=1, b=1), told(2, a=2, b=2), told(3, a=3, b=3)]
+    other: list[Event] = [
+        told(1, a=1, b=1),
+        told(3, a=0, b=0),
+        told(2, SECOND, 2, a=2, b=7),
+        told(2, FIRST, 2, a=2, b=7),
+    ]
+    found = compared(undisturbed, other)
+    assert found == Difference(1, SECOND, 2, ("b",), 2)
+    assert found.sentence() == (
+        "step 1 made other bits: b of worker h:1#1, and of 1 more, in generation 2"
+    )
+
+
+def test_a_tensor_that_one_run_lacks_differs():
+    found = compared([told(1, a=1, b=2)], [told(1, a=1)])
+    assert found is not None
+    assert found.tensors == ("b",)
+
+
+def test_many_tensors_are_counted():
+    found = compared(
+        [told(1, t0=1, t1=1, t2=1, t3=1, t4=1, t5=1, t6=1, t7=1)],
+        [told(1, t0=2, t1=2, t2=2, t3=2, t4=2, t5=2, t6=2, t7=2)],
+    )
+    assert found is not None
+    assert "t0, t1, t2, t3, t4 and 3 more of worker h:0#1, in" in found.sentence()
+
+
+def test_what_a_world_began_with_and_what_has_no_tensors_are_left_out():
+    assert held([told(0, a=1), told(-1, a=1), told(4)]) == []
