@@ -38,6 +38,25 @@ def test_the_minimal_one_survives_the_loss_of_rank_0(job):
     fitting.succeed()
 
 
+@pytest.mark.forked
+def test_the_exact_one_has_the_same_weights_though_workers_are_killed(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("EPOCHS", "4")
+    monkeypatch.setenv("PAUSE", "0")
+    undisturbed = run(EXAMPLES / "exact.py", cwd=tmp_path).splitlines()[-1]
+    assert undisturbed.startswith("after 32 steps the weights are")
+    training = job(
+        "-np 3 --min-np 1 --blacklist-cooldown-range 0.1 1",
+        ["python", EXAMPLES / "exact.py"],
+        env={"PAUSE": "0.05"},
+    )
+    training.wait_for("epoch 1 .*workers 3")
+    training.kill(rank=0)
+    training.wait_for("epoch 2")
+    training.succeed()
+    training.wait_for(undisturbed)
+
+
 @pytest.mark.slow
 @pytest.mark.forked
 def test_the_digits_are_learnt_though_a_worker_is_killed(job):
