@@ -89,8 +89,8 @@ def marks_of(answers: list[dict[str, Any]]) -> list[Mark]:
     return [
         Mark(
             f"{each['model']}, {each['shards']} shards on {each['ranks']} workers",
-            each["ratio"]["median"],
             EVEN_MARK if each["ranks"] == each["shards"] else MANY_MARK,
+            each["ratio"]["median"],
         )
         for each in answers
     ]
