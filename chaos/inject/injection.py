@@ -17,6 +17,7 @@ from elastic.chaos.inject import network
 from elastic.chaos.inject.network import PacketFilter
 from elastic.chaos.inject.plan import Fault, Injected
 from elastic.chaos.inject.resume_guard import Guard
+from elastic.driver.processes.prepared import PREPARED
 from elastic.protocol.messages import Worker
 
 MARK = "ELASTIC_CHAOS"  # environment variable: one value per job
@@ -199,9 +200,9 @@ class Injector:
             raise NotOurs(f"{worker} is gone (process {pid})") from None
         process = _Process(pid, pidfd)
         # Held first and read afterwards: what is read is of the process that is held, or of nobody.
-        # One that was made from a prepared process has that one's environment, which names no worker.
+        # A prepared process has the environment of the worker that was started when it was kept, and becomes another.
         named = carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"])
-        if not named and not (carries(pid, [self._mark]) and names_no_worker(pid)):
+        if not named and not carries(pid, [self._mark, f"{PREPARED}=1"]):
             process.close()
             raise NotOurs(f"process {pid} of this machine is not {worker} of this job")
         return process
@@ -211,11 +212,6 @@ def carries(pid: int, entries: Iterable[str]) -> bool:
     """Whether the environment that a process was started with has all of these."""
     environment = _environment(pid)
     return all(entry.encode() in environment for entry in entries)
-
-
-def names_no_worker(pid: int) -> bool:
-    """Whether that environment is of no worker."""
-    return not any(entry.startswith(b"ELASTIC_WORKER=") for entry in _environment(pid))
 
 
 def _environment(pid: int) -> set[bytes]:

@@ -11,7 +11,7 @@ from elastic.driver.job import loop
 from elastic.driver.job.job import Job, first_hosts, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import Surroundings, serve_page, surroundings
 from elastic.driver.job.multi_host_plan import FleetPlan
-from elastic.driver.journal.entries import header_of
+from elastic.driver.journal.entries import header_of, readable
 from elastic.driver.journal.file import FileArchive, FileJournal
 from elastic.driver.journal.journal import Journal, Upkeep
 from elastic.driver.journal.resume import to_go_on_with, writer_here
@@ -95,7 +95,10 @@ async def _alone(
         name = f"the journal {job.journal}"
         to_go_on_with(past, job.command, job.settings, resume=False, fresh=fresh, name=name)
         journal = FileJournal(
-            archive, header_of(job.settings, command=job.command, writer=writer_here()), 0, warned
+            archive,
+            header_of(job.settings, command=readable(job.command), writer=writer_here()),
+            0,
+            warned,
         )
     secret = secrets.token_bytes(32)
     bind = job.bind or alone_address(())

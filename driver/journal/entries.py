@@ -149,6 +149,11 @@ def header_of(
     return Header(FORMAT, writer.date, said, job, list(command), folder, outlives, writer)
 
 
+def readable(words: Sequence[str]) -> list[str]:
+    """A command, where it is for people: an argument may hold bytes that are no text, which JSON does not take."""
+    return [word.encode(errors="backslashreplace").decode() for word in words]
+
+
 def encoded(line: Header | Line) -> bytes:
     """One line, with its end."""
     return _encoder.encode(line) + b"\n"

@@ -20,6 +20,7 @@ PROGRAM = (
     "import sys; sys.path[:1] = sys.argv[1:2];"
     " from elastic.driver.processes.prepared_process import main; main()"
 )
+PREPARED = "ELASTIC_PREPARED"  # in the environment of one, as the kernel shows it to others: it names no worker
 QUIET_S = 3.0  # after the last start: workers that are starting need the processors themselves
 ROOM = "." * 4096  # bytes for the command line of what is run later
 # Variables that say who a worker is: init() and scripts read them, and no import.
@@ -147,7 +148,8 @@ class Prepared:
         program = [interpreter, *["-u"][: int(unbuffered)], "-c", PROGRAM]
         arguments = [first, str(hears), str(what), self.modules, script, ROOM]
         try:
-            process = self._spawn([*program, *arguments], environ, folder, (hears, what))
+            marked = {**environ, PREPARED: "1"}
+            process = self._spawn([*program, *arguments], marked, folder, (hears, what))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             self._log("debug", f"no process is prepared: {error}")
             os.close(told)

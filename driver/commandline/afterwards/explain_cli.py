@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -65,13 +66,24 @@ def main(arguments: Sequence[str]) -> int:
     if len(journals) != 1:
         raise Invalid("give one journal, as in: elasticrun explain job.journal")
     reading = read_journal(Path(journals[0]))
-    if options.json:
-        print(as_json(reading))
-    elif options.html is None:
-        print("\n".join(as_text(reading)))
     if options.html is not None:
         write_page(Path(options.html), as_page(reading))
+    try:
+        if options.json:
+            print(as_json(reading))
+        elif options.html is None:
+            print("\n".join(map(_printable, as_text(reading))))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _printable(line: str) -> str:
+    """What a script has said may hold what moves a terminal's cursor, or a character that it does not have."""
+    encoding = sys.stdout.encoding or "utf-8"
+    shown = "".join(c if c == "\t" or c.isprintable() else ascii(c)[1:-1] for c in line)
+    return shown.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 def as_text(reading: JournalReading) -> list[str]:

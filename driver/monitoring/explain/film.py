@@ -21,8 +21,10 @@ WIDTH, HEIGHT = 860, 400
 RING = (188.0, 196.0, 128.0)  # its middle and radius
 SEEN_S = 0.45  # for so long at least something is to be seen
 WORKERS = 128  # in a ring
-CAPTIONS = 400
-FRAMES = 240  # of counters
+PULSES = 24  # workers of which each loss spreads out as a circle
+CAPTIONS = 250
+FRAMES = 120  # of counters
+KEYS = 5000  # changes of colour, of all workers together
 # On a dark card, which stands out on a light page and is at home on a dark one.
 COLOURS = {
     "starting": "#3f6299",
@@ -46,6 +48,7 @@ class Cut:
     begins: float
     ends: float
     film_s: float
+    gap: float = 0.0  # the share of what is too short to be shown by itself
 
     def share(self, at: float) -> float:
         """0 at the beginning, 1 at the end."""
@@ -60,7 +63,8 @@ def film(story: Story, rows: WorkerRows, *, film_s: float = 40.0, title: str = "
     """The text of the file. ``film_s``: how long it takes until it begins again."""
     began = story.began or 0.0
     begins = max(began, (story.trained_at or began) - 0.02 * (story.last - began))
-    cut = Cut(begins, max(story.end_at or story.last, begins + 1e-3), film_s)
+    gap = max(1e-5, min(len(rows.rows), WORKERS) / KEYS)
+    cut = Cut(begins, max(story.end_at or story.last, begins + 1e-3), film_s, gap)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
         ' role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
@@ -87,7 +91,7 @@ def _steps(attribute: str, keys: Sequence[Key], cut: Cut) -> str:
         at = min(max(at, 0.0), 1.0)
         if kept and kept[-1][1] == value:
             continue
-        if kept and round(at, 5) <= round(kept[-1][0], 5):
+        if kept and at - kept[-1][0] <= cut.gap:
             kept[-1] = (kept[-1][0], value)
         else:
             kept.append((at, value))
@@ -125,7 +129,9 @@ def _ring(rows: WorkerRows, cut: Cut) -> list[str]:
         if halos:
             parts.append(f'<circle r="{size:.1f}" fill="none" stroke="{BAD}" stroke-width="3">')
             parts.append(_steps("opacity", _on_off(halos, cut), cut))
-            parts.append(_pulse("r", halos, size, 2.1 * size, cut) + "</circle>")
+            if len(shown) <= PULSES:
+                parts.append(_pulse("r", halos, size, 2.1 * size, cut))
+            parts.append("</circle>")
         parts.append(
             f'<circle r="{size:.1f}" stroke="{LINE}">{_steps("fill", fills, cut)}</circle>'
         )
@@ -281,10 +287,10 @@ _TOLD = {
     Cause.SIGNAL: "was killed",
     Cause.OUT_OF_MEMORY: "ran out of memory",
     Cause.EXCEPTION: "raised an exception",
-    Cause.FROZEN: "froze and was fenced",
-    Cause.STUCK: "was stuck and fenced",
+    Cause.FROZEN: "froze",
+    Cause.STUCK: "was stuck",
     Cause.HOST_LOST: "was lost with its host",
-    Cause.CUT_OFF: "was cut off and fenced",
+    Cause.CUT_OFF: "was cut off",
     Cause.GPU_ERROR: "lost its GPU",
     Cause.DISCONNECTED: "lost its connection",
 }
@@ -294,7 +300,8 @@ def _captions(story: Story, cut: Cut) -> list[str]:
     """What became of each loss, until the next."""
     told = [(cut.share(each.at), _caption(each)) for each in story.incidents if each.first]
     frames = [(0.0, "everybody trains")]
-    frames += [each for each in told if 0.0 < each[0] < 1.0][:CAPTIONS]
+    told = [each for each in told if 0.0 < each[0] < 1.0]
+    frames += told[:: 1 + len(told) // CAPTIONS]
     return _shown_in_turn(390, 128, 15, frames, cut, "start", "#ffd479")
 
 
@@ -331,15 +338,16 @@ def _curve(rows: WorkerRows, cut: Cut) -> list[str]:
         )
     path, height = "", y(_size(rows, cut.begins))
     path = f"M{left:.1f} {bottom:.1f}V{height:.1f}"
+    before = left
     for at, size, _ in rows.worlds:
-        if cut.begins < at < cut.ends:
-            path += f"H{x(at):.1f}V{y(size):.1f}"
+        if cut.begins < at < cut.ends and x(at) - before >= 0.4:
+            before = x(at)
+            path += f"H{before:.1f}V{y(size):.1f}"
     path += f"H{right:.1f}V{bottom:.1f}Z"
     parts.append(f'<path d="{path}" fill="{COLOURS["training"]}" opacity=".45"/>')
+    lost = [at for at, _, _ in rows.deaths if cut.begins <= at <= cut.ends]
     ticks = "".join(
-        f"M{x(at):.1f} {bottom + 4:.1f}v9"
-        for at, _, _ in rows.deaths
-        if cut.begins <= at <= cut.ends
+        f"M{at:.1f} {bottom + 4:.1f}v9" for at in sorted({round(x(at), 1) for at in lost})
     )
     if ticks:
         parts.append(f'<path d="{ticks}" stroke="{BAD}" stroke-width="2"/>')

@@ -38,6 +38,10 @@ from elastic.driver.monitoring.explain.worker_rows import WorkerRows
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
+_HINTS = {
+    errno.ENOENT: "; give the file of --journal",
+    errno.EACCES: "; it is for the user that started the job, so explain it as that user",
+}
 LINE_LIMIT = 256 << 20  # bytes; a snapshot of 100,000 workers has some 50 MB
 NO_JOURNAL = 100  # lines that are none, and not one that is: it is something else
 
@@ -162,7 +166,7 @@ def _opened(path: Path) -> BinaryIO:
             raise Invalid(f"{str(path)!r} is a folder; give the file of --journal")
         return open(path, "rb")
     except OSError as error:
-        hint = "; give the file of --journal" if error.errno == errno.ENOENT else ""
+        hint = _HINTS.get(error.errno or 0, "")
         raise Invalid(f"cannot read the journal {str(path)!r}: {error.strerror}{hint}") from error
 
 

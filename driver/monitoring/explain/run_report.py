@@ -64,7 +64,7 @@ def write_page(file: Path, text: str) -> None:
     """Whole, or not at all. Raises Invalid."""
     unfinished = file.with_name(f"{file.name}.unfinished")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(text.encode(errors="backslashreplace"))
         unfinished.replace(file)
     except OSError as error:
         unfinished.unlink(missing_ok=True)

@@ -160,6 +160,22 @@ def test_what_cannot_be_opened_is_refused_with_a_sentence(tmp_path):
         explain_cli.main([])
 
 
+def test_what_moves_a_terminal_is_shown_and_not_done(tmp_path, capsys):
+    file = unpacked(HERE / "jobs" / "exception.jsonl.xz", tmp_path)
+    evil = rb"\u001b[2J\u001b]0;owned\u0007\u202e"
+    file.write_bytes(file.read_bytes().replace(b"sample 20", evil))
+    assert explain_cli.main([str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\u202e" not in shown and r"\x1b[2J" in shown
+
+
+def test_a_page_is_written_and_json_beside_it(tmp_path, capsys):
+    file = unpacked(HERE / "jobs" / "exception.jsonl.xz", tmp_path)
+    assert explain_cli.main([str(file), "--html", str(tmp_path / "p.html"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"]
+    assert "sample 20 is damaged" in (tmp_path / "p.html").read_text()
+
+
 def test_a_journal_that_could_not_be_written_on_is_explained(tmp_path):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
     data = file.read_bytes()

@@ -22,6 +22,7 @@ from elastic.driver.events import (
     WorkerRaised,
     WorkerReady,
 )
+from elastic.driver.journal.entries import decoded_header, encoded, header_of, readable
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import POINTS, ReportedSeries
@@ -152,6 +153,14 @@ def test_a_job_of_which_nothing_is_known_has_a_page_too():
     story = Story()
     found = findings(story, JournalState(SETTINGS))
     assert "no events" in page(PageJob(story, WorkerRows(), found))
+
+
+def test_an_argument_that_is_no_text_is_shown_as_what_it_is(tmp_path):
+    run = RunReport(tmp_path / "r.html", ["python", "train.py", "\udcff"], SETTINGS)
+    run.write()
+    assert "udcff" in (tmp_path / "r.html").read_text()
+    header = header_of(SETTINGS, command=readable(["python", "\udcff"]))
+    assert decoded_header(encoded(header)).command == ["python", "\\udcff"]
 
 
 def test_where_it_cannot_be_written_a_sentence_says_so(tmp_path):
