@@ -18,6 +18,7 @@ from elastic.driver.events import Action, Event
 from elastic.driver.job.job import Job
 from elastic.driver.job.steering.messages import PURPOSE
 from elastic.driver.job.steering.steering import OperatorDesk, Steering
+from elastic.driver.journal.entries import readable
 from elastic.driver.monitoring.dashboard import page_server
 from elastic.driver.monitoring.dashboard.http_requests import Guard
 from elastic.driver.monitoring.dashboard.live_page import LivePage
@@ -97,7 +98,7 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
     page = LivePage(
         PageModel(
             name=job.name,
-            command=job.command,
+            command=readable(job.command),
             least=job.settings.workers_min,
             most=job.settings.workers_max,
         )
@@ -177,7 +178,7 @@ def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorDesk:
     steering = Steering(
         name=job.name,
         key=key,
-        command=job.command,
+        command=readable(job.command),
         journal=job.journal or "",
         environ=job.environ,
     )

@@ -31,7 +31,7 @@ from elastic.driver.job.job import Job, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import Surroundings
 from elastic.driver.job.multi_host_plan import FleetPlan, PodSource
 from elastic.driver.journal.copy import Copied, copied_to
-from elastic.driver.journal.entries import Writer, header_of
+from elastic.driver.journal.entries import Writer, header_of, readable
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, Upkeep
 from elastic.driver.journal.past import Past
@@ -111,7 +111,12 @@ async def _past(
         return None  # its workers ended with their driver; or nobody has waited for its outcome
     name = f"job {plan.name}" if lead is not None else f"the journal {job.journal}"
     return to_go_on_with(
-        found, job.command, job.settings, resume=plan.outlived, fresh=plan.fresh, name=name
+        found,
+        readable(job.command),
+        job.settings,
+        resume=plan.outlived,
+        fresh=plan.fresh,
+        name=name,
     )
 
 
@@ -386,7 +391,7 @@ class _Run:
         header = header_of(
             self.job.settings,
             job=self.id,
-            command=self.job.command,
+            command=readable(self.job.command),
             folder=os.getcwd() if self.past is None else self.past.folder,
             outlives=self.plan.outlived,
             writer=writer,

@@ -29,6 +29,7 @@ from elastic.driver.events import (
 from elastic.driver.job.steering import messages
 from elastic.driver.job.steering.messages import OperatorAnswer, Request, Told
 from elastic.driver.job.steering.runtime_folder import JobRecord, LeftRecord
+from elastic.driver.journal.entries import readable
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import STACKS
 from elastic.driver.monitoring.dashboard.page_state import TAILS
@@ -103,7 +104,7 @@ class OperatorDesk:
                 pid=os.getpid(),
                 address=str(address),
                 key=self.job.key.hex(),
-                command=list(self.job.command),
+                command=readable(self.job.command),
                 journal=self.job.journal,
                 began=time.time(),
             )

@@ -62,9 +62,9 @@ class Cut:
 def film(story: Story, rows: WorkerRows, *, film_s: float = 40.0, title: str = "") -> str:
     """The text of the file. ``film_s``: how long it takes until it begins again."""
     began = story.began or 0.0
-    begins = max(began, (story.trained_at or began) - 0.02 * (story.last - began))
+    begins = began if story.trained_at is None else story.trained_at
     gap = max(1e-5, min(len(rows.rows), WORKERS) / KEYS)
-    cut = Cut(begins, max(story.end_at or story.last, begins + 1e-3), film_s, gap)
+    cut = Cut(begins, max(_ends(story, rows, begins), begins + 1e-3), film_s, gap)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
         ' role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
@@ -77,6 +77,13 @@ def film(story: Story, rows: WorkerRows, *, film_s: float = 40.0, title: str = "
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _ends(story: Story, rows: WorkerRows, begins: float) -> float:
+    """The end of the job, or a while after its last loss: from there on there is nothing to be seen."""
+    end = story.end_at or story.last
+    lost = [at for at, _, _ in rows.deaths if at <= end]
+    return min(end, lost[-1] + 0.12 * (lost[-1] - begins) + 1.0) if lost else end
 
 
 # ---- moving ---------------------------------------------------------------------------------------------------------
