@@ -17,6 +17,9 @@ from elastic.torch_backend import reductions
 from elastic.torch_backend.reductions import Reduction
 
 _FUSED_BYTES = 1 << 20  # tensors that are smaller together travel as one
+_LARGE_BYTES = (
+    256 << 10
+)  # from here on a part travels alone: putting all in a row would cost more than a collective
 
 
 class Begun:
@@ -55,6 +58,15 @@ def scatter(
     if not length:
         return begun
     place = _in_row(begun, output, read=False)
+    if output.nbytes > _LARGE_BYTES:
+        for rank in range(group.size):
+            if rank != root:
+                part = _row(inputs[rank]) if inputs is not None else place.new_empty(0)
+                into = place.view(-1) if rank == group.rank else place.new_empty(0)
+                _carry(begun, group, part, into, root, rank, length)
+        if inputs is not None:
+            place.copy_(inputs[root].detach().view(place.shape))
+        return begun
     if group.rank == root:
         assert inputs is not None
         rows = _joined(inputs)
@@ -73,6 +85,17 @@ def gather(
     if not length:
         return begun
     rows = _row(tensor)
+    if tensor.nbytes > _LARGE_BYTES:
+        for rank in range(group.size):
+            if rank != root:
+                into = rows.new_empty(0)
+                if outputs is not None:
+                    into = _in_row(begun, outputs[rank], read=False).view(-1)
+                part = rows if rank == group.rank else rows.new_empty(0)
+                _carry(begun, group, part, into, rank, root, length)
+        if outputs is not None:
+            outputs[root].detach().copy_(rows.view(outputs[root].shape))
+        return begun
     sent = [length if rank == root else 0 for rank in range(group.size)]
     if group.rank == root:
         assert outputs is not None
@@ -83,6 +106,21 @@ def gather(
         place, received = rows.new_empty(0), [0] * group.size
     begun.works.append(group.alltoall(place, rows, received, sent))
     return begun
+
+
+def _carry(
+    begun: Begun,
+    group: Collectives,
+    part: torch.Tensor,
+    into: torch.Tensor,
+    source: int,
+    to: int,
+    length: int,
+) -> None:
+    """One part from one rank to another, straight from where it lies to where it is to be. All ranks call it."""
+    sent = [length if (group.rank, rank) == (source, to) else 0 for rank in range(group.size)]
+    received = [length if (rank, group.rank) == (source, to) else 0 for rank in range(group.size)]
+    begun.works.append(group.alltoall(into, part, received, sent))
 
 
 def allgather(group: Collectives, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Begun:
@@ -192,7 +230,7 @@ def reduce_scatter(
     parts = rows.new_empty((size, length))
     each = [length] * size
     begun.works.append(group.alltoall(parts.view(-1), rows, each, each))
-    begun.then(lambda: place.copy_(reductions.combine(parts, reduction).view(place.shape)))
+    begun.then(lambda: reductions.combine_into(place, parts, reduction))
     return begun
 
 

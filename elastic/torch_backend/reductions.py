@@ -100,6 +100,21 @@ def divide_integers_(tensor: torch.Tensor, reduction: Reduction, size: int) -> N
         tensor.copy_(tensor.to(torch.float64).mul_(float(reduction.factor)))
 
 
+def combine_into(place: torch.Tensor, parts: torch.Tensor, reduction: Reduction) -> None:
+    """As `combine`. Floats of 32 bits and more are added up where the result is to be: no other memory is needed."""
+    direct = parts.dtype in (torch.float32, torch.float64) and reduction.op is Op.SUM
+    if not direct or len(parts) == 1 or not place.is_contiguous():
+        place.copy_(combine(parts, reduction).view(place.shape))
+        return
+    row = place.view(-1)
+    torch.add(parts[0], parts[1], out=row)
+    for part in parts[2:]:
+        row.add_(part)
+    scale = reduction.scale(len(parts))
+    if scale != 1.0:
+        row.mul_(scale)
+
+
 def combine(parts: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     """Of rows that are the ranks' parts, in their order."""
     bitwise = _BITWISE.get(reduction.kind)

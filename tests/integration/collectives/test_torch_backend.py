@@ -459,6 +459,22 @@ def test_large_tensors_and_in_between(rank: int, size: int):
 
 
 @on_all
+def test_large_parts_go_straight_to_where_they_belong(rank: int, size: int):
+    count, root = 100_000, size - 1
+    mine = torch.full((count,), float(rank))
+    outputs = [torch.zeros(count) for _ in range(size)] if rank == root else None
+    distributed.gather(mine, outputs, dst=root)
+    assert outputs is None or [each.unique().tolist() for each in outputs] == [
+        [r] for r in range(size)
+    ]
+    distributed.scatter(mine.fill_(-1), outputs, src=root)
+    assert mine.unique().tolist() == [rank]
+    part = torch.zeros(count)
+    distributed.reduce_scatter_tensor(part, torch.arange(float(size)).repeat_interleave(count))
+    assert part.unique().tolist() == [rank * size]
+
+
+@on_all
 def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int, size: int):
     tensor = torch.ones(2)
     refused: list[tuple[Callable[[], Any], str]] = [

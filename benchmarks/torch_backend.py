@@ -1,0 +1,182 @@
+"""How long are torch.distributed's collectives, and a step of DDP, over our backend? Beside Gloo, in one run.
+
+    python benchmarks/torch_backend.py [--ranks 2 4] [--rounds 20] [--sizes-kb 1 64 1024 10240 102400] [--json FILE]
+    python benchmarks/torch_backend.py --models mlp gpt convnet --sizes-kb
+
+Both process groups have the same ranks, in the same processes, and take turns on equal tensors, through torch's own
+functions. The ratio of two calls of a round is what counts: below 1, ours is faster. A size is what a rank gives to an
+allreduce, and what a rank gets of the others together where it gets a part from each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+
+import groups
+import models
+from elastic.torch_backend import registration
+from figures import Mark, Spread, ratio, size_text, spread
+
+KB = 1 << 10
+SIZES_KB = (1, 64, 1024, 10 * 1024, 100 * 1024)
+IN_A_ROW_BYTES = 4 << 20
+MOST_IN_A_ROW = 30
+MARKS = {"mlp": 0.7, "gpt": 0.95, "convnet": 0.95}  # of a step
+NEVER_SLOWER = 1.0
+distributed: Any = torch.distributed  # its stubs lack what is used here
+
+
+@dataclass(frozen=True)
+class Answer:
+    what: str
+    size: int  # bytes; 0: a step
+    ranks: int
+    ms: dict[str, Spread]  # "ours", "gloo"
+    to_gloo: Spread
+
+
+# ---- in each rank --------------------------------------------------------------------------------
+
+
+def calls(group: Any, size: int, rank: int, ranks: int) -> dict[str, Callable[[], Any]]:
+    """Each on tensors of its own."""
+    count = size // 4
+    share = max(count // ranks, 1)
+    whole, part = torch.zeros(share * ranks), torch.zeros(share)
+    other, lists = torch.zeros(share * ranks), [torch.zeros(share) for _ in range(ranks)]
+    one = torch.zeros(count)
+    to, source = (rank + 1) % ranks, (rank - 1) % ranks
+
+    def exchange() -> None:
+        works = [
+            distributed.isend(one, to, group=group),
+            distributed.irecv(other[:count], source, group=group),
+        ]
+        for work in works:
+            work.wait()
+
+    given = lists if rank == 0 else None
+    return {
+        "all_reduce": lambda: distributed.all_reduce(one, group=group),
+        "broadcast": lambda: distributed.broadcast(one, 0, group=group),
+        "reduce": lambda: distributed.reduce(one, 0, group=group),
+        "all_gather": lambda: distributed.all_gather(lists, part, group=group),
+        "all_gather_into_tensor": lambda: distributed.all_gather_into_tensor(
+            whole, part, group=group
+        ),
+        "gather": lambda: distributed.gather(part, given, dst=0, group=group),
+        "scatter": lambda: distributed.scatter(part, given, src=0, group=group),
+        "reduce_scatter_tensor": lambda: distributed.reduce_scatter_tensor(
+            part, whole, group=group
+        ),
+        "all_to_all_single": lambda: distributed.all_to_all_single(other, whole, group=group),
+        "isend, irecv": exchange,
+    } | ({"barrier": lambda: distributed.barrier(group=group)} if size == KB else {})
+
+
+def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    ours = our_group()
+    answers = []
+    for size in sizes:
+        mine, gloos = (calls(group, size, rank, ranks) for group in (ours, None))
+        repeats = max(1, min(MOST_IN_A_ROW, IN_A_ROW_BYTES // size))
+        for name, call in mine.items():
+            ways = {"ours": call, "gloo": gloos[name]}
+            times = groups.take_turns(ways, rounds, repeats=repeats)
+            answers.append(_answer(name, size, ranks, times))
+    return answers
+
+
+def measure_steps(model: str, rounds: int) -> dict[str, Any]:
+    ranks = distributed.get_world_size()
+    ways = {"ours": steps(model, our_group()), "gloo": steps(model, None)}
+    times = groups.take_turns(ways, rounds, warmup=5)
+    for name, way in ways.items():
+        groups.same_everywhere(f"the model over {name}", list(way.model.parameters()))
+    for one, other in zip(*(way.model.parameters() for way in ways.values()), strict=True):
+        off = float((one - other).abs().max())
+        groups.agree("trains as over Gloo", off < 1e-3, f"a parameter is {off:.2g} off")
+    return _answer(f"a step of DDP, {model}", 0, ranks, times)
+
+
+def steps(name: str, group: Any) -> models.Steps:
+    training = models.make(name, distributed.get_rank())
+    wrapped = DistributedDataParallel(training.model, process_group=group)
+    return models.Steps(training, wrapped, training.optimizer())
+
+
+def our_group() -> Any:
+    registration.register()
+    return distributed.new_group(backend="elastic")
+
+
+def _answer(what: str, size: int, ranks: int, times: dict[str, list[float]]) -> dict[str, Any]:
+    ms = {name: spread(seconds).times(1e3) for name, seconds in times.items()}
+    return asdict(Answer(what, size, ranks, ms, ratio(times["ours"], times["gloo"])))
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def table(answers: list[Answer], rounds: int) -> Table:
+    shown = Table(title=f"torch.distributed on one host, ms, {rounds} rounds: median (quartiles)")
+    for heading in ("", "size", "workers", "ours", "Gloo", "ours / Gloo"):
+        shown.add_column(heading, justify="left" if not heading else "right")
+    for answer in answers:
+        size = size_text(answer.size) if answer.size else ""
+        ms = [answer.ms[name].text(3) for name in ("ours", "gloo")]
+        shown.add_row(answer.what, size, str(answer.ranks), *ms, answer.to_gloo.text())
+    return shown
+
+
+def marks_of(answers: list[Answer]) -> list[Mark]:
+    return [
+        Mark(
+            f"{answer.what}{', ' + size_text(answer.size) if answer.size else ''}, {answer.ranks} workers",
+            NEVER_SLOWER if answer.size else MARKS[answer.what.rpartition(" ")[2]],
+            answer.to_gloo.median,
+        )
+        for answer in answers
+    ]
+
+
+def answer_of(raw: dict[str, Any]) -> Answer:
+    ms = {name: Spread(**each) for name, each in raw.pop("ms").items()}
+    return Answer(**raw | {"ms": ms, "to_gloo": Spread(**raw["to_gloo"])})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
+    parser.add_argument("--rounds", type=int, default=20, help="calls, or steps, of each")
+    parser.add_argument("--sizes-kb", type=int, nargs="*", default=SIZES_KB)
+    parser.add_argument("--models", nargs="*", choices=models.MODELS, default=[])
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    raw = []
+    for ranks in options.ranks:
+        if options.sizes_kb:
+            sizes = [size * KB for size in options.sizes_kb]
+            raw += groups.ask(measure, ranks, sizes, options.rounds)
+        for model in options.models:
+            raw.append(groups.ask(measure_steps, ranks, model, options.rounds))
+    answers = [answer_of(each) for each in raw]
+    console = groups.console()
+    console.print(table(answers, options.rounds))
+    marks = marks_of(answers)
+    groups.say_marks(console, [mark for mark in marks if not mark.met])
+    console.print(f"{sum(mark.met for mark in marks)} of {len(marks)} marks met")
+    groups.write_json(options.json, {"answers": [asdict(each) for each in answers]}, marks)
+
+
+if __name__ == "__main__":
+    main()
