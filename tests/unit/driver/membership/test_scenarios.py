@@ -25,6 +25,13 @@ with the seconds since the story began. `h:2` is the first worker on slot 2 of h
 
 They are tests too: `pytest tests/unit/driver/membership/test_scenarios.py` plays each one and compares, and
 `--rewrite-scenarios` writes them, and this page, as the code does it now. Read the diff.
+
+```
+ started ─► init() ─► ready ─► generation 1 ─► elastic.run ─► generation 2: training ─────────────► returned
+                        ▲                                        │ somebody is lost    │ somebody joins or leaves
+                        │                                        ▼                     ▼
+                        └─────────── from the last commit ── generation is over    all stop at one check
+```
 """
 
 
