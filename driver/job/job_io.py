@@ -31,6 +31,7 @@ from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.secret import SECRET_BYTES, derived
 from elastic.driver.processes.console import Console, is_terminal, write_both
 from elastic.driver.processes.output import Output
+from elastic.driver.processes.status_line import StatusLine, columns_of
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place, Worker
@@ -67,6 +68,7 @@ class Surroundings:
     place_of: Callable[[Worker], Place | None]
 
     level: str  # of the console
+    line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
     stopped: bool = False  # by a signal: nobody wants to wait for whoever reads its output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
@@ -95,6 +97,10 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
     """Says the job's notes. Raises Invalid or OSError where a file or a port can't be had."""
     found: list[Surroundings] = []
     stdout, stderr = job.streams or write_both(sys.stdout, sys.stderr)
+    status: StatusLine | None = None
+    if job.streams is None and is_terminal(sys.stderr) and job.environ.get("TERM") != "dumb":
+        status = StatusLine(stderr, lambda: columns_of(2))
+        stdout, stderr = status.write if stdout == stderr else stdout, status.write
     page = LivePage(
         PageModel(
             name=job.name,
@@ -145,6 +151,7 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
             operator_desk(job, page, console),
             lambda worker: None,
             level,
+            _shown_by(status, output),
         )
         found.append(around)
         yield around
@@ -185,17 +192,26 @@ def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorDesk:
     return OperatorDesk(steering, page, log)
 
 
+def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None] | None:
+    """None where stderr is no terminal."""
+    if status is None:
+        return None
+    line = status
+    # An empty piece would not be written: a space stands for it, and is no line either.
+    return lambda text: output.say_apart(line.show, text.encode(errors="replace") or b" ")
+
+
 async def serve_page(job: Job, around: Surroundings) -> None:
     """The live page, where it is wanted; its link is shown once. Raises Invalid."""
     if job.dashboard is None:
-        await around.page.serve(None)
+        await around.page.serve(None, around.line)
         return
     address, port = job.dashboard
     listening = page_server.bound(address, port)
     own, port = listening.getsockname()[:2]
     token = "" if is_loopback(own) else page_token(job)
     guard = Guard(token, {"localhost", address.lower(), socket.gethostname().lower()})
-    await around.page.serve(PageServer(around.page.model, listening, guard))
+    await around.page.serve(PageServer(around.page.model, listening, guard), around.line)
     host = socket.gethostname() if own in ("0.0.0.0", "::") else address
     host = f"[{host}]" if ":" in host else host
     around.console("info", f"the page of this job: http://{host}:{port}/{token and '#'}{token}")

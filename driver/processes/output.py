@@ -66,6 +66,10 @@ class Output:
         """The driver's own line, between those of the workers, on stderr."""
         self._writers["stderr"].put(self._write["stderr"], data)
 
+    def say_apart(self, write: Write, data: bytes) -> None:
+        """Have ``write(data)`` called where stderr is written, in order with what is written there."""
+        self._writers["stderr"].put(write, data)
+
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
         """See `Sink.feed`."""
         if stream == "stderr":

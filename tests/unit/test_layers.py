@@ -113,6 +113,7 @@ PURE = [
     "driver/monitoring/timeline.py",
     "driver/job/steering/messages.py",
     "driver/monitoring/dashboard/page_model.py",
+    "driver/monitoring/dashboard/one_line.py",
     "driver/monitoring/dashboard/page_state.py",
     "driver/monitoring/dashboard/worker_grid.py",
     "driver/monitoring/dashboard/http_requests.py",

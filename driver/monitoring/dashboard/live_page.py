@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic.driver.events import Action, Event
+from elastic.driver.monitoring.dashboard.one_line import one_line
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.dashboard.page_state import Patch
@@ -19,6 +20,8 @@ from elastic.driver.monitoring.dashboard.worker_grid import slot_of
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 from elastic.protocol.report_values import Report
+
+LINE_S = 0.5  # between two looks at the state, for one line of it
 
 
 class LivePage:
@@ -30,12 +33,22 @@ class LivePage:
         self._epoch: float | None = None  # what the journal's clock has to be added to
         self._thread = threading.get_ident()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._line: Callable[[str], None] | None = None
+        self._line_shown = ""
+        self._next_line: asyncio.TimerHandle | None = None
 
-    async def serve(self, server: PageServer | None) -> None:
-        """From here on, to whoever may look; None: to nobody, but the model is kept."""
+    async def serve(
+        self, server: PageServer | None, line: Callable[[str], None] | None = None
+    ) -> None:
+        """From here on, to whoever may look; None: to nobody, but the model is kept. ``line`` is told the state in one
+        line, again and again; at the end the empty one.
+        """
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._server = server
+        self._line = line
+        if line is not None:
+            self._show_line()
         if server is not None:
             await server.open()
 
@@ -66,6 +79,11 @@ class LivePage:
         return row["text"] if row is not None else ""
 
     def close(self) -> None:
+        if self._next_line is not None:
+            self._next_line.cancel()
+        if self._line is not None:
+            self._line("")
+            self._line = None
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -104,6 +122,13 @@ class LivePage:
             if text := _text(piece):
                 self.model.line(stream, who, text, now)
         self._changed()
+
+    def _show_line(self) -> None:
+        assert self._loop is not None and self._line is not None
+        if (text := one_line(self.model.state)) != self._line_shown:
+            self._line_shown = text
+            self._line(text)
+        self._next_line = self._loop.call_later(LINE_S, self._show_line)
 
     def _in_loop(self, level: str, who: str, lines: Sequence[str]) -> None:
         if threading.get_ident() != self._thread:

@@ -3,9 +3,9 @@
     GET /         the page: one file, the same for every job
     GET /events   server-sent events: the whole state first, then each patch, as long as the viewer reads
 
-A patch is encoded once for all viewers, FLUSH_S after the first of its changes. Who does not read is dropped when
-BACKLOG bytes wait for them, and strangers in any number cost no more than VISITORS connections of VISIT_S seconds.
-What may be asked, and by whom, `http_requests` says.
+A patch is encoded once for all viewers, in the loop's next turn, or FLUSH_S after the one before. Who does not read is
+dropped when BACKLOG bytes wait for them, and strangers in any number cost no more than VISITORS connections of VISIT_S
+seconds. What may be asked, and by whom, `http_requests` says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastic.errors import Invalid
 VIEWERS = 64
 VISITORS = 128  # connections that have not asked for events
 VISIT_S = 5.0
-FLUSH_S = 0.05  # from a change to its patch: what changes together travels together
+FLUSH_S = 0.05  # between two patches, at least: what changes together travels together
 IDLE_S = 1.0  # between two patches while nothing happens: times go on, and a lost viewer shows
 BACKLOG = (
     4 * 1024 * 1024
@@ -64,6 +64,7 @@ class PageServer:
         self._viewers: dict[PageVisit, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._due = 0.0
+        self._flushed_at = 0.0
 
     async def open(self) -> None:
         """Serve from here on."""
@@ -74,7 +75,7 @@ class PageServer:
     def changed(self) -> None:
         """The model may have changed."""
         if self._loop is not None and self._viewers and self.model.changed:
-            self._wake(FLUSH_S)
+            self._wake(max(0.0, self._flushed_at + FLUSH_S - self._loop.time()))
 
     def close(self) -> None:
         """Viewers get what is left."""
@@ -135,6 +136,8 @@ class PageServer:
 
     def _flush(self) -> None:
         """To all viewers, as one piece of bytes. Without any the model keeps what it can."""
+        assert self._loop is not None
+        self._flushed_at = self._loop.time()
         if not self._viewers:
             self.model.patch(self._clock())
             return

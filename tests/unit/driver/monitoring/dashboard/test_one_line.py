@@ -1,0 +1,38 @@
+"""The state of a job in one line."""
+
+from __future__ import annotations
+
+from elastic.driver.events import (
+    HostsChanged,
+    Member,
+    PublishWorld,
+    ReportRecovery,
+    StartWorker,
+    TimePassed,
+    WorkerSpent,
+)
+from elastic.driver.monitoring.dashboard.one_line import one_line
+from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.reasons import in_words
+from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+
+A = Worker("h", 0)
+PLACE = Place(0, 1, 0, 1, 0, 1)
+
+
+def test_it_grows_with_what_is_known():
+    page = PageModel(name="bert", command=[], least=1, most=2)
+    assert one_line(page.state) == "bert: starting"
+    world = PublishWorld(3, [Member(A, PLACE)], Address("h", 1), 0, None, in_words("x"))
+    page.note(HostsChanged({"h": 1}), [StartWorker(A, PLACE, in_words("x")), world], 10.0)
+    assert one_line(page.state) == "bert: 1 worker, generation 3"
+    for at, number in ((10.0, 1), (14.0, 41)):
+        spent = WorkerSpent(A, 3, Times(), "training", Commit(3, number))
+        page.note(spent, [], at)
+    assert one_line(page.state) == "bert: 1 worker, generation 3 | 41 commits, 10 commits/s"
+    page.report(0, {"loss": 0.123456, "step": 960}, 15.0)
+    report = ReportRecovery(3, "recovery", in_words("lost h:1#1"), 1, 83.2, {}, 0)
+    page.note(TimePassed(), [report], 16.0)
+    assert one_line(page.state) == (
+        "bert: 1 worker, generation 3 | step 960, 10 commits/s, loss 0.1235 | recovered in 83 ms: lost h:1#1"
+    )
