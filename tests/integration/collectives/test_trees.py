@@ -13,6 +13,9 @@ from elastic.collectives.shared_memory import arena, native_library
 from elastic.exact import tree
 from elastic.exact.assignment import assign
 from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
+from elastic.protocol.messages import Address
+from harness.ranks import Ranks, serve_stores
+from integration.collectives.test_hierarchy import connect, end
 from integration.collectives.test_shared import World
 
 pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
@@ -94,3 +97,39 @@ def test_what_does_not_lie_in_the_arena_is_refused(world):
     places = torch.zeros(1, 64)
     with pytest.raises(ValueError, match=r"arena.zeros"):
         world.groups[0].reduce_tree(places, 64, [tree.Partial(0, 0)])
+
+
+# ---- two hosts, by what their ranks say of themselves ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    four = Ranks(4)
+    yield four
+    four.close()
+
+
+def by_exchange(rank: int, size: int, address: Address, hosts: str) -> list[bytes]:
+    group = connect(rank, size, address, hosts)
+    found = []
+    for shards in SHARDS:
+        held = assign(shards, size)
+        partials = [tree.schedule(each, shards)[1] for each in held]
+        program, counts = tree.program(partials, shards), [len(each) for each in partials]
+        for elements in ELEMENTS:
+            places = list(places_of(held[rank], shards, elements, torch.float32))
+            PartialsExchange(group, places, elements, program, counts, 1.0 / shards).wait()
+            found.append(places[0][:elements].numpy().tobytes())
+    end(group)
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aaab"])
+def test_hosts_of_whatever_size_give_the_same_bits(four, hosts):
+    (address,) = four.run(serve_stores)[0]
+    wanted = [
+        alone(shards, elements, torch.float32).numpy().tobytes()
+        for shards in SHARDS
+        for elements in ELEMENTS
+    ]
+    assert all(found == wanted for found in four.run(by_exchange, address, hosts))
