@@ -223,6 +223,8 @@ def make_job(
     timeline = _writable_place("--timeline-filename", options.timeline_filename)
     checkpoints = checkpoint_plan(options, elastic=elastic)
     env = _worker_additions(options, timeline) | checkpoints.env
+    if elastic:
+        env["ELASTIC_MIN_WORKERS"] = str(workers_min)
     env |= _torch_additions(options, environ, bind, next(iter(hosts or ()), ""))
     notes = _notes(options, elastic=elastic) + checkpoints.notes
     # What a discovery script will list nobody knows: each worker gets its share of its host's slots as it is started.

@@ -307,6 +307,7 @@ def test_every_setting_has_its_flag():
     assert settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "12.5"
     assert settings.env["NCCL_IB_DISABLE"] == "1"
     assert settings.env["ELASTIC_DIGESTS"] == "tensors"
+    assert settings.env["ELASTIC_MIN_WORKERS"] == "1"
     assert settings.env["ELASTIC_ALLOW_INEXACT"] == "1"
 
 

@@ -305,6 +305,16 @@ def test_ranks_with_other_shards_are_told(ranks):
         ranks(2, step)
 
 
+def test_fewer_shards_than_the_least_workers_are_refused_before_training(ranks):
+    def wrap(rank):
+        world = lifecycle.current()
+        world.env = replace(world.env, workers_min=5)
+        made()
+
+    with pytest.raises(Invalid, match="4 shards are fewer than --min-np 5"):
+        ranks(1, wrap)
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_rank_that_computes_differently_is_told_or_let_in(ranks, monkeypatch, caplog, allowed):
     monkeypatch.setattr(
