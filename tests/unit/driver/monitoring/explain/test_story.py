@@ -1,0 +1,163 @@
+"""What a story makes of events: whose loss began it, when an incident is over, what is told of it."""
+
+from __future__ import annotations
+
+import gzip
+
+from elastic.driver.events import (
+    BreakWorld,
+    EndJob,
+    Event,
+    HostsChanged,
+    ReportRecovery,
+    WorkerConnected,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerRaised,
+    WorkerReady,
+    WorkerThawed,
+)
+from elastic.driver.journal.entries import Entry, decoded
+from elastic.driver.monitoring.explain.causes import Cause
+from elastic.driver.monitoring.explain.film import film
+from elastic.driver.monitoring.explain.findings import JobFinding, JournalState, What, findings
+from elastic.driver.monitoring.explain.journal_file import read_journal
+from elastic.driver.monitoring.explain.story import Story
+from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.reasons import Why, because
+from elastic.protocol.messages import Commit, Worker
+from unit.driver.monitoring.explain.test_explain import JOURNALS
+from unit.driver.monitoring.explain.test_page import SETTINGS, STORE, first_start, world
+
+A, B, C = (Worker("h", slot) for slot in range(3))
+
+
+class Told:
+    """A story, and its rows, of three workers that train from the second second on."""
+
+    def __init__(self) -> None:
+        self.story, self.rows = Story(), WorkerRows()
+        self.at(0.0, HostsChanged({"h": 3}), *first_start(A, B, C))
+        for each in (A, B, C):
+            self.at(1.0, WorkerConnected(each, 1))
+            self.at(1.5, WorkerReady(each, 0, None, STORE))
+        self.at(2.0, WorkerReady(A, 0, None, STORE), world(2, A, B, C))
+
+    def at(self, now: float, event: Event, *actions) -> None:
+        self.story.note(event, actions, now)
+        self.rows.note(event, actions, now)
+
+    def lose(self, now: float, worker: Worker, *left: Worker, generation: int) -> None:
+        """It is killed, and the others train on 50 ms later."""
+        lost = because(Why.LOST_EXITED, worker=str(worker), exit="signal 9 SIGKILL")
+        self.at(now, WorkerExited(worker, -9), BreakWorld(generation - 1, [*left], lost))
+        ready = WorkerReady(left[0], generation - 1, Commit(2, 7), STORE)
+        self.at(now + 0.04, ready, world(generation, *left))
+        over = ReportRecovery(generation, "recovery", lost, len(left), 50.0, {}, 0)
+        self.at(now + 0.05, ready, over)
+
+    def found(self, what: What) -> list[JobFinding]:
+        told = findings(self.story, JournalState(SETTINGS))
+        return [finding for finding in told if finding.what is what]
+
+
+def test_who_complains_of_a_lost_peer_is_not_to_blame():
+    """Survivors may complain before the exit of the one that they lost is known."""
+    told = Told()
+    said = "CollectiveFailed: rank 1 of this group left it"
+    told.at(5.0, WorkerRaised(A, 2, None, said, f"Traceback\n{said}"))
+    told.at(5.1, WorkerExited(B, -11), EndJob(1, because(Why.ENDED, who="x", exit="y")))
+    [cause] = told.found(What.CAUSE)
+    assert (cause.facts["cause"], cause.facts["who"]) == ("signal", "rank 1 (h:1#1)")
+
+
+def test_an_incident_is_over_when_all_have_resumed():
+    told = Told()
+    told.lose(10.0, C, A, B, generation=3)
+    told.lose(20.0, B, A, generation=4)
+    assert [each.recovered_ms for each in told.story.incidents] == [50.0, 50.0]
+    assert [(each.size, each.size_after) for each in told.story.incidents] == [(3, 2), (2, 1)]
+    assert not told.story.in_trouble() and not told.found(What.CAUSE)
+
+
+def test_exits_after_the_end_are_nobodys_loss():
+    told = Told()
+    told.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))
+    told.at(9.1, WorkerExited(A, 1), EndJob(1, because(Why.ALL_LOST, members=3, generation=2)))
+    told.at(9.5, WorkerExited(B, -9))
+    told.at(9.6, WorkerExited(C, 1, "", "Traceback (most recent call last):\nKeyError: 2\n"))
+    assert [death.worker for death in told.story.losses()] == [A]
+
+
+def test_what_happens_again_and_again_is_counted():
+    told = Told()
+    for number in range(1, 5):
+        worker = Worker("h", 2, number)
+        told.at(
+            10.0 * number,
+            WorkerRaised(worker, 2, None, "ValueError: x", "Traceback\nValueError: x"),
+        )
+    told.at(50.0, WorkerExited(A, 1), EndJob(1, because(Why.RESET_LIMIT, limit=3, cause="x")))
+    assert [each.facts for each in told.found(What.REPEATED)] == [{"times": 4}]
+    [trace] = told.found(What.TRACE)
+    assert trace.facts["text"] == "Traceback\nValueError: x"
+
+
+def test_a_job_that_failed_has_lost_what_it_had_in_memory_and_one_that_ended_well_has_not():
+    told = Told()
+    told.lose(10.0, C, A, B, generation=3)
+    assert not told.found(What.LOST_ALL)
+    told.at(20.0, WorkerExited(A, 1), EndJob(1, because(Why.ENDED, who="x", exit="y")))
+    assert [each.facts["commit"] for each in told.found(What.LOST_ALL)] == ["2.7"]
+
+
+def test_actions_that_an_archive_left_out_are_found_again(tmp_path):
+    whole = gzip.decompress((JOURNALS / "data" / "format-1" / "digests.jsonl.gz").read_bytes())
+    worlds = 0
+    for text in whole.split(b'{"journal":')[1:20]:
+        file = tmp_path / "journal"
+        file.write_bytes(b'{"journal":' + text)
+        lines = [decoded(line) for line in text.split(b"\n")[1:-1]]
+        assert not [line for line in lines if isinstance(line, Entry) and line.actions]
+        worlds += len(read_journal(file).rows.worlds)
+    assert worlds > 5
+
+
+def test_a_copy_that_begins_in_the_middle_knows_who_trains(tmp_path):
+    whole = gzip.decompress((JOURNALS / "data" / "format-1" / "snapshots.jsonl.gz").read_bytes())
+    known = 0
+    for text in whole.split(b'{"journal":')[1:]:
+        file = tmp_path / "journal"
+        file.write_bytes(b'{"journal":' + text)
+        reading = read_journal(file)
+        if text.split(b"\n")[1].startswith(b'{"snapshot":'):
+            assert reading.source.from_the_middle
+            known += bool(reading.rows.worlds and reading.rows.rows)
+    assert known > 0
+
+
+def test_who_thaws_does_what_it_did():
+    rows = Told().rows
+    rows.note(WorkerFrozen(B, "stopped"), [], 5.0)
+    rows.note(WorkerThawed(B), [], 6.0)
+    states = [STATES[int(span[2])] for span in rows.table(7.0)["h:1"]]
+    assert states == ["starting", "joining", "training", "frozen", "training"]
+
+
+def test_a_loss_is_a_red_ring_in_the_film():
+    told = Told()
+    assert "<circle r" in film(told.story, told.rows) and 'stroke-width="3"' not in film(
+        told.story, told.rows
+    )
+    told.lose(10.0, C, A, B, generation=3)
+    assert film(told.story, told.rows).count('stroke-width="3"') == 1
+
+
+def test_a_kill_for_want_of_memory_is_told_by_value_and_by_the_words_of_older_journals():
+    for exited in (
+        WorkerExited(B, -9, out_of_memory=True),
+        WorkerExited(B, -9, "signal 9 SIGKILL: out of memory, the limit is 2.0 GB"),
+    ):
+        told = Told()
+        told.at(5.0, exited)
+        assert [death.cause for death in told.story.losses()] == [Cause.OUT_OF_MEMORY]
