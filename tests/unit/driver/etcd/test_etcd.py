@@ -8,6 +8,7 @@ import pytest
 
 from elastic.driver.etcd.availability import Contact
 from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.connection import Unavailable
 from elastic.driver.etcd.keys import (
     DriverSeat,
     SeatRecord,
@@ -18,7 +19,7 @@ from elastic.driver.etcd.keys import (
     split_address,
 )
 from elastic.driver.network.credentials import EtcdAccess
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import Reason, Why, because
 from elastic.errors import Invalid
 
 AWAY = because(Why.STORE_SILENT, store="e:1", text="connection refused")
@@ -107,3 +108,19 @@ def test_where_etcd_can_not_be(endpoints, said):
 
     with pytest.raises(Invalid, match=said):
         asyncio.run(make())
+
+
+def test_whoever_wants_to_know_is_told_that_it_is_away():
+    lines: list[tuple[str, str]] = []
+    reasons: list[Reason] = []
+
+    async def ask() -> None:
+        etcd = Etcd(EtcdAccess(["127.0.0.1:9"]), lambda *line: lines.append(line), grace_s=0.0)
+        etcd.tell(reasons.append)
+        with pytest.raises(Unavailable):
+            await etcd.get("/hvd-elastic/x", within_s=0.2)
+        await etcd.close()
+
+    asyncio.run(ask())
+    assert [reason.kind for reason in reasons] == [Why.STORE_SILENT]
+    assert lines == [("warning", str(reasons[0]))]

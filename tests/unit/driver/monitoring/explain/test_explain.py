@@ -12,13 +12,17 @@ import pytest
 
 from elastic.driver.commandline.afterwards import explain_cli
 from elastic.driver.commandline.afterwards.explain_cli import as_json, as_text
+from elastic.driver.events import HostsChanged
 from elastic.driver.journal.entries import ABANDONED, TroubleLine, encoded
+from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.journal import read
 from elastic.driver.monitoring.explain.causes import Cause, kind_of, last_exception
 from elastic.driver.monitoring.explain.findings import What, findings, root_cause, time_facts
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
 from elastic.driver.monitoring.explain.sentences import duration, sentence
 from elastic.driver.monitoring.time_spent import STRETCHES
 from elastic.driver.reasons import Why, because
+from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 HERE = Path(__file__).parent
@@ -181,6 +185,17 @@ def test_a_journal_that_could_not_be_written_on_is_explained(tmp_path):
     data = file.read_bytes()
     file.write_bytes(data.replace(b'{"journal":2', b'{"journal":%d' % ABANDONED, 1))
     assert "as on a full disk" in as_text(read_journal(file))[-1]
+
+
+def test_a_file_journal_says_that_etcd_was_away(tmp_path):
+    file = tmp_path / "journal"
+    journal = FileJournal.begin(file, Settings(np=1, workers_min=1, workers_max=1, elastic=True))
+    journal.record(1.0, HostsChanged({"h": 1}))
+    journal.trouble(2.0, because(Why.STORE_SILENT, store="e:1", text="connection refused"))
+    journal.record(5.0, HostsChanged({}))
+    journal.close()
+    assert read(file)[1], "who reads entries does not stumble over it"
+    assert "etcd at e:1 was gone (connection refused)" in "\n".join(as_text(read_journal(file)))
 
 
 def test_an_etcd_that_came_back_is_no_cause(tmp_path):

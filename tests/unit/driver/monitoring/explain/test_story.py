@@ -84,6 +84,7 @@ def test_exits_after_the_end_are_nobodys_loss():
     told = Told()
     told.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))
     told.at(9.1, WorkerExited(A, 1), EndJob(1, because(Why.ALL_LOST, members=3, generation=2)))
+    told.at(9.4, WorkerRaised(C, 2, None, "JobOver: the job is over", "Traceback"))
     told.at(9.5, WorkerExited(B, -9))
     told.at(9.6, WorkerExited(C, 1, "", "Traceback (most recent call last):\nKeyError: 2\n"))
     assert [death.worker for death in told.story.losses()] == [A]
