@@ -24,6 +24,13 @@ elasticrun k8s run --image IMAGE --workers MIN[:PODS] [flags] -- COMMAND
        elasticrun k8s scale [flags] NAME PODS"""
 
 RUN = "run"
+MOST_PODS = 100_000  # as the chart's schema says
+NAME = re.compile(
+    r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?"
+)  # the chart makes names of pods and services of it
+IMAGE = re.compile(
+    r"[A-Za-z0-9][\w./-]*(:\d+/[\w./-]+)?(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?", re.ASCII
+)
 VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # and how many words follow
 
 
@@ -97,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
         if len(words) != VERBS[verb]:
             wanted = "NAME PODS" if verb == "scale" else "NAME"
             raise Invalid(f"give a job, as in: elasticrun k8s {verb} [flags] {wanted}")
-        release = ChartRelease(words[0], options.namespace)
+        release = ChartRelease(job_name(words[0]), options.namespace)
         if verb == "status":
             print("\n".join(release.lines()))
         elif verb == "logs":
@@ -107,12 +114,21 @@ def main(arguments: Sequence[str]) -> int:
             _say(f"removed job {release.name}")
         else:
             pods = int(words[1]) if words[1].isdecimal() else -1
-            if pods < 0:
-                raise Invalid(f"{words[1]!r} is no number of pods")
+            if not 0 <= pods <= MOST_PODS:
+                raise Invalid(f"{words[1]!r} is no number of pods; give 0 to {MOST_PODS:,}")
             print(f"{release.name}: {release.scale(pods)} -> {pods} worker pods")
     except ApiSilent as error:
         raise Invalid(f"{error}; try again") from None
     return 0
+
+
+def job_name(name: str) -> str:
+    """Raises Invalid."""
+    if NAME.fullmatch(name) is None:
+        raise Invalid(
+            f"{name!r} can't name a job in Kubernetes; give a letter of a-z and up to 44 more of a-z, 0-9 and -"
+        )
+    return name
 
 
 def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, Any]:
@@ -128,6 +144,10 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
     least, pods = int(found[1]), int(found[2] or found[1])
     if least > pods * max(1, options.gpus):
         raise Invalid(f"--workers {options.workers}: {pods} pods can't have {least} workers")
+    if IMAGE.fullmatch(options.image) is None:
+        raise Invalid(
+            f"--image {options.image!r} names no image; give one as in registry/train:1.2"
+        )
     repository, tag, digest = image_parts(options.image)
     return {
         "image": {"repository": repository, "tag": tag, "digest": digest},
@@ -147,14 +167,22 @@ def image_parts(image: str) -> tuple[str, str, str]:
 
 def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     values = values_of(options, command)
-    release = ChartRelease(options.name or f"train-{secrets.token_hex(3)}", options.namespace)
+    name = job_name(options.name or f"train-{secrets.token_hex(3)}")
+    release = ChartRelease(name, options.namespace)
     where = f"-n {release.namespace} {release.name}"
     signal.signal(signal.SIGTERM, _interrupted)
+    if release.exists():
+        raise Invalid(
+            f"namespace {release.namespace} has a job {name} already; give another --name"
+        )
     try:
         release.install(options.values or [], values, options.settings or [])
     except KeyboardInterrupt:
-        release.uninstall()
+        release.uninstall(if_there=True)
         return 130
+    except Invalid:
+        release.uninstall(if_there=True)  # helm leaves what it has made
+        raise
     _say(f"installed job {release.name} in namespace {release.namespace}")
     if options.detach:
         _say(

@@ -56,8 +56,15 @@ class ChartRelease:
             words += ["--set", setting]
         self._helm("install", self.name, str(CHART.resolve()), *words, told=json.dumps(values))
 
-    def uninstall(self) -> None:
-        self._helm("uninstall", self.name)
+    def exists(self) -> bool:
+        """Whether helm knows a release of this name, in whatever state."""
+        states = ("deployed", "failed", "pending", "superseded", "uninstalled", "uninstalling")
+        flags = [f"--{state}" for state in states]  # Helm 4 has no --all
+        return self.name in self._helm("list", "--short", *flags).split()
+
+    def uninstall(self, *, if_there: bool = False) -> None:
+        """``if_there``: it may be that there is none."""
+        self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
     def scale(self, pods: int) -> int:
         """How many worker pods were wanted before."""
@@ -189,7 +196,7 @@ class ChartRelease:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ApiSilent(f"the API server does not answer ({type(error).__name__})") from None
 
-    def _helm(self, *words: str, told: str = "") -> None:
+    def _helm(self, *words: str, told: str = "") -> str:
         program = shutil.which("helm")
         if program is None:
             raise Invalid(
@@ -209,6 +216,7 @@ class ChartRelease:
         if done.returncode != 0:
             said = done.stderr.strip() or done.stdout.strip()
             raise Invalid(f"helm {words[0]} failed: {said.removeprefix('Error: ')}")
+        return done.stdout
 
 
 class ApiSilent(Exception):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "hvd-elastic"
 BASE = ROOT / "charts" / "kustomize" / "base"
 JOB = {"job": {"command": ["python", "train.py"]}}
-RENDER_S = 30
+RENDER_S = 60
 
 Json = dict[str, Any]
 

@@ -299,7 +299,11 @@ def test_what_is_given_reaches_the_pods(handful):
     everything = handful["everything"]
     driver, worker = everything.containers()
     assert worker["image"] == driver["image"] == "hvd-elastic:7@sha256:" + "a" * 64
-    assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": 8, "rdma/hca": 2}
+    assert worker["resources"]["limits"] == {
+        "memory": "16Gi",
+        "nvidia.com/gpu": "8",
+        "rdma/hca": "2",
+    }
     assert worker["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert driver["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     for container in (driver, worker):
@@ -389,6 +393,10 @@ REFUSED: dict[str, tuple[Json, str]] = {
         {"job": {"env": [{"name": "ELASTIC_JOB_SECRET"}]}},
         "put the secret into job.existingSecret",
     ),
+    "an open password": (
+        {"job": {"env": [{"name": "ELASTIC_ETCD_PASSWORD", "value": "x"}]}},
+        "name its Secret in journal.etcd.passwordSecret",
+    ),
     "a flag of ours": ({"driver": {"flags": ["--job=x"]}}, "--job=x stands in driver.flags"),
     "an end of flags": ({"driver": {"flags": ["--"]}}, "-- stands in driver.flags"),
     "GPUs twice": (
@@ -465,6 +473,39 @@ def test_a_release_whose_objects_could_not_be_named_is_refused(helm, name):
     helm.render(release="a" * 45)
 
 
+@pytest.mark.parametrize("name", ["true", "null", "on", "e5"])
+def test_names_that_yaml_takes_for_something_else_stay_names(helm, name):
+    odd: Json = {
+        "job": {"existingSecret": "1e5", "workingDir": "0x10"},
+        "worker": {"shm": "1073741824", "priorityClassName": "yes", "serviceAccountName": "null"},
+        "kueue": {"queue": "12"},
+    }
+    rendered = helm.render(odd, release=name)
+    instance = "app.kubernetes.io/instance"
+    assert all(each["metadata"]["labels"][instance] == name for each in rendered.all)
+    driver, worker = rendered.pods()
+    assert worker["spec"]["serviceAccountName"] == "null"
+    assert worker["spec"]["priorityClassName"] == "yes"
+    volumes = {each["name"]: each for each in worker["spec"]["volumes"]}
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "1073741824"
+    assert volumes["job-secret"]["secret"]["secretName"] == "1e5"
+    assert driver["spec"]["containers"][0]["workingDir"] == "0x10"
+    labels = rendered["Job", f"{name}-driver"]["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "12"
+
+
+def test_quantities_are_texts(helm):
+    """Server-side apply at 1.20 takes no numbers."""
+    numbers: Json = {"requests": {"cpu": 2, "memory": 20_000_000_000}, "limits": {"cpu": 2.5}}
+    given = {"worker": {"gpus": 8, "resources": numbers}, "driver": {"resources": numbers}}
+    driver, worker = (each["resources"] for each in helm.render(given).containers())
+    assert worker["limits"] == {"cpu": "2.5", "nvidia.com/gpu": "8"}
+    assert driver["limits"] == {"cpu": "2.5"}
+    assert worker["requests"] == driver["requests"]
+    assert worker["requests"]["cpu"] == "2"
+    assert float(worker["requests"]["memory"]) == 20e9
+
+
 @pytest.mark.parametrize("key", OLD)
 def test_a_value_of_horovods_chart_is_refused_with_what_to_use_instead(helm, key):
     values, told = OLD[key]
@@ -486,7 +527,7 @@ def test_the_other_values_of_horovods_chart_work(helm):
     spec = rendered["StatefulSet", "r-worker"]["spec"]
     assert spec["replicas"] == 5 and spec["podManagementPolicy"] == "OrderedReady"
     driver, worker = rendered.containers()
-    assert worker["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    assert worker["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
     assert "limits" not in driver["resources"], "it needs no GPU"
     assert {"name": "data", "mountPath": "/data"} in worker["volumeMounts"]
 
@@ -507,6 +548,13 @@ def test_the_other_values_of_horovods_chart_work(helm):
         {"job": {"env": {"A": "b"}}},
         {"driver": {"backoffLimit": None, "ttl": 1}},
         {"image": {"digest": "latest"}},
+        {"image": {"repository": "a b"}},
+        {"image": {"repository": ""}},
+        {"image": {"tag": "a:b"}},
+        {"worker": {"number": 100001}},
+        {"worker": {"number": 10**20}},
+        {"worker": {"gpus": 10**12}},
+        {"job": {"minWorkers": 3 * 10**9}},
         {"journal": {"etcd": {"endpoint": "a"}}},
         {"metrics": {"port": 70000}},
         {"rbac": {"nodes": "yes"}},

@@ -37,6 +37,9 @@
 {{- if eq .name "ELASTIC_JOB_SECRET" -}}
 {{- fail "job.env gives ELASTIC_JOB_SECRET, which others could read; put the secret into job.existingSecret." -}}
 {{- end -}}
+{{- if and (eq .name "ELASTIC_ETCD_PASSWORD") .value -}}
+{{- fail "job.env gives ELASTIC_ETCD_PASSWORD, which others could read; name its Secret in journal.etcd.passwordSecret." -}}
+{{- end -}}
 {{- end -}}
 
 {{- $limits := ($worker.resources | default .Values.resources).limits | default dict -}}

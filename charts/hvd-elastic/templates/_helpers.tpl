@@ -2,7 +2,7 @@
 {{- define "hvd-elastic.selector" -}}
 {{- $ := index . 0 -}}
 app.kubernetes.io/name: hvd-elastic
-app.kubernetes.io/instance: {{ $.Release.Name }}
+app.kubernetes.io/instance: {{ $.Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
@@ -43,6 +43,19 @@ app.kubernetes.io/managed-by: {{ $.Release.Service }}
 {{- with .Values.image.digest }}@{{ . }}{{ end }}
 {{- end }}
 
+{{/* Requests and limits as JSON: a number as text, since some servers take nothing else where fields have owners. */}}
+{{- define "hvd-elastic.quantities" -}}
+{{- $resources := deepCopy . -}}
+{{- range $kind := list "limits" "requests" -}}
+{{- $texts := dict -}}
+{{- range $name, $quantity := get $resources $kind | default dict -}}
+{{- $_ := set $texts $name (toString $quantity) -}}
+{{- end -}}
+{{- if $texts }}{{ $_ := set $resources $kind $texts }}{{ end -}}
+{{- end -}}
+{{- toJson $resources -}}
+{{- end }}
+
 {{/* What a worker's container may use: JSON. */}}
 {{- define "hvd-elastic.workerResources" -}}
 {{- $resources := deepCopy (.Values.worker.resources | default .Values.resources | default dict) -}}
@@ -54,7 +67,7 @@ app.kubernetes.io/managed-by: {{ $.Release.Service }}
 {{- if .resource }}{{ $_ := set $limits .resource (int .count) }}{{ end -}}
 {{- end -}}
 {{- if $limits }}{{ $_ := set $resources "limits" $limits }}{{ end -}}
-{{- toJson $resources -}}
+{{- include "hvd-elastic.quantities" $resources -}}
 {{- end }}
 
 {{/* GPUs of a worker's pod that the driver can see in it. */}}

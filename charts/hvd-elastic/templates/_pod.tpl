@@ -13,7 +13,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $own.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $own.nodeSelector }}
 nodeSelector:
@@ -29,7 +29,7 @@ tolerations:
 image: {{ include "hvd-elastic.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- with .Values.job.workingDir }}
-workingDir: {{ . }}
+workingDir: {{ . | quote }}
 {{- end }}
 {{- with .Values.job.envFrom }}
 envFrom:
@@ -43,8 +43,8 @@ envFrom:
 - name: ELASTIC_ETCD_PASSWORD
   valueFrom:
     secretKeyRef:
-      name: {{ .etcd.passwordSecret.name }}
-      key: {{ .etcd.passwordSecret.key }}
+      name: {{ .etcd.passwordSecret.name | quote }}
+      key: {{ .etcd.passwordSecret.key | quote }}
 {{ end -}}
 {{- end -}}
 {{- with .Values.job.env -}}
@@ -56,7 +56,7 @@ envFrom:
 {{- $ := index . 0 }}{{ $own := index . 1 -}}
 - name: job-secret
   secret:
-    secretName: {{ include "hvd-elastic.jobSecret" $ }}
+    secretName: {{ include "hvd-elastic.jobSecret" $ | quote }}
     defaultMode: 288 # 0440
     items:
       - key: job.secret
@@ -64,13 +64,13 @@ envFrom:
 {{- if ne $.Values.tls.kind "none" }}
 - name: tls
   secret:
-    secretName: {{ include "hvd-elastic.tlsSecret" $ }}
+    secretName: {{ include "hvd-elastic.tlsSecret" $ | quote }}
     defaultMode: 288 # 0440
 {{- end }}
 {{- if and (eq $.Values.journal.kind "etcd") $.Values.journal.etcd.tlsSecret }}
 - name: etcd-tls
   secret:
-    secretName: {{ $.Values.journal.etcd.tlsSecret }}
+    secretName: {{ $.Values.journal.etcd.tlsSecret | quote }}
     defaultMode: 288 # 0440
 {{- end }}
 {{- if $.Values.securityContext.readOnlyRootFilesystem }}

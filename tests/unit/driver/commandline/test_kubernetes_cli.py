@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import create_autospec
+
 import pytest
 
 from elastic.driver.commandline import kubernetes_cli
@@ -12,6 +14,7 @@ from elastic.driver.commandline.kubernetes_cli import (
     main,
     values_of,
 )
+from elastic.driver.commandline.kubernetes_release import ChartRelease
 from elastic.errors import Invalid
 
 
@@ -54,6 +57,9 @@ def test_an_image_has_parts(image, parts):
         ("--image a --workers 2: x", "'2:' is not MIN or MIN:PODS"),
         ("--image a --workers 0:2 x", "is not MIN or MIN:PODS"),
         ("--image a --workers 3:2 x", "2 pods can't have 3 workers"),
+        ("--image :1 --workers 2 x", "--image ':1' names no image; give one as in"),
+        ("--image a:b:c --workers 2 x", "--image 'a:b:c' names no image; give one as in"),
+        ("--image a@sha256:ab --workers 2 x", "--image 'a@sha256:ab' names no image"),
     ],
 )
 def test_what_does_not_fit_together_is_told(line, said):
@@ -69,12 +75,50 @@ def test_what_does_not_fit_together_is_told(line, said):
         (["status"], "give a job, as in: elasticrun k8s status"),
         (["scale", "bert"], "give a job, as in: elasticrun k8s scale [flags] NAME PODS"),
         (["status", "bert", "-n", "lab", "more"], "give a job"),
+        (["status", "../../x"], "'../../x' can't name a job in Kubernetes; give a letter"),
+        (["stop", "a" * 46], "can't name a job in Kubernetes; give a letter"),
+        (["run", "--image", "a", "--workers", "2", "--name=-x", "--", "x"], "'-x' can't name a"),
     ],
 )
 def test_words_that_are_missing_or_too_many_are_told(words, said):
     with pytest.raises(Invalid) as raised:
         main(words)
     assert said in str(raised.value)
+
+
+RUN = ["run", "--image", "a", "--workers", "2", "--name", "bert", "--", "x"]
+
+
+@pytest.fixture
+def release(monkeypatch):
+    found = create_autospec(ChartRelease, instance=True)
+    found.name, found.namespace = "bert", "lab"
+    found.exists.return_value = False
+    monkeypatch.setattr(kubernetes_cli, "ChartRelease", lambda *place: found)
+    return found
+
+
+@pytest.mark.parametrize("pods", ["1.5", "many", "100001", "99999999999999"])
+def test_a_number_of_pods_that_is_none_or_cannot_be_meant_is_refused(release, pods):
+    with pytest.raises(Invalid, match=r"is no number of pods; give 0 to 100,000"):
+        main(["scale", "bert", pods])
+    release.scale.assert_not_called()
+
+
+def test_a_job_that_is_there_already_is_left_alone(release):
+    release.exists.return_value = True
+    with pytest.raises(Invalid, match="has a job bert already; give another --name"):
+        main(RUN)
+    release.install.assert_not_called()
+    release.uninstall.assert_not_called()
+
+
+def test_what_helm_has_made_of_a_job_that_it_could_not_install_is_removed(release):
+    release.install.side_effect = Invalid("helm install failed: too much")
+    with pytest.raises(Invalid, match="too much"):
+        main(RUN)
+    release.uninstall.assert_called_once_with(if_there=True)
+    release.follow.assert_not_called()
 
 
 def test_flags_may_follow_the_name(monkeypatch):
