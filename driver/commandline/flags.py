@@ -54,6 +54,8 @@ examples:
 
 commands on a job that runs (elasticrun COMMAND --help):
   jobs, status, scale, drain, remove, stacks, logs, stop
+afterwards, from the file of --journal:
+  explain, replay
 """
 
 

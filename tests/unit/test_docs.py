@@ -29,7 +29,7 @@ PAGES = sorted(
 )
 GENERATED = {"faults.md", "soak.md", "hosts.md"}  # by commands that take minutes
 COLUMNS = 120
-_LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _COMMAND = re.compile(r"(?:^|[\s`(])((?:elasticrun|horovodrun)(?: [a-z0-9]+)?)((?: +[^`|\n#]*)?)")
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
