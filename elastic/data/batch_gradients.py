@@ -33,9 +33,10 @@ class BatchGradients:
 
     def count(self) -> None:
         """Gradients are what they are."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
 
     def _present(self) -> set[tuple[int, int]]:
         """One that was added to, or is another tensor, is another element."""

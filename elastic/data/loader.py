@@ -109,6 +109,7 @@ class DataLoader:
         self._handed_some = False  # of this pass, that a step of an optimizer may be due to
         self._in_state = self._awaits_steps = False
         self._gradients = BatchGradients()
+        self._dealt = Dealing(1, 1)  # to the world that the present pass is in
         self._count = optimizer_steps.count()  # when it was last looked at
         self._moves = 0  # times that the position was set from outside
         self._noting = environment.digests()
@@ -160,6 +161,7 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """From the job's position on. An older iteration can't go on after that."""
+        _check_joined()
         self._look_for_steps()
         self._passes += 1
         self._handed_some = False
@@ -225,6 +227,7 @@ class DataLoader:
         return length
 
     def _dealing(self) -> Dealing:
+        _check_joined()
         return self.arguments.dealing(_present_world()[1])
 
     def _look_for_steps(self) -> bool:
@@ -256,7 +259,8 @@ class DataLoader:
 
     def _begin(self, world: World) -> Iterator[Loaded]:
         """Deals the rest of the epoch to the present world, and begins to load this rank's."""
-        progress, dealing = self._progress, self.arguments.dealing(world[1])
+        progress = self._progress
+        self._dealt = dealing = self.arguments.dealing(world[1])
         if not self._in_state:
             progress.go_to(Position(self.epoch, 0))
         length = self._source.length(self.epoch)
@@ -289,12 +293,13 @@ class DataLoader:
         self._progress.finish()
         self._handed_some = self.ahead > 0  # those are still trained on
 
-    def _hand_out(self, step: range, part: int, world: World) -> None:
+    def _hand_out(self, step: range, part: int) -> None:
         """This batch is the one in hand."""
-        dealing = self.arguments.dealing(world[1])
+        dealing = self._dealt
         self.weight = 0.0 if part == NOBODY else dealing.weight(step, part)
         self.shard = part
-        self._gradients.count()
+        if self.arguments.shards is not None:
+            self._gradients.count()  # those of the shard before it are there
         if self.weight == 0.0 and part != NOBODY:
             self._gradients.silence()
         if self._noting and part != NOBODY:
@@ -346,7 +351,7 @@ class LoaderIterator(Iterator[Any]):
         step, part, batch = loaded
         loader._hand(step.stop)
         if loader.arguments.shards is None:
-            loader._hand_out(step, part, world)
+            loader._hand_out(step, part)
             return batch
         self._shards = StepShards(loader, loaded, self._batches, world)
         return self._shards
@@ -363,7 +368,6 @@ class StepShards(Iterator[Any]):
     ) -> None:
         self.held = loader._mine(world)
         self._loader = loader
-        self._dealt_to = world
         self._left = len(self.held)
         self._loaded = chain((first,), rest)
 
@@ -372,7 +376,7 @@ class StepShards(Iterator[Any]):
             raise StopIteration
         self._left -= 1
         step, part, batch = next(self._loaded)
-        self._loader._hand_out(step, part, self._dealt_to)
+        self._loader._hand_out(step, part)
         return batch
 
     def check_done(self) -> None:
@@ -385,15 +389,20 @@ class StepShards(Iterator[Any]):
 
 
 def _present_world() -> World:
-    """Rank, size, generation. Raises NotInitialized in a worker of a job that has not joined it yet."""
+    """Rank, size, generation. Asked before each batch."""
     found = lifecycle.position()
     if found is None:
+        return 0, 1, 0
+    place, generation = found
+    return place.rank, max(place.size, 1), generation
+
+
+def _check_joined() -> None:
+    """Raises NotInitialized in a worker of a job that has not joined it yet."""
+    if lifecycle.position() is None:
         env = environment.read()
         if env.driver is not None or (env.started is not None and env.started.way is not None):
             raise NotInitialized(
                 "a loader deals samples to the ranks of a job, and this worker has not joined its yet: call init()"
                 " before you iterate over it or ask for its length"
             )
-        return 0, 1, 0
-    place, generation = found
-    return place.rank, max(place.size, 1), generation

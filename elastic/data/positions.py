@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic.errors import Invalid
 
 
-@dataclass(frozen=True, order=True)
-class Position:
+class Position(NamedTuple):
     """How far the job has come: ``consumed`` samples of the order of ``epoch``, by all ranks together."""
 
     epoch: int = 0
@@ -78,6 +78,8 @@ class Dealing:
 
         1.0 where all parts are equal, 0.0 for an empty one.
         """
+        if len(step) % self.parts == 0:
+            return 1.0
         return len(self.part(step, number)) * self.parts / len(step)
 
     def rest(self, consumed: int, length: int) -> Iterator[range]:

@@ -77,14 +77,14 @@ class ShardedFiles(Dataset[Any]):
             self._indexed = hasattr(self._read(self.files[0]), "__getitem__")
         return self._indexed
 
-    def epoch_order(self, seed: int, epoch: int) -> torch.Tensor:
-        """int64 [samples]: one file after the other. What a loader with ``shuffle`` takes for the order of an epoch."""
+    def epoch_order(self, seed: int, epoch: int) -> Any:
+        """An array int64 [samples]: one file after the other. A loader with ``shuffle`` takes it for its order."""
         pieces = []
         for number in shuffled(len(self.files), seed, epoch).tolist():
             length = self.lengths[number]
             within = shuffled(length, seed + number, epoch) if self.indexed else sequential(length)
             pieces.append(within + (self._ends[number] - length))
-        return torch.cat(pieces)
+        return torch.cat(pieces).numpy()
 
     def _file(self, number: int, place: int) -> tuple[int, Any, int]:
         """The open file, opened anew where another one was, or where it was read beyond ``place``."""

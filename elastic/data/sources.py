@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -59,20 +60,19 @@ class IndexedSource:
         length, arguments = self.length(position.epoch) or 0, self._arguments
         drawn = self._order.of(len(arguments.dataset), position.epoch)
 
-        def cuts() -> Iterator[tuple[range, int]]:
-            for step in dealing.rest(position.consumed, length):
-                yield from ((step, part) for part in mine or (NOBODY,))
+        asked: deque[tuple[range, int]] = deque()  # what is loaded, and was not handed out yet
 
         def indices() -> Iterator[list[Any]]:
-            for step, part in cuts():
-                places = dealing.part(step, part) or step[:1]
-                yield _drawn(drawn, position.epoch, places, arguments)
+            for step in dealing.rest(position.consumed, length):
+                for part in mine:
+                    asked.append((step, part))
+                    places = dealing.part(step, part) or step[:1]
+                    yield _drawn(drawn, position.epoch, places, arguments)
 
         if not mine:
-            return ((step, part, None) for step, part in cuts())
+            return ((step, NOBODY, None) for step in dealing.rest(position.consumed, length))
         self._indices.make = indices
-        batches = iter(self._loader)
-        return ((step, part, batch) for (step, part), batch in zip(cuts(), batches, strict=True))
+        return ((*asked.popleft(), batch) for batch in iter(self._loader))
 
     def ids(self, epoch: int, places: range) -> list[int]:
         drawn = self._order.of(len(self._arguments.dataset), epoch)
@@ -174,7 +174,7 @@ def _order(arguments: LoaderArguments) -> order.EpochOrder:
 
 
 def _listed(some: Any) -> list[Any]:
-    listed: list[Any] = some.tolist() if isinstance(some, torch.Tensor) else list(some)
+    listed: list[Any] = some if isinstance(some, list) else some.tolist()
     return listed
 
 

@@ -1,0 +1,165 @@
+"""How fast is `elastic.data.DataLoader` beside torch's own, and what does it add to a commit?
+
+An epoch of the same dataset, samples and batch size through either loader, in turn, with 0 and more loader workers. A
+round's ratio is samples per second through ours by those through torch's. Then a commit of a state with the loader
+beside one without it, and the bytes that it commits, for a small and a large dataset. At the end torchdata's
+StatefulDataLoader is asked to go on with another number of ranks, if it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import time
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, DistributedSampler
+
+import elastic
+from figures import ratio, spread
+
+MARK = 0.97
+
+
+class Images(torch.utils.data.Dataset[Any]):
+    """What one is loaded from takes ``us`` microseconds of work; 3 x 32 x 32 floats."""
+
+    def __init__(self, length: int, us: float) -> None:
+        self.length = length
+        self.us = us
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        until = time.perf_counter() + self.us * 1e-6
+        while time.perf_counter() < until:
+            pass
+        return torch.full((3, 32, 32), float(index)), index
+
+
+def samples_per_s(loader: Any, length: int) -> float:
+    began = time.perf_counter()
+    count = sum(len(index) for _, index in loader)
+    assert count == length
+    return length / (time.perf_counter() - began)
+
+
+def rates(options: argparse.Namespace, table: Table) -> dict[str, Any]:
+    found = {}
+    for workers in options.workers:
+        for us in options.us:
+            dataset = Images(options.samples, us)
+            same: dict[str, Any] = {"batch_size": 32, "shuffle": True, "num_workers": workers}
+            same["persistent_workers"] = workers > 0
+            plain = DataLoader(dataset, **same)
+            ours = elastic.data.DataLoader(dataset, **same)
+            sides = {"ours": ours, "torch": plain}
+            for loader in sides.values():
+                samples_per_s(loader, len(dataset))  # workers start, caches warm
+            rounds: dict[str, list[float]] = {name: [] for name in sides}
+            for number in range(options.rounds):
+                for name in sorted(sides, reverse=number % 2 == 1):
+                    rounds[name].append(samples_per_s(sides[name], len(dataset)))
+            paired = ratio(rounds["ours"], rounds["torch"])
+            name = f"{workers} loader workers, {us:g} us a sample"
+            table.add_row(name, paired.text(), spread(rounds["torch"]).text(0))
+            found[name] = {"ratio": paired.median, **rounds}
+    return found
+
+
+def commits(table: Table) -> dict[str, Any]:
+    found = {}
+    for length in (1_000, 10_000_000):
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        loader = elastic.data.DataLoader(range(length), batch_size=32)
+        without = elastic.TorchState(optimizer=optimizer, step=0)
+        state = elastic.TorchState(optimizer=optimizer, loader=loader, step=0)
+        took: dict[str, list[float]] = {"with": [], "without": []}
+        for number, _ in zip(range(300), loader, strict=False):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+            for name in sorted(took, reverse=number % 2 == 1):
+                began = time.perf_counter()
+                (state if name == "with" else without).commit()
+                took[name].append((time.perf_counter() - began) * 1e3)
+        more = spread([a - b for a, b in zip(took["with"], took["without"], strict=True)])
+        size = len(pickle.dumps(loader.state_dict()))
+        table.add_row(f"{length:,} samples", f"{more.text(3)} ms", f"{size} bytes")
+        found[str(length)] = {"added_ms": more.median, "bytes": size}
+    return found
+
+
+def stateful(console: Console) -> dict[str, Any]:
+    """Two ranks read half an epoch, and three go on: how often has each sample been read?"""
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        console.print("torchdata is not installed, so its StatefulDataLoader is not tried")
+        return {}
+    length, batch = 120, 5
+
+    def make(rank: int, size: int) -> Any:
+        numbers: Any = range(length)
+        sampler: Any = DistributedSampler(numbers, num_replicas=size, rank=rank, shuffle=False)
+        return StatefulDataLoader(numbers, batch, sampler=sampler)
+
+    seen: Counter[int] = Counter()
+    states = []
+    for rank in range(2):
+        loader = make(rank, 2)
+        for _, samples in zip(range(6), loader, strict=False):
+            seen.update(samples.tolist())
+        states.append(loader.state_dict())
+    for rank in range(3):
+        loader = make(rank, 3)
+        loader.load_state_dict(states[min(rank, 1)])  # nobody has a state for the third
+        for samples in loader:
+            seen.update(samples.tolist())
+    missed = sum(seen[number] == 0 for number in range(length))
+    twice = sum(seen[number] > 1 for number in range(length))
+    console.print(
+        f"StatefulDataLoader, half an epoch of {length} samples by 2 ranks and the rest by 3:"
+        f" {missed} samples missed, {twice} more than once"
+    )
+    return {"missed": missed, "twice": twice}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
+    parser.add_argument("--us", type=float, nargs="*", default=[0.0, 100.0])
+    parser.add_argument("--json", help="write the figures to this file")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    console = Console()
+    load = os.getloadavg()[0]
+    table = Table(title=f"samples per second, {options.rounds} rounds (load {load:.0f})")
+    for column in ("", f"ours / torch (mark: {MARK})", "torch, samples/s"):
+        table.add_column(column)
+    figures: dict[str, Any] = {"rates": rates(options, table)}
+    console.print(table)
+    table = Table(title="what the loader adds to a commit (marks: 0.5 ms, 4096 bytes)")
+    for column in ("", "time", "state"):
+        table.add_column(column)
+    figures["commits"] = commits(table)
+    console.print(table)
+    figures["stateful"] = stateful(console)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(figures, file)
+
+
+if __name__ == "__main__":
+    main()
