@@ -3,8 +3,8 @@
     elasticrun -np 4 --min-np 2 python examples/gpt.py      # or `make train`, which adds the trouble and a report
     python examples/gpt.py --steps 50                       # plainly: a world of one
 
-Everything elastic is in `train`: the decorator, the state, `record_batch` and `commit`. Rank 0, whoever that is at
-the time, appends one JSON object per step to OUT/metrics.jsonl, where the later line of a step counts, and reports the
+Everything elastic is in `train`: the decorator, the state, with the loader in it, and `commit`. Rank 0, whoever that is
+at the time, appends one JSON object per step to OUT/metrics.jsonl, where the later line of a step counts, and reports the
 same, for the page that `elasticrun --report FILE` writes.
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 import elastic
 from gpt_model import GPT, Windows, standard_library
@@ -44,8 +43,7 @@ optimizer = elastic.DistributedOptimizer(
     named_parameters=model.named_parameters(),
 )
 training, validation = (Windows(text, args.context) for text in standard_library(args.corpus_bytes))
-sampler = elastic.ElasticSampler(training, shuffle=True)
-loader = DataLoader(training, batch_size=args.batch_size, sampler=sampler)
+loader = elastic.data.DataLoader(training, batch_size=args.batch_size, shuffle=True)
 
 
 def learning_rate(step: int) -> float:
@@ -96,7 +94,7 @@ def train(state: elastic.TorchState) -> None:
     if elastic.rank() == 0 and state.line:
         record(**state.line)  # a rank 0 that died may have had no time to
     while state.step < args.steps:
-        for index, batch in enumerate(loader):
+        for batch in loader:
             began = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(state.step)
@@ -106,7 +104,6 @@ def train(state: elastic.TorchState) -> None:
             optimizer.step()
             mean = elastic.allreduce(loss.detach(), name="loss").item()
             state.step += 1
-            state.sampler.record_batch(index, args.batch_size)
             seconds = time.perf_counter() - began
             state.line = line_of(state.step, mean, seconds)
             if elastic.rank() == 0:
@@ -115,8 +112,6 @@ def train(state: elastic.TorchState) -> None:
             state.commit()
             if state.step == args.steps:
                 break
-        else:
-            state.sampler.set_epoch(state.sampler.epoch + 1)
     loss_held_back = validation_loss()
     if elastic.rank() == 0:
         text = model.write("def ", 400)
@@ -128,4 +123,4 @@ args.out.mkdir(parents=True, exist_ok=True)
 if elastic.rank() == 0:
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {len(training.bytes):,} bytes of Python")
-train(elastic.TorchState(model, optimizer, sampler=sampler, step=0, line={}))
+train(elastic.TorchState(model, optimizer, loader=loader, step=0, line={}))
