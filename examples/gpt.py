@@ -3,9 +3,9 @@
     elasticrun -np 4 --min-np 2 python examples/gpt.py      # or `make train`, which adds the trouble and a report
     python examples/gpt.py --steps 50                       # plainly: a world of one
 
-Everything elastic is in `train`: the decorator, the state, with the loader in it, and `commit`. Rank 0, whoever that is
-at the time, appends one JSON object per step to OUT/metrics.jsonl, where the later line of a step counts, and reports the
-same, for the page that `elasticrun --report FILE` writes.
+Everything elastic is in `train`: the decorator, the state, with the loader in it, and `commit`. Rank 0, whoever that
+is at the time, appends one JSON object per step to OUT/metrics.jsonl, where the later line of a step counts, and
+reports the same, for the page that `elasticrun --report FILE` writes.
 """
 
 from __future__ import annotations
