@@ -62,6 +62,7 @@ class Shards:
         self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
         self._present: ShardStep | None = None  # while a step is under way
         self._begun_in = 0  # the generation
+        self._threads: int | None = None  # in which this process computed its last step
         self._done = 0  # this rank's shards that have begun
         self._said: tuple[int, int] | None = None
 
@@ -109,6 +110,7 @@ class Shards:
                 f"the loop over the shards of step {self.step} was left before its end, so the step has no gradient;"
                 " let the loop run to its end, and step after it"
             )
+        self._check_threads()
         self.abandon()
         step, self._begun_in = self._step(), generation
         self._say(step)
@@ -161,6 +163,18 @@ class Shards:
         if self._present is None:
             raise Invalid("no step is under way; begin it with `for batch in shards.over(loader)`")
         return self._present
+
+    def _check_threads(self) -> None:
+        """The one setting that scripts change in the middle, and that costs nothing to look at."""
+        threads = torch.get_num_threads()
+        if self._threads is None or not self.exact:
+            self._threads = threads
+        elif threads != self._threads and self.inexact_since is None:
+            raise Invalid(
+                f"torch computes step {self.step} in {threads} threads, and computed the one before in {self._threads}:"
+                " other threads give other last bits. Call torch.set_num_threads() once, before training, on every"
+                " worker, or give Shards exact=False"
+            )
 
     def _between_steps(self) -> None:
         # What is drawn between two steps is equal on all ranks, too.

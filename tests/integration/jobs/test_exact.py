@@ -129,22 +129,23 @@ def test_a_seed_by_rank_is_named(job, reference):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(50))
 def test_many_changes(job, reference, seed):
-    """Worlds of 1 to 8, in shared memory, over Gloo and both; hosts of unequal size are two names of this machine."""
+    """Worlds of 1 to 8, of every size, in shared memory and over Gloo."""
     dice = random.Random(seed)
     size, shards = dice.randint(2, 8), dice.choice([5, 6, 8])
     env = dice.choice([{}, {"ELASTIC_NATIVE": "0"}])
     training = train(
         job,
         f"-np {size} --min-np 1 {RETURN}",
-        drawn(seed, 42, 20, size),
-        STEPS="42",
+        drawn(seed, 26, 10, size),
+        STEPS="26",
         SHARDS=str(shards),
         **env,
     )
-    training.succeed(timeout=400)
-    wanted, final = reference(42, shards)
+    training.succeed(timeout=500)
+    wanted, final = reference(26, shards)
     assert differences(training, wanted) == []
     assert (training.folder / "final.json").read_text() == final
 

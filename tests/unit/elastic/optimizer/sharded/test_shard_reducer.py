@@ -338,6 +338,18 @@ def test_a_rank_that_computes_differently_is_told_or_let_in(ranks, monkeypatch, 
     assert "from step 0 on the run is not exactly" in caplog.text
 
 
+def test_another_number_of_threads_in_the_middle_is_told(ranks, monkeypatch):
+    def step(rank):
+        model, shards, optimizer = made()
+        run_step(model, shards)
+        optimizer.step()
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+        run_step(model, shards)
+
+    with pytest.raises(Invalid, match="step 1 in 77 threads"):
+        ranks(1, step)
+
+
 def test_statistics_of_all_ranks_are_refused():
     with pytest.raises(Invalid, match="with Shards use torch's BatchNorm"):
         Shards(2).watch(torch.nn.Sequential(SyncBatchNorm(3)))
