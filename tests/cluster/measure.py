@@ -75,6 +75,7 @@ def measure(plane: ControlPlane, release: Release, nodes: list[Node]) -> None:
     plane.start_api_server()
     told("a pod is deleted", lambda: namespace.delete("Pod", "job-worker-2"), 2, 3)
     told("a pod is evicted", lambda: namespace.evict("job-worker-1"), 2, 3)
+    told("a pod is killed without notice", lambda: release.kill("job-worker-2"), 2, 3)
     driver = release.driver()
     told("the driver's pod is deleted", lambda: namespace.delete("Pod", driver), 3)
     eventually(lambda: release.said().count("to find again") >= 1, "another driver")

@@ -18,7 +18,8 @@ folder = sys.argv[1]
 stop = os.path.join(folder, "stop")
 hvd.init()
 state = hvd.elastic.ObjectState(step=0)
-name = f"{os.environ['POD_NAME']}-{os.environ['NODE_NAME']}-{os.getpid()}.jsonl"
+# Numbers of processes begin anew in each container of a pod.
+name = f"{os.environ['POD_NAME']}-{os.environ['NODE_NAME']}-{os.getpid()}-{time.time_ns()}.jsonl"
 with open(os.path.join(folder, name), "a", buffering=1) as steps:
 
     @hvd.elastic.run
