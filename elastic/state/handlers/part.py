@@ -198,6 +198,61 @@ class DictPart(Part):
         self.value.load_state_dict(structure)
 
 
+class Carried:
+    """A value that says itself what it consists of. Subclasses are handled in any state.
+
+    ``own``: what it consists of is this worker's alone. It is committed and restored, and sent to nobody.
+    """
+
+    own = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Python values and tensors, which the caller may keep: not those that change later."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Becomes what it was. The caller keeps ``state``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """A value that no state knows, but that has the two methods."""
+        known = isinstance(value, torch.optim.lr_scheduler.LRScheduler | Carried)
+        return value if known else _CarriedFor(value)
+
+
+class _CarriedFor(Carried):
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._value.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._value.load_state_dict(state)
+
+
+class CarriedPart(DictPart):
+    """A `Carried`."""
+
+    value: Carried
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        return ({} if self.value.own else self.value.state_dict()), {}
+
+    def own(self) -> Any:
+        return self.value.state_dict() if self.value.own else None
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        if not self.value.own:
+            self.value.load_state_dict(structure)
+        elif restoring:
+            self.value.load_state_dict(own)
+
+
 class ShardsStateHandler(DictPart):
     """An `elastic.Shards`: the number of the step. Its layout says how this process computes, so that one that computes
     differently is turned away before it joins.

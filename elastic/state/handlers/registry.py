@@ -15,6 +15,8 @@ from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import (
+    Carried,
+    CarriedPart,
     DictPart,
     Part,
     SamplerStateHandler,
@@ -30,6 +32,7 @@ _registry: Registry = [
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
     (Shards, ShardsStateHandler),
+    (Carried, CarriedPart),
     (DataLoader, LoaderStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, DictPart),
     (torch.amp.GradScaler, DictPart),

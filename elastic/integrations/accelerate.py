@@ -1,0 +1,163 @@
+"""Accelerate's scripts, elastic: what ``accelerator.prepare`` has returned, as a state; docs/transformers.md. Acts.
+
+A loader is dealt by the job's position from then on, and Accelerate does with its batches what it always does: it puts
+them on the device and says when the last one comes. Other loaders, those of an evaluation, follow the world.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator, PartialState
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SeedableRandomSampler,
+)
+from accelerate.utils import DistributedType
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from elastic.data import DataLoader
+from elastic.data.conversion import from_torch
+from elastic.errors import Invalid
+from elastic.integrations import versions
+from elastic.runtime import lifecycle
+from elastic.state.handlers.part import Carried
+from elastic.state.torch_state import TorchState
+
+_UNSUPPORTED = {
+    DistributedType.FSDP: "FSDP",
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+    DistributedType.XLA: "XLA",
+}
+
+
+class PreparedState(TorchState):
+    """``PreparedState(accelerator, model=model, loader=train_loader, epoch=0)``, after ``accelerator.prepare(...)``.
+
+    ``values``: every model that was prepared for training, as ``prepare`` has returned it, the loaders whose position
+    the job keeps, and Python values. Optimizers, schedulers, the scaler, what is registered for the accelerator's
+    checkpoints, and random generators are kept unasked. Raises Invalid for what can't follow a world, before anything
+    is trained.
+    """
+
+    def __init__(self, accelerator: Accelerator, **values: Any) -> None:
+        versions.check("accelerate")
+        refuse(accelerator)
+        kept = {name: _kept(accelerator, value) for name, value in values.items()}
+        for number, optimizer in enumerate(accelerator._optimizers):
+            kept[f"optimizer_{number}"] = optimizer.optimizer
+        for number, scheduler in enumerate(accelerator._schedulers):
+            kept[f"scheduler_{number}"] = Carried.of(scheduler.scheduler)
+        for number, value in enumerate(accelerator._custom_objects):
+            kept[f"registered_{number}"] = Carried.of(value)
+        if accelerator.scaler is not None:
+            kept["scaler"] = accelerator.scaler
+        if accelerator._optimizers and not any(map(averaging, values.values())):
+            raise Invalid(
+                "no model was given that averages gradients; give the model as accelerator.prepare() has returned it:"
+                " PreparedState(accelerator, model=model, loader=loader)"
+            )
+        self._accelerator = accelerator
+        super().__init__(rng=True, **kept)
+
+    def reset(self) -> None:
+        """The world has changed: so does what the accelerator says of it."""
+        follow(self._accelerator)
+        super().reset()
+
+
+def refuse(accelerator: Accelerator) -> None:
+    """Raises Invalid for what can't follow a world."""
+    kind = accelerator.distributed_type
+    if kind in _UNSUPPORTED:
+        raise Invalid(
+            f"this Accelerator trains with {_UNSUPPORTED[kind]}, which cuts the model over a fixed number of ranks; an"
+            " elastic job needs a whole model on each: leave the plugin out"
+        )
+    if lifecycle.active() is None:
+        raise Invalid(
+            "this process was not started as a worker of an elastic job: run it as  elasticrun -np 2 python script.py"
+        )
+    if kind == DistributedType.NO and lifecycle.current().elastic:
+        raise Invalid(
+            "this Accelerator was made before torch.distributed knew of other workers, so it would never average"
+            " gradients: make it after init_process_group, in a worker that elasticrun has started"
+        )
+
+
+def averaging(value: Any) -> Any:
+    """The DDP that a value is or that was compiled; None for others."""
+    inner = getattr(value, "_orig_mod", value)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _kept(accelerator: Accelerator, value: Any) -> Any:
+    """What the state has in place of a value. A prepared loader is changed to be dealt by the job's position."""
+    if isinstance(value, Module):
+        return averaging(value) or accelerator.unwrap_model(value, keep_torch_compile=False)
+    if _is(value, DataLoaderDispatcher):
+        raise Invalid(
+            "a loader was prepared with dispatch_batches, so that rank 0 reads for all, and with rank 0 its position"
+            " would be lost; make Accelerator(dispatch_batches=False)"
+        )
+    return deal(value) if is_dealable(value) else value
+
+
+def is_dealable(value: Any) -> bool:
+    """Whether it is a prepared loader of which each rank reads its part."""
+    return _is(value, DataLoaderShard)
+
+
+def _is(value: Any, kind: type) -> bool:
+    """A prepared loader says of itself that it is the one it wraps."""
+    return issubclass(type(value), kind)
+
+
+def deal(prepared: Any, **changes: Any) -> DataLoader:
+    """From now on ``prepared`` hands out what belongs to this rank from the job's position on. Idempotent.
+
+    Returns the loader inside, which is what a state keeps. Raises Invalid.
+    """
+    base = prepared.base_dataloader
+    if isinstance(base, DataLoader):
+        return base
+    shard = base.batch_sampler
+    given: dict[str, Any] = {}
+    if isinstance(shard, BatchSamplerShard) or type(shard) is BatchSampler:
+        inner = getattr(shard, "batch_sampler", shard)
+        split = getattr(shard, "split_batches", False)
+        sizes = {"global_batch_size" if split else "batch_size": inner.batch_size}
+        given = {"batch_size": 1, "batch_sampler": None, "drop_last": inner.drop_last, **sizes}
+        given.update(_order(inner.sampler))
+    made: Any = from_torch(base, **given, **changes)
+    # What Accelerate asks the loader for that it has prepared.
+    made.batch_sampler, made.sampler, made.generator = shard, base.sampler, None
+    made.ahead = 1  # it looks whether another batch follows
+    prepared.base_dataloader = made
+    prepared.rng_types = None  # the order is the loader's
+    return made
+
+
+def _order(sampler: Any) -> dict[str, Any]:
+    if isinstance(sampler, SequentialSampler):
+        return {"shuffle": False}
+    if type(sampler) in (RandomSampler, SeedableRandomSampler) and not sampler.replacement:
+        return {"shuffle": True, "seed": getattr(sampler, "initial_seed", 0)}
+    return {"sampler": sampler}
+
+
+def follow(accelerator: Accelerator) -> None:
+    """What Accelerate keeps of ranks is of the present world now."""
+    place = lifecycle.place()
+    for state in (PartialState(), accelerator.state):  # each has a copy
+        state.num_processes, state.process_index = max(place.size, 1), place.rank
+        state.local_process_index = place.local_rank
+    for loader in accelerator._dataloaders:
+        shard = getattr(loader, "batch_sampler", None)
+        if isinstance(shard, BatchSamplerShard):
+            shard.num_processes, shard.process_index = max(place.size, 1), place.rank

@@ -1,0 +1,60 @@
+"""Where this worker stands in the world, as Lightning asks for it. Nothing is kept: a new world is seen at once."""
+
+from __future__ import annotations
+
+from lightning.fabric.plugins import ClusterEnvironment
+
+from elastic.errors import Invalid
+from elastic.rendezvous import environment
+from elastic.runtime import lifecycle
+
+
+class ElasticEnvironment(ClusterEnvironment):
+    """The worker that elasticrun has started, or another launcher whose ranks `elastic.init` finds. Raises Invalid."""
+
+    def __init__(self) -> None:
+        lifecycle.init()
+        env = environment.read()
+        if env.driver is None and env.started is None:
+            raise Invalid(
+                'strategy="elastic" trains in workers that elasticrun has started, and nobody has started this process'
+                ' as one: run it as  elasticrun -np 2 python script.py  or leave strategy="elastic" out'
+            )
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Not used: workers find each other through the driver."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return environment.read().driver is not None
+
+    def world_size(self) -> int:
+        return max(lifecycle.place().size, 1)
+
+    def set_world_size(self, size: int) -> None:
+        """The driver says how large the world is."""
+
+    def global_rank(self) -> int:
+        return lifecycle.place().rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """The driver says which rank this is."""
+
+    def local_rank(self) -> int:
+        return lifecycle.place().local_rank
+
+    def node_rank(self) -> int:
+        return lifecycle.place().cross_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """How many workers there are is elasticrun's to say, whatever ``devices`` and ``num_nodes`` are."""

@@ -1,0 +1,61 @@
+"""``Fabric(strategy="elastic")``: the script's own loop, under ``elastic.run``. Acts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.strategy import TBroadcast
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+
+from elastic.integrations import versions
+from elastic.integrations.lightning import joining
+from elastic.integrations.lightning.environment import ElasticEnvironment
+from elastic.runtime import lifecycle
+
+
+class ElasticFabricStrategy(DDPStrategy):
+    """``Fabric(strategy=ElasticFabricStrategy())``, or ``strategy="elastic"`` once this module is imported.
+
+    Fabric has no loop, so the script says what is committed and when: a `TorchState`, ``elastic.run``, ``commit()``.
+    ``kwargs`` are those of `DDPStrategy`, among them DDP's own. Raises Invalid outside a job of elasticrun.
+    """
+
+    strategy_name = "elastic"
+
+    def __init__(self, **kwargs: Any) -> None:
+        joining.refuse(kwargs)
+        versions.check("lightning")
+        super().__init__(
+            cluster_environment=ElasticEnvironment(),
+            process_group_backend=joining.BACKEND,
+            **kwargs,
+        )
+
+    @property
+    def root_device(self) -> torch.device:
+        return joining.device_of(self.parallel_devices)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        joining.join_process_group(self._timeout)
+
+    def _set_world_ranks(self) -> None:
+        for each in (rank_zero_only, utilities_rank_zero_only):
+            each.rank = self.global_rank
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """A newcomer's own, until it has entered the world."""
+        return obj if lifecycle.current().provisional else super().broadcast(obj, src)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(
+            cls.strategy_name, cls, description="DDP in a world that loses and gains workers"
+        )

@@ -1,0 +1,65 @@
+"""The process group of torch.distributed for Lightning's strategies, Trainer's and Fabric's. Acts."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.utils import data as torch_data
+
+import elastic.torch_backend  # noqa: F401  registers the backend
+from elastic.errors import Invalid
+from elastic.runtime import lifecycle
+
+BACKEND = "elastic"
+REFUSED = {
+    "start_method": "elasticrun starts the workers",
+    "process_group_backend": "the process group is elastic's own",
+    "cluster_environment": "elasticrun says who is which rank",
+    "model_averaging_period": "ranks that average their parameters now and then differ, and the state of one could not"
+    " replace that of a lost one",
+}
+
+
+def refuse(arguments: dict[str, Any]) -> None:
+    """Raises Invalid for arguments of `DDPStrategy` that can't be had here."""
+    for name, why in REFUSED.items():
+        if arguments.get(name) is not None:
+            raise Invalid(f"ElasticStrategy takes no {name}: {why}; leave it out")
+
+
+def join_process_group(timeout: timedelta | None) -> None:
+    """Idempotent. No other rank is asked: a newcomer joins while the others train."""
+    if distributed.is_initialized():
+        found = distributed.get_backend()
+        if found != BACKEND:
+            raise Invalid(
+                f'a process group of the backend {found} is there already, and strategy="elastic" needs its own: make'
+                " the Trainer first, or call init_process_group with the backend elastic"
+            )
+        return
+    place = lifecycle.place()
+    torchs: Any = distributed
+    torchs.init_process_group(
+        BACKEND,
+        store=torchs.HashStore(),
+        rank=place.rank,
+        world_size=max(place.size, 1),
+        timeout=timeout,
+    )
+
+
+def order_of(loader: Any) -> dict[str, Any]:
+    """The seed of a shuffled loader, as Lightning's own sampler would have it."""
+    shuffled = isinstance(getattr(loader, "sampler", None), torch_data.RandomSampler)
+    return {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0"))} if shuffled else {}
+
+
+def device_of(devices: list[torch.device] | None) -> torch.device:
+    """Of this worker, among those of its host."""
+    if not devices:
+        return torch.device("cpu")
+    return devices[lifecycle.place().local_rank % len(devices)]

@@ -1,0 +1,251 @@
+"""The loops of ``Trainer.fit`` under ``elastic.run``: left by a change of the world, entered again where they stood.
+
+A commit is made between two batches: after a batch with which an optimizer has stepped, its validation included, and
+after all that belongs to the end of an epoch. What a commit says of the loops is therefore always one of two: in the
+middle of an epoch, or between two.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.loops.utilities import _select_data_fetcher
+from lightning.pytorch.trainer.states import RunningStage
+
+from elastic.data import DataLoader
+from elastic.errors import Invalid
+from elastic.integrations.lightning import kept
+from elastic.run_loop import run
+from elastic.state.torch_state import TorchState
+
+Trained: Any = _FitLoop  # Lightning's loops are private classes: there is no other way into the middle of an epoch
+Stepped: Any = _TrainingEpochLoop
+
+
+class FollowingStrategy(Protocol):
+    """What the loops ask of the strategy."""
+
+    commit_every: int  # optimizer steps
+
+    def follow(self) -> None:
+        """Takes over this worker's place in the present world."""
+
+    def dealing(self) -> AbstractContextManager[None]:
+        """Train dataloaders that are set up in it are dealt by the job's position."""
+
+
+class ElasticEpochLoop(Stepped):
+    """The batches of one epoch."""
+
+    @property
+    def fit(self) -> ElasticFitLoop:
+        found: ElasticFitLoop = self.trainer.fit_loop
+        return found
+
+    @property
+    def logged(self) -> dict[str, Any]:
+        """What has been logged in this epoch on this rank, by name."""
+        found: dict[str, Any] = self._results
+        return found
+
+    def reset(self) -> None:
+        if not self.fit.within_epoch:
+            super().reset()
+
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """The loader goes on from the job's position, which may have been set since it was iterated over last."""
+        self.fit.deal()
+        iter(data_fetcher)
+        super_start = super().on_run_start
+        resuming, self.trainer.fit_loop._resuming_from_checkpoint = self.fit.is_resuming, True
+        try:
+            super_start(data_fetcher)  # told not to iterate over it anew
+        finally:
+            self.trainer.fit_loop._resuming_from_checkpoint = resuming
+        if data_fetcher.length is not None:
+            data_fetcher.length = int(self.fit.max_batches)
+            data_fetcher.done = data_fetcher.fetched >= data_fetcher.length
+
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        super().on_advance_end(data_fetcher)
+        # The commit after the last batch is made when the epoch has ended: nobody joins between its batches and means.
+        if not self._should_accumulate() and not self._num_ready_batches_reached():
+            self.fit.stepped()
+
+
+class ElasticFitLoop(Trained):
+    """Epochs. `in_place_of` makes one of the trainer's own."""
+
+    strategy: FollowingStrategy
+    epoch_loop: ElasticEpochLoop
+    loader: DataLoader
+    state: TorchState | None
+    within_epoch: bool
+    _shown: bool
+    _steps: int
+
+    @classmethod
+    def in_place_of(cls, loop: Any, strategy: FollowingStrategy) -> ElasticFitLoop:
+        """With all that ``loop`` has."""
+        made = cls.__new__(cls)
+        made.__dict__.update(loop.__dict__)
+        epochs = ElasticEpochLoop.__new__(ElasticEpochLoop)
+        epochs.__dict__.update(loop.epoch_loop.__dict__)
+        made.epoch_loop = epochs
+        made.strategy, made.state = strategy, None
+        made.within_epoch, made._steps = False, 0
+        made._shown = made.trainer.is_global_zero
+        return made
+
+    # ---- data ----------------------------------------------------------------------------------------------------
+
+    def setup_data(self) -> None:
+        """Lightning's own, but the loader is one whose position belongs to the job. Raises Invalid."""
+        if self._combined_loader is not None:
+            return
+        trainer = self.trainer
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise Invalid(
+                'strategy="elastic" keeps one position in one train dataloader; leave reload_dataloaders_every_n_epochs'
+                " out, or change the dataset between epochs in on_train_epoch_start"
+            )
+        if isinstance(
+            _select_data_fetcher(trainer, RunningStage.TRAINING), _DataLoaderIterDataFetcher
+        ):
+            raise Invalid(
+                'with strategy="elastic" a training_step can\'t take a dataloader_iter: nobody would know which batches'
+                " it has trained on; let it take the batch"
+            )
+        with self.strategy.dealing():
+            super().setup_data()
+        combined: Any = self._combined_loader
+        if combined is None:
+            return
+        loaders = combined.flattened
+        if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
+            raise Invalid(
+                f'strategy="elastic" keeps the position of one train dataloader, and there are {len(loaders)}; give one'
+                " whose dataset has the others' samples too"
+            )
+        (self.loader,) = loaders
+        if self._data_fetcher.length is None:
+            self.loader.ahead = 1  # Lightning looks whether another batch follows
+
+    def deal(self) -> None:
+        """How many batches this epoch has: those that are done, and those that are left in the present world."""
+        trainer, done = self.trainer, self.epoch_loop.batch_progress.current.ready
+        try:
+            whole, left = len(self.loader), self.loader.remaining
+        except TypeError:
+            return  # a stream: its end will tell
+        limit = trainer.limit_train_batches
+        if isinstance(limit, int):
+            self.max_batches = min(limit, done + left)
+        else:
+            self.max_batches = done + max(0, math.floor(whole * limit) - (whole - left))
+        interval = trainer.val_check_interval
+        if trainer._val_check_time_interval is None and isinstance(interval, float):
+            trainer.val_check_batch = max(1, int(self.max_batches * interval))
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self.setup_data()
+        if self.skip:
+            return
+        self.reset()
+        self.on_run_start()
+        self.within_epoch = self.restarted_mid_epoch
+        self._leave_signals_alone()
+        self.state = kept.state_of(self.trainer, self.loader)
+        try:
+            _train(self.state, self)
+        finally:
+            self.state = None
+
+    def go_on(self) -> None:
+        """From where the loops stand, in the present world, to the end."""
+        self.strategy.follow()
+        self._tidy()
+        self._show()
+        while not self.done:
+            try:
+                self.on_advance_start()
+                self.advance()
+                self.on_advance_end()
+            except StopIteration:
+                break
+            finally:
+                self.on_iteration_done()
+            self.within_epoch = False
+            assert self.state is not None
+            self.state.commit()
+        self._restarting = False
+        self.on_run_end()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped, and this batch is over."""
+        self._steps += 1
+        if self._steps % self.strategy.commit_every == 0:
+            assert self.state is not None
+            self.state.commit()
+
+    def on_advance_start(self) -> None:
+        progress = self.epoch_progress.current
+        self.within_epoch = progress.started > progress.processed
+        if not self.within_epoch:
+            self.loader.set_epoch(progress.processed)
+        super().on_advance_start()
+
+    @property
+    def restarted_mid_epoch(self) -> bool:
+        return self.within_epoch or bool(super().restarted_mid_epoch)
+
+    def _tidy(self) -> None:
+        """Where validation or the end of an epoch was cut short, as if it had not begun."""
+        trainer, module = self.trainer, self.trainer.lightning_module
+        if not trainer.training:
+            self.epoch_loop.val_loop._module_mode.restore(module)
+            trainer.training = True
+        torch.set_grad_enabled(True)
+        module._current_fx_name = None
+        # Dealt anew to the present ranks when validation runs next.
+        self.epoch_loop.val_loop._combined_loader = None
+        connector = trainer._logger_connector
+        connector._first_loop_iter = None
+        connector._current_fx = None
+
+    def _show(self) -> None:
+        """Rank 0 is another worker, perhaps: progress bars and loggers go on there."""
+        trainer, was = self.trainer, self._shown
+        self._shown = trainer.is_global_zero
+        if was == self._shown:
+            return
+        kept.follow_loggers(trainer)
+        for bar in (each for each in trainer.callbacks if isinstance(each, ProgressBar)):
+            if trainer.is_global_zero:
+                bar.enable()
+                bar.on_train_start(trainer, trainer.lightning_module)
+            else:
+                bar.disable()
+
+    def _leave_signals_alone(self) -> None:
+        """SIGTERM tells a worker to leave, and the others go on; Lightning's handler would have all of them stop."""
+        handlers = self.trainer._signal_connector._original_handlers
+        if signal.SIGTERM in handlers:
+            self.trainer._signal_connector._register_signal(
+                signal.SIGTERM, handlers[signal.SIGTERM]
+            )
+
+
+@run
+def _train(state: TorchState, loop: ElasticFitLoop) -> None:
+    loop.go_on()

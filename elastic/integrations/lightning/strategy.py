@@ -1,0 +1,103 @@
+"""``Trainer(strategy="elastic")``: DDP in a world that may lose workers and gain some while it trains. Acts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+
+from elastic.data import DataLoader, from_torch
+from elastic.errors import Invalid
+from elastic.integrations import versions
+from elastic.integrations.lightning import joining
+from elastic.integrations.lightning.environment import ElasticEnvironment
+from elastic.integrations.lightning.loops import ElasticFitLoop
+from elastic.runtime import lifecycle
+
+NAME = "elastic"
+
+
+class ElasticStrategy(DDPStrategy):
+    """``Trainer(strategy=ElasticStrategy())``, or ``strategy="elastic"`` once this module is imported.
+
+    The state is committed after every ``commit_every``-th optimizer step and at the end of each epoch; a failure goes
+    back to the last commit and training goes on there, in the middle of an epoch, with all that Lightning keeps:
+    loops, optimizers, schedulers, callbacks, scaler, logged means, position in the data. ``kwargs`` are those of
+    `DDPStrategy`, among them DDP's own. Raises Invalid outside a job of elasticrun.
+    """
+
+    strategy_name = NAME
+
+    def __init__(self, commit_every: int = 1, **kwargs: Any) -> None:
+        joining.refuse(kwargs)
+        versions.check("lightning")
+        if commit_every < 1:
+            raise Invalid(
+                f"commit_every is {commit_every}; give a number of optimizer steps, at least 1"
+            )
+        self.commit_every = commit_every
+        self._deals = False
+        super().__init__(
+            cluster_environment=ElasticEnvironment(), process_group_backend=NAME, **kwargs
+        )
+
+    @property
+    def root_device(self) -> torch.device:
+        return joining.device_of(self.parallel_devices)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        joining.join_process_group(self._timeout)
+
+    def set_world_ranks(self) -> None:
+        for each in (rank_zero_only, utilities_rank_zero_only, fabric_rank_zero_only):
+            each.rank = self.global_rank
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """A newcomer's own, until it has entered the world: rank 0's comes with the state."""
+        return obj if lifecycle.current().provisional else super().broadcast(obj, src)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            trainer.fit_loop = ElasticFitLoop.in_place_of(trainer.fit_loop, self)
+
+    def follow(self) -> None:
+        """Takes over this worker's place in the present world. DDP is a part of the state, and follows with it."""
+        self.set_world_ranks()
+
+    @contextlib.contextmanager
+    def dealing(self) -> Iterator[None]:
+        """Train dataloaders that are set up here are dealt by the job's position, not by Lightning's samplers."""
+        connector = self.lightning_module.trainer._accelerator_connector
+        asked, connector.use_distributed_sampler = connector.use_distributed_sampler, False
+        self._deals = True
+        try:
+            yield
+        finally:
+            self._deals = False
+            connector.use_distributed_sampler = asked
+
+    def process_dataloader(self, dataloader: object) -> object:
+        if not self._deals or isinstance(dataloader, DataLoader):
+            return dataloader
+        return from_torch(dataloader, **joining.order_of(dataloader))
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(
+            NAME, cls, description="DDP in a world that loses and gains workers"
+        )

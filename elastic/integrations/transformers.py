@@ -1,0 +1,285 @@
+"""Hugging Face's Trainer, elastic: `ElasticTrainer` in place of ``Trainer``; docs/transformers.md. Acts.
+
+The loop is the Trainer's own. What it does in an epoch is entered again where the last commit has left it, with as many
+batches as are left of the epoch in the present world.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from elastic.data import DataLoader
+from elastic.errors import Invalid
+from elastic.integrations import accelerate, versions
+from elastic.run_loop import run
+from elastic.state.handlers.part import Carried
+from elastic.state.torch_state import TorchState
+
+Epoch = dict[str, Any]  # the arguments of Trainer._run_epoch
+
+
+class ElasticTrainerMixin:
+    """Before ``Trainer``, or any subclass of it: ``class MyTrainer(ElasticTrainerMixin, Seq2SeqTrainer)``.
+
+    A commit follows every ``commit_every``-th optimizer step, with what belongs to it (logs, evaluation, checkpoints),
+    and each epoch. Raises Invalid for what can't follow a world, before anything is trained.
+    """
+
+    commit_every = 1
+
+    if TYPE_CHECKING:
+        args: TrainingArguments
+        state: TrainerState
+        control: TrainerControl
+        accelerator: Any
+        model: Any
+        model_wrapped: Any
+        optimizer: Any
+        lr_scheduler: Any
+        callback_handler: Any
+
+        def is_local_process_zero(self) -> bool: ...
+
+        def is_world_process_zero(self) -> bool: ...
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        versions.check("transformers")
+        super().__init__(*args, **kwargs)
+        self._kept: TorchState | None = None
+        self._steps = _Steps()
+        _refuse(self)
+        self.callback_handler.add_callback(_Fraction(self._steps))
+
+    def get_train_dataloader(self) -> Any:
+        prepared = super().get_train_dataloader()  # type: ignore[misc]
+        if not accelerate.is_dealable(prepared):
+            raise Invalid(
+                f"the train dataloader is a {type(prepared).__name__}; an elastic Trainer needs one that"
+                " accelerator.prepare() has made, without dispatch_batches"
+            )
+        accelerate.deal(prepared)
+        return prepared
+
+    def _run_epoch(self, **epoch: Any) -> None:
+        """The Trainer asks for its first epoch; this trains all of them, and the Trainer finds nothing left to do."""
+        loader = accelerate.deal(epoch["train_dataloader"])
+        self._steps.begin(epoch["epoch"])
+        if epoch["resume_from_checkpoint"] is not None:
+            self._resume(epoch, loader)
+        self._kept = _state_of(self, loader)
+        try:
+            _train(self._kept, self, epoch, loader)
+        finally:
+            self._kept = None
+        self.control.should_training_stop = True
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        steps = self._steps
+        if self._kept is None or not steps.take():
+            return
+        # The commit after the last step is made when the epoch has ended.
+        over = self.control.should_epoch_stop or self.control.should_training_stop
+        if steps.done < steps.all and not over:
+            steps.count += 1
+            if steps.count % self.commit_every == 0:
+                self._kept.commit()
+
+    def _resume(self, epoch: Epoch, loader: DataLoader) -> None:
+        """From a checkpoint of the Trainer's, which counts batches in a world like this one."""
+        batches = 0 if self.args.ignore_data_skip else epoch["steps_trained_in_current_epoch"]
+        consumed = batches * self.args.world_size * self.args.train_batch_size
+        self._steps.done = batches // self.args.gradient_accumulation_steps
+        loader.load_state_dict(
+            {"epoch": epoch["epoch"], "consumed": consumed, "length": None, "by_steps": False}
+        )
+        self._load_rng_state(epoch["resume_from_checkpoint"])  # type: ignore[attr-defined]
+
+    def go_on(self, first: Epoch, loader: DataLoader) -> None:
+        """From where the state stands, in the present world, to the end."""
+        epochs = self._epochs(first)
+        steps = self._steps
+        accelerate.follow(self.accelerator)
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        while steps.epoch < epochs:
+            if steps.epoch != first["epoch"] and steps.done == 0 and not steps.begun:
+                begin = self.callback_handler.on_epoch_begin
+                self.control = begin(self.args, self.state, self.control)
+            steps.begun = True
+            loader.set_epoch(steps.epoch)
+            self._one_epoch(first, loader)
+            steps.epoch, steps.done, steps.begun = steps.epoch + 1, 0, False
+            over = self.control.should_training_stop
+            if over:
+                steps.epoch = epochs
+            assert self._kept is not None
+            self._kept.commit()
+
+    def _one_epoch(self, first: Epoch, loader: DataLoader) -> None:
+        """What is left of it: `steps` counts those before, of perhaps other worlds."""
+        steps, each = self._steps, self.args.gradient_accumulation_steps
+        arguments = {**first, "epoch": steps.epoch, "resume_from_checkpoint": None}
+        try:
+            left = loader.remaining
+        except TypeError:  # a stream: max_steps says when it is over
+            left = first["steps_in_epoch"] - steps.done * each
+        steps.all = steps.done + math.ceil(left / each)
+        if self.args.max_steps <= 0:
+            after = math.ceil(len(loader) / each) * (self.args.num_train_epochs - steps.epoch - 1)
+            self.state.max_steps = (
+                self.state.global_step + steps.all - steps.done + math.ceil(after)
+            )
+        if left:
+            arguments |= {
+                "steps_in_epoch": left,
+                "num_update_steps_per_epoch": math.ceil(left / each),
+            }
+            super()._run_epoch(**arguments)  # type: ignore[misc]
+
+    def _epochs(self, first: Epoch) -> int:
+        if self.args.max_steps > 0:
+            return 1 << 62  # DefaultFlowCallback stops at max_steps
+        return math.ceil(self.args.num_train_epochs)
+
+
+class ElasticTrainer(ElasticTrainerMixin, Trainer):
+    """``transformers.Trainer``, in a world that may lose workers and gain some while it trains."""
+
+
+class _Steps:
+    """Where the loop stands: a part of the state."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.done = 0  # optimizer steps of this epoch
+        self.all = 0  # ... and those that are left in the present world
+        self.begun = False
+        self.count = 0
+        self._fresh = False
+
+    def begin(self, epoch: int) -> None:
+        self.epoch, self.done, self.begun, self.count = epoch, 0, True, 0
+
+    def stepped(self) -> None:
+        self.done += 1
+        self._fresh = True
+
+    def take(self) -> bool:
+        """Whether an optimizer has stepped since this was asked last."""
+        fresh, self._fresh = self._fresh, False
+        return fresh
+
+
+class _Fraction(TrainerCallback):
+    """Counts steps, and tells how much of the epoch is done, whatever the worlds in which it was."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._steps.stepped()
+        if self._steps.all:
+            state.epoch = self._steps.epoch + self._steps.done / self._steps.all
+
+
+@run
+def _train(
+    state: TorchState, trainer: ElasticTrainerMixin, first: Epoch, loader: DataLoader
+) -> None:
+    trainer.go_on(first, loader)
+
+
+class _Progress(Carried):
+    """TrainerState, control, callbacks that have a state, losses since the last log."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, steps = self._trainer, self._trainer._steps
+        return {
+            "trainer": {
+                name: copy.deepcopy(value)
+                for name, value in vars(trainer.state).items()
+                if name
+                not in ("stateful_callbacks", "is_local_process_zero", "is_world_process_zero")
+            },
+            "control": dict(vars(trainer.control)),
+            "callbacks": [each.state() for each in self._exportable()],
+            "steps": (steps.epoch, steps.done, steps.begun, steps.count),
+            "flos": trainer.current_flos,
+            "logged": (trainer._total_loss_scalar, trainer._globalstep_last_logged),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer, steps = self._trainer, self._trainer._steps
+        vars(trainer.state).update(copy.deepcopy(state["trainer"]))
+        vars(trainer.control).update(state["control"])
+        for callback, found in zip(self._exportable(), state["callbacks"], strict=True):
+            vars(callback).update(found["attributes"])
+        steps.epoch, steps.done, steps.begun, steps.count = state["steps"]
+        trainer.current_flos = state["flos"]
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = state["logged"]
+
+    def _exportable(self) -> list[Any]:
+        found = self._trainer.callback_handler.callbacks
+        return [each for each in found if isinstance(each, ExportableState)]
+
+
+class _Loss(Carried):
+    """What this rank's batches have lost since the last log."""
+
+    own = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": self._trainer._tr_loss.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trainer._tr_loss = state["loss"].clone()
+
+
+def _state_of(trainer: Any, loader: DataLoader) -> TorchState:
+    values: dict[str, Any] = {
+        "loader": loader,
+        "optimizer": trainer.optimizer.optimizer,
+        "scheduler": Carried.of(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)),
+        "progress": _Progress(trainer),
+        "loss": _Loss(trainer),
+    }
+    if trainer.accelerator.scaler is not None:
+        values["scaler"] = trainer.accelerator.scaler
+    model = accelerate.averaging(trainer.model_wrapped)
+    if model is None:
+        raise Invalid(
+            "this model is not in DistributedDataParallel; an elastic Trainer needs a whole model on each rank"
+        )
+    return TorchState(model=model, rng=True, **values)
+
+
+def _refuse(trainer: Any) -> None:
+    args = trainer.args
+    accelerate.refuse(trainer.accelerator)
+    if args.auto_find_batch_size:
+        raise Invalid(
+            "with auto_find_batch_size each rank would find a batch size of its own; give per_device_train_batch_size"
+        )
+    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        raise Invalid(
+            'train_sampling_strategy="batch_rebalance" deals to a fixed number of ranks; choose another one'
+        )
+    if torch.cuda.is_available() and args.n_gpu > 1:
+        raise Invalid(
+            "this process would train on several GPUs by DataParallel; start one worker per GPU: elasticrun -np 2"
+        )

@@ -1,0 +1,28 @@
+"""Which versions of a trainer library an integration was tried with, and what is said of others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+
+TRIED = {
+    "lightning": ("2.6.6", "2.6.6"),
+    "transformers": ("5.24.0", "5.24.0"),
+    "accelerate": ("1.15.0", "1.15.0"),
+}
+
+
+def check(package: str, *, installed: str | None = None) -> None:
+    """Warns, once per place, where another version is installed than those that were tried."""
+    oldest, newest = TRIED[package]
+    found = installed or importlib.metadata.version(package)
+    if not _minor(oldest) <= _minor(found) <= _minor(newest):
+        warnings.warn(
+            f"elastic was tried with {package} {oldest} to {newest}, and {found} is installed: its loops may differ;"
+            f" if training does not go on after a worker is lost, install {package}=={newest}",
+            stacklevel=3,
+        )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -1,0 +1,67 @@
+"""A loop of Accelerate's in a world that loses and gains workers: three lines are elastic's, marked by (*).
+
+    elasticrun -np 3 --min-np 1 python examples/accelerate_elastic.py
+
+Kill any of its processes, rank 0 too: training goes on in the middle of the epoch. docs/transformers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+from elastic.integrations.accelerate import PreparedState
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=4)
+parser.add_argument("--samples", type=int, default=960)
+parser.add_argument("--pause", type=float, default=0.05, help="seconds in each step")
+parser.add_argument("--accumulate", type=int, default=1)
+options = parser.parse_args()
+
+set_seed(1)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate)
+inputs = torch.randn(options.samples, 8, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
+model, optimizer, loader, scheduler = accelerator.prepare(
+    net,
+    adam,
+    DataLoader(data, batch_size=4, shuffle=True),
+    torch.optim.lr_scheduler.StepLR(adam, 300, 0.7),
+)
+
+
+@elastic.run  # (*)
+def train(state: PreparedState) -> None:
+    while state.epoch < options.epochs:
+        for batch, target in loader:
+            time.sleep(options.pause)  # so that there is time to kill something
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(batch), target)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                state.step += 1
+                if state.step % 10 == 0:
+                    accelerator.print(f"step {state.step} of {accelerator.num_processes} workers")
+                state.commit()  # (*)
+        accelerator.print(f"epoch {state.epoch} loss {loss.item():.5f}")
+        state.epoch += 1
+
+
+state = PreparedState(accelerator, model=model, loader=loader, epoch=0, step=0)  # (*)
+train(state)
+total = sum(each.detach().double().sum().item() for each in net.parameters())
+print(f"ended after {state.step} steps with {total:.9f}")

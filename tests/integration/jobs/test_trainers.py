@@ -1,0 +1,113 @@
+"""Lightning, transformers and Accelerate in real jobs: examples that lose workers, rank 0 too, and get others."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.chaos.harness.processes import clean_environment
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+START_S = 90.0  # imports
+
+
+@pytest.fixture(autouse=True)
+def _installed(request: pytest.FixtureRequest) -> None:
+    library = request.node.callspec.params["library"]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}: pip install 'hvd-elastic[{library}]', as make test does")
+
+
+LIBRARIES = ["lightning", "transformers", "accelerate"]
+library = pytest.mark.parametrize("library", LIBRARIES)
+SHORT = "--epochs 2 --samples 240 --pause 0.01"
+
+
+def script(library: str, words: str) -> list[str | Path]:
+    return ["python", EXAMPLES / f"{library}_elastic.py", *words.split()]
+
+
+def ends(training: Any) -> list[tuple[int, str]]:
+    return [
+        (int(m[1]), m[2])
+        for m in re.finditer(r"ended after (\d+) steps with (\S+)", training.output)
+    ]
+
+
+def steps(training: Any) -> int:
+    return len(re.findall(r"step \d+ of", training.output))
+
+
+def kill_while_training(training: Any, rank: int) -> None:
+    """At some step; and waits until the others have gone on."""
+    seen, worlds = steps(training), len(training.worlds())
+    training.until(lambda: steps(training) > seen, "a step")
+    training.kill(rank)
+    training.until(lambda: len(training.worlds()) > worlds, "a world without it")
+
+
+def judge(training: Any, samples: int) -> None:
+    """All that are left have the same bits. Replicas were equal, and samples counted once, at every commit."""
+    found = ends(training)
+    assert found and len(set(found)) == 1, found
+    summary = training.check_invariants()
+    assert summary.commits_compared > 10
+    # What a killed worker has said of its last commit may not have arrived.
+    assert samples - 4 <= summary.samples_counted <= samples
+
+
+@library
+@pytest.mark.forked
+def test_rank_0_dies_in_the_middle_of_an_epoch(job: Any, library: str):
+    """Its samples are trained on by the others, once."""
+    training = job(
+        "-np 2 --min-np 1 --blacklist-cooldown-range 60 60",
+        script(library, SHORT),
+        env={"ELASTIC_DIGESTS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+    training.wait_for(r"step 10 of 2", START_S)
+    kill_while_training(training, 0)
+    training.succeed(START_S)
+    judge(training, 480)
+    assert training.worlds()[-1]["generation"] == 3
+
+
+@library
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", ["", "--accumulate 3"], ids=["plain", "accumulating"])
+def test_twenty_kills_with_joins_between(job: Any, library: str, words: str):
+    training = job(
+        "-np 3 --min-np 1 --blacklist-cooldown-range 0.1 0.2 --slot-attempts 50 --preload auto",
+        script(library, f"--epochs 40 --samples 4800 --pause 0.02 {words}"),
+        env={"ELASTIC_DIGESTS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+    training.wait_for(r"step 10 of 3", START_S)
+    for kill in range(20):
+        training.wait_for_world(3, START_S)
+        kill_while_training(training, 0 if kill % 2 == 0 else 1)
+    training.driver.terminate()
+    training.wait(START_S)
+    summary = training.check_invariants()
+    assert summary.recoveries >= 20
+    assert summary.commits_compared > 200
+
+
+@library
+@pytest.mark.nightly
+def test_without_elasticrun_it_says_how_to_start(library: str):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{library}_elastic.py")],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        env=clean_environment(),
+    )
+    assert done.returncode != 0
+    assert "elasticrun -np 2 python script.py" in done.stderr
