@@ -57,7 +57,7 @@ class Strike:
 class Disturbed:
     """A running job. Use as a context manager; it leaves no process behind."""
 
-    def __init__(self, workers: int, *flags: str, width: int = 128) -> None:
+    def __init__(self, workers: int, *flags: str, width: int = 128, ddp: bool = False) -> None:
         self.workers = workers
         self.directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
         self.journal = self.directory / "journal.jsonl"
@@ -66,7 +66,7 @@ class Disturbed:
         command += ["--min-np", "1", "--journal", str(self.journal), *flags]
         self.log = open(self.directory / "log", "wb")  # noqa: SIM115 -- lives as long as the job
         self.driver = subprocess.Popen(
-            [*command, *program, str(width)],
+            [*command, *program, str(width), *(["ddp"] if ddp else [])],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -124,12 +124,13 @@ def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--reference-kills", type=int, default=8)
+    parser.add_argument("--ddp", action="store_true", help="train with DistributedDataParallel")
     options = parser.parse_args()
     rng = random.Random(options.seed)
 
     bare = bare_gloo(options.workers, options.reference_kills, rng)
     times, ranks = [], []
-    with Disturbed(options.workers) as job:
+    with Disturbed(options.workers, ddp=options.ddp) as job:
         for _ in range(options.kills):
             strike = job.strike(signal.SIGKILL, rng)
             times.append(strike.lasted_ms)

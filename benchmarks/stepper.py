@@ -17,17 +17,21 @@ import torch
 import elastic
 
 
-def main(directory: str, steps: int, width: int) -> None:
+def main(directory: str, steps: int, width: int, ddp: bool) -> None:
     torch.set_num_threads(1)
     elastic.init()
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
+    model: torch.nn.Module = torch.nn.Sequential(
         torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
     )
-    optimizer = elastic.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4),
-        named_parameters=model.named_parameters(),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    if ddp:
+        torch.distributed.init_process_group()
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        optimizer = elastic.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters()
+        )
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
     stop = Path(directory, "stop")
     log = os.open(f"{directory}/{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -56,4 +60,4 @@ def main(directory: str, steps: int, width: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["ddp"])
