@@ -54,6 +54,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._together: list[ElasticWork] | None = None
         self._count = 0
         self._of = place.size
+        self.messages.connect(lifecycle.current())
 
     # ---- where this rank stands ----------------------------------------------------------------------------------
 

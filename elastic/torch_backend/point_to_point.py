@@ -1,7 +1,8 @@
 """Messages from one rank of a process group to another. Acts.
 
-They travel over a Gloo group of their own, also within a host, and CUDA tensors through the memory of the host. It is
-connected at the first message of a world.
+They travel over a Gloo group of their own, also within a host, and CUDA tensors through the memory of the host. All its
+ranks connect it together: where worlds don't change, with the process group; else at the first message of a world, for
+which each of them has to send or receive one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from elastic.torch_backend.collective_calls import Begun
 if TYPE_CHECKING:
     from elastic.collectives.gloo.process_group import GlooMessage
 
+_AT_ONCE = 32  # ranks; more take long to connect each to each, and few scripts need it
+
 
 class Messages:
     """Of one process group. ``ranks`` as there."""
@@ -23,6 +26,12 @@ class Messages:
     def __init__(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
         self._purpose = purpose
         self._ranks = ranks
+
+    def connect(self, rt: Runtime) -> None:
+        """With the process group, where no world follows. Raises CollectiveFailed."""
+        size = rt.place.size if self._ranks is None else len(self._ranks)
+        if not rt.elastic and 1 < size <= _AT_ONCE:
+            rt.messages(self._purpose, self._ranks)
 
     def send(self, rt: Runtime, tensor: torch.Tensor, to: int, tag: int) -> Begun:
         begun = Begun()

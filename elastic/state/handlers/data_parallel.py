@@ -18,7 +18,10 @@ from elastic.errors import Invalid
 from elastic.state.handlers.model_state import ModelStateHandler
 
 _torch: Any = distributed  # its stubs lack what DDP itself calls
-_BUILTIN = {"ALLREDUCE": "ALLREDUCE", "FP16_COMPRESS": "FP16_COMPRESS"}
+_BUILTIN: dict[str, Any] = {
+    str(kind): kind
+    for kind in (_torch.BuiltinCommHookType.ALLREDUCE, _torch.BuiltinCommHookType.FP16_COMPRESS)
+}
 
 
 class DataParallelHandler(ModelStateHandler):
@@ -55,8 +58,7 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
         _forget(state)
         _torch._register_comm_hook(ddp.reducer, state, hook)
     if builtin is not None and not ddp._comm_hooks:
-        kind = getattr(_torch.BuiltinCommHookType, builtin)
-        _torch._register_builtin_comm_hook(ddp.reducer, kind)
+        ddp._register_builtin_comm_hook(builtin)
 
 
 def _forget(state: Any) -> None:

@@ -448,6 +448,17 @@ def test_some_ranks_of_the_world(rank: int, size: int):
 
 
 @on_all
+def test_two_ranks_speak_while_others_do_something_else(rank: int, size: int):
+    group = distributed.new_group()
+    if rank == 0:
+        distributed.send(torch.tensor([7.0]), 1, group=group)
+    elif rank == 1:
+        distributed.recv(tensor := torch.zeros(1), 0, group=group)
+        assert tensor.item() == 7.0
+    distributed.barrier()
+
+
+@on_all
 def test_large_tensors_and_in_between(rank: int, size: int):
     for count in (1, 1000, 3_000_001):
         tensor = torch.full((count,), float(rank + 1))

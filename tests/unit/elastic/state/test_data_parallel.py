@@ -1,0 +1,79 @@
+"""DistributedDataParallel in a state: names, another reducer, and a refusal. In a world of torch's own, of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.errors import Invalid
+from elastic.state import TorchState
+from elastic.state.handlers.data_parallel import rebuild_reducer
+
+distributed: Any = torch.distributed
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_state_commits_and_restores_its_module():
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    state = TorchState(model=model)
+    assert [line.split()[0] for line in state.layout().splitlines()] == [
+        "model.weight",
+        "model.bias",
+    ]
+    before = model.module.weight.detach().clone()
+    with torch.no_grad():
+        model.module.weight.add_(1)
+    state.restore()
+    assert torch.equal(model.module.weight, before)
+
+
+def test_another_reducer_takes_the_place_of_the_first_in_the_middle_of_a_pass():
+    model: Any = DistributedDataParallel(torch.nn.Linear(2, 1), static_graph=True)
+    called = []
+
+    def hook(state, bucket):  # torch looks at annotations
+        called.append(bucket.index())
+        done: Any = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook([], hook)
+    model(torch.ones(3, 2)).sum()  # its backward pass never comes
+    first = model.reducer
+    state = TorchState(model=model)
+    state.on_reset()
+    assert model.reducer is not first
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(3, 2)).sum().backward()
+        assert torch.equal(model.module.weight.grad, torch.full((1, 2), 3.0))
+    assert called == [0, 0], "the hook is called, and by one reducer"
+
+
+def test_a_hook_that_is_built_in_is_there_afterwards():
+    model: Any = DistributedDataParallel(torch.nn.Linear(2, 1))
+    model._register_builtin_comm_hook(distributed.BuiltinCommHookType.FP16_COMPRESS)
+    rebuild_reducer(model)
+    rebuild_reducer(model)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        model._register_builtin_comm_hook(distributed.BuiltinCommHookType.ALLREDUCE)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own import
+def test_an_optimizer_whose_state_is_spread_over_the_ranks_is_refused():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(Invalid, match="give the state a plain optimizer"):
+        TorchState(model=model, optimizer=optimizer)
