@@ -18,10 +18,6 @@ from elastic.errors import Invalid
 from elastic.state.handlers.model_state import ModelStateHandler
 
 _torch: Any = distributed  # its stubs lack what DDP itself calls
-_BUILTIN: dict[str, Any] = {
-    str(kind): kind
-    for kind in (_torch.BuiltinCommHookType.ALLREDUCE, _torch.BuiltinCommHookType.FP16_COMPRESS)
-}
 
 
 class DataParallelHandler(ModelStateHandler):
@@ -41,7 +37,7 @@ class DataParallelHandler(ModelStateHandler):
 def rebuild_reducer(model: DistributedDataParallel) -> None:
     """For a world that has changed. No collective: the order of parameters is the module's, the same on all ranks."""
     ddp: Any = model
-    builtin = _BUILTIN.get(ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", ""))
+    hook_name = ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", "")
     # Its hooks on the parameters go with it.
     ddp.reducer = ddp.logger = None
     parameters, sparse = ddp._build_params_for_reducer()
@@ -57,8 +53,11 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
     for hook, state in ddp._comm_hooks:
         _forget(state)
         _torch._register_comm_hook(ddp.reducer, state, hook)
-    if builtin is not None and not ddp._comm_hooks:
-        ddp._register_builtin_comm_hook(builtin)
+    if hook_name == str(_torch.BuiltinCommHookType.FP16_COMPRESS):
+        # That of C++ takes the results of torch's own process groups only; this one computes the same.
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        ddp.register_comm_hook(None, fp16_compress_hook)
 
 
 def _forget(state: Any) -> None:

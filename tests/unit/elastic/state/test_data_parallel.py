@@ -60,11 +60,13 @@ def test_another_reducer_takes_the_place_of_the_first_in_the_middle_of_a_pass():
     assert called == [0, 0], "the hook is called, and by one reducer"
 
 
-def test_a_hook_that_is_built_in_is_there_afterwards():
+def test_a_hook_of_c_plus_plus_has_a_twin_afterwards():
     model: Any = DistributedDataParallel(torch.nn.Linear(2, 1))
     model._register_builtin_comm_hook(distributed.BuiltinCommHookType.FP16_COMPRESS)
     rebuild_reducer(model)
     rebuild_reducer(model)
+    (hook,) = [hook.__name__ for hook, _ in model._comm_hooks]
+    assert hook == "fp16_compress_hook"
     with pytest.raises(RuntimeError, match="can only be called once"):
         model._register_builtin_comm_hook(distributed.BuiltinCommHookType.ALLREDUCE)
 
