@@ -47,7 +47,7 @@ class Viewers:
 
     def __init__(self, port: int, count: int) -> None:
         self.bytes = 0
-        self._heard: dict[bytes, list[float]] = {}
+        self._heard: dict[bytes, dict[int, float]] = {}  # by viewer: the first time
         self._selector = selectors.DefaultSelector()
         self._over = False
         for _ in range(count):
@@ -59,7 +59,7 @@ class Viewers:
 
     def expect(self, text: bytes) -> None:
         """From here on it is noted who is sent this."""
-        self._heard[text] = []
+        self._heard[text] = {}
 
     def until(self, text: bytes, timeout_s: float = 20.0) -> float:
         """When the last of them was sent what was expected, by the machine's monotonic clock."""
@@ -68,7 +68,7 @@ class Viewers:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{len(self._heard[text])} of {self.count} viewers saw {text!r}")
             time.sleep(0.001)
-        return max(self._heard[text])
+        return max(self._heard[text].values())
 
     def close(self) -> None:
         self._over = True
@@ -88,7 +88,7 @@ class Viewers:
                 text = rests.get(viewer.fileno(), b"") + data
                 for wanted, heard in [*self._heard.items()]:
                     if wanted in text:
-                        heard.append(now)
+                        heard.setdefault(viewer.fileno(), now)
                 rests[viewer.fileno()] = text[text.rfind(b"\n") + 1 :]
 
 

@@ -74,6 +74,7 @@ class CommandOptions(Options):
     watch: bool = False
     follow: bool = False
     off: bool = False
+    ray: bool = False
     wait: float | None = None
     least_lines: int | None = None
 
@@ -101,6 +102,7 @@ def command_parser(name: str) -> Parser:
     if verb.named:
         add = parser.group("which job")
         add("--journal", "FILE", str, "The one that writes this journal.")
+        add("--ray", None, None, "A detached job of the Ray cluster of RAY_ADDRESS, by its name.")
         add_etcd(add)
         add_security(add)
     add = parser.group("general")
@@ -159,6 +161,8 @@ def found_job(arguments: Sequence[str], environ: Mapping[str, str]) -> JobAddres
 
 
 def _found(job: str, options: CommandOptions, environ: Mapping[str, str]) -> JobAddress:
+    if options.ray:
+        return _found_in_ray(job)
     etcd = etcd_access(options, environ)
     if etcd is None:
         return find_job(job, environ, journal=options.journal)
@@ -178,6 +182,16 @@ def _found(job: str, options: CommandOptions, environ: Mapping[str, str]) -> Job
     from elastic.driver.job.steering.find_by_etcd import desk_of
 
     return JobAddress(job, desk_of(etcd, job), key_of(secret), tls)
+
+
+def _found_in_ray(job: str) -> JobAddress:
+    if not job:
+        raise Invalid("--ray needs the name of a detached job")
+    try:
+        from elastic.driver.ray.drivers import desk_of
+    except ModuleNotFoundError:
+        raise Invalid("--ray needs Ray: pip install 'hvd-elastic[ray]'") from None
+    return JobAddress(job, *desk_of(job))
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------

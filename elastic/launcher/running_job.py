@@ -12,7 +12,8 @@ from elastic.errors import RequestRefused
 
 class Job:
     """One that runs: on this machine by its name or the process of its driver, or the only one; through etcd by
-    ``etcd``, ``name`` and ``secret_file``, as the flags of ``elasticrun status`` have them.
+    ``etcd``, ``name`` and ``secret_file``, as the flags of ``elasticrun status`` have them; with ``ray`` a detached job
+    of the Ray cluster by its name.
 
     Nothing is kept open between calls. They raise Invalid where there is no such job, RequestRefused (an ElasticError)
     with the reason where the job says no, and another ElasticError where its driver can't be asked. Each returns within
@@ -26,6 +27,7 @@ class Job:
         journal: str | None = None,
         etcd: str | None = None,
         secret_file: str | None = None,
+        ray: bool = False,
         flags: Sequence[str] = (),
     ) -> None:
         """``flags``: further ones of ``elasticrun status``, as for TLS."""
@@ -36,6 +38,7 @@ class Job:
             "--secret-file": secret_file,
         }
         words = [f"{flag}={value}" for flag, value in given.items() if value]
+        words += ["--ray"] if ray else []
         from elastic.driver.commandline.job_commands import found_job
 
         found = found_job([*words, *flags], os.environ)

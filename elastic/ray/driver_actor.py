@@ -80,6 +80,7 @@ class DriverActor:
         self._runs = 0
         self._driver: Stoppable | None = None
         self._starter: RayStarter | None = None
+        self._desk: tuple[str, bytes] | None = None
         self._stopped: tuple[str, int] | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="elastic-driver", daemon=True).start()
@@ -117,6 +118,10 @@ class DriverActor:
 
     async def news(self, source: str, begin: int, wait_s: float) -> Told:
         return await self._in_loop(self._news.after(source, begin, wait_s))
+
+    async def desk(self) -> tuple[str, bytes] | None:
+        """Where the driver hears operators, and their key; None where no job runs."""
+        return self._desk
 
     async def stop(self, reason: str) -> None:
         """End the job, with exit code 130; a second time at once."""
@@ -195,7 +200,7 @@ class DriverActor:
         except ElasticError as error:  # another driver has the job
             return Ended(DEPOSED_CODE, str(error))
         finally:
-            self._driver = None
+            self._driver = self._desk = None
             if self._archive is not None and not self._archive.lost.is_set():
                 with contextlib.suppress(ElasticError, OSError):
                     await self._discovery.close()
@@ -225,10 +230,14 @@ class DriverActor:
             streams=(self._news.out, self._news.err),
             reported=self._reported,
             begun=self._begun,
+            steered=self._steered,
         )
 
     def _reported(self, report: Report) -> None:
         self._news.put(Item("report", report), REPORT_BYTES + len(repr(report.metrics)))
+
+    def _steered(self, address: str, key: bytes) -> None:
+        self._desk = address, key
 
     def _begun(self, driver: Stoppable) -> None:
         self._driver = driver

@@ -23,6 +23,8 @@ from elastic.driver.job.multi_host_plan import FORWARDED
 from elastic.driver.network.secret import SECRET_BYTES
 from elastic.driver.ray.discovery_calls import held_of as held_of
 from elastic.driver.ray.discovery_calls import remove_claims
+from elastic.driver.ray.drivers import NAMESPACE as NAMESPACE
+from elastic.driver.ray.drivers import actor_name, find_actor
 from elastic.driver.ray.journal import RayArchive
 from elastic.errors import Invalid, JobFailed
 from elastic.launcher.launch_function import run_apart, values_of
@@ -31,7 +33,6 @@ from elastic.ray.arguments import CURRENT, Limits, Wanted, check_environ
 from elastic.ray.driver_actor import DriverActor, DriverSpec, Ended
 from elastic.ray.news import Told
 
-NAMESPACE = "hvd-elastic"
 POLL_S = 1.0
 START_S = 120.0  # for the actor's process; a runtime environment may have to be installed for it
 CLOSE_S = 45.0
@@ -45,10 +46,6 @@ def connect() -> None:
     """To the cluster of RAY_ADDRESS, or one of this machine's own, unless this process has joined one already."""
     if not ray.is_initialized():
         ray.init()
-
-
-def actor_name(job: str) -> str:
-    return f"hvd-elastic-driver:{job}"
 
 
 def with_group(wanted: Wanted) -> Wanted:
@@ -255,13 +252,6 @@ class Follower:
             pass  # of no other type is what Ray raises for an actor of the cluster before
         with contextlib.suppress(Exception):
             ray.kill(self.actor, no_restart=True)
-
-
-def find_actor(job: str) -> Any | None:
-    try:
-        return ray.get_actor(actor_name(job), namespace=NAMESPACE)
-    except ValueError:
-        return None
 
 
 def stop(job: str) -> bool:

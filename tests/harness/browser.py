@@ -66,7 +66,9 @@ class Browser:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self._socket.close()
         self._reading.cancel()
+        await asyncio.wait({self._reading})
         await self._stack.aclose()
 
     async def _end(self) -> None:

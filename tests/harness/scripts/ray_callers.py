@@ -239,6 +239,49 @@ def detached(name: str) -> None:
     elastic.ray.run(train, os.getcwd(), num_workers=2, min_workers=2, on_report=show, detached=name)
 
 
+def steered(name: str) -> None:
+    """A detached job that is made smaller, larger and thinned out while it trains, through Ray."""
+
+    def train() -> Json:
+        import time
+
+        import torch
+
+        import elastic
+
+        elastic.init()
+        state = elastic.ObjectState(step=0)
+        made = []
+
+        @elastic.run
+        def loop(state: elastic.ObjectState) -> None:
+            gone = False
+            while not gone:
+                sizes = elastic.allreduce(torch.ones(1), name="go", op=elastic.Sum)
+                gone = state.step > 2000 or (state.step > 60 and sizes.item() == 1)
+                made.append(state.step)
+                state.step += 1
+                if state.step % 10 == 1:
+                    elastic.report({"step": state.step})
+                state.commit()
+                time.sleep(0.01)
+
+        loop(state)
+        return {"made": made}
+
+    wanted = [(3, 2), (2, 3), (3, 1)]  # in a world of so many: so many are wanted
+
+    def steer(report: Any) -> None:
+        job = elastic.Job(name, ray=True)
+        if wanted and report.size == wanted[0][0] and report.generation > 1:
+            say("told", job.scale(wanted.pop(0)[1]))
+
+    result = elastic.ray.run(
+        train, num_workers=2, min_workers=1, max_workers=3, on_report=steer, detached=name
+    )
+    say("values", result.values)
+
+
 def attached(name: str) -> None:
     try:
         elastic.ray.attach("a name that nobody has")
@@ -257,5 +300,6 @@ if __name__ == "__main__":
         "inside": inside,
         "detached": detached,
         "attached": attached,
+        "steered": steered,
     }
     where[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")

@@ -253,6 +253,21 @@ def test_a_detached_job_outlives_its_caller_and_its_driver(
 
 
 @pytest.mark.nightly
+def test_a_detached_job_is_scaled_through_ray(call: Callable[..., RayJob], tmp_path: Path):
+    job = call("steered", "gpt", folder=tmp_path)
+    job.succeed(2 * LONG_S)
+    assert said(job, "told") == [
+        "2 workers wanted, before 3: 1 of them leaves at the next commit",
+        "3 workers wanted, before 2",
+        "1 worker wanted, before 3: 2 of them leave at the next commit",
+    ]
+    (values,) = said(job, "values")
+    [made] = [value["made"] for value in values]
+    assert made == list(range(len(made))), "rank 0 has made every step once"
+    assert "is over: " not in job.output, "no world has broken"
+
+
+@pytest.mark.nightly
 def test_rays_own_calls_in_a_worker_outlive_another_node(
     cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
 ):

@@ -1,0 +1,49 @@
+"""The actors that are drivers of detached jobs, by the names of the jobs. Asks Ray; decides nothing."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from elastic.errors import Invalid
+
+NAMESPACE = "hvd-elastic"
+WITHIN_S = 20.0
+
+
+def actor_name(job: str) -> str:
+    return f"hvd-elastic-driver:{job}"
+
+
+def find_actor(job: str) -> Any | None:
+    """None if there is no such job. This process has joined the cluster."""
+    try:
+        return ray.get_actor(actor_name(job), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def desk_of(job: str) -> tuple[str, bytes]:
+    """Where the driver of a detached job hears operators, and their key. Joins the cluster of RAY_ADDRESS if need be.
+
+    Raises Invalid where there is no such cluster or job.
+    """
+    try:
+        if not ray.is_initialized():
+            address = os.environ.get("RAY_ADDRESS", "auto")
+            ray.init(address=address, log_to_driver=False, logging_level=40)
+    except (ConnectionError, RayError, RuntimeError) as error:
+        raise Invalid(f"there is no Ray cluster to ask: {error}; set RAY_ADDRESS") from None
+    actor = find_actor(job)
+    if actor is None:
+        raise Invalid(f"no detached job {job} runs in this Ray cluster")
+    try:
+        desk: tuple[str, bytes] | None = ray.get(actor.desk.remote(), timeout=WITHIN_S)
+    except (GetTimeoutError, RayError) as error:
+        raise Invalid(f"the driver of job {job} does not answer: {type(error).__name__}") from None
+    if desk is None:
+        raise Invalid(f"job {job} has not begun, or has ended")
+    return desk
