@@ -62,7 +62,7 @@ class Shards:
         self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
         self._present: ShardStep | None = None  # while a step is under way
         self._begun_in = 0  # the generation
-        self._threads: int | None = None  # in which this process computed its last step
+        self._thread_count: int | None = None  # in which this process computed its last step
         self._done = 0  # this rank's shards that have begun
         self._said: tuple[int, int] | None = None
 
@@ -167,11 +167,11 @@ class Shards:
     def _check_threads(self) -> None:
         """The one setting that scripts change in the middle, and that costs nothing to look at."""
         threads = torch.get_num_threads()
-        if self._threads is None or not self.exact:
-            self._threads = threads
-        elif threads != self._threads and self.inexact_since is None:
+        if self._thread_count is None or not self.exact:
+            self._thread_count = threads
+        elif threads != self._thread_count and self.inexact_since is None:
             raise Invalid(
-                f"torch computes step {self.step} in {threads} threads, and computed the one before in {self._threads}:"
+                f"torch computes step {self.step} in {threads} threads, and computed the one before in {self._thread_count}:"
                 " other threads give other last bits. Call torch.set_num_threads() once, before training, on every"
                 " worker, or give Shards exact=False"
             )
