@@ -131,9 +131,14 @@ def test_who_is_killed_says_why_and_nothing_more_is_believed_of_it():
 
 def test_a_slot_that_is_not_listed_goes_with_its_worker():
     page = training(A, B)
+    page.patch(19.0)
+    state = applied(None, page.full(19.0))
     page.note(HostsChanged({"h": 1}), [LetGo(B, in_words("left the list"))], 20.0)
     page.note(WorkerExited(B, 0), [world(A, generation=2)], 21.0)
     assert states(page) == {"h:0": "training"}
+    after = applied(state, page.patch(21.0))
+    assert list(after["rows"]["workers"]) == ["h:0"]
+    assert list(state["rows"]["workers"]) == ["h:0", "h:1"], "what was there is not changed"
     page.note(HostLost("h", "no answer"), [], 22.0)
     assert states(page) == {"h:0": "lost"} and page.state.tables["hosts"]["h"]["state"] == "lost"
 
