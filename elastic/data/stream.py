@@ -37,13 +37,13 @@ class StreamDataset(IterableDataset[Any]):
         self._source = source
         self._seed = seed
         self._worker: tuple[int, int] | None = None  # in a loader worker: which, of how many
-        self._told = torch.zeros(6 + most_parts, dtype=torch.int64).share_memory_()
+        self._told = torch.zeros(6 + most_parts, dtype=torch.int64, device="cpu").share_memory_()
 
     def deal(self, position: Position, dealing: Dealing, mine: list[int]) -> None:
         """What the next iteration gives: of each step from ``position`` on the parts ``mine``."""
         numbers = [position.epoch, position.consumed, dealing.parts, dealing.batch]
         numbers += [int(dealing.drop_last), len(mine), *mine]
-        self._told[: len(numbers)] = torch.tensor(numbers)
+        self._told[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def __iter__(self) -> Iterator[Cut]:
         epoch, consumed, parts, batch, drop_last, number, *mine = self._told.tolist()

@@ -158,7 +158,10 @@ class BufferKeeper:
                 for number in changed if own else ():
                     result = self._kept[number].result
                     assert result is not None
-                    shapes[number, : result.dim() + 1] = torch.tensor([result.dim(), *result.shape])
+                    shape = [result.dim(), *result.shape]
+                    shapes[number, : len(shape)] = torch.tensor(
+                        shape, dtype=torch.int64, device="cpu"
+                    )
                 group.broadcast(shapes, root).wait()
                 rows = shapes.tolist()
                 self._known = [number for number, row in enumerate(rows) if row[0] >= 0]
