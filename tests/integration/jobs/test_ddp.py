@@ -32,7 +32,7 @@ def trained(
         ["python", SCRIPTS / "ddp.py"],
         env={"FEATURE": feature, "STEPS": str(steps), "DIE": die} | env,
     )
-    training.succeed()
+    training.succeed(250)
     return [json.loads(file.read_text()) for file in sorted(training.folder.glob("out/*.json"))]
 
 
@@ -64,6 +64,7 @@ def test_a_kill_of_rank_0_in_the_middle_of_a_backward_pass(job: Any, feature: st
 
 
 @pytest.mark.forked
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_kills_and_joins(job: Any, kills: int):
     """Of rank 0 too; whoever dies comes back, and finds its place in the reducer of the others."""
@@ -77,7 +78,7 @@ def test_kills_and_joins(job: Any, kills: int):
         die,
         "--blacklist-cooldown-range 0.01 0.02 --slot-attempts 50",
         steps,
-        PACE="0.005",
+        FULL="3",
     )
     check(found, "plain", steps)
     sizes = found[0]["sizes"]
