@@ -171,9 +171,9 @@ class Shards:
             self._thread_count = threads
         elif threads != self._thread_count and self.inexact_since is None:
             raise Invalid(
-                f"torch computes step {self.step} in {threads} threads, and computed the one before in {self._thread_count}:"
-                " other threads give other last bits. Call torch.set_num_threads() once, before training, on every"
-                " worker, or give Shards exact=False"
+                f"torch computes step {self.step} in {threads} threads, and computed the one before in"
+                f" {self._thread_count}: other threads give other last bits. Call torch.set_num_threads() once, before"
+                " training, on every worker, or give Shards exact=False"
             )
 
     def _between_steps(self) -> None:

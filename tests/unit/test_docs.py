@@ -103,7 +103,11 @@ def quoted() -> Iterator[tuple[str, str, str]]:
                 name = name.replace("horovodrun", "elasticrun")
                 if name not in commands:
                     name, rest = "elasticrun", f"{name.partition(' ')[2]} {rest}"
-                yield f"{page.name}:{number}", name, re.split(r" (?:python\w*|--) ", rest)[0]
+                yield (
+                    f"{page.name}:{number}",
+                    name,
+                    re.split(r" (?:python\w*|--|\S+\.py) ", rest)[0],
+                )
 
 
 def test_every_flag_in_a_quoted_command_is_there():
