@@ -2,7 +2,8 @@
 
 For workers that elasticrun has started: `elastic.torch_autoload`. Two functions of torch.distributed are replaced, by
 which all its process groups are made: the one that finds rank, size and store for ``env://``, and the one that makes a
-process group of a backend's name. What a script asks of a group by ``get_backend()`` is what it has asked for.
+process group of a backend's name. What a script asks of a group by ``get_backend()`` is what it has asked for. A third
+one, ``broadcast_object_list``, leaves a worker that has joined no world yet what it has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from torch import distributed
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world as torchs_groups
 
@@ -29,6 +31,7 @@ _stores: list[
 ] = []  # the last one; torch's C++, which alone would hold it, needs the object of Python
 _rendezvous: Any = None  # torch's own
 _new_group: Any = None
+_broadcast_objects: Any = distributed_c10d.broadcast_object_list
 
 
 def install() -> None:
@@ -39,6 +42,8 @@ def install() -> None:
     registration.register()
     _rendezvous, _new_group = _torch.rendezvous, _torch._new_process_group_helper
     _torch.rendezvous, _torch._new_process_group_helper = rendezvous, new_group
+    known: Any = distributed
+    known.broadcast_object_list = _torch.broadcast_object_list = broadcast_object_list
 
 
 def rendezvous(
@@ -86,6 +91,13 @@ def new_group(
         known: Any = torchs_groups
         known.pg_map[group] = (asked, prefixed)
     return made
+
+
+def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
+    """As torch's, whose receiver reads how many bytes come; to a newcomer none do. See `mirror`."""
+    rt = lifecycle.active()
+    if rt is None or not rt.provisional:
+        _broadcast_objects(objects, *args, **options)
 
 
 def _kinds(backend: str) -> set[str]:

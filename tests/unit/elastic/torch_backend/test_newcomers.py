@@ -1,0 +1,41 @@
+"""What a worker that has joined no world yet finds on the other ranks: what it has itself."""
+
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+from torch import distributed
+
+from elastic.collectives.interface import Op
+from elastic.runtime import lifecycle
+from elastic.runtime.worker import Runtime
+from elastic.torch_backend import in_place_of_others
+from elastic.torch_backend.mirror import MirrorCollectives
+
+
+def test_every_rank_has_what_it_has():
+    group = MirrorCollectives(1, 3)
+    total, most = torch.tensor([2.0]), torch.tensor([2.0])
+    group.allreduce(total, Op.SUM).wait()
+    group.allreduce(most, Op.MAX).wait()
+    assert (total.item(), most.item()) == (6.0, 2.0)
+    rows = [torch.zeros(2) for _ in range(3)]
+    group.allgather(rows, torch.tensor([1.0, 2.0])).wait()
+    assert [row.tolist() for row in rows] == [[1.0, 2.0]] * 3
+    received = torch.zeros(3)
+    group.alltoall(received, torch.tensor([7.0, 8.0, 9.0]), [1, 1, 1], [1, 1, 1]).wait()
+    assert received.tolist() == [8.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize("provisional", [True, False])
+def test_objects_of_rank_0_come_with_the_state_and_not_before(monkeypatch, provisional):
+    """torch's receiver would take a number of bytes from memory that nobody has written."""
+    runtime = create_autospec(Runtime, instance=True)
+    runtime.provisional = provisional
+    monkeypatch.setattr(lifecycle, "active", lambda: runtime)
+    theirs = create_autospec(distributed.broadcast_object_list)
+    monkeypatch.setattr(in_place_of_others, "_broadcast_objects", theirs)
+    objects = ["mine"]
+    in_place_of_others.broadcast_object_list(objects, src=0)
+    assert objects == ["mine"]
+    assert theirs.called is not provisional
