@@ -1,22 +1,53 @@
 """What ``import torch`` calls in every process: the entry point ``torch.backends``. In a worker that elasticrun has
 started it puts our backend where scripts ask torch.distributed for Gloo, for NCCL or for nothing in particular.
 
-Nothing is imported here that takes time, and nothing happens in any other process.
+Nothing of ours is imported before one of those functions is called: it may be ours that is importing torch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 VARIABLE = "ELASTIC_TORCH_BACKEND"  # set by elasticrun; --torch-backend
+NAME = "elastic"
+REPLACED = ("rendezvous", "_new_process_group_helper", "broadcast_object_list")
+_originals: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name
 
 
 def autoload() -> None:
     """Idempotent. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` keeps torch from calling it."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if os.environ.get(VARIABLE) != "elastic" or c10d is None:
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if os.environ.get(VARIABLE) != "elastic" or c10d is None or _originals:
         return
-    from elastic.torch_backend import in_place_of_others
+    _originals.update((name, getattr(c10d, name)) for name in REPLACED)
+    replace({name: _at_first_use(name) for name in REPLACED})
+    if NAME.upper() not in c10d.Backend._plugins:
+        c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
-    in_place_of_others.install()
+
+def replace(functions: dict[str, Callable[..., Any]]) -> None:
+    """In torch.distributed, where ``name`` is one of REPLACED."""
+    for name, function in functions.items():
+        setattr(sys.modules["torch.distributed.distributed_c10d"], name, function)
+    # The one of the three that scripts call by its other name.
+    setattr(sys.modules["torch.distributed"], REPLACED[2], functions[REPLACED[2]])
+
+
+def _at_first_use(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        from elastic.torch_backend import in_place_of_others
+
+        ours = in_place_of_others.install(_originals)
+        replace(ours)
+        return ours[name](*args, **options)
+
+    return call
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from elastic.torch_backend import registration
+
+    return registration.create(options, backend_options)

@@ -8,42 +8,37 @@ one, ``broadcast_object_list``, leaves a worker that has joined no world yet wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch import distributed
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world as torchs_groups
 
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from elastic.torch_backend import registration
-from elastic.torch_backend.following_group import NAME
+from elastic.torch_backend.following_group import NAME, FollowingGroup
 from elastic.torch_backend.world_store import WorldStore
 
-_REPLACED = {"gloo", "nccl", "undefined", NAME}
+_BACKENDS = {"gloo", "nccl", "undefined", NAME}
 _MORE = ("backend_options", "timeout", "pg_tag", "device_id", "group_desc")
 _torch: Any = distributed_c10d
 _stores: list[
     WorldStore
 ] = []  # the last one; torch's C++, which alone would hold it, needs the object of Python
-_rendezvous: Any = None  # torch's own
-_new_group: Any = None
-_broadcast_objects: Any = distributed_c10d.broadcast_object_list
+_theirs: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name
 
 
-def install() -> None:
-    """Idempotent."""
-    global _rendezvous, _new_group
-    if _rendezvous is not None:
-        return
-    registration.register()
-    _rendezvous, _new_group = _torch.rendezvous, _torch._new_process_group_helper
-    _torch.rendezvous, _torch._new_process_group_helper = rendezvous, new_group
-    known: Any = distributed
-    known.broadcast_object_list = _torch.broadcast_object_list = broadcast_object_list
+def install(theirs: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """What stands in their place, by name."""
+    _theirs.update(theirs)
+    return {
+        "rendezvous": rendezvous,
+        "_new_process_group_helper": new_group,
+        "broadcast_object_list": broadcast_object_list,
+    }
 
 
 def rendezvous(
@@ -52,7 +47,7 @@ def rendezvous(
     """As torch's. Under elasticrun the place of this worker is known, and need not be told in the script."""
     known = environment.read()
     if known.driver is None or not (known.elastic or url.startswith("env:")):
-        yield from _rendezvous(url, rank, world_size, **options)
+        yield from _theirs["rendezvous"](url, rank, world_size, **options)
         return
     lifecycle.init()
     place = lifecycle.place()
@@ -80,12 +75,12 @@ def new_group(
     **options: Any,
 ) -> Any:
     """As torch's ``_new_process_group_helper``."""
-    asked = str(backend)
-    if not _kinds(asked) <= _REPLACED:
-        return _new_group(size, rank, ranks, backend, store, name, *rest, **options)
+    asked, theirs = str(backend), _theirs["_new_process_group_helper"]
+    if not _kinds(asked) <= _BACKENDS or not _of_this_world(size, rank, ranks, store):
+        return theirs(size, rank, ranks, backend, store, name, *rest, **options)
     options |= dict(zip(_MORE, rest, strict=False))
     options["backend_options"] = options["device_id"] = None  # they are Gloo's or NCCL's
-    made = _new_group(size, rank, ranks, NAME, store, name, **options)
+    made = theirs(size, rank, ranks, NAME, store, name, **options)
     group, prefixed = made
     if prefixed is not None:
         known: Any = torchs_groups
@@ -93,11 +88,27 @@ def new_group(
     return made
 
 
+def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
+    """Whether it is the world's process group, or one of some of its ranks. A script may have another one of its own,
+    through a store of its own: of this worker alone, say.
+    """
+    if ranks:
+        return isinstance(distributed_c10d.GroupMember.WORLD, FollowingGroup)
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if isinstance(store, WorldStore):
+        return True
+    rt = lifecycle.active()
+    if rt is not None:
+        return (rank, size) == (rt.place.rank, rt.place.size)
+    return [str(rank), str(size)] == [os.environ.get(each) for each in ("RANK", "WORLD_SIZE")]
+
+
 def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
     """As torch's, whose receiver reads how many bytes come; to a newcomer none do. See `mirror`."""
     rt = lifecycle.active()
     if rt is None or not rt.provisional:
-        _broadcast_objects(objects, *args, **options)
+        _theirs["broadcast_object_list"](objects, *args, **options)
 
 
 def _kinds(backend: str) -> set[str]:

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import light  # type: ignore[import-not-found]  # noqa: F401
+if __name__ == "__main__":  # and not in the process of the tests, which may compile
+    import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import nn

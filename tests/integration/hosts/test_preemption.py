@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -224,7 +225,8 @@ def test_a_command_that_hangs_is_ended_with_what_it_waits_for(monkeypatch, tmp_p
         command.Command(f"sleep 99 & echo $! >{tmp_path}/pid; wait", os.environ).look()
     assert time.monotonic() - began < 50, "nobody waits for its sleep"
     pid = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(10.0)  # it was told to end; the kernel takes a moment
 
 
 @pytest.mark.parametrize("printed", ["inf", "1e300"])

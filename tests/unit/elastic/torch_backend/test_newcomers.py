@@ -34,7 +34,7 @@ def test_objects_of_rank_0_come_with_the_state_and_not_before(monkeypatch, provi
     runtime.provisional = provisional
     monkeypatch.setattr(lifecycle, "active", lambda: runtime)
     theirs = create_autospec(distributed.broadcast_object_list)
-    monkeypatch.setattr(in_place_of_others, "_broadcast_objects", theirs)
+    monkeypatch.setitem(in_place_of_others._theirs, "broadcast_object_list", theirs)
     objects = ["mine"]
     in_place_of_others.broadcast_object_list(objects, src=0)
     assert objects == ["mine"]

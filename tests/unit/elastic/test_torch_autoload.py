@@ -1,0 +1,44 @@
+"""What `import torch` calls in a worker: whoever imports torch first, and whatever of ours is half imported then."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+PROGRAM = """
+{first}
+import torch
+from elastic.torch_autoload import autoload
+autoload()  # as torch has called it, if this is installed
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+print(type(torch.distributed.group.WORLD).__name__)
+"""
+
+
+def test_it_is_an_entry_point_of_the_installed_package():
+    [ours] = [each for each in entry_points(group="torch.backends") if each.name == "elastic"]
+    assert ours.value == "elastic.torch_autoload:autoload"
+
+
+@pytest.mark.parametrize(
+    ("first", "place", "group"),
+    [
+        ("from elastic.runtime import lifecycle", "0 1", "ElasticProcessGroup"),
+        ("import torch", "0 1", "ElasticProcessGroup"),
+        ("import horovod.torch", "1 2", "ProcessGroup"),  # a group of its own, of this worker alone
+    ],
+)
+def test_whoever_imports_torch_first(first, place, group):
+    rank, size = place.split()
+    known = {"RANK": rank, "WORLD_SIZE": size, "ELASTIC_TORCH_BACKEND": "elastic"}
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(first=first)],
+        env=os.environ | known,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [group]
