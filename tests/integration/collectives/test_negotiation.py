@@ -167,18 +167,15 @@ def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ra
     assert found[2]  # or that rank 0 is gone, which has given the world up by then
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
-    monkeypatch.setattr(transport, "BEAT_S", 0.1)
-    monkeypatch.setattr(transport, "count_limit", lambda *limits, beside: 16)
+def started_hub(size: int) -> tuple[Hub, Any, queue.SimpleQueue[Any]]:
+    """Rank 0's end, what it lays down, and what it hears."""
     listener = listen("127.0.0.1")
     rules = rules_of(listener, FusionLimits())
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
     made = Hub(
         listener,
         rules,
-        size=3,
+        size=size,
         generation=7,
         secret=b"secret",
         offered=lambda rank, offer: heard.put((rank, offer)),
@@ -187,6 +184,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         died=lambda why: heard.put((0, why)),
     )
     made.start()
+    return made, rules, heard
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
+    monkeypatch.setattr(transport, "BEAT_S", 0.1)
+    monkeypatch.setattr(transport, "count_limit", lambda *limits, beside: 16)
+    made, rules, heard = started_hub(size=3)
     peers = {rank: Peer(rules, rank, 7, b"secret", silence_s=2.0) for rank in (1, 2)}
     for rank, peer in peers.items():
         peer.send(Offer(ALL, 0, b"\x01"))
@@ -225,21 +231,7 @@ def test_strangers_are_heard_of_by_nobody_and_do_no_harm(hub):
 @pytest.mark.parametrize("towards", ["rank 0", "rank 2"])
 def test_whoever_changes_a_byte_on_the_way_ends_the_connection_and_is_not_believed(towards):
     """A man in the middle: what he passes on is heard, what he changes is not."""
-    listener = listen("127.0.0.1")
-    rules = rules_of(listener, FusionLimits())
-    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    made = Hub(
-        listener,
-        rules,
-        size=2,
-        generation=7,
-        secret=b"secret",
-        offered=lambda rank, offer: heard.put((rank, offer)),
-        left=lambda rank: heard.put((rank, "left")),
-        look=lambda: None,
-        died=lambda why: heard.put((0, why)),
-    )
-    made.start()
+    made, rules, heard = started_hub(size=2)
     middle = socket.create_server(("127.0.0.1", 0))
     through = msgspec.structs.replace(rules, port=middle.getsockname()[1])
     peer = Peer(through, 1, 7, b"secret")
