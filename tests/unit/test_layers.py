@@ -268,6 +268,12 @@ def test_nobody_imports_driver_by_its_folder():
             assert name.split(".")[0] not in {"driver", "chaos"}, f"{file}:{line} imports {name}"
 
 
+def test_scripts_have_names_of_their_own():
+    """mypy finds examples and benchmarks by the same names as Python does: two of one name stop it."""
+    names = [file.stem for file in sources("examples", "benchmarks") if "horovod" not in file.parts]
+    assert [name for name in names if names.count(name) > 1 and name != "__init__"] == []
+
+
 def test_the_product_names_no_test():
     """What is installed has none: a file that is needed belongs to the product."""
     for file in sources("elastic", "driver", "chaos", "horovod"):

@@ -14,6 +14,7 @@ from elastic.rendezvous.launcher_env import (
     Started,
     ThroughAgent,
     ThroughFile,
+    ThroughStore,
     first_host,
     place,
     started,
@@ -55,7 +56,9 @@ def start(env: dict[str, str], **more: str) -> Started:
     return found
 
 
-def way(env: dict[str, str], **more: str) -> Directly | ThroughAgent | ThroughFile | None:
+def way(
+    env: dict[str, str], **more: str
+) -> Directly | ThroughAgent | ThroughFile | ThroughStore | None:
     return start(env, **more).way
 
 

@@ -1,6 +1,6 @@
 """What does a step in shards cost? Beside an ordinary one of as many workers, and beside its computation alone.
 
-    python benchmarks/exact.py [--models mlp gpt] [--ranks 2 4] [--shards 8] [--rounds 30] [--json FILE]
+    python benchmarks/exact_step.py [--models mlp gpt] [--ranks 2 4] [--shards 8] [--rounds 30] [--json FILE]
 
 Two questions, each answered by steps that take turns; the ratio of two steps of a round is what counts.
 
