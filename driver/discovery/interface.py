@@ -5,10 +5,24 @@ A discovery knows nothing of min, max, cooldown or rank, and never decides to le
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 Log = Callable[[str, str], None]  # level ("info", "warning") and one line
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job can use now, for those who supply machines as they are needed.
+
+    ``most``: workers, with standbys. ``used``: of each host the slots up to the last that has a worker. ``drained``:
+    hosts that an operator wants empty; what they have is beside ``most``.
+    """
+
+    most: int
+    used: Mapping[str, int] = field(default_factory=dict)
+    drained: Collection[str] = ()
 
 
 class Discovery(Protocol):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from elastic.driver.discovery.interface import Discovery, Log
+from elastic.driver.discovery.interface import Discovery, Log, Need
 from elastic.driver.journal.journal import Archive
 from elastic.driver.launch.starter import Starter
 
@@ -23,8 +23,8 @@ class Provider(Protocol):
     def towards(self) -> Sequence[str]:
         """Addresses of some machines, by which is found out on which network the driver has to listen."""
 
-    def discovery(self, log: Log) -> Discovery:
-        """The machines and their slots. Called once."""
+    def discovery(self, log: Log, need: Callable[[], Need]) -> Discovery:
+        """The machines and their slots. Called once; ``need`` as often as wanted, in the driver's loop."""
 
     def starter(self, log: Log) -> Starter:
         """Starts an agent on one of them. Called once."""

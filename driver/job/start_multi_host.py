@@ -20,7 +20,7 @@ import msgspec
 from elastic.driver.agents.fleet import AGENTS, Fleet, silence_s
 from elastic.driver.agents.messages import Hire
 from elastic.driver.agents.open_files import allow_hosts
-from elastic.driver.discovery.interface import Discovery
+from elastic.driver.discovery.interface import Discovery, Need
 from elastic.driver.etcd.journal import EtcdArchive
 from elastic.driver.etcd.keys import job_root, operators_key
 from elastic.driver.etcd.leadership import Deposed
@@ -325,7 +325,7 @@ class _Run:
         self, known: dict[str, int] | None, noticed: Callable[[Event], None]
     ) -> Discovery:
         if self.plan.provider is not None:
-            return self.plan.provider.discovery(self.log)
+            return self.plan.provider.discovery(self.log, self._need)
         if known is not None:
             return script_discovery(self.job, known, self.log)
         by_name = None
@@ -345,6 +345,14 @@ class _Run:
             assert self.lead is not None
             return EtcdDiscovery(self.lead.etcd, self.plan.name, self.log)
         return listed_hosts(self.job, self.membership.workers_max)
+
+    def _need(self) -> Need:
+        membership = self.membership
+        used: dict[str, int] = {}
+        for worker in membership.roster:
+            used[worker.host] = max(used.get(worker.host, 0), worker.slot + 1)
+        most = membership.workers_max + self.job.settings.standbys
+        return Need(most, used, membership.drained)
 
     def _pods(
         self, pods: PodSource, fallback: Discovery | None, noticed: Callable[[Event], None]

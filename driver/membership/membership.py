@@ -118,6 +118,12 @@ class Membership:
         return self.worlds.staff.workers_max
 
     @property
+    def drained(self) -> list[str]:
+        """Hosts that an operator wants empty."""
+        slots = self.worlds.staff.slots
+        return [host for host in slots.hosts if slots.drained(host)]
+
+    @property
     def stragglers(self) -> frozenset[Worker]:
         """Who holds the others up although everybody gets on."""
         return self.stuck.stragglers

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from elastic.driver.discovery.interface import Log
+from elastic.driver.discovery.interface import Log, Need
 from elastic.driver.network.blocking_calls import CallsInTurn
 from elastic.driver.network.hosts import show
 from elastic.driver.ray import placement_groups
@@ -98,6 +98,7 @@ class RayDiscovery:
         self._trouble = ""
         self._silent = False  # about drains
         self._closing = False
+        self._need: Callable[[], Need] | None = None
 
     # ---- what the others ask ---------------------------------------------------------------------------------------
 
@@ -108,6 +109,10 @@ class RayDiscovery:
     def gpus_of(self, host: str) -> list[str]:
         """For each slot the ids of its GPUs, joined by commas if there are several; [] where none were asked for."""
         return list(self._gpus.get(host, ()))
+
+    def follow(self, need: Callable[[], Need]) -> None:
+        """From here on as many claims are kept as the driver says at each look, and no longer ``wanted.most``."""
+        self._need = need
 
     def addresses(self) -> list[str]:
         """Of the nodes that were alive when Ray was last asked."""
@@ -260,6 +265,13 @@ class RayDiscovery:
             for id, node in look.nodes.items()
         }
         self._seen = look
+        if self._need is not None:
+            need = self._need()
+            used = {
+                self._nodes[host]: count for host, count in need.used.items() if host in self._nodes
+            }
+            drained = [self._nodes[host] for host in need.drained if host in self._nodes]
+            self._claims.want(need.most, used, drained)
         self._decided = self._claims.decide(look.claims, conditions)
         self._whole = bool(look.nodes) and not self._claims.unready(look.claims, conditions)
         self._known.update(look.gpus)

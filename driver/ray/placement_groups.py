@@ -10,7 +10,10 @@ that wait for room are what an autoscaler brings nodes for.
     placed, on a node that is dead      no             kept: Ray places it elsewhere by itself
     gone, though nobody here removed it no             made anew
     asking for something else           no             removed: an earlier job of this name has left it
-    one more than are wanted            no             removed, the youngest that waits first
+    one more than are wanted            no             removed, the youngest that waits first; where a worker is: kept
+
+How many are wanted follows the driver's need: an operator may scale the job. What is on a host that an operator drains
+counts beside that, so that others are asked for in its place, and nobody else is placed there.
 
 A node that drained once never has slots again. A claim that is to go is removed again and again until Ray says that it
 is gone, wherever Ray may have placed it meanwhile. It may go before its workers have left: they are no part of it, and
@@ -78,6 +81,14 @@ class Seats:
         self._most = most
         self._seats: dict[str, list[int]] = {}
 
+    @property
+    def all(self) -> Mapping[str, Sequence[int]]:
+        """Claims by node, in the order of its slots."""
+        return self._seats
+
+    def want(self, most: int) -> None:
+        self._most = most
+
     def settle(self, placed: Mapping[int, str]) -> dict[str, list[int]]:
         """``placed``: the node of each claim that may be a slot. Where there are too many, those seated go before."""
         kept = {
@@ -103,7 +114,18 @@ class Claims:
         self._drained: set[str] = set()
         self._next = 0
         self._some = False  # at the last look there was a claim
+        self._used: Mapping[str, int] | None = None  # None: all may be
         self._last = Decision()
+
+    def want(self, most: int, used: Mapping[str, int], emptied: Collection[str]) -> None:
+        """So many slots from here on, beside those on ``emptied`` nodes. ``used``: of each node the slots up to the
+        last that has a worker, which stay whatever is wanted.
+        """
+        seats = self._seats.all
+        self._most = most + sum(len(seats.get(node, ())) for node in emptied)
+        if self._some:  # before the first look nobody knows which claim is which slot
+            self._used = {**used, **{node: len(seats.get(node, ())) for node in emptied}}
+        self._seats.want(self._most)
 
     def decide(self, found: Sequence[Claim], nodes: Mapping[str, Condition]) -> Decision:
         """``found``: every claim that Ray knows, those that are gone included. ``nodes``: every node it knows.
@@ -142,9 +164,26 @@ class Claims:
                 self._given_up.add(claim.number)
             if claim.number not in self._given_up:
                 kept.append(claim)
-        kept.sort(key=lambda claim: (not self._lives(claim, nodes), claim.number))
-        self._given_up |= {claim.number for claim in kept[self._most :]}
-        return kept[: self._most]
+        in_use = {
+            claim.number for claim in kept if self._lives(claim, nodes) and self._in_use(claim)
+        }
+        kept.sort(
+            key=lambda claim: (
+                claim.number not in in_use,
+                not self._lives(claim, nodes),
+                claim.number,
+            )
+        )
+        most = max(self._most, len(in_use))
+        self._given_up |= {claim.number for claim in kept[most:]}
+        return kept[:most]
+
+    def _in_use(self, claim: Claim) -> bool:
+        """Whether it has a worker, or one behind it on its node: without it that one had another slot."""
+        if self._used is None:
+            return True
+        seats = self._seats.all.get(claim.node, ())
+        return claim.number in seats[: self._used.get(claim.node, 0)]
 
     def _lives(self, claim: Claim, nodes: Mapping[str, Condition]) -> bool:
         return (

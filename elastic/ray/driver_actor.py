@@ -13,13 +13,13 @@ import os
 import select
 import threading
 import warnings
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
 
 from elastic.driver.commandline import cli
-from elastic.driver.discovery.interface import Log
+from elastic.driver.discovery.interface import Log, Need
 from elastic.driver.job.job import Job, Stoppable
 from elastic.driver.job.start import start
 from elastic.driver.job.start_multi_host import DEPOSED_CODE
@@ -361,7 +361,8 @@ class RayProvider:
     def towards(self) -> list[str]:
         return self._discovery.addresses()
 
-    def discovery(self, log: Log) -> RayDiscovery:
+    def discovery(self, log: Log, need: Callable[[], Need]) -> RayDiscovery:
+        self._discovery.follow(need)
         return self._discovery
 
     def starter(self, log: Log) -> RayStarter:

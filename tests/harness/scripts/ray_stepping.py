@@ -2,8 +2,9 @@
 
     ray_stepping.py FOLDER NUM MIN MAX [STEP_S]
 
-Each worker appends ``time generation size rank step`` to ``FOLDER/PID.steps`` and then commits; the time is
-CLOCK_MONOTONIC in seconds, one clock for all processes of a machine.
+Each worker writes the time to ``FOLDER/PID.ready`` before its first step, appends ``time generation size rank step`` to
+``FOLDER/PID.steps`` at each, and then commits; a time is CLOCK_MONOTONIC in seconds, one clock for all processes of a
+machine.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def train(config: dict[str, Any]) -> int:
                 return int(state.step)
             state.commit()
 
+    with open(f"{config['folder']}/{os.getpid()}.ready", "w") as ready:
+        ready.write(str(time.monotonic()))
     return loop(elastic.TorchState(model, optimizer, step=0))
 
 

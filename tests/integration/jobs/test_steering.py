@@ -115,12 +115,62 @@ def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime
     assert command("jobs") == "no job of this user runs here\n"
 
 
+@pytest.mark.forked
+@pytest.mark.nightly
+@pytest.mark.timeout(180)
+def test_a_job_on_one_machine_goes_from_4_to_8_to_3_and_a_host_is_drained(job, runtime):
+    training = job(
+        "-H localhost:4,127.0.0.2:4 -np 4 --min-np 1 --max-np 4 --job bert --reset-limit 0",
+        TRAINING,
+        env={
+            "ELASTIC_DIGESTS": "1",
+            "ENDS": "end",
+            "PACE": "0.01",
+            "XDG_RUNTIME_DIR": str(runtime),
+        },
+    )
+    training.until(lambda: sizes(training)[-2:] == [4, 4], "a world of elastic.run", 60)
+    go_through(training, other="127.0.0.2", steered=elastic.Job("bert"))
+    (training.folder / "end").touch()
+    training.succeed()
+    History(training).check_commits_kept()
+
+
+def go_through(training: Job, other: str, steered: elastic.Job) -> None:
+    """4 -> 8 -> 3 workers; one is removed, and another takes its place; ``other`` is drained, and drained no more."""
+
+    def becomes(size: int) -> set[str]:
+        training.wait_for_world(size, 60)
+        took = effective_within(training, size)
+        assert took < WITHIN_S, (size, took)
+        return {member["worker"][0] for member in training.worlds()[-1]["members"]}
+
+    began = [member["worker"] for member in training.worlds()[-1]["members"]]
+    assert steered.scale(8) == "8 workers wanted, before 4"
+    assert other in becomes(8)
+    assert "5 of them leave" in steered.scale(3)
+    assert other not in becomes(3)
+    steered.remove(2)
+    becomes(2)
+    becomes(3)  # in another slot
+    steered.scale(5)
+    assert other in becomes(5)
+    assert "leave" in steered.drain(other)
+    left = becomes(3)
+    assert other not in left
+    assert steered.status()["rows"]["hosts"][other]["state"] == "drained"
+    steered.drain(other, off=True)
+    assert other in becomes(5)
+    host, slot, start = began[0]
+    nothing_lost(training, f"{host}:{slot}#{start}")
+
+
 @contextlib.contextmanager
 def agents(folder: Path, common: list[str], env: dict[str, str]) -> Iterator[Callable[[str], None]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(host: str) -> None:
-        words = [elasticrun(), "agent", *common, "--host", host, "--slots", "2"]
+        words = [elasticrun(), "agent", *common, "--host", host, "--slots", "4"]
         with open(folder / f"agent-{host}.log", "a") as log:
             started.append(subprocess.Popen(words, env=env, cwd=folder, stderr=log))
 
@@ -135,6 +185,7 @@ def agents(folder: Path, common: list[str], env: dict[str, str]) -> Iterator[Cal
 
 @pytest.mark.etcd
 @pytest.mark.nightly
+@pytest.mark.timeout(240)
 def test_a_job_with_agents_and_etcd_is_steered_from_anywhere(runtime, tmp_path):
     """Over TLS, found by etcd: this machine's folder is another one for the driver."""
     make_secret_file(str(tmp_path / "secret"))
@@ -153,20 +204,17 @@ def test_a_job_with_agents_and_etcd_is_steered_from_anywhere(runtime, tmp_path):
         agent("a")
         agent("b")
         env |= {"XDG_RUNTIME_DIR": str(elsewhere)}
-        flags = ["-np", "2", "--min-np", "1", "--max-np", "2", *RETURN.split(), *common]
+        flags = ["-np", "4", "--min-np", "1", "--max-np", "4", *RETURN.split(), *common]
         training = Job(flags, [*map(str, TRAINING)], folder=tmp_path, env=env)
         try:
-            training.until(lambda: sizes(training)[-2:] == [2, 2], "a world of elastic.run", 60)
-            assert "4 workers wanted" in command("scale", *common, "4")
-            training.wait_for_world(4, 60)
-            assert effective_within(training, 4) < WITHIN_S
-            assert "its 2 workers leave" in command("drain", *common, "b")
-            training.wait_for_world(2)
-            assert effective_within(training, 2) < WITHIN_S
-            assert {member["worker"][0] for member in training.worlds()[-1]["members"]} == {"a"}
+            training.until(lambda: sizes(training)[-2:] == [4, 4], "a world of elastic.run", 60)
+            # The hosts stand in the order in which their agents came.
+            last = training.worlds()[-1]["members"][-1]["worker"][0]
+            other = "b" if last == "a" else "a"
+            go_through(training, other, elastic.Job(flags=common))
+            assert "its 2 workers leave" in command("drain", *common, other)
+            training.wait_for_world(3)
             assert "drained" in command("status", *common)
-            command("remove", *common, "1")
-            training.wait_for_world(1)
             assert (
                 "no job runs here"
                 in subprocess.run(

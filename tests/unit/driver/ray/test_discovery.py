@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from elastic.driver.discovery.interface import Need
 from elastic.driver.network.blocking_calls import CallsInTurn
 from elastic.driver.ray.cluster import Unanswered
 from elastic.driver.ray.discovery import RayDiscovery, Wanted, host_of
@@ -158,6 +159,21 @@ def test_another_driver_finds_the_claims_and_makes_none_twice():
     other = Told(told.ray, Wanted(4, ONE), detached=True)
     assert other.watched(nothing) == [[(A, 1), (B, 2)]]
     assert other.ray.said == ["make 3 for ever"]
+
+
+def test_as_many_are_held_as_the_driver_needs_now():
+    told = started(most=1, aaaa=1, bbbb=2)
+    needs = [Need(1, {A: 1}), Need(3, {A: 1}), Need(3, {A: 1}), Need(2, {A: 1, B: 1})]
+    told.discovery.follow(lambda: needs.pop(0) if len(needs) > 1 else needs[0])
+    lists = told.watched(told.ray.tick, told.ray.tick, told.ray.tick, nothing)
+    assert lists == [[(A, 1)], [(A, 1), (B, 2)], [(A, 1), (B, 1)]]
+    assert told.ray.said == ["make 1", "make 2", "remove 2"]
+
+
+def test_a_host_that_is_drained_stays_and_others_are_asked_for():
+    told = started(most=1, aaaa=1, bbbb=2)
+    told.discovery.follow(lambda: Need(1, {A: 1}, [A]))
+    assert told.watched(told.ray.tick, nothing) == [[(A, 1)], [(A, 1), (B, 1)]]
 
 
 def test_claims_of_others_are_left_alone():

@@ -121,8 +121,52 @@ def test_what_asks_for_something_else_was_left_by_an_earlier_job():
 def test_of_more_than_are_wanted_those_that_wait_go_first_and_the_youngest_of_them():
     found = [*waiting(0), *on("a", 1, 2), *on("b", 3), *waiting(4)]
     assert Claims(4).decide(found, UP).remove == [4]
-    assert Claims(2).decide(found, UP).remove == [0, 3, 4]
-    assert Claims(2).decide(found, {"a": DEAD, "b": ALIVE}).remove == [1, 2, 4]
+    for nodes, surplus in ((UP, [0, 3, 4]), ({"a": DEAD, "b": ALIVE}, [1, 2, 4])):
+        claims = Claims(4)
+        claims.decide(found, nodes)
+        claims.want(2, {}, [])
+        assert claims.decide(found, nodes).remove == surplus
+
+
+def test_before_its_driver_has_said_who_runs_no_place_is_given_up():
+    """The driver before this one was asked for more than the job began with."""
+    decision = Claims(1).decide([*on("a", 0, 1), *waiting(2)], UP)
+    assert (decision.make, decision.remove) == ([], [2])
+    claims = Claims(1)
+    claims.want(1, {"a": 1}, [])  # nothing is known of the order of its slots
+    assert claims.decide(on("a", 0, 1), UP).remove == []
+
+
+def test_more_are_made_as_more_are_wanted():
+    claims = Claims(1)
+    claims.decide(on("a", 0), UP)
+    claims.want(3, {"a": 1}, [])
+    decision = claims.decide(on("a", 0), UP)
+    assert (decision.seats, decision.make, decision.remove) == ({"a": [0]}, [1, 2], [])
+    decision = claims.decide([*on("a", 0), *on("b", 1, 2)], UP)
+    assert decision.seats == {"a": [0], "b": [1, 2]}
+
+
+def test_as_fewer_are_wanted_those_without_a_worker_go_and_nobody_changes_its_slot():
+    claims = Claims(4)
+    found = [*on("a", 0, 1), *on("b", 2, 3)]
+    claims.decide(found, UP)
+    claims.want(1, {"a": 2, "b": 1}, [])  # the worker of a's first slot has left, or leaves
+    decision = claims.decide(found, UP)
+    assert (decision.seats, decision.remove) == ({"a": [0, 1], "b": [2]}, [3])
+    claims.want(1, {"a": 2}, [])
+    assert claims.decide([*on("a", 0, 1), *on("b", 2)], UP).seats == {"a": [0, 1]}
+
+
+def test_a_host_that_an_operator_drains_keeps_its_places_and_others_are_asked_for():
+    claims = Claims(2)
+    found = [*on("a", 0), *on("b", 1)]
+    claims.decide(found, UP)
+    claims.want(2, {"a": 1}, ["b"])
+    decision = claims.decide(found, UP)
+    assert (decision.seats, decision.make) == ({"a": [0], "b": [1]}, [2])
+    claims.want(2, {"a": 1}, [])  # no longer
+    assert claims.decide([*found, *waiting(2)], UP).remove == [2]
 
 
 def test_a_claim_is_no_slot_before_all_is_known_about_it():
@@ -160,6 +204,7 @@ EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 3)),
         st.tuples(st.sampled_from(["drain", "kill", "take"]), st.integers(0, 5)),
+        st.tuples(st.just("scale"), st.integers(1, 5)),
         st.tuples(st.sampled_from(["tick", "look", "look", "mute", "fail", "restart"]), st.just(0)),
     ),
     max_size=40,
@@ -190,6 +235,11 @@ class Conversation:
                 ray.tick()
             case "look":
                 self.look()
+            case "scale":
+                self.look()
+                self.most = index
+                self.claims.want(index, {}, [])
+                self.look()
             case "mute":
                 last = self.seats
                 self.decide([], {})
@@ -198,6 +248,8 @@ class Conversation:
                 self.look(acts=False)
             case "restart":
                 self.claims, self.seats = Claims(self.most), {}
+                self.claims.decide(self.found(), self.conditions())
+                self.claims.want(self.most, {}, [])
                 self.look()
 
     def found(self) -> list[Claim]:
@@ -269,9 +321,10 @@ def test_whatever_happens_no_slot_is_too_many_and_no_claim_is_lost(most, events)
         conversation.happen(event, index)
     conversation.settle()
     ray = conversation.ray
-    assert len(ray.live) == most
+    assert len(ray.live) == conversation.most
     room = sum(node.room for node in ray.table.values() if node.alive and not node.draining)
-    assert sum(len(numbers) for numbers in conversation.seats.values()) == min(most, room)
+    seated = sum(len(numbers) for numbers in conversation.seats.values())
+    assert seated == min(conversation.most, room)
     settled = conversation.seats
     conversation.look()
     assert conversation.seats == settled
