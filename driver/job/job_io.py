@@ -89,7 +89,7 @@ class Surroundings:
         if self.report is not None:
             self.report.note(event, actions, now)
         if self.metrics is not None:
-            self.metrics.note(event, actions)
+            self.metrics.note(event, actions, now)
 
 
 @contextlib.contextmanager

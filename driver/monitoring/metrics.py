@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -43,6 +43,7 @@ from elastic.driver.events import (
     WorkerSpent,
 )
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
+from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Why
 from elastic.errors import Invalid
@@ -79,22 +80,8 @@ class Waits:
     over_s: float = 0.0
 
 
-@dataclass
-class Durations:
-    """A histogram: how many lasted no longer than each of BOUNDS_S, and the others."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
-    sum_s: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[sum(bound < seconds for bound in BOUNDS_S)] += 1
-        self.sum_s += seconds
-
-    def cumulative(self) -> Iterator[tuple[str, float]]:
-        total = 0
-        for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], self.counts, strict=True):
-            total += count
-            yield bound, float(total)
+def _durations() -> Histogram:
+    return Histogram(BOUNDS_S)
 
 
 class Figures:
@@ -104,8 +91,8 @@ class Figures:
         self.stages: dict[Worker, str] = {}
         self.generation = 0
         self.size = 0
-        self.recoveries: dict[str, Durations] = defaultdict(Durations)  # by kind
-        self.phases: dict[tuple[str, str], Durations] = defaultdict(Durations)  # by kind and phase
+        self.recoveries: dict[str, Histogram] = defaultdict(_durations)  # by kind
+        self.phases: dict[tuple[str, str], Histogram] = defaultdict(_durations)  # and by phase
         self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))  # by kind
         self.started = 0
         self.lost = 0
@@ -121,6 +108,7 @@ class Figures:
         self.over = False
         self.spent = TimeSpent()
         self._expected_to_go: set[Worker] = set()
+        self.waited_for = StragglerWaits()
         self._judge = Stragglers()
         self._now = 0.0
 
@@ -161,6 +149,7 @@ class Figures:
                     return
                 self.waits.pop(worker, None)
                 self.stragglers -= {worker}
+                self.waited_for.gone(worker)
                 if code and not self.over and worker not in self._expected_to_go:
                     self.lost += 1
                 self._expected_to_go.discard(worker)
@@ -175,6 +164,7 @@ class Figures:
             case PublishWorld(generation, members):
                 self.generation, self.size = generation, len(members)
                 self._judge, self.stragglers = Stragglers(size=len(members)), frozenset()
+                self.waited_for.new_world()
                 for rank in [rank for rank in self.reported if rank >= self.size]:
                     del self.reported[rank]
                 for member in members:
@@ -220,6 +210,7 @@ class Figures:
         waits.collectives += event.collectives
         waits.waited_s += event.waited_s
         waits.over_s += event.over_s
+        self.waited_for.paced(event.worker, event.waited_s, event.collectives)
         if self._judge.paced(event.worker, event.waited_s, event.over_s):
             self.stragglers = self._judge.named
 
@@ -268,6 +259,14 @@ def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
         "worker",
         ((str(w), w in figures.stragglers) for w in figures.stages),
     )
+    waited_for = HistogramMetricFamily(
+        "elastic_waited_for_seconds",
+        "How long the others wait in a collective for the worker that waits least, mean by mean of their reports.",
+        labels=["worker"],
+    )
+    for worker, waited in figures.waited_for.by_worker.items():
+        waited_for.add_metric([str(worker)], [*waited.cumulative()], waited.sum_s)
+    yield waited_for
     waits = [(str(worker), waits) for worker, waits in figures.waits.items()]
     for name, text, values in (
         ("collectives", "Collectives completed.", [(w, x.collectives) for w, x in waits]),
@@ -397,6 +396,7 @@ class Metrics(Collector):
     def __init__(self, address: str, port: int) -> None:
         self._figures = Figures()
         self._changing = threading.Lock()  # the driver's thread changes, a scrape's thread reads
+        self._epoch: float | None = None  # what the journal's clock has to be added to
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -409,9 +409,12 @@ class Metrics(Collector):
         bound_visitors(self._server)
         self.port = self._server.server_port
 
-    def note(self, event: Event, actions: Sequence[Action]) -> None:
+    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        """``now``: by the clock of the journal, which never jumps."""
         with self._changing:
-            self._figures.note(event, actions, time.time())
+            if self._epoch is None:
+                self._epoch = time.time() - now
+            self._figures.note(event, actions, self._epoch + now)
 
     def report(self, report: Report) -> None:
         with self._changing:
@@ -419,6 +422,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         with self._changing:
+            self._figures.spent.go_on(time.time())
             return [*families(self._figures, time.time())]
 
     def close(self) -> None:

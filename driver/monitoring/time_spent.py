@@ -117,6 +117,16 @@ class TimeSpent:
         for action in actions:
             self._decided(action, now)
 
+    def go_on(self, now: float) -> None:
+        """It is so late, though nothing has happened. Once the job has ended, only events count."""
+        if self._since is not None and self._stretch != "ending":
+            self.now = max(self.now, now)
+
+    @property
+    def over(self) -> bool:
+        """The job has ended, and all its workers have: nothing here changes any more."""
+        return self._stretch == "ending" and not self.running
+
     def _decided(self, action: Action, now: float) -> None:
         match action:
             case StartWorker(worker):

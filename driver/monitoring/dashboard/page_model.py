@@ -340,20 +340,21 @@ class PageModel:
     def _look_at_all(self, now: float) -> None:
         """Now and then. What is shown of time goes on while nothing happens."""
         self.now = now
-        if now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid):
+        soon = now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid)
+        if soon and not self.spent.over:
             return
         self._looked_at = now
         values = self.state.values
-        if values["job"]["ended"] is None or values["goodput"] is None:
-            self.spent.now = max(self.spent.now, now)
-            total = msgspec.structs.asdict(self.spent.total())
-            worked = sum(total.values())
-            goodput = {
-                "workers": total,
-                "job": self.spent.stretches(),
-                "counts": dict(self.spent.count),
-                "ratio": total["training"] / worked if worked else None,
-            }
+        self.spent.go_on(now)
+        total = msgspec.structs.asdict(self.spent.total())
+        worked = sum(total.values())
+        goodput = {
+            "workers": total,
+            "job": self.spent.stretches(),
+            "counts": dict(self.spent.count),
+            "ratio": total["training"] / worked if worked else None,
+        }
+        if goodput != values["goodput"]:
             self.state.set("goodput", goodput)
         held_up = self._grid.held_up()
         if held_up != values["held_up"]:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.request
+from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+import elastic
+from elastic.driver.commandline.afterwards.explain_cli import as_json
+from elastic.driver.commandline.afterwards.replay_cli import play
+from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from elastic.protocol.messages import Worker
+from harness.etcd import free_ports
 from harness.history import SCRIPTS
 from harness.job import Job
 
@@ -28,6 +39,7 @@ PARTS = [
     "idle",
 ]
 NAME = r"\S+:\d+#\d+"
+Seconds = dict[str, float]
 
 
 def table(output: str) -> dict[str, dict[str, float]]:
@@ -49,6 +61,30 @@ def lifetimes(training: Job) -> dict[str, float]:
     return {name: ended[name] - began[name] for name in began}
 
 
+def scraped(training: Job) -> tuple[Seconds, Seconds]:
+    """Of the workers by part, of the job by stretch: as Prometheus has it now."""
+    at = re.search(r"metrics are at (\S+)", training.output)
+    assert at is not None
+    with urllib.request.urlopen(at[1], timeout=10) as answer:
+        told = list(text_string_to_metric_families(answer.read().decode()))
+    samples = {
+        family.name: {s.labels.get("part", ""): s.value for s in family.samples} for family in told
+    }
+    return samples["elastic_spent_seconds"], samples["elastic_job_spent_seconds"]
+
+
+def explained(journal: Path) -> dict[str, Any]:
+    """What `elasticrun explain --json` says of the time, and what a page that plays the job shows at its end."""
+    with JournalEntries(journal) as entries:
+        page = PageModel(name="", command=[], least=1, most=2)
+        for entry in entries:
+            play(page, entry, entry.at)
+        page.patch(entry.at + 100.0)
+        found = json.loads(as_json(entries.reading))["findings"]
+    [time] = [each["facts"] for each in found if each["what"] == "time"]
+    return {"explain": time, "page": page.state.values["goodput"]}
+
+
 def until_two_train(training: Job) -> None:
     def found() -> bool:
         worlds, resumed = training.worlds(), training.events("WorkerResumed")
@@ -61,15 +97,28 @@ def until_two_train(training: Job) -> None:
 @pytest.mark.parametrize(
     "kills", [3, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])]
 )
-def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, kills):
-    training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
+def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, monkeypatch, kills):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    env = {"ELASTIC_TEST_FOLDER": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    training = job(f"{FLAGS} --metrics-port {free_ports(1)[0]}", TRAINING, env=env)
     for _ in range(kills):
         until_two_train(training)
         (tmp_path / "die").touch()
         training.until(lambda: len(training.worlds()[-1]["members"]) == 1, "a world of one")
     until_two_train(training)
+    shown = elastic.Job().status()["set"]["goodput"]
+    workers, stretches = scraped(training)
     (tmp_path / "enough").touch()
     assert training.wait(60) == 0
+
+    # While it runs the page looks once a second, and a scrape at once: they are no further apart, for each worker.
+    assert 0 <= sum(stretches.values()) - sum(shown["job"].values()) < 2.5
+    assert 0 <= sum(workers.values()) - sum(shown["workers"].values()) < 5.0
+    for part, seconds in shown["workers"].items():
+        assert workers[part] == pytest.approx(seconds, abs=5.0)
+    assert shown["ratio"] == pytest.approx(
+        shown["workers"]["training"] / sum(shown["workers"].values())
+    )
 
     rows = table(training.output)
     everybody = rows.pop("all workers")
@@ -80,6 +129,17 @@ def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, kills):
         assert sum(row[part] for part in PARTS[1:]) == pytest.approx(row["total"], abs=0.05)
         assert row["total"] == pytest.approx(lived[name], rel=0.001, abs=0.02)
     assert everybody["total"] == pytest.approx(sum(lived.values()), rel=0.001)
+    # At the end all say the same, and it is the wall time: of the job, and of all its workers.
+    told = explained(training.journal)
+    assert told["page"]["workers"] == pytest.approx(told["explain"]["workers"])
+    assert told["page"]["job"] == pytest.approx(told["explain"]["job"])
+    assert told["page"]["ratio"] == pytest.approx(told["explain"]["goodput"])
+    ats = [record["at"] for record in training.records() if record.get("event")]
+    assert sum(told["page"]["job"].values()) == pytest.approx(ats[-1] - ats[0], rel=0.001)
+    assert sum(told["page"]["workers"].values()) == pytest.approx(sum(lived.values()), rel=0.001)
+    for part in PARTS[1:]:
+        assert everybody[part] == pytest.approx(told["explain"]["workers"][part], abs=0.0051)
+    assert f"how the time went, {told['explain']['job_s']:.1f} s" in training.output
     recovered = [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
     assert len(recovered) == kills
     assert f"({kills} times)" in training.output

@@ -218,7 +218,7 @@ def test_reported_numbers_are_gauges_and_bounded():
 
 def test_they_are_served_on_loopback_until_the_end():
     metrics = Metrics("127.0.0.1", 0)
-    metrics.note(TimePassed(), [StartWorker(A, PLACE, in_words("first start"))])
+    metrics.note(TimePassed(), [StartWorker(A, PLACE, in_words("first start"))], 1.0)
     url = f"http://127.0.0.1:{metrics.port}/metrics"
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert b'elastic_workers{stage="starting"} 1.0' in answer.read()

@@ -1,0 +1,71 @@
+"""How long the others wait for one: what is told of whom, as means of reports come in any order."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.driver.monitoring.straggler_waits import WORKERS, Histogram, StragglerWaits
+from elastic.protocol.messages import Worker
+
+A, B, C = (Worker("h", slot) for slot in range(3))
+
+
+def told(waits: StragglerWaits) -> dict[Worker, tuple[int, float]]:
+    """By who is waited for: how many waits, and their sum in seconds."""
+    return {who: (sum(each.counts), each.sum_s) for who, each in waits.by_worker.items()}
+
+
+def test_what_the_others_wait_more_than_the_one_that_waits_least_is_waited_for_it():
+    waits = StragglerWaits()
+    waits.paced(A, 1.0, 100)  # 10 ms in each
+    assert told(waits) == {}  # nobody to compare it with
+    waits.paced(B, 6.0, 100)
+    waits.paced(C, 3.0, 50)
+    assert told(waits) == {A: (150, pytest.approx(7.5))}
+    assert dict(waits.by_worker[A].cumulative())["0.05"] == 150
+    assert dict(waits.by_worker[A].cumulative())["0.025"] == 0
+
+
+def test_another_may_be_the_last_to_come():
+    waits = StragglerWaits()
+    waits.paced(A, 1.0, 100)
+    waits.paced(B, 6.0, 100)
+    waits.paced(A, 8.0, 100)  # so B is the last one now
+    assert told(waits) == {A: (100, pytest.approx(5.0)), B: (100, pytest.approx(2.0))}
+
+
+def test_a_new_world_and_a_worker_that_is_gone_are_compared_with_nobody():
+    waits = StragglerWaits()
+    waits.paced(A, 1.0, 100)
+    waits.paced(B, 6.0, 100)
+    waits.new_world()
+    waits.paced(B, 9.0, 100)
+    assert told(waits) == {A: (100, pytest.approx(5.0))}
+    waits.paced(A, 10.0, 100)
+    assert told(waits)[B] == (100, pytest.approx(1.0))
+    waits.gone(B)
+    waits.paced(C, 20.0, 100)
+    assert told(waits) == {A: (200, pytest.approx(15.0))}
+
+
+def test_who_took_part_in_nothing_says_nothing():
+    waits = StragglerWaits()
+    waits.paced(A, 1.0, 0)
+    waits.paced(B, 1.0, 1)
+    assert told(waits) == {}
+
+
+def test_of_more_workers_than_are_kept_the_first_stay():
+    waits = StragglerWaits()
+    for number in range(2 * WORKERS):
+        waits.new_world()
+        waits.paced(Worker("h", number), 1.0, 100)
+        waits.paced(A, 6.0 + number, 100)
+    assert len(waits.by_worker) == WORKERS
+
+
+def test_a_value_on_a_bound_belongs_to_it():
+    histogram = Histogram((0.1, 1.0))
+    for seconds in (0.1, 0.2, 5.0):
+        histogram.add(seconds)
+    assert list(histogram.cumulative()) == [("0.1", 1.0), ("1.0", 2.0), ("+Inf", 3.0)]
