@@ -113,6 +113,7 @@ class WorkerDigested(Event):
     epoch: int = 0
     step: int = -1
     tensors: dict[str, int] = {}
+    gradients: dict[str, int] = {}
 
 
 class WorkerProgressed(Event):

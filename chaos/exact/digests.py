@@ -13,12 +13,25 @@ SHOWN = 5  # tensors
 
 @dataclass(frozen=True)
 class HeldCommit:
-    """What a worker held before ``step``, the first one that it has not trained."""
+    """What a worker held before ``step``, the first one that it has not trained; and the gradients that it had computed
+    for the step before, by shard and parameter.
+    """
 
     step: int
     worker: Worker
     generation: int
     tensors: dict[str, int]
+    gradients: dict[tuple[int, str], int]
+
+
+@dataclass(frozen=True)
+class OddGradient:
+    """The first gradient of a step that is not what it is in the undisturbed run, and who computed it."""
+
+    shard: int
+    parameter: str
+    worker: Worker
+    others: int  # gradients of this step that differ, too
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,8 @@ class Difference:
     generation: int
     tensors: tuple[str, ...]
     workers: int  # that differ after this step
+    gradient: OddGradient | None = None
+    compared: int = 0  # gradients of single shards
 
     def sentence(self) -> str:
         shown = ", ".join(self.tensors[:SHOWN])
@@ -37,14 +52,31 @@ class Difference:
         others = f", and of {self.workers - 1} more" if self.workers > 1 else ""
         return (
             f"step {self.step} made other bits: {shown}{f' and {more} more' if more > 0 else ''} of worker"
-            f" {self.worker}{others}, in generation {self.generation}"
+            f" {self.worker}{others}, in generation {self.generation}{self._cause()}"
         )
+
+    def _cause(self) -> str:
+        if self.gradient is not None:
+            odd = self.gradient
+            more = f", and {odd.others} more" if odd.others else ""
+            return (
+                f". Shard {odd.shard} is where it begins: worker {odd.worker} computed another gradient of"
+                f" {odd.parameter}{more}"
+            )
+        if self.compared:
+            return (
+                f". The shards' own gradients, {self.compared} of them, are equal: what differs is their sum, a buffer,"
+                " or what the optimizer does"
+            )
+        return ""
 
 
 def held(events: Iterable[Event]) -> list[HeldCommit]:
     """Of every commit of every worker, in the order in which they were told."""
     return [
-        HeldCommit(event.step, event.worker, event.generation, event.tensors)
+        HeldCommit(
+            event.step, event.worker, event.generation, event.tensors, _by_shard(event.gradients)
+        )
         for event in events
         if isinstance(event, WorkerDigested) and event.step > 0 and event.tensors
     ]
@@ -68,7 +100,38 @@ def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> Differ
     first = [(each, odd) for each, odd in found if each.step == step]
     each, odd = first[0]
     workers = len({one.worker for one, _ in first})
-    return Difference(step - 1, each.worker, each.generation, odd, workers)
+    gradient, compared = _odd_gradient(
+        [one for one in undisturbed if one.step == step], [one for one in other if one.step == step]
+    )
+    return Difference(step - 1, each.worker, each.generation, odd, workers, gradient, compared)
+
+
+def _odd_gradient(
+    undisturbed: list[HeldCommit], other: list[HeldCommit]
+) -> tuple[OddGradient | None, int]:
+    """Of the first shard that has one, the one that backward made first. And how many could be compared."""
+    wanted: dict[tuple[int, str], int] = {}
+    for each in reversed(undisturbed):
+        wanted |= each.gradients
+    made = [
+        (key, each.worker, value)
+        for each in other
+        for key, value in each.gradients.items()
+        if key in wanted
+    ]
+    odd = [(key, worker) for key, worker, value in made if value != wanted[key]]
+    if not odd:
+        return None, len(made)
+    (shard, parameter), worker = min(odd, key=lambda each: each[0][0])
+    return OddGradient(shard, parameter, worker, len({key for key, _ in odd}) - 1), len(made)
+
+
+def _by_shard(gradients: dict[str, int]) -> dict[tuple[int, str], int]:
+    found = {}
+    for key, value in gradients.items():
+        shard, _, parameter = key.partition(" ")
+        found[int(shard), parameter] = value
+    return found
 
 
 def _odd(own: dict[str, int], wanted: dict[str, int]) -> tuple[str, ...]:

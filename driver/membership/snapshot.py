@@ -347,7 +347,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "Gathering": {"anew": False},
     "WorkerRaised": {"final": False},
     "WorkerSpent": {"commit": None},
-    "WorkerDigested": {"step": -1, "tensors": {}},
+    "WorkerDigested": {"step": -1, "tensors": {}, "gradients": {}},
     "HostReported": {"notice": None},
     "WorkerExited": {"out_of_memory": False},
     "Standing": {"noticed": False, "stands_by": False},

@@ -51,9 +51,20 @@ def event_of(worker: Worker, message: Any) -> Event:
             return WorkerPaced(worker, generation, collectives, waited_s, over_s, commits, commit)
         case messages.TimeSpent(generation, times, doing, commit):
             return WorkerSpent(worker, generation, times, doing, commit)
-        case messages.Digested(generation, commit, digest, buffers, samples, epoch, step, tensors):
+        case messages.Digested(
+            generation, commit, digest, buffers, samples, epoch, step, tensors, gradients
+        ):
             return WorkerDigested(
-                worker, generation, commit, digest, buffers, samples, epoch, step, tensors
+                worker,
+                generation,
+                commit,
+                digest,
+                buffers,
+                samples,
+                epoch,
+                step,
+                tensors,
+                gradients,
             )
         case messages.Raised(generation, commit, summary, traceback, hardware, final):
             return WorkerRaised(worker, generation, commit, summary, traceback, hardware, final)

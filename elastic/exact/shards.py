@@ -57,6 +57,8 @@ class Shards:
         self.exact = exact
         self.step = 0
         self.inexact_since: int | None = None  # the step; see `computes_differently`
+        # Digests of what this rank's shards of the last step gave, where they were asked for: by ``3 layer.weight``.
+        self.gradients: dict[str, int] = {}
         self._listeners: list[weakref.ref[StepListener]] = []
         self._keeper: BufferKeeper | None = None
         self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
@@ -115,6 +117,7 @@ class Shards:
         step, self._begun_in = self._step(), generation
         self._say(step)
         self._present, self._done = step, 0
+        self.gradients = {}
         for listener in self._all():
             listener.step_begins(step)
         return step.held[step.rank]
@@ -328,5 +331,6 @@ class Shards:
                     f" {own[name]!r}; with another {name} it would be another run: change it back, or begin anew"
                 )
         self.abandon()
+        self.gradients = {}
         self.step, self.inexact_since = saved["step"], saved["inexact_since"]
         self._between_steps()

@@ -278,7 +278,8 @@ class Digested(Message):
     """Digest of the parameters held under a commit; in tests also which samples were trained since the last one.
 
     ``step``: the step that follows the commit, where the state has shards; -1: it has none. ``tensors``: a digest of
-    each tensor of the state by its name, where they were asked for.
+    each tensor of the state by its name, where they were asked for. ``gradients``: then also of the last step's, before
+    any sum, by ``3 layer.weight``: the shard, of those that this worker has computed, and the parameter.
     """
 
     generation: int
@@ -289,6 +290,7 @@ class Digested(Message):
     epoch: int = 0
     step: int = -1
     tensors: Annotated[dict[str, int], Meta(max_length=TENSORS_LIMIT)] = {}
+    gradients: Annotated[dict[str, int], Meta(max_length=TENSORS_LIMIT)] = {}
 
 
 class Raised(Message):

@@ -94,6 +94,7 @@ class CommitLog:
         epoch: int = 0,
         step: int = -1,
         tensors: Mapping[str, int] | None = None,
+        gradients: Mapping[str, int] | None = None,
     ) -> None:
         """Of the newest commit. ``samples``: ids that this rank has trained on since its last one, in tests. The others
         as in `elastic.protocol.messages.Digested`.
@@ -102,9 +103,9 @@ class CommitLog:
         commit = recovery.newest
         if commit is not None and digest and recovery.running:
             where = recovery.generation, commit
-            found = dict(tensors or {})
+            digests = dict(tensors or {}), dict(gradients or {})
             self._session.send(
-                messages.Digested(*where, digest, buffers, list(samples), epoch, step, found)
+                messages.Digested(*where, digest, buffers, list(samples), epoch, step, *digests)
             )
 
     def check(self) -> None:

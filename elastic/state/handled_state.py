@@ -276,8 +276,15 @@ class HandledState(ObjectState):
         return found if begun == self._begun else {}
 
     def _step(self) -> int:
-        shards = [value for value in self._referred() if isinstance(value, Shards)]
+        shards = self._shards()
         return shards[0].step if shards else -1
+
+    def _gradients(self) -> dict[str, int]:
+        shards = self._shards()
+        return shards[0].gradients if shards else {}
+
+    def _shards(self) -> list[Shards]:
+        return [value for value in self._referred() if isinstance(value, Shards)]
 
     def _digest(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         begun = self._begun

@@ -127,12 +127,19 @@ class State:
         """Tells the driver what was just committed, where it is to be compared (ELASTIC_DIGESTS=1)."""
         rt = lifecycle.active()
         if rt is not None and rt.env.digest_commits:
-            tensors = self.digest_tensors() if rt.env.digest_tensors else {}
+            asked = rt.env.digest_tensors
+            tensors, gradients = self.digest_tensors() if asked else {}, self._gradients()
             for epoch, samples in self._trained() or [(0, [])]:
                 rt.commits.report_digest(
-                    self.digest(), self.digest_buffers(), samples, epoch, self._step(), tensors
+                    self.digest(),
+                    self.digest_buffers(),
+                    samples,
+                    epoch,
+                    self._step(),
+                    tensors,
+                    gradients,
                 )
-                tensors = {}
+                tensors, gradients = {}, {}
 
     def layout(self) -> str:
         """What must agree on all workers, one line each. Empty: nothing is compared."""
@@ -171,6 +178,10 @@ class State:
     def _step(self) -> int:
         """The step that follows; -1 where nobody counts them."""
         return -1
+
+    def _gradients(self) -> dict[str, int]:
+        """Digests of the last step's gradients, shard by shard, where they were asked for."""
+        return {}
 
     def _trained(self) -> list[tuple[int, list[int]]]:
         """Epochs, and in each the ids of the samples that this rank has trained on since this was asked last."""

@@ -32,6 +32,7 @@ from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
 from elastic.protocol.messages import GRADIENTS
 from elastic.runtime import lifecycle
+from elastic.state.snapshots import digest
 
 PURPOSE = f"{GRADIENTS} of shards"
 
@@ -79,6 +80,7 @@ class ShardReducer:
         self._in_memory = False  # ... and can all reach each other's buckets
         self._launched = 0
         self._stale: list[Work] = []
+        self._noting = False  # digests of gradients are asked for
         shards.listen(self)
 
     # ---- what an optimizer asks ----------------------------------------------------------------------------------
@@ -116,6 +118,7 @@ class ShardReducer:
 
     def step_begins(self, step: ShardStep) -> None:
         self._plan()
+        self._noting = lifecycle.current().env.digest_tensors
         if not all(work.done() for work in self._stale):
             for bucket in self._buckets:
                 bucket.make(bucket.depth)  # somebody may still write into the memory of before
@@ -176,8 +179,15 @@ class ShardReducer:
                     f"the gradient of {self._name(parameter)} is sparse, which shards can't add up in one order; pass"
                     " sparse_as_dense=True to DistributedOptimizer"
                 )
-            parameter.grad = gradient.to_dense()
+            parameter.grad = gradient = gradient.to_dense()
+        if self._noting and gradient is not None:
+            self._note(self._name(parameter), gradient)
         slot.bucket.take(slot.position)
+
+    def _note(self, name: str, gradient: torch.Tensor) -> None:
+        assert self._shard is not None
+        found = digest.digest([(name, gradient.detach().cpu())])
+        self.shards.gradients[f"{self._shard.shard} {name}"] = found
 
     @torch.no_grad()
     def shard_ends(self, shard: int) -> None:

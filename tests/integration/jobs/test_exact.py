@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from elastic.chaos.exact.digests import HeldCommit, difference, held
+from elastic.driver.journal import journal
+from elastic.protocol.messages import Worker
 from harness.history import RETURN, SCRIPTS, sizes
 from harness.job import Job
 
@@ -51,6 +54,11 @@ def digests(training: Job) -> list[tuple[int, str, Digests]]:
     ]
 
 
+def held_by(training: Job) -> list[HeldCommit]:
+    _, entries = journal.read(training.folder / "journal.jsonl")
+    return held(entry.event for entry in entries if entry.event is not None)
+
+
 def differences(training: Job, wanted: dict[int, Digests]) -> list[tuple[int, str, str]]:
     """Step, worker and tensor, in that order."""
     return sorted(
@@ -64,9 +72,11 @@ def differences(training: Job, wanted: dict[int, Digests]) -> list[tuple[int, st
 def drawn(seed: int, steps: int, changes: int, largest: int) -> str:
     """Events for a world of at most ``largest``: kills and leaves of any rank, anywhere in a step; and returns."""
     dice = random.Random(seed)
-    events, alive = [], largest
+    events, alive, alone = [], largest, False
     for step in sorted(dice.sample(range(1, steps - 2, 2), changes)):
         place = dice.choice(["forward", "backward", "optimizer", "commit"])
+        if alone:  # who has just come has the state for sure once it has sent gradients
+            place = "optimizer"
         kind = dice.choice(["kill", "kill", "leave"])
         if kind == "leave" and largest > 2:
             largest -= 1
@@ -74,9 +84,10 @@ def drawn(seed: int, steps: int, changes: int, largest: int) -> str:
             kind = "kill"
         events.append(f"{step}:{kind}:{dice.randrange(8)}:{place}")
         alive -= 1
+        alone = False
         if alive < 2 or dice.random() < 0.5:
             events.append(f"{step + 2}:hold:{largest}")  # by then all know who is gone
-            alive = largest
+            alone, alive = alive < 2, largest
     return " ".join(events)
 
 
@@ -106,7 +117,7 @@ def test_every_commit_is_that_of_the_undisturbed_run(job, reference, seed, size,
     assert len(set(sizes(training))) > 1, "nothing happened"
 
 
-def test_a_bug_is_named_by_step_and_tensor(job, reference):
+def test_a_bug_is_named_by_step_tensor_and_shard(job, reference):
     """One ulp in one gradient of one rank, and a buffer that is not shard 0's."""
     training = train(job, "-np 2 --min-np 1", STEPS="5", PLANT="ulp,buffer")
     training.succeed()
@@ -116,6 +127,14 @@ def test_a_bug_is_named_by_step_and_tensor(job, reference):
     first = {name for step, _, name in found if step == 4}
     assert {"adamw.gpt.places.weight.exp_avg", "models.convnet.norm.running_mean"} <= first
     assert not any("mlp" in name or "convnet.first" in name for name in first)
+    undisturbed = train(job, "-np 1 --min-np 1", STEPS="5")
+    undisturbed.succeed()
+    named = difference(held_by(undisturbed), held_by(training))
+    assert named is not None and named.step == 3
+    assert named.gradient is not None
+    assert (named.gradient.shard, named.gradient.parameter) == (4, "gpt.places.weight")
+    assert named.gradient.worker == Worker("localhost", 1, 1)
+    assert named.gradient.others == 3  # of the shards that rank 1 has
 
 
 @pytest.mark.nightly

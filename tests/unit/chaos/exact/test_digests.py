@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.chaos.exact.digests import Difference, difference, held
+from elastic.chaos.exact.digests import Difference, OddGradient, difference, held
 from elastic.driver.events import Event, TimePassed, WorkerDigested
 from elastic.protocol.messages import Commit, Worker
 
@@ -43,6 +43,38 @@ def test_a_tensor_that_one_run_lacks_differs():
     found = compared([told(1, a=1, b=2)], [told(1, a=1)])
     assert found is not None
     assert found.tensors == ("b",)
+
+
+def with_gradients(worker: Worker, odd: int, **gradients: int) -> WorkerDigested:
+    """After step 1. ``s3_a``: of shard 3 and the parameter a."""
+    named = {key.removeprefix("s").replace("_", " "): value for key, value in gradients.items()}
+    commit = Commit(1, 2)
+    return WorkerDigested(worker, 1, commit, 9, step=2, tensors={"model.a": odd}, gradients=named)
+
+
+def test_the_shard_where_it_begins_is_named_and_who_computed_it():
+    undisturbed: list[Event] = [with_gradients(FIRST, 1, s0_b=1, s0_a=2, s10_b=3, s10_a=4)]
+    other: list[Event] = [
+        with_gradients(SECOND, 5, s10_b=9, s10_a=9),
+        with_gradients(FIRST, 5, s0_b=1, s0_a=7),
+    ]
+    found = compared(undisturbed, other)
+    assert found is not None
+    assert found.gradient == OddGradient(0, "a", FIRST, 2)
+    assert found.sentence() == (
+        "step 1 made other bits: model.a of worker h:1#1, and of 1 more, in generation 1. Shard 0 is where it begins:"
+        " worker h:0#1 computed another gradient of a, and 2 more"
+    )
+
+
+def test_where_shards_agree_it_is_their_sum():
+    undisturbed: list[Event] = [with_gradients(FIRST, 1, s0_a=2, s1_a=4)]
+    other: list[Event] = [with_gradients(SECOND, 5, s1_a=4), with_gradients(FIRST, 5, s0_a=2)]
+    found = compared(undisturbed, other)
+    assert found is not None and found.gradient is None
+    assert "The shards' own gradients, 2 of them, are equal: what differs is their sum" in (
+        found.sentence()
+    )
 
 
 def test_many_tensors_are_counted():
