@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from elastic.driver.monitoring.straggler_waits import WORKERS, Histogram, StragglerWaits
 from elastic.protocol.messages import Worker
 
@@ -11,8 +9,10 @@ A, B, C = (Worker("h", slot) for slot in range(3))
 
 
 def told(waits: StragglerWaits) -> dict[Worker, tuple[int, float]]:
-    """By who is waited for: how many waits, and their sum in seconds."""
-    return {who: (sum(each.counts), each.sum_s) for who, each in waits.by_worker.items()}
+    """By who is waited for: how many waits, and their sum in milliseconds."""
+    return {
+        who: (sum(each.counts), round(1e3 * each.sum_s)) for who, each in waits.by_worker.items()
+    }
 
 
 def test_what_the_others_wait_more_than_the_one_that_waits_least_is_waited_for_it():
@@ -21,7 +21,7 @@ def test_what_the_others_wait_more_than_the_one_that_waits_least_is_waited_for_i
     assert told(waits) == {}  # nobody to compare it with
     waits.paced(B, 6.0, 100)
     waits.paced(C, 3.0, 50)
-    assert told(waits) == {A: (150, pytest.approx(7.5))}
+    assert told(waits) == {A: (150, 7500)}
     assert dict(waits.by_worker[A].cumulative())["0.05"] == 150
     assert dict(waits.by_worker[A].cumulative())["0.025"] == 0
 
@@ -31,7 +31,7 @@ def test_another_may_be_the_last_to_come():
     waits.paced(A, 1.0, 100)
     waits.paced(B, 6.0, 100)
     waits.paced(A, 8.0, 100)  # so B is the last one now
-    assert told(waits) == {A: (100, pytest.approx(5.0)), B: (100, pytest.approx(2.0))}
+    assert told(waits) == {A: (100, 5_000), B: (100, 2_000)}
 
 
 def test_a_new_world_and_a_worker_that_is_gone_are_compared_with_nobody():
@@ -40,12 +40,12 @@ def test_a_new_world_and_a_worker_that_is_gone_are_compared_with_nobody():
     waits.paced(B, 6.0, 100)
     waits.new_world()
     waits.paced(B, 9.0, 100)
-    assert told(waits) == {A: (100, pytest.approx(5.0))}
+    assert told(waits) == {A: (100, 5_000)}
     waits.paced(A, 10.0, 100)
-    assert told(waits)[B] == (100, pytest.approx(1.0))
+    assert told(waits)[B] == (100, 1_000)
     waits.gone(B)
     waits.paced(C, 20.0, 100)
-    assert told(waits) == {A: (200, pytest.approx(15.0))}
+    assert told(waits) == {A: (200, 15_000)}
 
 
 def test_who_took_part_in_nothing_says_nothing():
