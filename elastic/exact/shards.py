@@ -186,37 +186,50 @@ class Shards:
     # ---- sums over shards ----------------------------------------------------------------------------------------
 
     def mean(self, values: Sequence[float | torch.Tensor]) -> float:
-        """The mean over all shards of one number for each, as a loss; equal bits in every world.
+        """The mean over all shards of one number for each, as a loss; equal bits in every world. See `means`."""
+        return self.means(value=values)["value"]
 
-        ``values``: those of this rank's shards, in their order; an empty list on a spare. Every rank calls it, after
-        the loop over the step's shards. Added up in float64. Raises Invalid, PeerLost.
+    def means(self, **named: Sequence[float | torch.Tensor]) -> dict[str, float]:
+        """The same of several numbers, sent in one message: ``shards.means(loss=losses, right=hits)["right"]``.
+
+        Each of ``named``: the numbers of this rank's shards, in their order; an empty list on a spare. Every rank calls
+        it with the same names, after the loop over the step's shards. Added up in float64, along the tree. Raises
+        Invalid, PeerLost.
         """
+        if self._present is not None:
+            raise Invalid(
+                f"mean() was called within the loop over the shards of step {self.step}, when not all are computed;"
+                " call it after the loop"
+            )
         step = self._step()
         held = step.held[step.rank]
-        if len(values) != len(held):
-            raise Invalid(
-                f"mean() takes one value for each of this rank's shards, {len(held)}, and was given {len(values)}"
-            )
-        own = torch.zeros(self.count, dtype=torch.float64, device="cpu")
-        for shard, value in zip(held, values, strict=True):
-            own[shard] = float(value)
-        rows = [own]
+        own = torch.zeros(len(named), self.count, dtype=torch.float64, device="cpu")
+        for row, values in zip(own, named.values(), strict=True):
+            if len(values) != len(held):
+                raise Invalid(
+                    f"mean() takes one value for each of this rank's shards, {len(held)}, and was given {len(values)}"
+                )
+            for shard, value in zip(held, values, strict=True):
+                row[shard] = float(value)
+        parts = [own]
         if len(step.held) > 1:
             runtime = lifecycle.current()
-            rows = [torch.empty_like(own) for _ in step.held]
+            parts = [torch.empty_like(own) for _ in step.held]
             with runtime.guard(METRICS):
                 group = runtime.group(METRICS, own.device)
-                group.allgather(rows, own).wait()
-        found = {
-            shard: float(row[shard])
-            for row, shards in zip(rows, step.held, strict=True)
-            for shard in shards
-        }
+                group.allgather(parts, own).wait()
+        whole = torch.zeros_like(own)
+        for part, shards in zip(parts, step.held, strict=True):
+            whole[:, list(shards)] = part[:, list(shards)]
+        sums = map(self._along_the_tree, whole.tolist())
+        return {name: total / self.count for name, total in zip(named, sums, strict=True)}
+
+    def _along_the_tree(self, values: list[float]) -> float:
         stack: list[float] = []
         leaves = [[tree.Node(shard, shard + 1) for shard in range(self.count)]]
         for each in tree.program(leaves, self.count):
-            stack.append(stack.pop() + stack.pop() if each is None else found[each.place])
-        return stack[0] / self.count
+            stack.append(stack.pop() + stack.pop() if each is None else values[each.place])
+        return stack[0]
 
     # ---- who takes part ------------------------------------------------------------------------------------------
 

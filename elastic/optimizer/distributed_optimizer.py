@@ -64,7 +64,8 @@ def DistributedOptimizer(
       indices and values are gathered.
 
     - ``shards``: the global batch is this many micro-batches, whatever the world, and gradients are the mean over them,
-      or with Sum their sum; see `elastic.exact.shards.Shards`. ``backward_passes_per_step`` are then those of a shard.
+      or with Sum their sum; see `elastic.exact.shards.Shards`. ``backward_passes_per_step`` are then those of a shard,
+      and ``compression`` rounds each shard's gradient, and each sum of them.
 
     The reduction is over when the last backward pass of a step returns: clip after it. See docs/migration.md. With
     ``shards`` it is over when the loop over them is.
@@ -120,6 +121,7 @@ def DistributedOptimizer(
             names,
             shards,
             op=reduction,
+            compression=compression,
             passes=backward_passes_per_step,
             sparse_as_dense=sparse_as_dense,
         )
@@ -190,8 +192,8 @@ def _check_shards(
         )
     refused = {
         f"op={reduction.name.title()}": reduction not in (Op.AVERAGE, Op.SUM),
-        "compression, which would round what a rank has added up": compression
-        is not Compression.none,
+        "a compression other than Compression.fp16 and bf16, which round each shard's gradient by itself": compression
+        not in (Compression.none, Compression.fp16, Compression.bf16),
         "gradient_predivide_factor": predivide_factor != 1.0,
         "groups, as buckets are the same in every world": bool(groups),
         "process_set": process_set is not global_process_set,

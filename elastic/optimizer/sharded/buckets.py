@@ -4,6 +4,9 @@ A bucket is a stack of flat buffers of equal layout, one for each value that wai
 `elastic.exact.tree`. The gradient of a shard is copied to its place, or added to the one below it, while it is still in
 the caches. After the last shard the buffers have this rank's partials, lowest first; the first becomes the result, and
 ``parameter.grad`` is a view of it.
+
+With compression the buffers are of the smaller dtype: each shard's gradient is rounded to it before anything is added,
+and so are sums, wherever they are made. The result is then copied into a buffer of the gradients' own dtype.
 """
 
 from __future__ import annotations
@@ -22,16 +25,23 @@ ROOM = 64  # elements behind the last gradient, so that the ranks' pieces of a b
 
 
 class ShardBucket:
-    """``parameters[i]``, of one dtype and device, starts at element ``offsets[i]`` of ``elements``."""
+    """``parameters[i]``, all of one dtype and device, starts at element ``offsets[i]`` of ``elements``; ``dtype``: what
+    is added up and sent.
+    """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], offsets: Sequence[int], elements: int
+        self,
+        parameters: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        elements: int,
+        dtype: torch.dtype,
     ) -> None:
         self.parameters = parameters
         self.offsets = offsets
         self.elements = elements
         self.device = parameters[0].device
-        self.dtype = parameters[0].dtype
+        self.dtype = dtype
+        self.compressed = dtype != parameters[0].dtype
         self.missing = 0  # gradients of the present shard
         self.work: Work | None = None
         self._small = [each.nbytes < SMALL_BYTES for each in parameters]
@@ -50,14 +60,14 @@ class ShardBucket:
         self.stride = self.elements + ROOM
         self.places = zeros(depth * self.stride, self.dtype, self.device).view(depth, self.stride)
         self.flat = list(self.places)
-        self._views = [
-            [
-                flat.as_strided(each.size(), gradient_strides(each), flat.storage_offset() + offset)
-                for each, offset in zip(self.parameters, self.offsets, strict=True)
-            ]
-            for flat in self.flat
-        ]
-        self._given = [view.data for view in self._views[0]]
+        self._views = [self._views_of(flat) for flat in self.flat]
+        result = self._views[0]
+        if self.compressed:
+            self._result = torch.zeros(
+                self.elements, dtype=self.parameters[0].dtype, device=self.device
+            )
+            result = self._views_of(self._result)
+        self._given = [view.data for view in result]
         self._copies = [
             {
                 position: host_copy.HostCopy([parameter], [view])
@@ -67,6 +77,12 @@ class ShardBucket:
                 if view.nbytes >= LARGE_BYTES and host_copy.bytewise(parameter, view)
             }
             for views in self._views
+        ]
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            flat.as_strided(each.size(), gradient_strides(each), flat.storage_offset() + offset)
+            for each, offset in zip(self.parameters, self.offsets, strict=True)
         ]
 
     @property
@@ -114,6 +130,8 @@ class ShardBucket:
                 gradients.append(gradient)
                 views.append(self._views[place][position])
         if self._merge.merges:
+            if self.compressed:
+                gradients = [each.to(self.dtype) for each in gradients]
             if gradients:
                 torch._foreach_add_(views, gradients)
             if zero:
@@ -131,8 +149,14 @@ class ShardBucket:
             self.parameters[position].grad = given if self._last else None
             self._versions[position] = given._version
 
-    def give(self) -> None:
-        """The sum is there: the parameters' gradients are views of it, also on a spare."""
+    def give(self, scale: float) -> None:
+        """The sum is there: the parameters' gradients are views of it, also on a spare. One that was compressed is
+        multiplied by ``scale`` now; others have been.
+        """
+        if self.compressed:
+            self._result.copy_(self.flat[0][: self.elements])
+            if scale != 1.0:
+                self._result.mul_(scale)
         for parameter, given in zip(self.parameters, self._given, strict=True):
             if parameter.grad is not given:
                 parameter.grad = given

@@ -27,6 +27,7 @@ from elastic.exact.shards import Shards
 from elastic.exact.step import ShardStep
 from elastic.failpoints import failpoint
 from elastic.optimizer import bucket_plan, malloc_tuning
+from elastic.optimizer.flat_buckets import Compressor
 from elastic.optimizer.gradient_hooks import GradientHooks
 from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
@@ -49,7 +50,9 @@ class _Slot:
 
 
 class ShardReducer:
-    """Of one optimizer. ``passes``: backward passes of each shard. ``op``: AVERAGE over shards, or SUM."""
+    """Of one optimizer. ``passes``: backward passes of each shard. ``op``: AVERAGE over shards, or SUM.
+    ``compression``: one of ours, which only changes the dtype.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class ShardReducer:
         shards: Shards,
         *,
         op: Op,
+        compression: Compressor,
         passes: int,
         sparse_as_dense: bool,
     ) -> None:
@@ -65,6 +69,7 @@ class ShardReducer:
         self._names = names
         self.shards = shards
         self._scale = 1.0 / shards.count if op is Op.AVERAGE else 1.0
+        self._compression = compression
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
@@ -219,7 +224,7 @@ class ShardReducer:
                     assert bucket.work is not None
                     bucket.work.wait()
                     bucket.work = None
-                    bucket.give()
+                    bucket.give(self._scale)
             malloc_tuning.of_process().filled()
         self._shard = None
 
@@ -267,19 +272,18 @@ class ShardReducer:
         assert step is not None
         group = self._group(world, bucket.device)
         target = bucket.flat[0]
+        scale = 1.0 if bucket.compressed else self._scale
         if not self.shards.exact:
             if not step.merges:
                 target.zero_()
-            return group.allreduce(target, Op.SUM, self._scale)
+            return group.allreduce(target, Op.SUM, scale)
         if len(step.held) == 1:
-            evaluate(self._program, [bucket.flat], self._scale)
+            evaluate(self._program, [bucket.flat], scale)
             return group.barrier()
         if self._in_memory and isinstance(group, SharedCollectives):
-            return group.reduce_tree(bucket.places, bucket.elements, self._program, self._scale)
+            return group.reduce_tree(bucket.places, bucket.elements, self._program, scale)
         counts = [len(nodes) for nodes in step.partials]
-        return PartialsExchange(
-            group, bucket.flat, bucket.elements, self._program, counts, self._scale
-        )
+        return PartialsExchange(group, bucket.flat, bucket.elements, self._program, counts, scale)
 
     def _group(self, world: Context, device: torch.device) -> Collectives:
         return world.group(PURPOSE, device)
@@ -337,23 +341,30 @@ class ShardReducer:
         self._slots, self._buckets = {}, []
         in_memory = [each.nbytes for each in named if each.device.type == "cpu"]
         malloc_tuning.of_process().keep(max(in_memory, default=0))
+        sent = [self._sent_dtype(each) for each in named]
         items = [
-            bucket_plan.Gradient(f"{each.dtype} {each.device}", each.numel(), each.element_size())
-            for each in named
+            bucket_plan.Gradient(
+                f"{each.dtype} as {dtype} on {each.device}", each.numel(), dtype.itemsize
+            )
+            for each, dtype in zip(named, sent, strict=True)
         ]
         full = lifecycle.current().env.fusion_bytes or bucket_plan.FULL_BYTES
         for planned in bucket_plan.plan(
             items, first_bytes=min(bucket_plan.FIRST_BYTES, full), full_bytes=full
         ):
             parameters = [named[member] for member in planned.members]
-            bucket = ShardBucket(parameters, planned.offsets, planned.elements)
+            dtype = sent[planned.members[0]]
+            bucket = ShardBucket(parameters, planned.offsets, planned.elements, dtype)
             self._buckets.append(bucket)
             for position, parameter in enumerate(parameters):
                 self._slots[id(parameter)] = _Slot(bucket, position)
 
+    def _sent_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return self._compression.compress(parameter.new_empty(0))[0].dtype
+
     def _lines(self) -> list[str]:
         described = [
-            f"{self._name(parameter)} {parameter.dtype} {list(parameter.shape)}"
+            f"{self._name(parameter)} {parameter.dtype} as {bucket.dtype} {list(parameter.shape)}"
             for bucket in self._buckets
             for parameter in bucket.parameters
         ]

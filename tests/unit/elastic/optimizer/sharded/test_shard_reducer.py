@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.api.compression import Compression
+from elastic.api.compression import Compression, NoneCompressor
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.collectives.interface import Op
 from elastic.errors import Invalid, StateMismatch
@@ -20,7 +20,7 @@ from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.runtime import lifecycle
-from harness.small_worlds import ranks_as_threads
+from harness.small_worlds import net, ranks_as_threads
 
 STEPS = 3
 SHARDS = [1, 3, 5, 8]
@@ -66,7 +66,12 @@ class Network(torch.nn.Module):
         return found + self.rare.sum() if shard == 2 else found
 
 
-def train(size_of: Any, count: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def train(
+    count: int,
+    dtype: torch.dtype = torch.float32,
+    compression: Any = Compression.none,
+    **options: Any,
+) -> Any:
     """Losses, gradients of the last step, weights, moments and buffers of a rank, as bytes."""
     model = Network().to(dtype)
     shards = Shards(count, **options)
@@ -74,6 +79,7 @@ def train(size_of: Any, count: int, dtype: torch.dtype = torch.float32, **option
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         model.named_parameters(),
+        compression,
         shards=shards,
     )
     losses = []
@@ -104,15 +110,85 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", SHARDS)
 def test_every_world_has_the_same_bits(ranks, count, dtype):
-    (alone,) = ranks(1, lambda rank: train(1, count, dtype))
+    (alone,) = ranks(1, lambda rank: train(count, dtype))
     for size in (2, 3, 4, 7):
-        for found in ranks(size, lambda rank, size=size: train(size, count, dtype)):
+        for found in ranks(size, lambda rank: train(count, dtype)):
             assert same(alone, found), size
 
 
+@pytest.mark.parametrize("compression", [Compression.fp16, Compression.bf16])
+def test_what_is_compressed_has_the_same_bits_in_every_world(ranks, compression):
+    (alone,) = ranks(1, lambda rank: train(5, compression=compression))
+    (plain,) = ranks(1, lambda rank: train(5))
+    assert alone[0] == pytest.approx(plain[0], rel=0.02) and not same(alone, plain)
+    for size in (2, 3, 7):
+        for found in ranks(size, lambda rank: train(5, compression=compression)):
+            assert same(alone, found), size
+
+
+def test_each_shard_is_rounded_and_so_is_each_sum(ranks):
+    def step(rank):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        shards = Shards(3)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.1), compression=Compression.bf16, shards=shards
+        )
+        for shard in shards:
+            (weight * (1.0 + 2.0**-9 + shard)).sum().backward()
+        optimizer.step()
+        return weight.grad
+
+    leaves = [torch.tensor(1.0 + 2.0**-9 + shard).bfloat16() for shard in range(3)]
+    total = ((leaves[0] + leaves[1]) + leaves[2]).float() * (1.0 / 3)
+    for gradient in ranks(2, step):
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, total.expand(3))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_gradient_scaler_has_one_verdict(ranks, size):
+    """One infinity in one shard: no rank steps, and all halve their scale; the next step is taken by all."""
+
+    def steps(rank):
+        model = net(3, 1)
+        shards = Shards(4)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), shards=shards)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        found = []
+        for bad in (True, False):
+            for shard in shards:
+                loss = model(torch.full((2, 3), float(shard))).square().mean()
+                factor = torch.inf if bad and shard == 2 else 1.0
+                scaler.scale(loss * factor).backward()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((scaler.get_scale(), float(norm), model[0].weight.tolist()))
+        return found
+
+    (alone,) = ranks(1, steps)
+    assert alone[0][0] == 4.0 and alone[0][2] == net(3, 1)[0].weight.tolist()
+    assert alone[1][0] == 4.0 and alone[1][2] != alone[0][2]
+    for found in ranks(size, steps):
+        assert found[1] == alone[1] and found[0][::2] == alone[0][::2]
+
+
+def test_several_means_travel_together(ranks):
+    def step(rank):
+        shards = Shards(3)
+        held = list(shards)
+        return shards.means(loss=[0.1 * each for each in held], right=held)
+
+    wanted = {"loss": (0.0 + 0.1 + 0.2) / 3, "right": 1.0}
+    assert ranks(1, step) == [wanted]
+    assert ranks(5, step) == [wanted] * 5
+
+
 def test_without_exactness_the_mean_is_the_same_but_for_rounding(ranks):
-    (alone,) = ranks(1, lambda rank: train(1, 7))
-    found = ranks(3, lambda rank: train(3, 7, exact=False))
+    (alone,) = ranks(1, lambda rank: train(7))
+    found = ranks(3, lambda rank: train(7, exact=False))
     assert all(same(found[0], each) for each in found)
     assert found[0][0] == pytest.approx(alone[0], rel=1e-4)
     assert not same(found[0], alone)
@@ -189,9 +265,9 @@ def an_ulp_in_one_gradient_of_one_rank(monkeypatch):
     ],
 )
 def test_a_planted_bug_is_seen(ranks, monkeypatch, plant):
-    (alone,) = ranks(1, lambda rank: train(1, 7))
+    (alone,) = ranks(1, lambda rank: train(7))
     plant(monkeypatch)
-    found = ranks(3, lambda rank: train(3, 7))
+    found = ranks(3, lambda rank: train(7))
     assert not all(same(alone, each) for each in found)
 
 
@@ -221,7 +297,7 @@ def run_step(model: Any, shards: Shards, within: Any = None) -> None:
     [
         ({"op": Op.ADASUM}, "op=Adasum"),
         ({"op": Op.MAX}, "op=Max"),
-        ({"compression": Compression.bf16}, "compression, which would round"),
+        ({"compression": NoneCompressor()}, "a compression other than Compression.fp16"),
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
         ({"groups": 2}, "groups"),
         ({"shards": 8}, "give an elastic.Shards"),
@@ -263,6 +339,10 @@ def commit_within(model, shards, optimizer):
     run_step(model, shards, shards.state_dict)
 
 
+def mean_within(model, shards, optimizer):
+    run_step(model, shards, lambda: shards.mean([1.0, 1.0, 1.0, 1.0]))
+
+
 def too_few_values(model, shards, optimizer):
     shards.mean([1.0])
 
@@ -284,6 +364,7 @@ def sparse(model, shards, optimizer):
         (two_passes, "more than backward_passes_per_step=1"),
         (too_few_batches, "no micro-batch for shard 2 of step 0"),
         (commit_within, r"call commit\(\) and check_host_updates\(\) after"),
+        (mean_within, r"mean\(\) was called within the loop"),
         (too_few_values, "one value for each of this rank's shards, 4"),
         (sparse, "pass sparse_as_dense=True"),
     ],
