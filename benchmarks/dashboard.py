@@ -22,6 +22,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -45,14 +46,18 @@ class PageFigures:
 class Viewers:
     """Connections to the page that read everything, in a thread."""
 
-    def __init__(self, port: int, count: int) -> None:
+    def __init__(self, link: str, count: int) -> None:
         self.bytes = 0
         self._heard: dict[bytes, dict[int, float]] = {}  # by viewer: the first time
         self._selector = selectors.DefaultSelector()
         self._over = False
         for _ in range(count):
-            viewer = socket.create_connection(("127.0.0.1", port))
-            viewer.sendall(b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            to = urlsplit(link)
+            viewer = socket.create_connection((to.hostname, to.port or 80))
+            ask = (
+                f"GET /events HTTP/1.1\r\nHost: {to.netloc}\r\nAuthorization: Bearer {to.fragment}"
+            )
+            viewer.sendall(f"{ask}\r\n\r\n".encode())
             self._selector.register(viewer, selectors.EVENT_READ)
         self.count = count
         threading.Thread(target=self._read, daemon=True).start()
@@ -104,7 +109,7 @@ def measure(workers: int, viewers: int, losses: int, idle_s: float) -> PageFigur
             LightJob(workers, 8, Path(folder)) as job,
         ):
             job.wait(Together, lambda it: it.size == workers)
-            watching = Viewers(port, viewers)
+            watching = Viewers(job.page_link() if viewers else "", viewers)
             time.sleep(3.0)
             spent, began, sent = job.cpu_s(), time.monotonic(), watching.bytes
             time.sleep(idle_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -131,6 +132,13 @@ class LightJob:
 
     def _tail(self, name: str) -> str:
         return "\n".join((self.folder / name).read_text().splitlines()[-30:])
+
+    def page_link(self) -> str:
+        """Of the live page, with its token: what the driver's log says of it."""
+        found = re.findall(r"the page of this job: (\S+)", (self.folder / "log").read_text())
+        if not found:
+            raise RuntimeError(f"there is no page; the driver said:\n{self._tail('log')}")
+        return str(found[-1])
 
     def lost_at(self, host: str) -> float:
         """When the driver knew: what its journal says of it."""

@@ -280,6 +280,7 @@ def make_job(
         report=_writable_place("--report", options.report),
         metrics=_metrics(options),
         dashboard=_dashboard(options.dashboard),
+        opentelemetry=options.opentelemetry,
         preemption=_preemption(options),
         preload=_preload(options),
         output_dir=_writable_dir(options.output_filename),

@@ -88,6 +88,7 @@ class Options:
     metrics_port: int | None = None
     metrics_host: str | None = None
     dashboard: str | None = None
+    opentelemetry: bool = False
     log_level: str | None = None
     verbose: bool = False
     config_file: str | None = None
@@ -554,10 +555,19 @@ def _add_output(add: Group) -> None:
         "--dashboard",
         "[ADDRESS]:PORT",
         str,
-        "Serve a live page of the job at http://127.0.0.1:PORT/; on another address only to who has the link that is"
+        "Serve a live page of the job at http://127.0.0.1:PORT/, or on another address, to who has the link that is"
         " shown at the start, which holds a token (default: ELASTIC_DASHBOARD, or no page).",
         variable="ELASTIC_DASHBOARD",
         keys=("dashboard.address",),
+    )
+    add(
+        "--opentelemetry",
+        None,
+        None,
+        "Send a trace of each recovery and each change of the world, with its phases as spans, to where the OTEL_*"
+        " variables say (OTEL_EXPORTER_OTLP_ENDPOINT); as ELASTIC_OPENTELEMETRY=1 does.",
+        variable="ELASTIC_OPENTELEMETRY",
+        keys=("opentelemetry.enabled=true",),
     )
     add(
         "--log-level",

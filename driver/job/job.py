@@ -62,6 +62,7 @@ class Job:
     report: str | None = None  # the file of a page about the job; can be written to
     metrics: tuple[str, int] | None = None  # address and port to serve them on
     dashboard: tuple[str, int] | None = None  # the same, of the live page
+    opentelemetry: bool = False  # send traces of recoveries, as its variables in ``environ`` say
     log_level: str = "INFO"  # one of flags.LOG_LEVELS
     log_timestamps: bool = True  # in the driver's own lines
     notes: list[tuple[str, str]] = field(default_factory=list)  # level and line, to be said once

@@ -25,9 +25,9 @@ from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.explain.run_report import RunReport
+from elastic.driver.monitoring.recovery_traces import RecoveryTraces
 from elastic.driver.monitoring.time_spent import TimeSpent, summary
 from elastic.driver.monitoring.tracing import Tracing
-from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.secret import SECRET_BYTES, derived
 from elastic.driver.processes.console import Console, is_terminal, write_both
 from elastic.driver.processes.output import Output
@@ -64,6 +64,7 @@ class Surroundings:
     spent: TimeSpent | None  # for a summary at the end
     report: RunReport | None
     page: LivePage
+    traces: RecoveryTraces | None
     desk: OperatorDesk
     place_of: Callable[[Worker], Place | None]
 
@@ -90,6 +91,8 @@ class Surroundings:
             self.report.note(event, actions, now)
         if self.metrics is not None:
             self.metrics.note(event, actions, now)
+        if self.traces is not None:
+            self.traces.note(actions, now)
 
 
 @contextlib.contextmanager
@@ -148,6 +151,7 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
             report = RunReport(Path(job.report), job.command, job.settings)
         around = Surroundings(
             *(console, output, tracing, metrics, spent, report, page),
+            RecoveryTraces(job.name, job.environ, console) if job.opentelemetry else None,
             operator_desk(job, page, console),
             lambda worker: None,
             level,
@@ -164,6 +168,8 @@ def surroundings(job: Job) -> Iterator[Surroundings]:
             _write(found[0].report, console)
         if metrics is not None:
             metrics.close()
+        if found and found[0].traces is not None:
+            found[0].traces.close()
         page.close()
         with _ctrl_c_ends_it():
             output.close(STOPPED_S if _asked_to_end() else wait_s)
@@ -209,12 +215,12 @@ async def serve_page(job: Job, around: Surroundings) -> None:
     address, port = job.dashboard
     listening = page_server.bound(address, port)
     own, port = listening.getsockname()[:2]
-    token = "" if is_loopback(own) else page_token(job)
+    token = page_token(job)
     guard = Guard(token, {"localhost", address.lower(), socket.gethostname().lower()})
     await around.page.serve(PageServer(around.page.model, listening, guard), around.line)
     host = socket.gethostname() if own in ("0.0.0.0", "::") else address
     host = f"[{host}]" if ":" in host else host
-    around.console("info", f"the page of this job: http://{host}:{port}/{token and '#'}{token}")
+    around.console("info", f"the page of this job: http://{host}:{port}/#{token}")
 
 
 def page_token(job: Job) -> str:

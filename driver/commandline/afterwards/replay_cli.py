@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -132,11 +133,12 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         clock = ReplayClock(begins, options.speed, time.monotonic)
         listening = page_server.bound(LOOPBACK, options.port)
         port = listening.getsockname()[1]
-        guard = Guard("", {"localhost"})
+        token = secrets.token_hex(16)
+        guard = Guard(token, {"localhost"})
         server = PageServer(model, listening, guard, clock=clock.now)
         await server.open()
         print(
-            f"the job, {options.speed:g} times as fast: http://{LOOPBACK}:{port}/ (Ctrl-C ends it)",
+            f"the job, {options.speed:g} times as fast: http://{LOOPBACK}:{port}/#{token} (Ctrl-C ends it)",
             flush=True,
         )
         over = asyncio.Event()

@@ -5,7 +5,8 @@ a user of this machine. What is refused, and why:
 
     a Host that is a name, and not ours     DNS rebinding: a site's own name that leads to this address now
     an Origin, or a fetch, of another site  a page elsewhere that reads this one with the user's browser
-    no token, or a wrong one                where one is asked for; the page itself, which holds nothing, needs none
+    no token, or a wrong one                on loopback too: other users of this machine are strangers. The page itself,
+                                            which holds nothing, needs none
     another method or path                  there is nothing to be done here
 
 The page sends the token in a header, from the part of its link behind ``#``, which browsers send to nobody.
@@ -32,7 +33,7 @@ class PageRefusal:
 
 @dataclass(frozen=True)
 class Guard:
-    """``token`` empty: none is asked for. ``names``: of this machine, in lower case, beside its addresses."""
+    """``token`` is never empty. ``names``: of this machine, in lower case, beside its addresses."""
 
     token: str
     names: Collection[str] = ("localhost",)
@@ -64,8 +65,8 @@ class Guard:
                 return PageRefusal("403 Forbidden", "another site asks")
             case "/events":
                 given = headers.get("authorization", "").removeprefix("Bearer ")
-                if self.token and not hmac.compare_digest(given.encode(), self.token.encode()):
-                    why = "use the link that the driver has shown at its start, with what follows #"
+                if not self.token or not hmac.compare_digest(given.encode(), self.token.encode()):
+                    why = "use the link of the driver's log, with what follows #; elasticrun logs shows it"
                     return PageRefusal("403 Forbidden", why)
                 return "events"
             case _:

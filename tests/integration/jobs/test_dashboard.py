@@ -32,7 +32,7 @@ def test_the_page_shows_what_happens(workers, tmp_path, monkeypatch):
     slots = min(8, workers // 2)
     with LightJob(workers, slots, tmp_path) as job:
         job.wait(Together, lambda it: it.size == workers)
-        asyncio.run(looked_at(job, f"http://127.0.0.1:{port}/", workers, slots, tmp_path))
+        asyncio.run(looked_at(job, job.page_link(), workers, slots, tmp_path))
 
 
 async def looked_at(job: LightJob, link: str, workers: int, slots: int, folder: Path) -> None:

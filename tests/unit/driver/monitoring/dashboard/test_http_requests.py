@@ -30,9 +30,10 @@ def test_without_it_nobody_is(given):
     assert TOKEN not in refusal.why
 
 
-def test_on_loopback_none_is_asked_for():
-    head = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1:8080"
-    assert Guard("").answer(head) == "events"
+@pytest.mark.parametrize("token", [TOKEN, ""])
+def test_not_on_loopback_either_nor_where_there_is_none(token):
+    head = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nAuthorization: Bearer "
+    assert isinstance(Guard(token).answer(head), PageRefusal)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +97,4 @@ def test_nothing_can_be_done(method):
     ],
 )
 def test_what_no_browser_says(head):
-    assert isinstance(Guard("").answer(head), PageRefusal)
+    assert isinstance(Guard(TOKEN).answer(head), PageRefusal)

@@ -23,14 +23,15 @@ from elastic.driver.monitoring.dashboard.page_state import applied
 from elastic.driver.reasons import in_words
 from elastic.errors import Invalid
 
-ASK = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 TOKEN = "f" * 32
+STRANGE = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+ASK = STRANGE + f"Authorization: Bearer {TOKEN}\r\n".encode()
 
 
 class Served:
     """A page on loopback."""
 
-    def __init__(self, token: str = "") -> None:
+    def __init__(self, token: str = TOKEN) -> None:
         self.model = PageModel(name="bert", command=["python", "train.py"], least=2, most=4)
         listening = bound("127.0.0.1", 0)
         self.port: int = listening.getsockname()[1]
@@ -53,7 +54,7 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(token: str = "") -> AsyncIterator[Served]:
+async def served(token: str = TOKEN) -> AsyncIterator[Served]:
     found = Served(token)
     await found.server.open()
     try:
@@ -106,18 +107,18 @@ def test_a_viewer_is_told_the_whole_state_and_then_what_changes():
 
 def test_a_stranger_is_shown_nothing():
     async def test() -> None:
-        async with served(TOKEN) as page:
+        async with served() as page:
             page.say("a secret of this job")
             for more in (
                 b"",
                 b"Authorization: Bearer 0\r\n",
                 b"Authorization: Bearer " + TOKEN.encode() + b"\r\nOrigin: http://evil\r\n",
             ):
-                answer = await page.get(ASK + more)
+                answer = await page.get(STRANGE + more)
                 assert answer.startswith(b"HTTP/1.1 403") and b"secret" not in answer
             shell = await page.get(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
             assert shell.startswith(b"HTTP/1.1 200") and b"secret" not in shell
-            reader = await viewer(page, b"Authorization: Bearer " + TOKEN.encode() + b"\r\n")
+            reader = await viewer(page)
             assert (await event(reader))[1]["add"]["log"][0][3] == "a secret of this job"
 
     run(test)

@@ -1,0 +1,169 @@
+"""Recoveries as traces: decisions go in, and the SDK's own exporter in memory has the spans."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from elastic.driver.events import ReportRecovery
+from elastic.driver.monitoring import recovery_traces
+from elastic.driver.monitoring.recovery_traces import RecoveryTraces, phases_of
+from elastic.driver.reasons import in_words
+from elastic.errors import Invalid
+
+PHASES = {
+    "gathered": 40.0,
+    "raised": 10.0,
+    "restored": 5.0,
+    "waited": 20.0,
+    "formed": 8.0,
+    "synced": 30.0,
+    "first collective": 4.0,
+}
+REPORT = ReportRecovery(3, "recovery", in_words("lost h:1#1"), 2, 80.0, PHASES, 1024)
+
+
+def silent(level: str, text: str) -> None:
+    raise AssertionError(text)
+
+
+def recorded(*reports: ReportRecovery, at: float = 100.0) -> list[ReadableSpan]:
+    kept = InMemorySpanExporter()
+    traces = RecoveryTraces("bert", {}, silent, processors=[SimpleSpanProcessor(kept)])
+    traces.note(reports, at)
+    traces.close()
+    return list(kept.get_finished_spans())
+
+
+def test_a_recovery_is_a_span_and_its_phases_are_children():
+    before = time.time()
+    *children, root = recorded(REPORT)
+    after = time.time()
+    assert root.name == "recovery" and root.parent is None
+    assert dict(root.attributes or {}) == {
+        "elastic.job": "bert",
+        "elastic.generation": 3,
+        "elastic.world.size": 2,
+        "elastic.reason": "lost h:1#1",
+        "elastic.copied_bytes": 1024,
+    }
+    assert root.start_time and root.end_time
+    assert root.end_time - root.start_time == 80_000_000
+    assert before - 0.001 <= root.end_time / 1e9 <= after + 0.001
+    assert [child.name for child in children] == [*PHASES]
+    for child in children:
+        assert child.parent is not None and root.context is not None
+        assert child.parent.span_id == root.context.span_id
+        assert child.start_time and child.end_time
+        assert root.start_time <= child.start_time <= child.end_time <= root.end_time
+    assert root.resource.attributes["service.name"] == "hvd-elastic"
+
+
+def test_phases_lie_where_they_were():
+    assert phases_of(REPORT) == [
+        ("gathered", 0.0, 40.0),
+        ("raised", 0.0, 10.0),
+        ("restored", 10.0, 15.0),
+        ("waited", 20.0, 40.0),
+        ("formed", 40.0, 48.0),
+        ("synced", 40.0, 70.0),
+        ("first collective", 76.0, 80.0),
+    ]
+
+
+def test_no_phase_leaves_the_recovery_whatever_is_told():
+    phases = {"gathered": 90.0, "waited": 500.0, "synced": 70.0, "first collective": 99.0, "x": 7.0}
+    report = ReportRecovery(3, "change", in_words("joined"), 2, 80.0, phases, 0)
+    told = phases_of(report)
+    assert [phase for phase, _, _ in told] == [*phases]
+    assert all(0.0 <= begin <= end <= 80.0 for _, begin, end in told)
+
+
+def test_each_is_a_trace_of_its_own():
+    spans = recorded(REPORT, ReportRecovery(4, "change", in_words("joined"), 3, 5.0, {}, 0))
+    roots = [span for span in spans if span.parent is None]
+    assert [span.name for span in roots] == ["recovery", "change"]
+    assert len({span.context.trace_id for span in spans if span.context}) == 2
+
+
+def test_the_users_own_name_of_the_service_stays(monkeypatch):
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "training")
+    assert recorded(REPORT)[0].resource.attributes["service.name"] == "training"
+
+
+class Stuck(SpanExporter):
+    """A collector that takes nothing, until it is let go."""
+
+    def __init__(self) -> None:
+        self.go, self.asked = threading.Event(), threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.asked.set()
+        self.go.wait(20.0)
+        logging.getLogger("opentelemetry.test").warning("nobody answers")
+        return SpanExportResult.FAILURE
+
+
+def test_a_collector_that_takes_nothing_holds_up_neither_a_decision_nor_the_end(monkeypatch):
+    monkeypatch.setattr(recovery_traces, "CLOSE_S", 0.05)
+    stuck, said = Stuck(), []
+    processor = BatchSpanProcessor(stuck, max_queue_size=16, max_export_batch_size=8)
+    traces = RecoveryTraces(
+        "bert", {}, lambda level, text: said.append(text), processors=[processor]
+    )
+    for _ in range(8):
+        traces.note([REPORT], 100.0)
+    assert stuck.asked.wait(10.0)
+    began = time.monotonic()
+    for _ in range(100):
+        traces.note([REPORT], 100.0)  # the queue is full: they are lost
+    traces.close()
+    assert time.monotonic() - began < 5.0
+    stuck.go.set()
+
+
+def test_trouble_with_a_collector_is_said_once():
+    said: list[str] = []
+    traces = RecoveryTraces("bert", {}, lambda level, text: said.append(text), processors=[])
+    for _ in range(3):
+        logging.getLogger("opentelemetry.exporter").warning("%s refuses", "http://localhost:4318")
+    traces.close()
+    assert said == ["traces can't be sent, which is said once: http://localhost:4318 refuses"]
+
+
+def test_where_the_sdk_is_missing_that_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(Invalid, match=r"pip install 'hvd-elastic\[opentelemetry\]'"):
+        RecoveryTraces("bert", {}, silent)
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "jaeger"}, "no exporter jaeger here: pip install"),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "no exporter otlp_proto_grpc here: pip install opentelemetry-exporter-otlp-proto-grpc",
+        ),
+    ],
+)
+def test_an_exporter_that_is_missing_is_said(environ, sentence):
+    with pytest.raises(Invalid, match=sentence):
+        RecoveryTraces("bert", environ, silent)
+
+
+def test_none_sends_nothing():
+    RecoveryTraces("bert", {"OTEL_TRACES_EXPORTER": "none"}, silent).close()
