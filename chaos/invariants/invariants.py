@@ -296,7 +296,9 @@ class Invariants:
         self.job.slots[slot], self.job.incarnations[slot] = worker, worker.incarnation
         self.job.workers[worker] = Known()
         here = [
-            k for k in self.job.workers.values() if not (k.going or k.asked_to_leave or k.finished)
+            k
+            for w, k in self.job.workers.items()
+            if not (k.going or k.asked_to_leave or k.finished or w.host in self.job.going_hosts)
         ]
         settings = self.job.settings
         most = self.job.workers_max + settings.standbys

@@ -200,8 +200,9 @@ class WorkerRecords:
 
     def _speaks_of(self, worker: Worker, known: Known, generation: int) -> None:
         places = sorted({known.before, known.placed})
-        # Of a connection that was lost.
-        late = known.reconnected and known.first <= generation < known.placed
+        # Of a connection that was lost; 0: from before it had any world.
+        was_there = not generation or known.first <= generation
+        late = known.reconnected and was_there and generation < known.placed
         if generation not in places and not late:
             what = f"{worker} speaks of generation {generation}, expected one of {places}, its own"
             self.job.broken("NO MIXING", what)

@@ -6,11 +6,9 @@ from typing import Any, Protocol
 
 from elastic.chaos.simulator.simulated_network import SimulatedNetwork
 from elastic.chaos.simulator.virtual_clock import Clock
-from elastic.driver.events import Action, DumpStacks, Event, KillWorker, ProbeWorkers, StartWorker
+from elastic.driver.events import Action, DumpStacks, Event, KillWorker, StartWorker
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
-
-Command = StartWorker | KillWorker | ProbeWorkers | DumpStacks
 
 
 class Agent(Protocol):

@@ -1,30 +1,30 @@
 """An agent on the virtual clock: starts, watches, samples, probes and kills the workers of its host. Decides nothing.
 
-One per host. It tells the driver of every exit, sends a heartbeat for the whole host, and says on each new connection
-which workers run and which have ended, because nothing that was said on a lost one can be relied on. When it dies its
-workers die with it; started again, it finds none, and says so.
+One per host. It speaks as a real one does (`elastic.driver.agents.messages`): hired on a new connection, it says which
+workers run and which have ended, because nothing that was said on a lost one can be relied on; then it tells of every
+exit, and says now and then that it is here. When it dies its workers die with it; started again, it finds none.
 """
 
 from __future__ import annotations
 
-from elastic.chaos.simulator.interface import Command, SimulatedJob
+from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
-from elastic.driver.events import (
-    DumpStacks,
-    Event,
-    HostLeaving,
-    HostReported,
-    HostStaying,
-    KillWorker,
-    Notice,
-    ProbeWorkers,
-    StartWorker,
-    WorkerExited,
-    WorkerFrozen,
-    WorkerProbed,
-    WorkerThawed,
+from elastic.driver.agents.messages import (
+    AgentMessage,
+    Announced,
+    Dismissed,
+    Here,
+    Hire,
+    HostAgent,
+    Kill,
+    Probe,
+    Refused,
+    Registered,
+    Seen,
+    Start,
 )
+from elastic.driver.events import Notice, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.processes.leases import Leases
 from elastic.protocol.messages import Worker
 
@@ -37,7 +37,8 @@ class SimulatedAgent:
     def __init__(self, sim: SimulatedJob, host: str) -> None:
         self.sim = sim
         self.host = host
-        self.alive = True
+        self.identity = HostAgent(host, 1)
+        self.alive = not sim.weather.starts_agents  # else it is started when workers are
         self.frozen = False
         self.lost = False  # the machine is gone for good
         # It was cut off or frozen for a short time, which is harmless if it comes once.
@@ -49,7 +50,7 @@ class SimulatedAgent:
         self._exits: dict[Worker, WorkerExited] = {}
         self._leases: Leases[Worker] = Leases(sim.settings.lease_s)
         self._watching = False
-        self._mail: list[Command] = []  # while it is frozen
+        self._mail: list[AgentMessage] = []  # while it is frozen
         self._told_frozen: set[Worker] = set()
 
     def _new_link(self) -> SimulatedLink:
@@ -62,37 +63,40 @@ class SimulatedAgent:
         )
 
     def _opened(self, connection: Connection) -> None:
-        """Who runs, and what became of the others."""
-        for event in self._exits.values():
-            self._tell(event)
-        report = HostReported(self.host, [*self.processes], notice=self.notice)
-        self.link.send(self.sim.driver.agent_found, self.host, report)
-        for worker in self._told_frozen:
-            self._tell(WorkerFrozen(worker, "stopped"))
+        self.sim.driver.agent_called(connection, self.identity)
 
-    def _tell(self, event: Event) -> None:
-        self.link.send(self.sim.driver.agent_said, self.host, event)
+    def _hired(self) -> None:
+        """Who runs, and what became of the others."""
+        exits = [*self._exits.values()]
+        self.say(Registered(0, "", [], [*self.processes], exits, notice=self.notice))
+        for worker in self._told_frozen:
+            self.say(Seen(WorkerFrozen(worker, "stopped")))
+
+    def say(self, message: AgentMessage) -> None:
+        self.link.send(self.sim.driver.agent_said, self.identity, message)
 
     def beat(self) -> None:
-        """One heartbeat for all that run here."""
+        """It runs, and so does its network."""
         connection = self.link.connection
         if connection is not None and self.alive and not self.frozen:
-            connection.beat(self.sim.driver.beaten, self.host)
+            connection.beat(self.sim.driver.agent_said, self.identity, Here())
 
-    # ---- commands --------------------------------------------------------------------------------------------------
+    # ---- what it is told -------------------------------------------------------------------------------------------
 
-    def receive(self, connection: Connection, command: Command) -> None:
+    def receive(self, connection: Connection, message: AgentMessage) -> None:
         if connection is not self.link.connection or not self.alive:
             return  # from a driver, or a time, that is over
         if self.frozen:
-            self._mail.append(command)
+            self._mail.append(message)
         else:
-            self._obey(command)
+            self._obey(message)
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, message: AgentMessage) -> None:
         clock = self.sim.clock
-        match command:
-            case StartWorker(worker):
+        match message:
+            case Hire():
+                self._hired()
+            case Start(worker):
                 if worker in self.processes or worker in self._exits:
                     return
                 if worker.incarnation > 1 and clock.chance(0.02):
@@ -102,15 +106,17 @@ class SimulatedAgent:
                 self.processes[worker] = self.sim.processes[worker] = process
                 self.sim.born(process)
                 clock.after(clock.between(0.0, 0.1), process.begin)
-            case KillWorker(worker):
+            case Kill(worker):
                 clock.after(clock.between(0.0, 0.01), self.kill, worker)
-            case ProbeWorkers(workers):
+            case Probe(workers):
                 for worker in workers:
                     found = self.processes.get(worker)
                     if found is not None:
                         state = "T" if found.frozen else "S"
-                        self._tell(WorkerProbed(worker, found.cpu_s(), 0, state))
-            case DumpStacks():
+                        self.say(Seen(WorkerProbed(worker, found.cpu_s(), 0, state)))
+            case Dismissed() | Refused():
+                self.crash()
+            case _:
                 pass
 
     def kill(self, worker: Worker) -> None:
@@ -136,7 +142,7 @@ class SimulatedAgent:
             self.sim.clock.after(SAMPLE_S, self._exited, event)
         elif self.alive:
             self._exits[event.worker] = event
-            self._tell(event)
+            self.say(Seen(event))
 
     def watch(self) -> None:
         """Samples are taken all the time; where every worker runs they only renew leases, and are left out."""
@@ -158,10 +164,10 @@ class SimulatedAgent:
                     self._leases.grant(worker, now)
                 elif not process.frozen and self._leases.renew(worker, now):
                     self._told_frozen.discard(worker)
-                    self._tell(WorkerThawed(worker))
+                    self.say(Seen(WorkerThawed(worker)))
             for worker in self._leases.expired(now):
                 self._told_frozen.add(worker)
-                self._tell(WorkerFrozen(worker, "stopped"))
+                self.say(Seen(WorkerFrozen(worker, "stopped")))
         self._watching = bool(self._told_frozen) or any(p.frozen for p in self.processes.values())
         if self._watching:
             self.sim.clock.after(SAMPLE_S, self._sample)
@@ -180,8 +186,7 @@ class SimulatedAgent:
         if notice is not None and notice.within_s is not None:
             self._ends_at = self.sim.clock.now + notice.within_s
         if self.alive:
-            said = HostStaying(self.host) if notice is None else HostLeaving(self.host, notice)
-            self._tell(said)
+            self.say(Announced(notice))
 
     # ---- what befalls it -------------------------------------------------------------------------------------------
 
@@ -196,13 +201,16 @@ class SimulatedAgent:
             process.die(-9)
         self._leases = Leases(self.sim.settings.lease_s)
         self._told_frozen.clear()
-        if self.link.connection is not None:
+        if self.link.connection is not None and not self.lost:  # its machine has closed nothing
             self.link.connection.break_off()
         self.link.closed = True
 
     def restart(self) -> None:
         if not self.alive and not self.lost:
+            if self.link.connection is not None:  # its machine came back, and knows nothing of it
+                self.link.connection.break_off()
             self.alive = True
+            self.identity = HostAgent(self.host, self.identity.incarnation + 1)
             self.link = self._new_link()
             self.link.open()
 
@@ -213,6 +221,6 @@ class SimulatedAgent:
         if self.frozen:
             self.frozen = False
             mail, self._mail = self._mail, []
-            for command in mail:
-                self._obey(command)
+            for message in mail:
+                self._obey(message)
             self.link.wake()

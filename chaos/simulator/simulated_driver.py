@@ -1,8 +1,9 @@
-"""A driver on the virtual clock: the real Membership under a model of its loop, its server and its journal.
+"""A driver on the virtual clock: the real Membership and AgentPool under a model of their loop, server and journal.
 
 Every event is written to the journal, with the actions that it led to, before anything is done about it. The driver
 can crash wherever it gives up control: before an event is written, or between any two actions. Restarted, it feeds its
-journal to a new Membership and goes on from there: it knows what it decided, and not what was done of it.
+journal to a new Membership and goes on from there: it knows what it decided, and not what was done of it. Agents speak
+to its AgentPool; workers have connections of their own, as on one machine.
 """
 
 from __future__ import annotations
@@ -10,8 +11,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from elastic.chaos.simulator.interface import Command, SimulatedJob
+from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Connection
+from elastic.chaos.simulator.simulated_worker import GIVE_UP_S
+from elastic.driver.agents.agent_pool import AgentPool
+from elastic.driver.agents.messages import (
+    AgentMessage,
+    Beat,
+    Dump,
+    Hire,
+    HostAgent,
+    Probe,
+    Registered,
+    Seen,
+    Start,
+)
+from elastic.driver.agents.pool_events import (
+    AgentCalled,
+    AgentGone,
+    AgentNotStarted,
+    AgentSaid,
+    AgentStarted,
+    DriverReady,
+    HangUp,
+    KillOrdered,
+    PoolAction,
+    PoolEvent,
+    StartAgent,
+    StartOrdered,
+    TellAgents,
+    TellDriver,
+)
 from elastic.driver.events import (
     Action,
     BreakWorld,
@@ -21,8 +51,6 @@ from elastic.driver.events import (
     EndJob,
     Event,
     FinishWorld,
-    HostLost,
-    HostReported,
     HostsChanged,
     KillWorker,
     LetGo,
@@ -41,15 +69,13 @@ from elastic.driver.events import (
 from elastic.driver.journal.journal import Entry, rebuilt
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worker_messages import event_of
-from elastic.driver.processes.leases import Leases
-from elastic.driver.reasons import Why, because
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 
-LOOK_S = 0.5  # between two looks at the leases of hosts
-BEAT_S = 0.9  # between two heartbeats of one host
+BEAT_S = 0.9  # between two answers of an agent to the beats of the driver
 ARM_S = 0.001
 LAST_S = 2.0  # from the last kills to the end of the driver's process
+AGENT_STARTS_S = (0.05, 0.5)  # how long it takes to start an agent
 
 
 class SimulatedDriver:
@@ -71,12 +97,14 @@ class SimulatedDriver:
         self.down_s = 1.0
         self.crashes = 0
         self._workers: dict[Worker, Connection] = {}
-        self._agents: dict[str, Connection] = {}
-        self._hosts: Leases[str] = Leases(sim.settings.lease_s)
+        self._agents: dict[HostAgent, Connection] = {}
+        self._term = 0
+        self.pool = self._new_pool()
+        self._pool_alarm: float | None = None
         self._backlog: list[Callable[[], None]] = []  # while it is frozen
         self._alarm: float | None = None
-        self._looking = False
         self._arming = False
+        sim.clock.at(0.0, self._meet, DriverReady())
 
     # ---- its loop --------------------------------------------------------------------------------------------------
 
@@ -133,15 +161,21 @@ class SimulatedDriver:
 
     def _do(self, action: Action) -> None:
         match action:
-            case StartWorker(worker) | KillWorker(worker) | DumpStacks(worker):
+            case StartWorker(worker):
                 self.sim.ordered(action)
-                self._command(worker.host, action)
+                self._meet(StartOrdered(Start(worker, [], {}, "")))
+            case KillWorker(worker):
+                self.sim.ordered(action)
+                self._meet(KillOrdered(worker))
+            case DumpStacks(worker):
+                self.sim.ordered(action)
+                self._tell_agent(self.pool.agent_of(worker.host), Dump(worker))
             case ProbeWorkers(workers):
                 hosts: dict[str, list[Worker]] = {}
                 for worker in workers:
                     hosts.setdefault(worker.host, []).append(worker)
                 for host, there in hosts.items():
-                    self._command(host, ProbeWorkers(there))
+                    self._tell_agent(self.pool.agent_of(host), Probe(there))
             case BreakWorld(generation, members, reason):
                 self._send(members, messages.Broken(generation, str(reason)))
             case PublishWorld(generation, members, store, holders, commit, reason):
@@ -184,7 +218,7 @@ class SimulatedDriver:
         """Whoever is still there a while after the end. Then the driver ends too."""
         if self.up:
             for worker in list(self.sim.processes):
-                self._command(worker.host, KillWorker(worker, because(Why.JOB_ENDED)))
+                self._meet(KillOrdered(worker))
             self.sim.clock.after(LAST_S, self._leave)
 
     def _leave(self) -> None:
@@ -214,8 +248,12 @@ class SimulatedDriver:
                 return  # it has another one already
             del self._workers[worker]
             self.hear(WorkerDisconnected(worker, silent))
-        elif self._agents.get(connection.host) is connection:
-            del self._agents[connection.host]
+            return
+        for agent, present in self._agents.items():
+            if present is connection:
+                del self._agents[agent]
+                self._meet(AgentGone(agent, silent))
+                return
 
     def _send(self, workers: list[Worker], message: Message) -> None:
         for worker in workers:
@@ -226,56 +264,96 @@ class SimulatedDriver:
 
     # ---- agents ----------------------------------------------------------------------------------------------------
 
-    def agent_found(self, connection: Connection, host: str, report: HostReported) -> None:
-        """Commands go there only from now on: what the agent runs is known for sure."""
-        if not self.up or connection.over:
+    def _new_pool(self) -> AgentPool:
+        self._term += 1
+        hire = Hire("job", self._term, self.settings.lease_s, GIVE_UP_S)
+        starts_agents = self.sim.weather.starts_agents
+        return AgentPool(hire, starts_agents=starts_agents, adopted=[*self.membership.roster])
+
+    def listed(self, hosts: dict[str, int]) -> None:
+        """Discovery has found these."""
+        self._meet(HostsChanged(hosts))
+        self.hear(HostsChanged(hosts))
+
+    def agent_called(self, connection: Connection, agent: HostAgent) -> None:
+        """On a new connection, which stands in for an open one."""
+        self._agents[agent] = connection
+        self._meet(AgentCalled(agent))
+
+    def agent_said(self, connection: Connection, agent: HostAgent, message: AgentMessage) -> None:
+        """Also what was under way on a connection that was lost; but who runs is believed on the present one only."""
+        if not self.up or (isinstance(message, Registered) and connection.over):
+            return
+        match message:
+            case Registered(exits=exits):
+                for event in exits:
+                    self._last_words(event)
+            case Seen(WorkerExited() as event):
+                self._last_words(event)
+        self._meet(AgentSaid(agent, message))
+
+    def _last_words(self, event: WorkerExited) -> None:
+        """Usually everything that a process has said is heard before its exit."""
+        mine = self._workers.pop(event.worker, None)
+        if mine is not None and not self.sim.clock.chance(self.sim.weather.early_exits):
+            mine.flush(INWARD)
+
+    def _meet(self, event: PoolEvent) -> None:
+        if not self.up:
             return
         if self.paused:
-            self._backlog.append(partial(self.agent_found, connection, host, report))
+            self._backlog.append(partial(self._meet, event))
             return
-        self._agents[host] = connection
-        self._hosts.grant(host, self.sim.clock.now)
-        self._look_at_hosts()
-        self.hear(report)
+        pool = self.pool
+        for action in pool.handle(event, self.sim.clock.now):
+            if not self.up or pool is not self.pool:
+                return  # it has crashed over the one before
+            self._carry_out(action)
+        self._arm_pool()
 
-    def agent_said(self, connection: Connection, host: str, event: Event) -> None:
-        if not self.up:
-            return
-        if isinstance(event, WorkerExited):
-            # Usually everything that the process has said is heard first.
-            mine = self._workers.get(event.worker)
-            if mine is not None and not self.sim.clock.chance(self.sim.weather.early_exits):
-                mine.flush(INWARD)
-            self._workers.pop(event.worker, None)
-        self.hear(event)
-
-    def beaten(self, connection: Connection, host: str) -> None:
-        if self._agents.get(host) is connection:
-            self._hosts.renew(host, self.sim.clock.now)
-
-    def _command(self, host: str, command: Command) -> None:
-        connection = self._agents.get(host)
-        agent = self.sim.agents.get(host)
-        if connection is not None and agent is not None:
-            connection.send(OUTWARD, agent.receive, command)
-
-    def _look_at_hosts(self) -> None:
-        if not self._looking:
-            self._looking = True
-            self.sim.clock.after(LOOK_S, self._look)
-
-    def _look(self) -> None:
-        self._looking = False
-        if not self.up:
-            return
-        if not self.paused:
-            for host in self._hosts.expired(self.sim.clock.now):
-                connection = self._agents.pop(host, None)
+    def _carry_out(self, action: PoolAction) -> None:
+        match action:
+            case TellAgents(agents, messages):
+                for agent in agents:
+                    for message in messages:
+                        self._tell_agent(agent, message)
+            case TellDriver(event):
+                self.hear(event)
+            case HangUp(agent):
+                connection = self._agents.pop(agent, None)
                 if connection is not None:
                     connection.break_off(tell_driver=False)
-                self.hear(HostLost(host, f"no heartbeat for {self.settings.lease_s:g} s"))
-        if self.sim.going_on:
-            self._look_at_hosts()
+                    self._meet(AgentGone(agent, False))
+            case StartAgent(host):
+                takes_s = self.sim.clock.between(*AGENT_STARTS_S)
+                self.sim.clock.after(takes_s, self._start_agent, self.pool, host)
+
+    def _tell_agent(self, agent: HostAgent | None, message: AgentMessage) -> None:
+        if agent is None or isinstance(message, Beat):
+            return  # the network knows by itself who acknowledges nothing
+        connection = self._agents.get(agent)
+        if connection is not None:
+            connection.send(OUTWARD, self.sim.agents[agent.host].receive, message)
+
+    def _start_agent(self, pool: AgentPool, host: str) -> None:
+        if not self.up or pool is not self.pool:
+            return
+        if self.sim.agents[host].lost or self.sim.network.is_cut(host):
+            self._meet(AgentNotStarted(host, "there is no way to it"))
+        else:
+            self.sim.agents[host].restart()
+            self._meet(AgentStarted(host))
+
+    def _arm_pool(self) -> None:
+        at = self.pool.next_deadline() if self.up else None
+        if at is not None and at != self._pool_alarm:
+            self._pool_alarm = at
+            self.sim.clock.at(at, self._ring_pool, at)
+
+    def _ring_pool(self, alarm: float) -> None:
+        if alarm == self._pool_alarm and not self.paused:
+            self._pool_alarm = None
+            self._meet(TimePassed())
 
     # ---- what befalls it -------------------------------------------------------------------------------------------
 
@@ -286,7 +364,7 @@ class SimulatedDriver:
         self.crashes += 1
         self._backlog.clear()
         self._workers, self._agents = {}, {}
-        self._alarm = None
+        self._alarm = self._pool_alarm = None
         self.sim.network.driver_gone()
         self.sim.clock.after(self.down_s, self.restart)
 
@@ -296,18 +374,10 @@ class SimulatedDriver:
             return
         self.up = True
         self.membership = rebuilt(self.entries, Membership(self.settings))
-        self._hosts = Leases(self.settings.lease_s)
-        self.sim.clock.after(self.settings.reconnect_s, self._expect_hosts)
+        self.pool = self._new_pool()
+        self._meet(DriverReady())
         self.hear(DriverRestarted())
-        self.hear(HostsChanged(self.sim.listed))
-
-    def _expect_hosts(self) -> None:
-        """Hosts that did not come back to a restarted driver are lost like others."""
-        if self.up:
-            for host in {worker.host for worker in self.membership.roster}:
-                if host not in self._hosts:
-                    self._hosts.grant(host, self.sim.clock.now)
-            self._look_at_hosts()
+        self.listed(self.sim.listed)
 
     def pause(self) -> None:
         self.paused = True
@@ -320,3 +390,5 @@ class SimulatedDriver:
         for hear in backlog:
             hear()
         self._ring(self._alarm) if self._alarm is not None else self._arm()
+        if self._pool_alarm is not None:
+            self._ring_pool(self._pool_alarm)

@@ -188,7 +188,8 @@ def crash_agent(sim: SimulatedJob) -> None:
         down_s = sim.clock.random.choice((0.1, 1.0, 6.0))
         sim.note(f"crash the agent of {agent.host} for {down_s} s")
         agent.crash()
-        sim.clock.after(down_s, agent.restart)
+        if not sim.weather.starts_agents:
+            sim.clock.after(down_s, agent.restart)
 
 
 def lose_host(sim: SimulatedJob) -> None:
@@ -372,6 +373,9 @@ class Weather:
     network: Conditions = field(default_factory=Conditions)
     early_exits: float = 0.0  # share of exits that are heard before the last words of the process
     struck: float = 0.0  # share of new processes that are killed or frozen on their way
+    starts_agents: bool = (
+        False  # the driver does, where it needs one; else they run from the beginning
+    )
 
     @property
     def loses_messages(self) -> bool:
@@ -400,4 +404,5 @@ class Weather:
             network=Conditions(delays, ghosts=source.choice((0.0, 0.0, 0.5, 1.0))),
             early_exits=source.choice((0.0, 0.0, 0.3)),
             struck=source.choice((0.0, 0.0, 0.1)),
+            starts_agents=source.choice((False, False, True)),
         )

@@ -1,4 +1,4 @@
-"""Runs the real Membership, Recovery and Leases of a whole job on a virtual clock. A run is a function of its seed.
+"""Runs the real Membership, AgentPool and Recovery of a whole job on a virtual clock. A run is a function of its seed.
 
 One driver, an agent on each host, workers; between them a network that delays, loses, repeats and cuts. First come
 faults, in which only safety is asked for: after every event the invariants hold, and nothing false is trained. Then
@@ -16,20 +16,12 @@ from elastic.chaos.invariants.invariants import Invariants
 from elastic.chaos.simulator import simulated_faults
 from elastic.chaos.simulator.simulated_agent import SimulatedAgent
 from elastic.chaos.simulator.simulated_driver import BEAT_S, SimulatedDriver
-from elastic.chaos.simulator.simulated_faults import Weather
+from elastic.chaos.simulator.simulated_faults import Fault, Weather
 from elastic.chaos.simulator.simulated_network import SimulatedNetwork
 from elastic.chaos.simulator.simulated_training import Training
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.virtual_clock import Clock
-from elastic.driver.events import (
-    Action,
-    DumpStacks,
-    Event,
-    HostsChanged,
-    KillWorker,
-    PublishWorld,
-    StartWorker,
-)
+from elastic.driver.events import Action, DumpStacks, Event, KillWorker, PublishWorld, StartWorker
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import tell
 from elastic.driver.reasons import Reason, Why
@@ -129,12 +121,17 @@ class Simulation:
         self._decisions = 0
         at = self.clock.at
         for agent in self.agents.values():
-            at(0.0, agent.link.open)
+            if agent.alive:
+                at(0.0, agent.link.open)
         at(0.5, self.list_hosts, self.hosts)
         at(0.3, self._beat)
-        if self.weather.faults:
+        # Who steps with all others reports no collective, so nobody could tell who is stuck.
+        kinds = [
+            kind for kind in self.weather.faults if not (step_s and kind is simulated_faults.stick)
+        ]
+        if kinds:
             for _ in range(faults):
-                at(self.clock.between(0.2, faults_s), self._inject)
+                at(self.clock.between(0.2, faults_s), self._inject, kinds)
         at(faults_s, self.calm)
 
     # ---- the run ---------------------------------------------------------------------------------------------------
@@ -194,10 +191,10 @@ class Simulation:
 
     def list_hosts(self, hosts: dict[str, int]) -> None:
         self.listed = hosts
-        self.driver.hear(HostsChanged(hosts))
+        self.driver.listed(hosts)
 
-    def _inject(self) -> None:
-        self.clock.random.choice(self.weather.faults)(self)
+    def _inject(self, kinds: list[Fault]) -> None:
+        self.clock.random.choice(kinds)(self)
 
     def _beat(self) -> None:
         for agent in self.agents.values():
@@ -234,7 +231,8 @@ class Simulation:
                 agent.announce(None)  # it is another machine
             agent.lost = False
             agent.thaw()
-            agent.restart()
+            if not self.weather.starts_agents:
+                agent.restart()
         self.list_hosts(self.hosts)
 
     # ---- told by the others ----------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver.agents.fleet import AGENTS, Fleet, silence_s
+from elastic.driver.agents.agent_pool import silence_s
+from elastic.driver.agents.fleet import AGENTS, Fleet
 from elastic.driver.agents.messages import Hire
 from elastic.driver.agents.open_files import allow_hosts
 from elastic.driver.discovery.interface import Discovery, Need

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
+from elastic.driver.agents.agent_pool import AgentPool
 from elastic.driver.events import HostLost
 from elastic.driver.membership.failure_detection import suspicion
 from elastic.driver.membership.failure_detection.frozen import Frozen
@@ -232,6 +234,26 @@ def any_generation(original: Any) -> Any:
     return ready
 
 
+# ---- the driver: which agent serves a host --------------------------------------------------------------------------
+
+
+def adopts_nobody(original: Any) -> Any:
+    def made(self: AgentPool, hire: Any, *, starts_agents: bool, adopted: Any) -> None:
+        original(self, hire, starts_agents=starts_agents)
+
+    return made
+
+
+def ordered_means_running(original: Any) -> Any:
+    """An agent is believed to run what it was told to start."""
+
+    def registered(self: AgentPool, agent: Any, host: Any, said: Any, caller: str) -> None:
+        running = sorted({*host.running, *said.running})
+        original(self, agent, host, msgspec.structs.replace(said, running=running), caller)
+
+    return registered
+
+
 # ---- the worker ------------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +370,12 @@ SIMULATED = {
     ),
     "standbys come on top of standbys": Bug(Workforce, "_wanted", one_more, standbys=2),
     "workers are started on a machine that goes": Bug(Slots, "close", does_nothing, announced=True),
+    "a host whose agent stays away is not lost": Bug(AgentPool, "_missing", does_nothing),
+    "an agent is tried once": Bug(AgentPool, "_start_again", does_nothing),
+    "what was ordered runs": Bug(AgentPool, "_registered", ordered_means_running),
+    "a driver does not await the agents of the one before": Bug(
+        AgentPool, "__init__", adopts_nobody
+    ),
     "rank 0 is the oldest, not a holder": Bug(composition, "arrange", oldest_first),
     "a joiner is made the source": Bug(composition, "arrange", joiner_first),
     "commits are compared by number alone": Bug(composition, "arrange", number_alone),

@@ -27,7 +27,8 @@ def test_a_regroup_may_finish_when_the_time_is_up(before_s):
     scale.simulation.clock.at(60.0 - before_s, scale._lose_a_host)
     outcome = scale.run()
     assert 60.0 < outcome.virtual_s < 120.0
-    assert outcome.generation == 4  # the first two, one without the host, one with it again
+    # The first two, one without the host, and one with it again: or two, where its workers come apart.
+    assert outcome.generation in (4, 5)
 
 
 def test_a_job_that_does_not_come_together_again_has_failed(monkeypatch):

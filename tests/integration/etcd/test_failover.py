@@ -115,7 +115,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along_and_is_replaced(drivers
     os.kill(agent, signal.SIGKILL)
     driver.wait_for("lost host 127.0.0.2: its agent has not come back within 0.5 s")
     (tmp_path / "go").touch()
-    driver.wait_for("127.0.0.2 has a new agent: whatever ran under the old one is gone")
+    driver.wait_for("127.0.0.2 has a new agent: the workers of the one before it are gone")
     driver.succeed()
     assert sizes(driver) == [2, 2, 1, 2]
     History(driver).check(steps=30)

@@ -1,4 +1,4 @@
-"""The driver's side of agents: who is served, what becomes of orders, when a host is lost. Real sockets on loopback."""
+"""What an `AgentPool` decides is done: over real sockets on loopback, and starters that are doubles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from elastic.driver.agents import agent_pool
 from elastic.driver.agents import fleet as fleet_module
 from elastic.driver.agents import uplink as uplink_module
 from elastic.driver.agents.fleet import AGENTS, Fleet
@@ -23,6 +24,7 @@ from elastic.driver.agents.messages import (
     Start,
     Tell,
 )
+from elastic.driver.agents.pool_events import HangUp
 from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import HostLost, HostReported, WorkerExited
 from elastic.driver.launch.starter import Bootstrap, StartFailed
@@ -205,7 +207,7 @@ async def test_an_agent_that_comes_back_tells_what_became_of_its_workers(driver,
 
 @conversation()
 async def test_one_that_stays_away_is_a_lost_host(driver, patch):
-    patch.setattr(fleet_module, "RETURN_S", 0.02)
+    patch.setattr(agent_pool, "RETURN_S", 0.02)
     driver.start(A)
     agent = await Agent(driver, "here").register()
     await driver.next()
@@ -215,12 +217,12 @@ async def test_one_that_stays_away_is_a_lost_host(driver, patch):
     assert driver.fleet.alive() == {A}, "nobody knows that it is dead"
     await Agent(driver, "here", incarnation=2).register()
     assert await driver.next() == HostReported("here", [], [A])
-    assert "whatever ran under the old one is gone" in driver.log[-1]
+    assert "the workers of the one before it are gone" in driver.log[-1]
 
 
 @conversation()
 async def test_a_host_has_one_agent_at_a_time(driver, patch):
-    patch.setattr(fleet_module, "RETURN_S", 0.02)
+    patch.setattr(agent_pool, "RETURN_S", 0.02)
     first = await Agent(driver, "here", incarnation=5).register()
     await driver.next()
     earlier = Agent(driver, "here", incarnation=4)
@@ -236,23 +238,13 @@ async def test_a_host_has_one_agent_at_a_time(driver, patch):
 
 
 @conversation()
-async def test_a_host_whose_clock_went_back_is_let_in_again(driver, patch):
-    patch.setattr(fleet_module, "RETURN_S", 0.02)
-    first = await Agent(driver, "here", incarnation=5).register()
-    await driver.next()
-    await first.die()
-    await Agent(driver, "here", incarnation=4).register()
-    assert await driver.next() == HostReported("here", [], [])
-
-
-@conversation()
-async def test_one_that_is_connected_but_says_nothing_is_given_up(driver, patch):
+async def test_one_that_is_given_up_is_hung_up_on(driver, patch):
     driver.start(A)
     agent = await Agent(driver, "here").register()
     await driver.next()
-    patch.setattr(driver.fleet._heard_of, "lease_s", 0.0)
-    driver.fleet._beat()
-    assert "is it stopped?" in driver.log[0]
+    patch.setattr(driver.fleet.pool, "handle", lambda event, now: [HangUp(agent.identity)])
+    driver.fleet.listed({})
+    patch.undo()
     while (await agent.next()) != ("closed", "the driver closed the connection"):
         pass
 
@@ -303,7 +295,7 @@ async def test_workers_whose_agent_can_not_be_started_end_with_the_reason(driver
 
 @conversation(adopted=[A, B])
 async def test_workers_of_the_driver_before_are_found_again_or_given_up(driver, patch):
-    patch.setattr(fleet_module, "ARRIVE_S", 0.05)
+    patch.setattr(agent_pool, "CALL_S", 0.05)
     await driver.fleet.open(driver.events.put_nowait, driver.events.put_nowait)
     await Agent(driver, "here").register(A)
     assert await driver.next() == HostReported("here", [A], [A])
@@ -351,14 +343,13 @@ class Slow:
 
 def test_a_start_that_takes_long_is_given_up_by_the_starter_and_nobody_else(monkeypatch):
     async def talk() -> None:
-        monkeypatch.setattr(fleet_module, "ARRIVE_S", 0.01)
+        monkeypatch.setattr(agent_pool, "ARRIVE_S", 0.01)
         slow = Slow()
         driver = await Driver(starter=slow).open()
         driver.start(A)
         driver.start(Worker("here", 1))
         await asyncio.sleep(0)
         assert slow.starts == ["here"], "one for the whole host"
-        assert driver.fleet._hosts["here"].alarm is None
         slow.go.set()
         exited = await driver.next()
         assert "its agent was started, but has not called within 0.01 s" in exited.reason
@@ -381,32 +372,3 @@ async def test_values_of_functions_may_be_large_on_all_workers_at_once(driver, p
     agent.say(*results, Seen(WorkerExited(workers[0], 0)))
     assert [await driver.next() for _ in results] == [(r.worker, r.message) for r in results]
     assert await driver.next() == WorkerExited(workers[0], 0)
-
-
-@conversation()
-async def test_an_agent_is_not_kept_on_a_host_that_has_left_the_list(driver, patch):
-    """Its machine is to go, and may be waited for. It is another matter while a worker is still on its way out."""
-    driver.fleet._starter = Slow()
-    driver.fleet.listed({"here": 2, "there": 1})
-    agent = await Agent(driver, "here").register(A)
-    await driver.next()
-    driver.fleet._host("here").running.add(A)
-    driver.fleet.listed({"there": 1})
-    assert driver.fleet._hosts["here"].here, "until its worker has gone"
-    agent.say(Seen(WorkerExited(A, 0)))
-    assert await driver.next() == WorkerExited(A, 0)
-    assert isinstance(await agent.next(), Dismissed)
-    await agent.die()
-    driver.fleet.listed({"here": 2, "there": 1})
-    driver.start(A)
-    await asyncio.sleep(0)
-    assert driver.fleet._starter.starts == ["here"], "another one, where the host has come back"
-
-
-@conversation()
-async def test_agents_that_come_by_themselves_stay_though_their_host_is_not_listed(driver, patch):
-    driver.fleet.listed({"here": 1})
-    agent = await Agent(driver, "here").register()
-    await driver.next()
-    driver.fleet.listed({})
-    assert driver.fleet._hosts["here"].here and agent.uplink.open

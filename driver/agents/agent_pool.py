@@ -1,0 +1,434 @@
+"""Decides which agent serves a host, which orders wait for it, when a host is lost, and when an agent is started. Pure.
+
+    nobody --start a worker--> wanted: an agent is started there (if anybody can), orders wait for it
+    wanted --Registered--> here: orders go out, what its workers say comes in
+    here   --gone--> missing, for RETURN_S --Registered--> here
+              |          +--------------------------------> lost: HostLost
+              +--gone silently-----------------------------> lost --Registered--> here
+    here   --off the list, its workers gone--> nobody: its agent is dismissed, if we have started it
+
+On each new connection the agent says who runs; that becomes HostReported, and its workers say again where they stand.
+What was ordered on a connection that was lost is not repeated: the report shows what became of it.
+
+`fleet.Fleet` performs the actions; the simulator in `elastic.chaos` does so on a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from elastic.driver.agents.messages import (
+    Announced,
+    Beat,
+    Dismissed,
+    Heard,
+    Here,
+    Hire,
+    HostAgent,
+    Kill,
+    Logged,
+    Printed,
+    Refused,
+    Registered,
+    Seen,
+    Start,
+)
+from elastic.driver.agents.partition import Reach
+from elastic.driver.agents.pool_events import (
+    AgentCalled,
+    AgentGone,
+    AgentNotStarted,
+    AgentSaid,
+    AgentStarted,
+    DriverReady,
+    HangUp,
+    JobEnded,
+    KillOrdered,
+    PassOn,
+    PoolAction,
+    PoolEvent,
+    ShowOutput,
+    StartAgent,
+    StartOrdered,
+    TellAgents,
+    TellDriver,
+)
+from elastic.driver.agents.pool_state import AGAIN_S, AgentRecord, Due, PoolActions, Timetable
+from elastic.driver.events import (
+    Event,
+    HostLeaving,
+    HostLost,
+    HostReported,
+    HostsChanged,
+    HostStaying,
+    Notice,
+    TimePassed,
+    WorkerExited,
+)
+from elastic.driver.network.address_check import Agreement
+from elastic.driver.processes.leases import Leases
+from elastic.protocol.messages import Worker
+
+ARRIVE_S = 30.0  # from an agent that was started to its call
+CALL_S = 3.0  # for an agent that runs already to call; it tries once a second
+RETURN_S = 0.5  # from a connection that was closed to the next; an agent tries at once
+BEATS = 4  # in a lease
+REPEATED_S = 0.2  # the kernel repeats what is not acknowledged after this time at the earliest
+STOPPED_S = 10.0  # for an agent to say anything; its host's kernel acknowledges what we say even if it is stopped
+TOGETHER_S = 0.2  # hosts that go silent for one reason are noticed within this time
+NO_AGENT = 126  # exit code of a worker that nobody could start
+
+
+def silence_s(lease_s: float) -> float:
+    """For how long an agent may leave something unacknowledged, so that with the beat before it a lease has passed.
+
+    Linux counts that from the first repetition of what was sent, and others may be on their way out with it.
+    """
+    return max(lease_s / 2, lease_s * (1 - 1 / BEATS) - REPEATED_S - TOGETHER_S)
+
+
+class AgentPool:
+    """The agents of one job. Feed it events with their time, perform the actions it returns, in order.
+
+    ``starts_agents`` False: nobody starts agents, they come by themselves. ``adopted``: the workers that a driver
+    before this one has left behind.
+    """
+
+    def __init__(
+        self, hire: Hire, *, starts_agents: bool = False, adopted: Iterable[Worker] = ()
+    ) -> None:
+        self.hire = hire
+        self._starts_agents = starts_agents
+        self._hosts: dict[str, AgentRecord] = {}
+        self._listed: set[str] = set()
+        self._due = Timetable()
+        self._reach = Reach()
+        self._heard_of: Leases[str] = Leases(STOPPED_S)
+        self._networks = Agreement()
+        self._closing = False
+        self._orders = PoolActions()
+        for worker in adopted:
+            self._host(worker.host).running.add(worker)
+
+    # ---- what others may ask ---------------------------------------------------------------------------------------
+
+    def agent_of(self, host: str) -> HostAgent | None:
+        """Whom to send what is meant for a host; None where there is nobody now."""
+        known = self._hosts.get(host)
+        return known.agent if known is not None and known.here else None
+
+    def alive(self) -> frozenset[Worker]:
+        """Ordered or reported, and their exit was not."""
+        return frozenset(worker for host in self._hosts.values() for worker in host.running)
+
+    def awaits_exits(self) -> bool:
+        """Whether workers run whose exit an agent will tell."""
+        return any(host.here and host.running for host in self._hosts.values())
+
+    def next_deadline(self) -> float | None:
+        """When to say TimePassed."""
+        return self._due.first()
+
+    # ---- one event -------------------------------------------------------------------------------------------------
+
+    def handle(self, event: PoolEvent, now: float) -> list[PoolAction]:
+        """What to do about an event, in order."""
+        self._orders.begin(now)
+        match event:
+            case AgentSaid(agent, message, caller):
+                self._agent_said(agent, self._host(agent.host), message, caller)
+            case AgentCalled(agent):
+                self._agent_called(agent, self._host(agent.host))
+            case AgentGone(agent, silent):
+                self._agent_gone(agent, self._host(agent.host), silent)
+            case StartOrdered(order):
+                self._start(self._host(order.worker.host), order)
+            case KillOrdered(worker):
+                self._kill(self._host(worker.host), worker)
+            case AgentStarted(host):
+                self._agent_started(self._host(host))
+            case AgentNotStarted(host, reason):
+                self._agent_not_started(self._host(host), reason)
+            case HostsChanged(hosts):
+                self._listed = set(hosts)
+                for each in self._hosts.values():
+                    self._part(each)
+            case DriverReady():
+                self._ready()
+            case JobEnded():
+                self._end_job()
+            case TimePassed():
+                self._overdue()
+        return self._orders.actions
+
+    def _overdue(self) -> None:
+        while (key := self._due.pop(self._orders.now)) is not None:
+            name, due = key
+            match due:
+                case Due.ARRIVAL:
+                    self._missing(self._host(name))
+                case Due.RETRY:
+                    self._try_again(self._host(name))
+                case Due.RESIGNATION:
+                    self._give_up()
+                case Due.BEAT:
+                    self._beat()
+
+    def _ready(self) -> None:
+        """Agents of workers that are adopted are given as long to come back as those that run already."""
+        self._beat()
+        for host in self._hosts.values():
+            if not host.here:
+                self._reach.expected(host.name)
+                self._expect(host, CALL_S, "its agent has not come back to the new driver")
+
+    def _beat(self) -> None:
+        """Says something to everybody, so that silence can be told: a host that hears nothing of us, but whose own
+        packets arrive, acknowledges nothing, and that shows only while something waits to be acknowledged.
+        """
+        self._due.put("", Due.BEAT, self._orders.now + self.hire.lease_s / BEATS)
+        agents = [host.agent for host in self._hosts.values() if host.here and host.agent]
+        if agents:
+            self._orders.do(TellAgents(agents, [Beat()]))
+        for name in self._heard_of.expired(self._orders.now):
+            stopped = self._hosts[name].agent
+            if stopped is not None:
+                why = f"it has said nothing for {STOPPED_S:g} s, although it is connected: is it stopped?"
+                self._orders.say("error", f"the agent of {name} is given up: {why}")
+                self._orders.do(HangUp(stopped))
+
+    def _end_job(self) -> None:
+        self._closing = True
+        self._due.clear()
+        for host in self._hosts.values():
+            self._orders.tell(host, Dismissed("the job has ended"))
+
+    # ---- agents come and go ----------------------------------------------------------------------------------------
+
+    def _agent_said(self, agent: HostAgent, host: AgentRecord, message: Any, caller: str) -> None:
+        if agent == host.agent:
+            self._heard_of.renew(agent.host, self._orders.now)
+        match message:
+            case Here():
+                pass
+            case Registered() if all(worker.host == agent.host for worker in message.running):
+                self._registered(agent, host, message, caller)
+            case _ if agent != host.agent:
+                pass  # of one that another has followed
+            case Heard(worker, said) if worker.host == agent.host:
+                self._orders.do(PassOn(worker, said))
+            case Seen(event) if event.worker.host == agent.host:
+                self._seen(host, event)
+            case Printed(worker, stream, data) if worker.host == agent.host:
+                self._orders.do(ShowOutput(worker, stream, data))
+            case Logged(level, text):
+                self._orders.say(level, f"{agent.host}: {text}")
+            case Announced(Notice() as notice):
+                self._orders.do(TellDriver(HostLeaving(agent.host, notice)))
+            case Announced():
+                self._orders.do(TellDriver(HostStaying(agent.host)))
+            case _:
+                self._orders.say("warning", f"{agent} speaks of a worker that is not its own")
+                self._orders.do(HangUp(agent))
+
+    def _agent_called(self, agent: HostAgent, host: AgentRecord) -> None:
+        """It is told who this driver is, and answers with Registered.
+
+        Where another is here, the earlier one has been replaced without knowing it, and a later one has to wait until
+        the other is gone: it may be the same machine, started again, whose end has not been noticed yet.
+        """
+        if host.agent is None or host.agent == agent or not host.here:
+            self._orders.do(TellAgents([agent], [self.hire]))
+        elif host.agent.incarnation > agent.incarnation:
+            self._orders.do(TellAgents([agent], [Refused("another agent serves this host")]))
+        else:
+            self._orders.do(HangUp(agent))
+
+    def _registered(
+        self, agent: HostAgent, host: AgentRecord, said: Registered, caller: str
+    ) -> None:
+        if host.here and agent != host.agent:
+            return  # it was not hired
+        before, host.agent = host.agent, agent
+        if before is not None and before != agent:
+            news = "has a new agent: the workers of the one before it are gone"
+            self._orders.say("info", f"{agent.host} {news}")
+        host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
+        self._due.drop(host.name, Due.ARRIVAL)
+        self._due.drop(host.name, Due.RETRY)
+        self._heard_of.grant(host.name, self._orders.now)
+        self._back_among_others(host.name)
+        if self._closing:
+            self._orders.tell(host, Dismissed("the job has ended"))
+            return
+        for event in said.exits:
+            self._exited(host, event)
+        waiting = {order.worker for order in host.orders}
+        # Whoever has to be started on this connection has not failed to come back from the last one.
+        ordered = sorted(host.running - waiting)
+        self._orders.do(TellDriver(HostReported(agent.host, said.running, ordered, said.notice)))
+        host.running = {*said.running, *waiting}
+        for order in host.orders:
+            self._orders.tell(host, order)
+        host.orders.clear()
+        trouble = self._networks.note(host.name, said.bind, said.addresses, caller)
+        if trouble:
+            self._orders.say("warning", trouble)
+
+    def _agent_gone(self, agent: HostAgent, host: AgentRecord, silent: bool) -> None:
+        if agent != host.agent:
+            return
+        host.here = False
+        if self._closing:
+            return
+        self._heard_of.drop(host.name)
+        self._reach.away(host.name)
+        if silent:
+            self._expect(host, TOGETHER_S, "its agent acknowledges nothing any more")
+        else:
+            self._orders.say("warning", f"the connection of {host.name}'s agent was closed")
+            self._expect(host, RETURN_S, f"its agent has not come back within {RETURN_S:g} s")
+
+    def _expect(self, host: AgentRecord, within_s: float, otherwise: str) -> None:
+        host.overdue_why = otherwise
+        self._due.put(host.name, Due.ARRIVAL, self._orders.now + within_s)
+
+    def _missing(self, host: AgentRecord) -> None:
+        if self._reach.overdue(host.name):
+            self._lose(host, host.overdue_why)
+        elif ("", Due.RESIGNATION) not in self._due:
+            self._orders.say(
+                "warning",
+                "no agent can be reached: this driver is cut off itself, and takes nobody for lost"
+                f" until one is heard of again, or {self.hire.away_s:g} s have passed",
+            )
+            self._due.put("", Due.RESIGNATION, self._orders.now + self.hire.away_s)
+
+    def _give_up(self) -> None:
+        """By now agents have ended their workers, whether they live or not."""
+        for name in self._reach.give_up():
+            host = self._host(name)
+            self._lose(host, host.overdue_why)
+
+    def _back_among_others(self, name: str) -> None:
+        """This host is reached. Whoever was not given up gets its time anew."""
+        released = self._reach.here(name)
+        if ("", Due.RESIGNATION) in self._due and not self._reach.cut_off:
+            self._due.drop("", Due.RESIGNATION)
+            self._orders.say("info", f"{name} is reached again, and with that this driver")
+        for other in released:
+            host = self._host(other)
+            if not host.here:
+                self._expect(host, self.hire.lease_s + RETURN_S, host.overdue_why)
+
+    def _lose(self, host: AgentRecord, reason: str) -> None:
+        self._due.drop(host.name, Due.ARRIVAL)
+        orders, host.orders = host.orders, []
+        for order in orders:
+            why = f"host {host.name}: {reason}"
+            self._exited(host, WorkerExited(order.worker, NO_AGENT, why))
+        if host.running:
+            self._networks.forget(host.name)
+            self._orders.do(TellDriver(HostLost(host.name, reason)))
+            self._start_again(host)
+
+    def _part(self, host: AgentRecord) -> None:
+        """From the agent of a host that has left the list, once its workers have: the machine may be waited for, and
+        is not empty with an agent on it. Those that come by themselves stay.
+        """
+        if not self._starts_agents or self._closing or host.name in self._listed:
+            return
+        if not host.here or host.running or host.orders:
+            return
+        self._orders.tell(host, Dismissed("its host has left the list, and its workers have gone"))
+        host.agent, host.here = None, False
+        self._heard_of.drop(host.name)
+        self._reach.forget(host.name)
+        self._networks.forget(host.name)
+
+    # ---- agents are started ----------------------------------------------------------------------------------------
+
+    def _start_agent(self, host: AgentRecord) -> None:
+        if not host.starting:
+            host.starting = True
+            self._orders.do(StartAgent(host.name))
+
+    def _start_again(self, host: AgentRecord) -> None:
+        """What ran there is unknown until its agent, or a new one, tells; and nothing can be started before."""
+        if not self._starts_agents or self._closing or (host.name, Due.RETRY) in self._due:
+            return
+        self._due.put(host.name, Due.RETRY, self._orders.now + host.again_s)
+        host.again_s = min(2 * host.again_s, AGAIN_S[1])
+
+    def _try_again(self, host: AgentRecord) -> None:
+        if host.here:
+            return
+        if host.name in self._listed:
+            self._start_agent(host)
+        else:
+            self._start_again(host)
+
+    def _agent_started(self, host: AgentRecord) -> None:
+        host.starting = False
+        if not host.here and not self._closing:
+            self._expect(
+                host,
+                ARRIVE_S,
+                f"its agent was started, but has not called within {ARRIVE_S:g} s: can {host.name} reach"
+                " this driver? (see --network-interface)",
+            )
+
+    def _agent_not_started(self, host: AgentRecord, reason: str) -> None:
+        host.starting = False
+        if self._closing:
+            return
+        trouble = f"no agent could be started: {reason}"
+        if host.orders:
+            self._lose(host, trouble)
+        elif trouble != host.trouble:
+            self._orders.say("warning", f"host {host.name}: {trouble}; trying on")
+        host.trouble = trouble
+        self._start_again(host)
+
+    # ---- workers ---------------------------------------------------------------------------------------------------
+
+    def _start(self, host: AgentRecord, order: Start) -> None:
+        host.running.add(order.worker)
+        if host.here:
+            self._orders.tell(host, order)
+            return
+        host.orders.append(order)
+        if (host.name, Due.ARRIVAL) in self._due:
+            return  # one that runs there is expected
+        if self._starts_agents:  # a start ends by itself, with a reason if it fails
+            self._start_agent(host)
+        else:
+            self._expect(host, CALL_S, "its agent has not called this driver")
+
+    def _kill(self, host: AgentRecord, worker: Worker) -> None:
+        waiting = [order for order in host.orders if order.worker == worker]
+        if waiting:
+            host.orders.remove(waiting[0])
+            self._exited(host, WorkerExited(worker, -9))
+        else:
+            self._orders.tell(host, Kill(worker))
+
+    def _seen(self, host: AgentRecord, event: Event) -> None:
+        if isinstance(event, WorkerExited):
+            self._exited(host, event)
+            self._part(host)
+        else:
+            self._orders.do(TellDriver(event))
+
+    def _exited(self, host: AgentRecord, event: WorkerExited) -> None:
+        """Told once of each worker."""
+        if event.worker in host.running:
+            host.running.discard(event.worker)
+            self._orders.do(TellDriver(event))
+
+    def _host(self, name: str) -> AgentRecord:
+        known = self._hosts.get(name)
+        if known is None:
+            known = self._hosts[name] = AgentRecord(name)
+        return known

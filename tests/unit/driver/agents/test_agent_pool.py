@@ -1,0 +1,359 @@
+"""Who serves a host, what waits for it, when it is lost, and when an agent is started: as conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.driver.agents.agent_pool import (
+    ARRIVE_S,
+    CALL_S,
+    NO_AGENT,
+    RETURN_S,
+    STOPPED_S,
+    TOGETHER_S,
+    AgentPool,
+)
+from elastic.driver.agents.messages import (
+    Beat,
+    Dismissed,
+    Heard,
+    Here,
+    Hire,
+    HostAgent,
+    Kill,
+    Refused,
+    Registered,
+    Seen,
+    Start,
+)
+from elastic.driver.agents.pool_events import (
+    AgentCalled,
+    AgentGone,
+    AgentNotStarted,
+    AgentSaid,
+    AgentStarted,
+    DriverReady,
+    HangUp,
+    JobEnded,
+    KillOrdered,
+    PassOn,
+    StartAgent,
+    StartOrdered,
+    TellAgents,
+    TellDriver,
+)
+from elastic.driver.agents.pool_state import AGAIN_S, Due, Timetable
+from elastic.driver.events import (
+    HostLost,
+    HostReported,
+    HostsChanged,
+    Report,
+    TimePassed,
+    WorkerExited,
+)
+from elastic.protocol import messages as protocol
+from elastic.protocol.messages import Worker
+
+HIRE = Hire("one", 1, 2.0, 60.0)
+A, A2, B = Worker("here", 0), Worker("here", 1), Worker("there", 0)
+FIRST = HostAgent("here", 5)
+THERE = HostAgent("there", 1)
+
+
+def order(worker: Worker) -> Start:
+    return Start(worker, ["train"], {}, "/")
+
+
+def registered(*running: Worker, exits=()) -> Registered:
+    return Registered(2, "127.0.0.1", ["127.0.0.1/8"], [*running], [*exits], "one")
+
+
+def told(agent: HostAgent, *messages: Any) -> TellAgents:
+    return TellAgents([agent], [*messages])
+
+
+class Talk:
+    """A pool, and the time. Lines for the log are kept apart."""
+
+    def __init__(self, **given: Any) -> None:
+        self.pool = AgentPool(HIRE, **given)
+        self.now = 100.0
+        self.log: list[str] = []
+
+    def hear(self, *events: Any, at: float | None = None) -> list[Any]:
+        self.now = self.now if at is None else at
+        actions = [action for event in events for action in self.pool.handle(event, self.now)]
+        self.log += [each.text for each in actions if isinstance(each, Report)]
+        return [each for each in actions if not isinstance(each, Report)]
+
+    def here(self, agent: HostAgent, *running: Worker, exits=()) -> list[Any]:
+        """It calls, is hired, and says who runs."""
+        assert self.hear(AgentCalled(agent)) == [told(agent, HIRE)]
+        return self.hear(AgentSaid(agent, registered(*running, exits=exits)))
+
+    def deadline(self) -> list[Any]:
+        """What follows when the next one is reached."""
+        at = self.pool.next_deadline()
+        assert at is not None and at > self.now
+        return self.hear(TimePassed(), at=at)
+
+
+def test_orders_wait_for_the_agent():
+    talk = Talk()
+    assert talk.hear(StartOrdered(order(A)), StartOrdered(order(A2))) == []
+    assert talk.here(FIRST) == [
+        TellDriver(HostReported("here", [], [])),  # they were not ordered on a connection before
+        told(FIRST, order(A)),
+        told(FIRST, order(A2)),
+    ]
+    assert talk.hear(KillOrdered(A)) == [told(FIRST, Kill(A))]
+    assert talk.hear(AgentSaid(FIRST, Heard(A, protocol.Returned(1)))) == [
+        PassOn(A, protocol.Returned(1))
+    ]
+    gone = Seen(WorkerExited(A, -9))
+    assert talk.hear(AgentSaid(FIRST, gone), AgentSaid(FIRST, gone)) == [
+        TellDriver(WorkerExited(A, -9))
+    ]
+    assert talk.pool.alive() == {A2}
+
+
+def test_an_order_that_still_waits_is_withdrawn():
+    talk = Talk()
+    talk.hear(StartOrdered(order(A)), StartOrdered(order(A2)))
+    assert talk.hear(KillOrdered(A)) == [TellDriver(WorkerExited(A, -9))]
+    assert talk.here(FIRST)[1:] == [told(FIRST, order(A2))]
+
+
+def test_who_does_not_come_ends_the_workers_that_wait_for_it():
+    talk = Talk()
+    talk.hear(StartOrdered(order(A)))
+    assert talk.pool.next_deadline() == 100.0 + CALL_S
+    [ended] = talk.deadline()
+    assert (ended.event.worker, ended.event.code) == (A, NO_AGENT)
+    assert "its agent has not called this driver" in ended.event.reason
+    assert talk.pool.alive() == set() and talk.pool.next_deadline() is None
+
+
+def test_an_agent_that_comes_back_tells_what_became_of_its_workers():
+    talk = Talk()
+    talk.hear(StartOrdered(order(A)), StartOrdered(order(A2)))
+    talk.here(FIRST)
+    assert talk.hear(AgentGone(FIRST, False)) == []
+    assert talk.pool.agent_of("here") is None
+    exits = [WorkerExited(A2, 0), WorkerExited(Worker("here", 7), 3)]
+    assert talk.here(FIRST, A, exits=exits) == [
+        TellDriver(WorkerExited(A2, 0)),  # and nothing of a worker that it never had
+        TellDriver(HostReported("here", [A], [A])),
+    ]
+    assert talk.pool.next_deadline() is None
+
+
+def test_one_that_stays_away_is_a_lost_host_and_a_new_one_reports_what_was_ordered():
+    talk = Talk()
+    talk.here(FIRST)
+    talk.hear(StartOrdered(order(A)), AgentGone(FIRST, False))
+    assert talk.pool.next_deadline() == 100.0 + RETURN_S
+    [lost] = talk.deadline()
+    assert lost.event == HostLost("here", "its agent has not come back within 0.5 s")
+    assert talk.pool.alive() == {A}, "nobody knows that it is dead"
+    second = HostAgent("here", 6)
+    assert talk.here(second) == [TellDriver(HostReported("here", [], [A]))]
+    assert talk.log[-1] == "here has a new agent: the workers of the one before it are gone"
+    assert talk.pool.alive() == set()
+
+
+def test_a_host_that_acknowledges_nothing_is_lost_at_once():
+    talk = Talk()
+    talk.here(FIRST, A)
+    talk.hear(AgentGone(FIRST, True))
+    assert talk.pool.next_deadline() == 100.0 + TOGETHER_S
+    assert isinstance(talk.deadline()[0].event, HostLost)
+
+
+def test_a_host_has_one_agent_at_a_time():
+    talk = Talk()
+    talk.here(FIRST)
+    earlier, later = HostAgent("here", 4), HostAgent("here", 6)
+    refused = told(earlier, Refused("another agent serves this host"))
+    assert talk.hear(AgentCalled(earlier)) == [refused]
+    assert talk.hear(AgentCalled(later)) == [HangUp(later)], "it has to wait"
+    assert talk.hear(AgentSaid(later, registered())) == [], "it was not hired"
+    talk.hear(AgentGone(FIRST, False))
+    assert talk.here(later) == [TellDriver(HostReported("here", [], []))]
+    assert talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, 0)))) == [], "of one that was followed"
+    assert talk.hear(AgentGone(FIRST, False)) == [] and talk.pool.agent_of("here") == later
+
+
+def test_a_host_whose_clock_went_back_is_let_in_again():
+    talk = Talk()
+    talk.here(FIRST)
+    talk.hear(AgentGone(FIRST, False))
+    earlier = HostAgent("here", 4)
+    assert talk.here(earlier) == [TellDriver(HostReported("here", [], []))]
+
+
+def test_an_agent_speaks_for_its_own_workers_only():
+    talk = Talk()
+    talk.here(FIRST)
+    for lie in (Heard(B, protocol.Returned(1)), Seen(WorkerExited(B, 0)), registered(B)):
+        assert talk.hear(AgentSaid(FIRST, lie)) == [HangUp(FIRST)]
+    assert talk.log == ["agent here#5 speaks of a worker that is not its own"] * 3
+
+
+def test_one_that_is_connected_but_says_nothing_is_given_up():
+    talk = Talk()
+    talk.hear(DriverReady())
+    talk.here(FIRST, A)
+    talk.here(THERE, B)
+    heard = []
+    while HangUp(FIRST) not in heard:
+        heard = talk.deadline()
+        talk.hear(AgentSaid(THERE, Here()))
+        assert TellAgents([FIRST, THERE], [Beat()]) in heard
+        assert talk.now <= 100.0 + STOPPED_S + 2.0
+    assert talk.now >= 100.0 + STOPPED_S
+    assert "is it stopped?" in talk.log[-1] and HangUp(THERE) not in heard
+
+
+def test_where_nobody_is_reached_the_driver_is_cut_off_and_nobody_is_lost():
+    talk = Talk()
+    talk.here(FIRST, A)
+    talk.here(THERE, B)
+    talk.hear(AgentGone(FIRST, True), AgentGone(THERE, True))
+    assert talk.deadline() == []
+    assert "this driver is cut off itself" in talk.log[-1]
+    talk.now += 30.0
+    assert talk.here(THERE, B) == [TellDriver(HostReported("there", [B], [B]))]
+    assert talk.log[-1] == "there is reached again, and with that this driver"
+    [lost] = talk.deadline()
+    assert lost.event.host == "here", "its time has begun anew"
+    assert talk.now == pytest.approx(100.0 + TOGETHER_S + 30.0 + HIRE.lease_s + RETURN_S)
+
+
+def test_a_driver_that_stays_cut_off_takes_all_for_lost():
+    talk = Talk()
+    talk.here(FIRST, A)
+    talk.here(THERE, B)
+    talk.hear(AgentGone(FIRST, True), AgentGone(THERE, True))
+    talk.deadline()
+    lost = talk.deadline()
+    assert talk.now == 100.0 + TOGETHER_S + HIRE.away_s
+    assert [each.event.host for each in lost] == ["here", "there"]
+
+
+def test_workers_of_the_driver_before_are_found_again_or_given_up():
+    talk = Talk(adopted=[A, B])
+    assert talk.pool.alive() == {A, B}
+    assert talk.hear(DriverReady()) == []
+    assert talk.here(FIRST, A) == [TellDriver(HostReported("here", [A], [A]))]
+    lost: list[Any] = []
+    while not lost:
+        lost = [each for each in talk.deadline() if isinstance(each, TellDriver)]
+    assert lost[0].event == HostLost("there", "its agent has not come back to the new driver")
+    assert talk.now == 100.0 + CALL_S
+
+
+def test_at_the_end_every_agent_is_dismissed_and_awaited():
+    talk = Talk()
+    talk.here(FIRST, A)
+    talk.here(THERE)
+    goodbye = Dismissed("the job has ended")
+    assert talk.hear(JobEnded()) == [told(FIRST, goodbye), told(THERE, goodbye)]
+    assert talk.pool.awaits_exits()
+    talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, -9))))
+    assert not talk.pool.awaits_exits()
+    assert talk.hear(AgentGone(THERE, False)) == [] and talk.pool.next_deadline() is None
+    assert talk.here(HostAgent("late", 1)) == [told(HostAgent("late", 1), goodbye)]
+
+
+# ---- where the driver starts agents --------------------------------------------------------------------------------
+
+
+def test_one_agent_is_started_for_all_workers_of_a_host():
+    talk = Talk(starts_agents=True)
+    starts = talk.hear(StartOrdered(order(A)), StartOrdered(order(A2)))
+    assert starts == [StartAgent("here")]
+    assert talk.pool.next_deadline() is None, "the start may take as long as it likes"
+    talk.now += 300.0
+    talk.hear(AgentStarted("here"))
+    assert talk.pool.next_deadline() == talk.now + ARRIVE_S
+    ended = talk.deadline()
+    assert [each.event.code for each in ended] == [NO_AGENT, NO_AGENT]
+    assert "but has not called within 30 s: can here reach this driver?" in ended[0].event.reason
+
+
+def test_workers_whose_agent_can_not_be_started_end_with_the_reason():
+    talk = Talk(starts_agents=True)
+    talk.hear(StartOrdered(order(A)))
+    [ended] = talk.hear(AgentNotStarted("here", "no way to it"))
+    assert ended.event.reason == "host here: no agent could be started: no way to it"
+    assert not talk.pool.alive()
+
+
+def test_where_a_host_was_lost_an_agent_is_tried_again_less_and_less_often():
+    talk = Talk(starts_agents=True)
+    talk.hear(HostsChanged({"here": 2}))
+    talk.here(FIRST, A)
+    talk.hear(AgentGone(FIRST, True))
+    talk.deadline()
+    waited = []
+    for _ in range(8):
+        before = talk.now
+        assert talk.deadline() == [StartAgent("here")]
+        waited.append(talk.now - before)
+        assert talk.hear(AgentNotStarted("here", "no way")) == []
+    assert waited[:3] == [AGAIN_S[0], 2 * AGAIN_S[0], 4 * AGAIN_S[0]]
+    assert waited[-1] == AGAIN_S[1]
+    assert sum("no way; trying on" in line for line in talk.log) == 1, "it is said once"
+    talk.here(HostAgent("here", 6))
+    assert talk.pool.next_deadline() is None
+
+
+def test_none_is_tried_while_the_host_is_off_the_list():
+    talk = Talk(starts_agents=True)
+    talk.here(FIRST, A)
+    talk.hear(AgentGone(FIRST, True))
+    talk.deadline()
+    assert talk.deadline() == []
+    talk.hear(HostsChanged({"here": 1}))
+    assert talk.deadline() == [StartAgent("here")]
+
+
+def test_an_agent_is_not_kept_on_a_host_that_has_left_the_list():
+    """Its machine is to go, and may be waited for. It is another matter while a worker is still on its way out."""
+    talk = Talk(starts_agents=True)
+    talk.hear(HostsChanged({"here": 2, "there": 1}))
+    talk.here(FIRST, A)
+    assert talk.hear(HostsChanged({"there": 1})) == []
+    ended, dismissed = talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, 0))))
+    assert ended == TellDriver(WorkerExited(A, 0))
+    assert isinstance(dismissed.messages[0], Dismissed)
+    assert talk.pool.agent_of("here") is None
+    talk.hear(HostsChanged({"here": 2, "there": 1}))
+    assert talk.hear(StartOrdered(order(A2))) == [StartAgent("here")]
+
+
+def test_agents_that_come_by_themselves_stay_though_their_host_is_not_listed():
+    talk = Talk()
+    talk.hear(HostsChanged({"here": 1}))
+    talk.here(FIRST)
+    assert talk.hear(HostsChanged({})) == [] and talk.pool.agent_of("here") == FIRST
+
+
+# ---- its deadlines -------------------------------------------------------------------------------------------------
+
+
+def test_the_earliest_deadline_comes_first_and_once():
+    table = Timetable()
+    assert table.first() is None and table.pop(1e9) is None
+    table.put("b", Due.ARRIVAL, 5.0)
+    table.put("a", Due.ARRIVAL, 5.0)
+    table.put("a", Due.RETRY, 3.0)
+    assert table.first() == 3.0 and table.pop(2.9) is None
+    assert table.pop(9.0) == ("a", Due.RETRY)
+    table.put("b", Due.ARRIVAL, 7.0)
+    assert table.pop(9.0) == ("a", Due.ARRIVAL)
+    table.drop("b", Due.ARRIVAL)
+    assert table.first() is None and ("b", Due.ARRIVAL) not in table
