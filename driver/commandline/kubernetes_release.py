@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from elastic.driver.commandline.release_state import (
     next_step,
     pod_state,
     table,
+    warnings,
 )
 from elastic.driver.discovery.kubernetes.cluster import ANSWER_S, CONNECT_S, WATCH_S, connection
 from elastic.driver.discovery.kubernetes.objects import Json
@@ -79,8 +81,16 @@ class ChartRelease:
         return before
 
     def lines(self) -> list[str]:
-        """How it is, for people."""
-        return table(self._job(), self._pods(), self._wanted())
+        """How it is, for people, and what Kubernetes has warned of."""
+        return [*table(self._job(), self._pods(), self._wanted()), *self._warnings()]
+
+    def _warnings(self) -> list[str]:
+        read = self._core.list_namespaced_event
+        try:
+            found = self._json(read, self.namespace, field_selector="type=Warning")
+        except Invalid as error:  # events are a right of their own
+            return [f"no warnings of Kubernetes: {error}"]
+        return warnings(found.get("items") or (), self.name, datetime.now(timezone.utc))
 
     def follow(self, write: Callable[[bytes], object], say: Callable[[str], object]) -> int:
         """Writes what its drivers say until the job has ended; its exit code. Raises Invalid if it is removed."""

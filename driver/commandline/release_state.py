@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import re
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from datetime import datetime
 
 from elastic.driver.discovery.kubernetes.objects import Json, natural
 
 DRIVER, WORKER = "driver", "worker"
+WARNINGS, WORDS = 10, 300  # shown, the newest first; letters of each
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,48 @@ def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += [f"{pod.name}: {pod.trouble}" for pod in pods if pod.trouble]
     return lines
+
+
+def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
+    """Lines for people: what Kubernetes has warned of concerning a release's objects, gone ones included. ``events``
+    are those of its namespace of type Warning, which the API server keeps for an hour.
+    """
+    ours = re.compile(
+        rf"Pod/{re.escape(name)}-(worker-\d+|driver-[a-z0-9]+)"
+        rf"|StatefulSet/{re.escape(name)}-worker|Job/{re.escape(name)}-driver"
+        rf"|PersistentVolumeClaim/{re.escape(name)}-\S+"
+    )
+    found: dict[tuple[str, str, str], tuple[str, int]] = {}  # when last, and how often
+    for event in events:
+        about, series = event.get("involvedObject") or {}, event.get("series") or {}
+        if not ours.fullmatch(f"{about.get('kind', '')}/{about.get('name', '')}"):
+            continue
+        created = (event.get("metadata") or {}).get("creationTimestamp") or ""
+        last = (
+            series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
+        )
+        text = " ".join(str(event.get("message") or "").split())
+        key = (about["name"], event.get("reason") or "", text)
+        before, times = found.get(key, ("", 0))
+        count = series.get("count") or event.get("count") or 1
+        found[key] = (max(before, last or created), times + count)
+    newest = sorted(found.items(), key=lambda each: each[1][0], reverse=True)
+    lines = []
+    for (who, reason, text), (last, times) in newest[:WARNINGS]:
+        often = "once" if times == 1 else f"{times} times"
+        shown = text if len(text) <= WORDS else f"{text[:WORDS]}..."
+        lines.append(f"  {_ago(last, now)}, {often}: {who}: {reason}: {shown}")
+    if len(newest) > WARNINGS:
+        lines.append(f"  and {len(newest) - WARNINGS} older ones")
+    return ["warnings of Kubernetes in the last hour:", *lines] if lines else []
+
+
+def _ago(at: str, now: datetime) -> str:
+    try:
+        passed_s = (now - datetime.fromisoformat(at.replace("Z", "+00:00"))).total_seconds()
+    except (TypeError, ValueError):
+        return at
+    return f"{passed_s:.0f} s ago" if passed_s < 120 else f"{passed_s / 60:.0f} min ago"
 
 
 def _state(pod: PodState) -> str:

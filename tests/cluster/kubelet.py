@@ -198,6 +198,8 @@ class Kubelet:
             ours.start()
         elif ours is not None:
             ours.object = pod
+            if not leaves and not self._heartless:
+                ours.compare(pod)
             if leaves:
                 grace_s = metadata.get("deletionGracePeriodSeconds", 30)
                 if grace_s > 0 or not self._heartless:

@@ -100,6 +100,16 @@ class Pod:
         if first:
             threading.Thread(target=self._end, daemon=True).start()
 
+    def compare(self, shown: Object) -> None:
+        """The API shows it so. Where the node was not heard of for a while, its pods are held for not ready: the
+        kubelet that is back says what is true.
+        """
+        conditions = {each["type"]: each for each in shown["status"].get("conditions") or ()}
+        with self._condition:
+            wrong = self._ready and conditions.get("Ready", {}).get("status") == "False"
+        if wrong:
+            threading.Thread(target=self._say, kwargs={"again": True}, daemon=True).start()
+
     def forget(self, *, kill: bool) -> None:
         """It was deleted by force."""
         with self._condition:
@@ -583,14 +593,19 @@ class Pod:
     # What is said of it
 
     def _say(
-        self, *, phase: str | None = None, state: Object | None = None, ready: bool | None = None
+        self,
+        *,
+        phase: str | None = None,
+        state: Object | None = None,
+        ready: bool | None = None,
+        again: bool = False,
     ) -> None:
         with self._condition:
             before = (self._phase, self._state, self._ready)
             self._phase = phase or self._phase
             self._state = state or self._state
             self._ready = self._ready if ready is None else ready
-            if before == (self._phase, self._state, self._ready) and self._since:
+            if before == (self._phase, self._state, self._ready) and self._since and not again:
                 return
             status = self._status()
         while not self._forgotten:

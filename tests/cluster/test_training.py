@@ -129,6 +129,17 @@ def test_elasticrun_k8s_run_shows_the_job_and_removes_it_at_its_end(
 
 
 @pytest.mark.nightly
+def test_status_tells_what_kubernetes_warns_of(release: Release, nodes: list[Node]) -> None:
+    release.install(1, worker={"number": 1, "nodeSelector": {"is": "nowhere"}})
+
+    def told() -> bool:
+        return "FailedScheduling" in release.k8s_says("status", "job").partition("last hour:")[2]
+
+    eventually(told, "the scheduler has nowhere to put the worker", 60.0)
+    assert "job-worker-0: Unschedulable" in release.k8s_says("status", "job")
+
+
+@pytest.mark.nightly
 def test_ctrl_c_removes_it_and_a_program_that_fails_gives_its_exit_code(
     release: Release, nodes: list[Node]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 from elastic.driver.commandline.release_state import (
@@ -11,6 +12,7 @@ from elastic.driver.commandline.release_state import (
     next_step,
     pod_state,
     table,
+    warnings,
 )
 
 RUNNING = {"running": {"startedAt": "x"}}
@@ -119,3 +121,61 @@ def test_a_table_counts_who_serves_and_says_who_does_not():
     assert states["bert-worker-2"] == "CrashLoopBackOff" and states["bert-driver-a"] == "ended"
     assert lines[-1] == "bert-worker-2: CrashLoopBackOff"
     assert table(a_job("Failed"), pods, 4)[0].startswith("job bert has ended with exit code 137;")
+
+
+# ---- what Kubernetes has warned of ----------------------------------------------------------------
+
+NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc)
+
+
+def an_event(name: str, reason: str, text: str = "", kind: str = "Pod", **rest: Any) -> Any:
+    about = {"kind": kind, "name": name}
+    event = {"metadata": {}, "involvedObject": about, "reason": reason, "message": text}
+    return {**event, "lastTimestamp": "2026-01-01T11:59:30Z", **rest}
+
+
+def test_warnings_are_told_with_the_newest_first_and_as_often_as_they_came():
+    events = [
+        an_event("bert-worker-1", "FailedScheduling", "0/2 nodes\n are available", count=4),
+        an_event(
+            "bert-driver-x2k9q",
+            "Failed",
+            "Error: ImagePullBackOff",
+            lastTimestamp="2026-01-01T11:50:00Z",
+        ),
+        an_event(
+            *("bert-worker", "FailedCreate", "quota", "StatefulSet"),
+            lastTimestamp=None,
+            series={"count": 2, "lastObservedTime": "2026-01-01T11:59:59.250000Z"},
+        ),
+    ]
+    assert warnings(events, "bert", NOW) == [
+        "warnings of Kubernetes in the last hour:",
+        "  1 s ago, 2 times: bert-worker: FailedCreate: quota",
+        "  30 s ago, 4 times: bert-worker-1: FailedScheduling: 0/2 nodes are available",
+        "  10 min ago, once: bert-driver-x2k9q: Failed: Error: ImagePullBackOff",
+    ]
+
+
+def test_the_same_of_two_events_is_one_line():
+    events = [an_event("bert-worker-1", "BackOff", "x", count=2) for _ in range(3)]
+    [_, line] = warnings(events, "bert", NOW)
+    assert line.startswith("  30 s ago, 6 times: ")
+
+
+def test_other_releases_warnings_are_left_out():
+    names = ("bert2-worker-1", "bert-worker", "bert-driver", "bert-worker-1-x", "my-bert-worker-1")
+    assert warnings([an_event(name, "Failed") for name in names], "bert", NOW) == []
+    assert warnings([], "bert", NOW) == []
+
+
+def test_many_warnings_are_cut_and_so_are_long_ones():
+    events = [an_event(f"bert-worker-{n}", "Failed", "x" * 1000) for n in range(25)]
+    lines = warnings(events, "bert", NOW)
+    assert len(lines) == 12 and lines[-1] == "  and 15 older ones"
+    assert max(map(len, lines)) < 400
+
+
+def test_an_event_that_lacks_everything_is_no_trouble():
+    assert len(warnings([an_event("bert-worker-1", "", lastTimestamp=None)], "bert", NOW)) == 2
+    assert warnings([{}], "bert", NOW) == []
