@@ -12,6 +12,9 @@ READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/shared_memory/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
+# A test starts hundreds of processes: each would compile all that it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel bench bench-ray soak matrix hosts clean
 .DEFAULT_GOAL := help
 

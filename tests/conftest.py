@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,11 @@ from harness.fake_cuda import start as made_up
 from harness.job import Job
 
 pytest_plugins = ["harness.budgets", "harness.spread"]
+
+
+# Compiled once, not in each process that imports it. A machine may be told otherwise, as those of many images are.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

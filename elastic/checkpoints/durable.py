@@ -12,7 +12,6 @@ from elastic.api.broadcasting import broadcast_object
 from elastic.checkpoints import catalog, loading, options, resuming
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.storage import Storage
-from elastic.checkpoints.writer import Writer
 from elastic.errors import Invalid, StateMismatch
 from elastic.protocol.messages import COPY, World
 from elastic.runtime.lifecycle import Runtime
@@ -43,6 +42,9 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
     storage = Storage(found.url)
     if rt.alone and not found.run:  # nobody else has numbered it
         found = replace(found, run=catalog.claim_run(storage))
+    # Brings torch.distributed.checkpoint, and SymPy with it: most of a second, which others need not wait for.
+    from elastic.checkpoints.writer import Writer
+
     writer = Writer(storage, found, rt.session.send, alone=rt.alone)
     rt.commits.durable = writer
     rt.link_thread.checkpoints = writer.receive

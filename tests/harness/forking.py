@@ -239,6 +239,7 @@ def main() -> None:
     gc.disable()
     import torch  # noqa: F401
 
+    import elastic.checkpoints.writer
     import elastic.driver.commandline.cli
     import elastic.driver.job.start
     import elastic.optimizer
