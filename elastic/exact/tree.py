@@ -73,9 +73,14 @@ def schedule(held: Sequence[int], shards: int) -> tuple[list[Merge], list[Node]]
     return merges, stack
 
 
-def depth(merges: Sequence[Merge]) -> int:
-    """The places that a stack needs: a value that is merged at once never takes one."""
-    return max((each.place + (each.merges == 0) for each in merges), default=0)
+def completes(merges: Sequence[Merge]) -> list[bool]:
+    """For each shard of a rank, whether what it is merged into is a partial then: no later one is added to it."""
+    found, lowest = [], len(merges)
+    for each in reversed(merges):
+        place = each.place - each.merges
+        found.append(place < lowest)
+        lowest = min(lowest, place)
+    return found[::-1]
 
 
 def program(partials: Sequence[Sequence[Node]], shards: int) -> Program:

@@ -20,6 +20,7 @@ from elastic.exact.shards import Shards
 from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.optimizer.sharded.reducer import ShardReducer
 from elastic.runtime import lifecycle
+from elastic.state.handlers.model_state import ModelStateHandler
 from harness.shard_job import ShardJob, drawn, run
 
 IN_EACH_RUN = 7
@@ -112,24 +113,8 @@ def a_partial_of_an_older_world(setattr: SetAttr) -> None:
 
 
 def a_shard_counts_twice_after_a_restore(setattr: SetAttr) -> None:
-    """What was broken off is still in the buckets, and is added to."""
-    spoiled: set[ShardReducer] = set()
-
-    def forget(self: ShardReducer, real: Any = ShardReducer._forget) -> None:
-        if self._shard is not None:
-            spoiled.add(self)
-        real(self)
-
-    def begins(
-        self: ShardReducer, merge: tree.Merge, last: bool, real: Any = ShardReducer.shard_begins
-    ) -> None:
-        if self in spoiled:
-            spoiled.remove(self)
-            merge = tree.Merge(merge.shard, merge.place + 1, merge.merges + 1)
-        real(self, merge, last)
-
-    setattr(ShardReducer, "_forget", forget)
-    setattr(ShardReducer, "shard_begins", begins)
+    """Who had stepped already when the world broke keeps what it stepped to, and takes the step again."""
+    setattr(ModelStateHandler, "restore", lambda self: None)
 
 
 def a_spare_computes(setattr: SetAttr) -> None:
@@ -163,8 +148,8 @@ BUGS = {
     a_seed_by_rank: (0, "other bits in numbers"),
     a_position_by_rank: (10, "losses are"),
     a_stale_buffer: (0, "other bits in statistic"),
-    a_partial_of_an_older_world: (10, "other bits in"),
-    a_shard_counts_twice_after_a_restore: (1, "samples, shards"),
+    a_partial_of_an_older_world: (54, "other bits in"),
+    a_shard_counts_twice_after_a_restore: (3, "samples, shards"),
     a_spare_computes: (0, "two ranks compute shard"),
     a_step_counted_by_the_process: (0, "samples, shards"),
     an_ulp_on_one_rank: (5, "other bits in numbers"),

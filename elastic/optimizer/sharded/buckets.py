@@ -1,12 +1,12 @@
 """Flat buffers in which the gradients of a rank's shards are added up along the tree, and from which they travel.
 
-A bucket is a stack of flat buffers of equal layout, one for each value that waits to be added to another: see
-`elastic.exact.tree`. The gradient of a shard is copied to its place, or added to the one below it, while it is still in
-the caches. After the last shard the buffers have this rank's partials, lowest first; the first becomes the result, and
-``parameter.grad`` is a view of it.
+A gradient that others on this rank are to be added to is kept as backward has made it, and they are added to it along
+the tree (`elastic.exact.tree`), while they are still in the caches: nothing is copied. A sum that is complete, a
+partial of this rank, is written into a flat buffer, one for each partial, lowest first. The first buffer becomes the
+result, and ``parameter.grad`` is a view of it.
 
-With compression the buffers are of the smaller dtype: each shard's gradient is rounded to it before anything is added,
-and so are sums, wherever they are made. The result is then copied into a buffer of the gradients' own dtype.
+With compression all this is of the smaller dtype: each shard's gradient is rounded to it before anything is added, and
+so are sums, wherever they are made. The result is then copied into a buffer of the gradients' own dtype.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class ShardBucket:
         self.work: Work | None = None
         self._small = [each.nbytes < SMALL_BYTES for each in parameters]
         self._waiting: list[int] = []
+        self._held: list[list[torch.Tensor]] = [[] for _ in parameters]  # values that wait
         self._merge = tree.Merge(0, 0, 0)
+        self._completes = False
         self._last = False
         self._given: list[
             torch.Tensor
@@ -55,7 +57,7 @@ class ShardBucket:
         self.make(1)
 
     def make(self, depth: int) -> None:
-        """Room for so many values that wait."""
+        """Room for so many partials."""
         self.depth = depth
         self.stride = self.elements + ROOM
         self.places = zeros(depth * self.stride, self.dtype, self.device).view(depth, self.stride)
@@ -74,7 +76,9 @@ class ShardBucket:
                 for position, (parameter, view) in enumerate(
                     zip(self.parameters, views, strict=True)
                 )
-                if view.nbytes >= LARGE_BYTES and host_copy.bytewise(parameter, view)
+                if view.nbytes >= LARGE_BYTES
+                and not self.compressed
+                and host_copy.bytewise(parameter, view)
             }
             for views in self._views
         ]
@@ -97,11 +101,18 @@ class ShardBucket:
     def step_begins(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None  # what is left of the step before is no part of any shard
+        self.drop()
         self.missing = -1
 
-    def shard_begins(self, merge: tree.Merge, last: bool) -> None:
+    def drop(self) -> None:
+        """Forget the values that wait."""
+        for held in self._held:
+            held.clear()
+
+    def shard_begins(self, merge: tree.Merge, completes: bool, last: bool) -> None:
+        """``completes``: with it a partial is complete. ``last``: of this rank's shards."""
         self.missing = len(self.parameters)
-        self._merge, self._last = merge, last
+        self._merge, self._completes, self._last = merge, completes, last
         self._waiting.clear()
 
     def take(self, position: int) -> None:
@@ -110,44 +121,52 @@ class ShardBucket:
         self.missing -= 1
         if not self._small[position]:
             self._put([self._waiting.pop()])
-        if self.missing == 0:
-            if self._waiting:
-                self._put(self._waiting)
-                self._waiting = []
-            place = self._merge.place - 1
-            for _ in range(self._merge.merges - 1):
-                self.flat[place - 1].add_(self.flat[place])
-                place -= 1
+        if self.missing == 0 and self._waiting:
+            self._put(self._waiting)
+            self._waiting = []
 
     def _put(self, positions: list[int]) -> None:
-        place = self._merge.place - (self._merge.merges > 0)
-        gradients, views, zero = [], [], []
-        for position in positions:
-            gradient = self.parameters[position].grad
-            if gradient is None:
-                zero.append(self._views[place][position])
+        value = [self._leaf(position) for position in positions]
+        held = [self._held[position] for position in positions]
+        views = None
+        if self._completes:
+            place = self._merge.place - self._merge.merges
+            views = [self._views[place][position] for position in positions]
+        for merge in range(self._merge.merges, 0, -1):
+            lower = [each.pop() for each in held]
+            if views is not None and merge == 1 and len(positions) == 1:
+                torch.add(lower[0], value[0], out=views[0])
+                views = None
             else:
-                gradients.append(gradient)
-                views.append(self._views[place][position])
-        if self._merge.merges:
-            if self.compressed:
-                gradients = [each.to(self.dtype) for each in gradients]
-            if gradients:
-                torch._foreach_add_(views, gradients)
-            if zero:
-                torch._foreach_add_(zero, 0.0)  # as a buffer of zeros would be: -0.0 becomes 0.0
-        else:
-            copy = self._copies[place].get(positions[0]) if gradients else None
-            if copy is not None and host_copy.bytewise(gradients[0], views[0]):
-                copy.run(gradients, [gradients[0].data_ptr()])
-            elif gradients:
-                torch._foreach_copy_(views, gradients)
-            if zero:
-                torch._foreach_zero_(zero)
+                torch._foreach_add_(lower, value)
+                value = lower
+        if views is not None:
+            self._write(positions, value, views)
+        elif not self._completes:
+            for stack, each in zip(held, value, strict=True):
+                stack.append(each)
         for position in positions:
             given = self._given[position]
             self.parameters[position].grad = given if self._last else None
             self._versions[position] = given._version
+
+    def _leaf(self, position: int) -> torch.Tensor:
+        """Its gradient for the present shard, as it is added up; zeros where it has none."""
+        gradient = self.parameters[position].grad
+        if gradient is None:
+            return torch.zeros_like(self._views[0][position])
+        return gradient.detach().to(self.dtype)
+
+    def _write(
+        self, positions: list[int], value: list[torch.Tensor], views: list[torch.Tensor]
+    ) -> None:
+        copy = None
+        if len(positions) == 1 and host_copy.bytewise(value[0], views[0]):
+            copy = self._copies[self._merge.place - self._merge.merges].get(positions[0])
+        if copy is not None:
+            copy.run(value, [value[0].data_ptr()])
+        else:
+            torch._foreach_copy_(views, value)
 
     def give(self, scale: float) -> None:
         """The sum is there: the parameters' gradients are views of it, also on a spare. One that was compressed is

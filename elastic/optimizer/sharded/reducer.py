@@ -79,6 +79,7 @@ class ShardReducer:
         self._buckets: list[ShardBucket] = []
         self._step: ShardStep | None = None
         self._program: tree.Program = ()
+        self._complete: dict[int, bool] = {}  # shards of this rank: whether they complete a partial
         self._shard: tree.Merge | None = None
         self._last = False
         self._agreed: int | None = None  # the generation whose ranks have compared this plan
@@ -128,23 +129,28 @@ class ShardReducer:
             for bucket in self._buckets:
                 bucket.make(bucket.depth)  # somebody may still write into the memory of before
         self._stale = []
-        depth = max(1, tree.depth(step.merges) if self.shards.exact else 1)
+        depth = max(1, len(step.partials[step.rank])) if self.shards.exact else 1
         for bucket in self._buckets:
             if bucket.depth < depth:
                 bucket.make(depth)
             bucket.step_begins()
         if self._step is None or self._step.held is not step.held:
             self._program = tree.program(step.partials, self.shards.count)
+            complete = tree.completes(step.merges)
+            self._complete = {
+                each.shard: done for each, done in zip(step.merges, complete, strict=True)
+            }
         self._step, self._launched, self._shard, self._last = step, 0, None, False
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
         if not self.shards.exact:  # one after the other, to what there is
-            merge = tree.Merge(merge.shard, min(1, merge.place + self._taken()), self._taken())
+            merge = tree.Merge(merge.shard, self._taken(), self._taken())
+        complete = self._complete[merge.shard] if self.shards.exact else last
         self._shard, self._last = merge, last
         for slot in self._slots.values():
             slot.passes_left = self._passes
         for bucket in self._buckets:
-            bucket.shard_begins(merge, last)
+            bucket.shard_begins(merge, complete, last)
 
     def _taken(self) -> int:
         """Whether there is a shard before, 0 or 1."""
@@ -233,6 +239,7 @@ class ShardReducer:
 
     def _forget(self) -> None:
         for bucket in self._buckets:
+            bucket.drop()
             if bucket.work is not None:
                 self._stale.append(bucket.work)
                 bucket.work = None

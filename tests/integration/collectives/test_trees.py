@@ -39,7 +39,7 @@ def leaf(shard: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
 def places_of(held: Any, shards: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """A rank's partials, in the arena."""
     merges, _ = tree.schedule(held, shards)
-    depth, stride = max(1, tree.depth(merges)), elements + 64
+    depth, stride = max(1, len(merges)), elements + 64
     places = arena.zeros(depth * stride, dtype).view(depth, stride)
     for shard, place, count in merges:
         value = leaf(shard, elements, dtype)

@@ -64,7 +64,21 @@ def test_any_partition_gives_one_expression(data):
 def test_alone_a_rank_is_left_with_the_root_and_needs_a_buffer_for_each_level(shards):
     merges, partials = tree.schedule(range(shards), shards)
     assert partials == [Node(0, shards)]
-    assert tree.depth(merges) <= max(1, (shards - 1).bit_length())
+    waiting = [each.place + 1 - each.merges for each in merges[:-1]]
+    assert max(waiting, default=0) <= (shards - 1).bit_length()
+    assert tree.completes(merges) == [False] * (shards - 1) + [True]
+
+
+@given(st.integers(1, 40), st.sets(st.integers(0, 39)))
+def test_a_partial_is_complete_once_and_none_is_added_to(shards, some):
+    held = sorted(shard for shard in some if shard < shards)
+    merges, partials = tree.schedule(held, shards)
+    complete = [
+        (each.place - each.merges, each.shard + 1)
+        for each, done in zip(merges, tree.completes(merges), strict=True)
+        if done
+    ]
+    assert complete == [(place, node.stop) for place, node in enumerate(partials)]
 
 
 @given(st.integers(1, 64), st.integers(1, 80))
