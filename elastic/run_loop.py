@@ -40,6 +40,8 @@ from elastic.optimizer import gradient_layout
 from elastic.protocol.messages import COPY, World
 from elastic.runtime import hardware_errors, host_updates, lifecycle
 from elastic.runtime.lifecycle import Runtime
+from elastic.state import newcomer
+from elastic.state.snapshots import memory_ahead
 from elastic.state.state import State, has_custom_sync
 from elastic.torch_backend import following_group
 
@@ -151,6 +153,8 @@ def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None
         return
     text = "\n".join(filter(None, (state.layout(), beside)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+    if rt.session.recovery.newcomer:
+        newcomer.make_memory(state)
     world = rt.worlds.next(digest, text)
     durable.entered(rt, world)
     following_group.follow(rt.place.size)
@@ -167,6 +171,7 @@ def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None
         state.sync()
     else:
         copied = _copy_state(rt, state, world)
+    memory_ahead.leave()
     rt.commits.adopt(copied)
     if copied:
         rt.commits.report_digest(state.digest(), 0)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.optimizer import gradient_layout
@@ -60,6 +61,18 @@ class Distributed(torch.optim.Optimizer):
         `elastic.optimizer.gradient_layout`."""
         parameters = (each for group in self.param_groups for each in group["params"])
         return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
+
+    def gradient_bytes(self) -> int:
+        """Of the buckets on the CPU that its gradients will travel in, as far as that can be said before a step."""
+        options = self.gradients_made.options
+        if options.op is Op.ADASUM or self.gradients_made.shards is not None or not options.casts:
+            return 0
+        return sum(
+            each.numel() * options.wire_dtype(each).itemsize
+            for group in self.param_groups
+            for each in group["params"]
+            if each.requires_grad and each.device.type == "cpu"
+        )
 
     def parameter_name(self, parameter: torch.Tensor) -> str:
         """As it was given in ``named_parameters``."""

@@ -22,7 +22,7 @@ from elastic.errors import Interrupted, Invalid, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.state.handlers.python_values import dumps, loads
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
-from elastic.state.snapshots import change_detection
+from elastic.state.snapshots import change_detection, memory_ahead
 from elastic.state.snapshots.snapshot import as_bytes
 
 PACK = 4 << 20  # bytes; tensors up to a quarter of it are packed into chunks of this size
@@ -331,7 +331,10 @@ def _block(
     if sending:
         assert isinstance(where, torch.Tensor)
         return as_bytes(where.to(device)), _nothing
-    staged = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    new = where is Destination.NEW and device.type == "cpu"
+    staged = torch.empty(spec.shape, dtype=spec.dtype, device="meta" if new else device)
+    if new:
+        staged = memory_ahead.empty_like(staged)
     return as_bytes(staged), lambda: _deliver(staged, where, fresh, key)
 
 

@@ -96,6 +96,14 @@ class Arena:
         if region.offset not in self._held_back:
             region.release()
 
+    def touch(self, size: int) -> None:
+        """Makes the pages of the next tensors, of so many bytes together, before they are asked for."""
+        region = self.take(size)
+        if region is not None:
+            with contextlib.suppress(OSError):  # a kernel before 5.14
+                memfd.populate(region.address, region.bytes)
+            self._dead.append(region.offset)  # and its pages stay
+
     def quarantine(self, tensor: torch.Tensor) -> bool:
         """The tensor's region is never lent again: a peer that could not be stopped may still write into it.
 

@@ -17,7 +17,7 @@ PAGE = mmap.PAGESIZE
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 # Linux's numbers; Python knows them where its headers did.
-_MADV_REMOVE, _MADV_DONTDUMP = 9, 16
+_MADV_REMOVE, _MADV_DONTDUMP, _MADV_POPULATE_WRITE = 9, 16, 23
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -75,6 +75,11 @@ def give_back(address: int, size: int) -> None:
         _checked(_libc.madvise(address, size, _MADV_REMOVE))
     except OSError:  # a kernel that does not know it
         ctypes.memset(address, 0, size)
+
+
+def populate(address: int, size: int) -> None:
+    """Has the system find all pages of this part of a mapping now, for writing."""
+    _checked(_libc.madvise(address, size, _MADV_POPULATE_WRITE))
 
 
 def _map(address: int, size: int, flags: int, fd: int) -> int:

@@ -94,6 +94,16 @@ def entries_of(optimizer: torch.optim.Optimizer) -> tuple[Entries, dict[str, tor
     return found, tensors
 
 
+def _entries_alike(options: dict[str, Any]) -> int:
+    """How many entries as large as the parameter itself torch's optimizers make in their first step. A guess: memory
+    is made ahead by it, and nothing else.
+    """
+    if "betas" in options:
+        return 3 if options.get("amsgrad") else 2
+    momentum = options.get("momentum", 0)
+    return int(isinstance(momentum, float | int) and momentum > 0) + ("alpha" in options)
+
+
 class OptimizerStateHandler(Part):
     """A ``torch.optim.Optimizer``. Restoring clears the gradients of all its parameters.
 
@@ -235,6 +245,20 @@ class OptimizerStateHandler(Part):
             # Adam's step counter may lie in host memory beside a parameter on the GPU.
             state[owner][key] = tensor if device_type == "cpu" else tensor.to(owner.device)
         state.update(structure["loose"])
+
+    def bytes_to_come(self) -> int:
+        if self.value.state:
+            return 0
+        return sum(
+            _entries_alike(group) * each.nbytes
+            for group in self.value.param_groups
+            for each in group["params"]
+            if each.requires_grad and each.device.type == "cpu"
+        )
+
+    def bytes_of_gradients(self) -> int:
+        of_gradients = getattr(self.value, "gradient_bytes", None)  # a DistributedOptimizer's
+        return 0 if of_gradients is None else of_gradients()
 
     def committed(self) -> dict[str, torch.Tensor]:
         """Named after the parameters, where the optimizer knows their names."""

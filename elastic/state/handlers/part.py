@@ -97,6 +97,14 @@ class Part(StateHandler):
     def reset(self) -> None:
         """The world has changed."""
 
+    def bytes_to_come(self) -> int:
+        """Of the tensors on the CPU that a newcomer probably lacks, and will be sent."""
+        return 0
+
+    def bytes_of_gradients(self) -> int:
+        """Of those on the CPU that this value will have the ranks of a host reduce."""
+        return 0
+
     def digested(self) -> dict[str, torch.Tensor]:
         """The committed tensors that must be equal on all workers."""
         return {}

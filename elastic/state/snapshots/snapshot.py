@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elastic.collectives.shared_memory.host_copy import HostCopy
-from elastic.state.snapshots import change_detection, pinned
+from elastic.state.snapshots import change_detection, memory_ahead, pinned
 
 SAMPLES = 16  # elements compared in a tensor that seems unchanged ...
 SMALL = 4096  # ... and tensors up to this many elements are compared whole
@@ -191,7 +191,7 @@ class Bank:
             copies[name] = kept.get(name) or _Copy(
                 tensor,
                 # empty_like keeps the order of dense strides: copying is one pass over memory both ways.
-                next(pinned_ones) if tensor.is_cuda else torch.empty_like(tensor, device="cpu"),
+                next(pinned_ones) if tensor.is_cuda else memory_ahead.empty_like(tensor),
             )
         return copies
 

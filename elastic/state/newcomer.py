@@ -1,0 +1,23 @@
+"""What a newcomer does before it says that it is ready: whatever the others would wait for in its first world. Acts."""
+
+from __future__ import annotations
+
+from elastic.collectives.shared_memory import arena
+from elastic.state.snapshots import memory_ahead
+from elastic.state.state import ObjectState, State, parts_of
+
+
+def make_memory(state: State) -> None:
+    """Touches the memory of what it will be sent, of its copies, and of its gradients; see `memory_ahead`.
+
+    To be followed by `memory_ahead.leave` once the state has been saved.
+    """
+    if not isinstance(state, ObjectState):
+        return
+    parts = parts_of(state).values()
+    # What is sent is copied at once, as the commit from which this worker goes on.
+    memory_ahead.make(2 * sum(part.bytes_to_come() for part in parts))
+    gradients = sum(part.bytes_of_gradients() for part in parts)
+    mine = arena.mine() if gradients else None
+    if mine is not None:
+        mine.touch(gradients)
