@@ -120,6 +120,7 @@ def test_kill_9_of_the_driver_leaves_no_process_and_no_port(job):
     within(5, lambda: not any(map(answers, listening)), "the ports to be free")
 
 
+@pytest.mark.forked
 def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
     loading = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 60 60",
@@ -140,13 +141,14 @@ def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
     assert sizes(loading)[-1] == 1
 
 
+@pytest.mark.forked
 def test_a_job_that_succeeds_leaves_no_grandchild(job):
     loading = job("-np 2", LOADING, env={"STEPS": "3", "GRANDCHILD": "1"})
     loading.succeed()
     within(5, lambda: not loading.processes(), "the end of the grandchildren")
 
 
-@pytest.mark.parametrize("late_s", [0.2, 1.0])
+@pytest.mark.parametrize("late_s", [0.2, pytest.param(1.0, marks=pytest.mark.forked)])
 def test_a_script_that_ends_while_a_group_is_being_formed_has_ended_well(job, late_s):
     script = ["python", SCRIPTS / "leaving_early.py", str(late_s)]
     running = job("-np 2", script, env={"ELASTIC_NATIVE": "0"})  # torch forms the group
@@ -255,6 +257,7 @@ def test_streams_may_be_closed(closed, tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.forked
 def test_output_of_ranks_goes_to_a_file_for_each(job):
     running = job("-np 2 --output-filename out", ["python", SCRIPTS / "plain.py", "-1", "0"])
     running.succeed()

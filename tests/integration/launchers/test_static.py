@@ -47,6 +47,7 @@ def test_places_on_two_hosts(job):
     assert all(place["seen"] == place["told"] for place in found)
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize(
     ("rank", "how", "code", "words"),
     [
@@ -69,6 +70,7 @@ def test_a_rank_that_fails_fails_the_job(job, rank, how, code, words):
         assert "step 4" not in running.output
 
 
+@pytest.mark.forked
 def test_a_rank_that_ends_too_early_fails_the_job(job):
     """With exit code 0 in the middle of training: the others would wait for it for ever."""
     running = job("-np 2", [*PLAIN, "1", "0"])
@@ -76,18 +78,21 @@ def test_a_rank_that_ends_too_early_fails_the_job(job):
     running.wait_for(r"rank 1 \(localhost:1#1 on localhost\).*exit code 0")
 
 
+@pytest.mark.forked
 def test_state_and_elastic_run_work_in_a_static_job(job):
     running = job("-np 2", TRAINING)
     running.succeed()
     assert len(running.worlds()) == 2, "that of init(), that of elastic.run"
 
 
+@pytest.mark.forked
 def test_a_static_job_with_elastic_run_ends_with_its_first_lost_worker(job):
     running = job("-np 2", TRAINING, env={"DIE": "slot=1,step=3,place=forward"})
     assert running.wait(40) == 137
     running.wait_for(r"rank 1 \(localhost:1#1 on localhost\).*signal 9 SIGKILL")
 
 
+@pytest.mark.forked
 def test_a_script_without_elastic_run_fails_plainly_under_an_elastic_launch(job):
     """At the first peer that is lost: it can't recover, and is told what it takes."""
     running = job("-np 3 --min-np 1", [*PLAIN, "1", "kill"])
@@ -101,6 +106,7 @@ def test_a_script_without_elastic_run_fails_plainly_under_an_elastic_launch(job)
     assert len(running.actions("StartWorker")) == 3, "nobody starts anew on its own"
 
 
+@pytest.mark.forked
 def test_a_script_without_elastic_run_succeeds_if_nothing_happens(job):
     job("-np 2 --min-np 1", [*PLAIN, "-1", "0"]).succeed()
 
