@@ -83,7 +83,7 @@ download() {
   wheels="$cache/wheels-$wanted"
   [ ! -d "$wheels" ] || return 0
   local platforms=() glibc
-  for glibc in 2_28 2_27 2_17; do platforms+=(--platform "manylinux_${glibc}_$(uname -m)"); done
+  for glibc in _2_28 _2_27 _2_17 2014; do platforms+=(--platform "manylinux${glibc}_$(uname -m)"); done
   (cd "$root" && "$python" images/requirements.py "$extras") >"$work/requirements.txt"
   "$python" -m pip download --quiet --dest "$work/wheels" --only-binary :all: --python-version 3.11 "${platforms[@]}" \
     --constraint "$root/constraints.txt" --requirement "$work/requirements.txt" cmake ninja scikit-build-core \
