@@ -31,6 +31,7 @@ class GivenShards(Protocol):
     """What a loader asks of `elastic.Shards`."""
 
     count: int
+    exact: bool
 
     @property
     def held(self) -> Sequence[int]:
@@ -47,7 +48,7 @@ class DataLoader:
     together, however many they are. ``shuffle``, ``seed``: the order of torch's ``DistributedSampler``. ``sampler``,
     ``batch_sampler``: any that draws for the whole job, and the same under the same seeds of torch, random and numpy.
     ``drop_last``: an epoch ends before a step that is not whole. ``sample_seeds``: each sample is loaded under seeds of
-    its own (see `SeededDataset`). All other arguments are torch's.
+    its own (see `SeededDataset`); by default where ``shards`` are exact. All other arguments are torch's.
 
     ``shards=elastic.Shards(8)`` with ``global_batch_size``: a step is cut into 8 shards whatever the world, and
     ``for step in loader: for batch in shards.over(step): ...`` has this rank's. With a number alone they are dealt in
@@ -76,10 +77,12 @@ class DataLoader:
         *,
         global_batch_size: int | None = None,
         seed: int = 0,
-        sample_seeds: bool = False,
+        sample_seeds: bool | None = None,
         shards: int | GivenShards | None = None,
         **options: Any,
     ) -> None:
+        self._shards = None if isinstance(shards, int) else shards
+        exact = self._shards is not None and self._shards.exact
         self.arguments = LoaderArguments(
             dataset=dataset,
             batch_size=batch_size,
@@ -91,7 +94,7 @@ class DataLoader:
             drop_last=bool(drop_last),
             global_batch_size=global_batch_size,
             seed=seed,
-            sample_seeds=sample_seeds,
+            sample_seeds=exact if sample_seeds is None else sample_seeds,
             shards=shards if shards is None or isinstance(shards, int) else shards.count,
             options={"pin_memory": pin_memory, **options},
         )
@@ -103,7 +106,6 @@ class DataLoader:
         self.shard = 0
         streams = self.arguments.streams
         self._source: Source = (StreamSource if streams else IndexedSource)(self.arguments)
-        self._shards = None if isinstance(shards, int) else shards
         self._progress = DataProgress()
         self._passes = 0  # begun; an iterator has the number of its own
         self._handed_some = False  # of this pass, that a step of an optimizer may be due to
@@ -127,6 +129,11 @@ class DataLoader:
     def position(self) -> Position:
         """Epoch, and how many of its samples all ranks together have been handed."""
         return self._progress.position
+
+    @property
+    def shards(self) -> GivenShards | None:
+        """Those that its steps are cut into."""
+        return self._shards
 
     @property
     def ahead(self) -> int:
@@ -179,12 +186,17 @@ class DataLoader:
         arguments, length = self.arguments, self._source.length(self.epoch)
         by = arguments.batch_sampler if arguments.sampler is None else arguments.sampler
         order = "shuffled" if arguments.shuffle else "in order"
+        exact = self._shards is not None and self._shards.exact
         return " ".join(
             [
                 type(self).__name__,
                 "of a stream" if length is None else f"of {length}",
                 order if by is None else f"by {type(by).__name__}",
                 f"seed {arguments.seed}",
+                # Without exactness a restart may choose other batches.
+                *([f"batch {arguments.global_batch_size}"] if exact else []),
+                *(["drop_last"] if exact and arguments.drop_last else []),
+                *(["sample_seeds"] if exact and arguments.sample_seeds else []),
             ]
         )
 

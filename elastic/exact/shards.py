@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic.api.sync_batch_norm import SyncBatchNorm
+from elastic.data.loader import DataLoader
 from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact import assignment, generators, probe, tree
@@ -35,7 +37,7 @@ class Shards:
         optimizer = elastic.DistributedOptimizer(optimizer, model.named_parameters(), shards=shards)
         state = elastic.TorchState(model=model, optimizer=optimizer, shards=shards)
         ...
-        for inputs, targets in shards.over(loader):     # this rank's micro-batches of one step
+        for inputs, targets in shards.over(step):       # this rank's micro-batches of one step
             loss = loss_of(model(inputs), targets)      # the mean over the micro-batch
             loss.backward()
         optimizer.step()                                # gradients are the mean over all shards
@@ -80,8 +82,10 @@ class Shards:
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """One step over this rank's micro-batches, in the order of its shards; takes no more of ``batches`` than that.
 
-        Raises Invalid where there are too few.
+        ``batches``: a step of an `elastic.data.DataLoader` with these shards, or anything that has a micro-batch for
+        each of `held`. Raises Invalid where there are too few, and for what can't be meant.
         """
+        self._check_batches(batches)
         coming = iter(batches)
         for shard in self:
             try:
@@ -92,6 +96,31 @@ class Shards:
                     f" shards, here {len(self.held)}; see Shards.held"
                 ) from None
             yield batch
+
+    def _check_batches(self, batches: object) -> None:
+        """What would train every rank on the same samples, or on a part of one."""
+        if isinstance(batches, DataLoader):
+            raise Invalid(
+                "over() takes one step of a loader: `for step in loader: for batch in shards.over(step): ...`, with"
+                " DataLoader(..., global_batch_size=64, shards=shards)"
+            )
+        if isinstance(batches, torch.utils.data.DataLoader):
+            raise Invalid(
+                "torch's DataLoader knows nothing of shards: each rank would train on the same batches, in each step"
+                " again. Give elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards) the dataset, or"
+                " elastic.data.from_torch(loader, batch_size=1, global_batch_size=64, shards=shards) the loader"
+            )
+        if isinstance(batches, torch.Tensor | Mapping):
+            raise Invalid(
+                f"over() was given a {type(batches).__name__}, which is one batch; give a micro-batch for each of this"
+                f" rank's shards, here {len(self.held)}, or a step of elastic.data.DataLoader(..., shards=shards)"
+            )
+        dealt = getattr(batches, "held", None)
+        if dealt is not None and tuple(dealt) != self.held:
+            raise Invalid(
+                f"the loader has dealt shards {list(dealt)} to this rank, which computes {list(self.held)}; give"
+                " DataLoader(..., shards=shards) the Shards themselves, and not their number"
+            )
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -240,9 +269,15 @@ class Shards:
     def watch(self, model: torch.nn.Module) -> None:
         """The buffers of ``model``, as running statistics of BatchNorm, are from now on those of shard 0 after a step.
 
-        A state that has both does that. Raises Invalid for layers that exchange statistics with other ranks.
+        A state that has both does that. Raises Invalid for what exchanges statistics or gradients with other ranks.
         """
         for name, module in model.named_modules():
+            if isinstance(module, DistributedDataParallel):
+                raise Invalid(
+                    f"{name or 'the model'} is a DistributedDataParallel, which adds up gradients over ranks after each"
+                    " backward pass, and here they are added up over shards; use the module inside, and"
+                    " DistributedOptimizer(..., shards=shards)"
+                )
             if isinstance(module, SyncBatchNorm | torch.nn.SyncBatchNorm):
                 raise Invalid(
                     f"{name or 'the model'} is a SyncBatchNorm, whose statistics are those of whatever ranks there are;"

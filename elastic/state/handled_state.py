@@ -43,6 +43,7 @@ class HandledState(ObjectState):
             if handler is not None:
                 self._handlers[name] = handler
                 object.__setattr__(self, name, value)
+        self._check_shards()
         self._watch_buffers()
         self._random = RandomState() if rng is True else None
         self._begun = 0  # saves; tells a digest that a save came in between
@@ -80,8 +81,32 @@ class HandledState(ObjectState):
         else:
             del self._handlers[name]
             self._saved_state[name] = self._copied({name: value})[name]
+        self._check_shards()
         self._watch_buffers()
         self._introduce()
+
+    def _check_shards(self) -> None:
+        """All that follows shards is in one state with them. Raises Invalid."""
+        shards = self._shards()
+        for name, handler in self._handlers.items():
+            value = handler.value
+            if isinstance(handler, OptimizerStateHandler):
+                own = getattr(getattr(value, "gradients_made", None), "shards", None)
+                if shards and own is None:
+                    raise Invalid(
+                        f"state.{name} knows nothing of the state's Shards, and would step with this worker's own"
+                        " gradients; wrap it: elastic.DistributedOptimizer(optimizer, model.named_parameters(),"
+                        " shards=shards)"
+                    )
+            elif isinstance(handler, LoaderStateHandler):
+                own = value.shards
+            else:
+                continue
+            if own is not None and all(own is not each for each in shards):
+                raise Invalid(
+                    f"state.{name} works in shards that are no part of the state, so a commit would not have the step's"
+                    " number: add them, as in TorchState(..., shards=shards)"
+                )
 
     def _watch_buffers(self) -> None:
         """Buffers of models that are trained in shards follow one rule."""

@@ -11,12 +11,15 @@ import torch
 from elastic.api.compression import Compression, NoneCompressor
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.collectives.interface import Op
+from elastic.data import DataLoader
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact import tree
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.sharded.buckets import ShardBucket
+from elastic.protocol.messages import Place
 from elastic.runtime import lifecycle
+from elastic.state import TorchState
 from harness.small_worlds import net, ranks_as_threads
 
 STEPS = 3
@@ -432,6 +435,85 @@ def test_another_number_of_threads_in_the_middle_is_told(ranks, monkeypatch):
 def test_statistics_of_all_ranks_are_refused():
     with pytest.raises(Invalid, match="with Shards use torch's BatchNorm"):
         Shards(2).watch(torch.nn.Sequential(SyncBatchNorm(3)))
+
+
+def test_gradients_of_another_reducer_are_refused(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    monkeypatch.setattr("elastic.exact.shards.DistributedDataParallel", torch.nn.Linear)
+    with pytest.raises(Invalid, match="0 is a DistributedDataParallel, which adds up gradients"):
+        Shards(2).watch(model)
+
+
+class Augmented(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(()) + index
+
+
+def loader_of(**options: Any) -> DataLoader:
+    return DataLoader(range(16), global_batch_size=8, **options)
+
+
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [
+        (lambda shards: loader_of(shards=shards), "for step in loader"),
+        (lambda shards: torch.utils.data.DataLoader(Augmented()), "knows nothing of shards"),
+        (lambda shards: torch.ones(4, 3), "given a Tensor, which is one batch"),
+        (lambda shards: {"input_ids": torch.ones(4, 3)}, "given a dict, which is one batch"),
+        (lambda shards: next(iter(loader_of(shards=4))), "give DataLoader"),
+    ],
+)
+def test_what_is_no_step_of_this_rank_is_refused(ranks, batches, said):
+    """With the number alone a loader deals blocks: for 3 ranks 0 and 1, 2, 3, where 0 and 1, 2, 3 are computed."""
+
+    def step(rank):
+        shards = Shards(5)
+        list(shards.over(batches(shards)))
+
+    with pytest.raises(Invalid, match=said):
+        ranks(3, step)
+
+
+def test_what_follows_shards_is_in_one_state_with_them(ranks):
+    def states(rank):
+        model, shards, optimizer = made()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(Invalid, match=r"state\.optimizer knows nothing of the state's Shards"):
+            TorchState(model, plain, shards=shards)
+        with pytest.raises(Invalid, match=r"state\.optimizer works in shards that are no part of"):
+            TorchState(model, optimizer)
+        with pytest.raises(Invalid, match=r"state\.loader works in shards that are no part of"):
+            TorchState(model, loader=loader_of(shards=shards))
+        with pytest.raises(Invalid, match=r"state\.optimizer works in shards that are no part of"):
+            TorchState(model, optimizer, shards=Shards(4))
+        TorchState(model, optimizer, shards=shards, loader=loader_of(shards=shards))
+
+    ranks(1, states)
+
+
+def test_another_batch_is_another_run():
+    shards = Shards(4)
+    said = loader_of(shards=shards).layout()
+    assert said != DataLoader(range(16), global_batch_size=4, shards=shards).layout()
+    assert "batch 8" in said and "sample_seeds" in said
+    assert "batch" not in loader_of(shards=Shards(4, exact=False)).layout()
+
+
+def test_samples_have_seeds_of_their_own_in_exact_shards(monkeypatch):
+    """Whoever loads them, and whatever was drawn in that process before."""
+
+    def load(rank: int, size: int) -> list[tuple[int, list[float]]]:
+        place = Place(rank, size, rank, size, 0, 1)
+        monkeypatch.setattr(lifecycle, "position", lambda: (place, 1))
+        shards = Shards(4)
+        loader = DataLoader(Augmented(), global_batch_size=8, shards=shards)
+        return [(loader.shard, batch.tolist()) for step in loader for batch in shards.over(step)]
+
+    parts = [each for rank in range(3) for each in load(rank, 3)]
+    assert sorted(parts) == sorted(load(0, 1))
 
 
 @pytest.mark.parametrize("changed", [{"count": 4}, {"seed": 2}, {"exact": False}], ids=str)
