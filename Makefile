@@ -15,7 +15,7 @@ TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 # A test starts hundreds of processes: each would compile all that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel bench bench-ray soak matrix hosts clean
+.PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test      install, TensorFlow too, then every test"
 	@echo "make test-on-3.12, test-on-torch-2.14.1   the same with another Python or torch, in an environment of its own"
 	@echo "make nightly   what takes too long for make test: seeds and sizes of the simulation, pairs of the matrix, sanitizers"
+	@echo "make mxnet     tests of horovod.mxnet, in an environment of their own: Python 3.11 or older"
 	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
 	@echo "make kubernetes  the chart in a real control plane, built once from Debian's source: needs root, and minutes"
 	@echo "make images    the image, built of Debian's packages, and containers of it: needs root, buildah, podman, debootstrap"
@@ -107,6 +108,20 @@ test-on-torch-%:
 
 test-on-%:
 	$(MAKE) test VENV=.venv-$* PYTHON=python$*
+
+# MXNet's last release needs numpy 1.23, which most of the others refuse: an environment of its own, on Python 3.8 to 3.11.
+MXNET := .venv-mxnet
+
+$(MXNET)/.installed: $(READY)
+	@$(PYTHON) -m venv $(MXNET)
+	@grep -v '^numpy==' $(VENV)/constraints.txt > $(MXNET)/constraints.txt
+	$(MXNET)/bin/python -m pip install --quiet --constraint $(MXNET)/constraints.txt scikit-build-core
+	$(MXNET)/bin/python -m pip install --quiet --constraint $(MXNET)/constraints.txt --no-build-isolation --editable '.[mxnet]' \
+	  hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+mxnet: $(MXNET)/.installed
+	$(ENDS) 1200 $(MXNET)/bin/python -m pytest --nightly tests/frameworks/test_mxnet_door.py
 
 # Marked nightly: the rest of what make test runs a part of.
 nightly: $(READY) $(FRAMEWORKS) sanitize

@@ -6,14 +6,14 @@ import importlib
 import warnings
 
 # Series of releases that the tests were run with.
-TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",)}
+TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "mxnet": ("1.9",)}
 
 
 def refuse(front_end: str, instead: str) -> ImportError:
     """The error to raise: an ImportError, which scripts that try several front ends expect."""
     return ImportError(
-        f"horovod.{front_end} is not provided by hvd-elastic, which trains PyTorch, TensorFlow and Keras models only;"
-        f" {instead}",
+        f"horovod.{front_end} is not provided by hvd-elastic, which trains models of PyTorch, TensorFlow,"
+        f" Keras and MXNet; {instead}",
         name=f"horovod.{front_end}",
     )
 

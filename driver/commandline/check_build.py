@@ -38,6 +38,7 @@ class Build:
     shared: str = ""  # why ranks of this host can't share memory; empty where they can
     tensorflow: str = ""  # its version
     keras: str = ""
+    mxnet: str = ""
     trouble: str = ""
 
 
@@ -81,6 +82,7 @@ def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
             **json.loads(last),
             tensorflow=_version_of("tensorflow") or _version_of("tensorflow-cpu") or "",
             keras=_version_of("keras") or "",
+            mxnet=_version_of("mxnet") or "",
         )
     except (ValueError, TypeError):
         return Build(trouble=f"{last!r} is no answer about torch")
@@ -102,7 +104,7 @@ def describe(build: Build) -> str:
         f"    {box(bool(build.tensorflow))} TensorFlow {build.tensorflow}".rstrip(),
         f"    {box(bool(build.keras))} Keras {build.keras}".rstrip(),
         f"    {box(bool(build.torch))} PyTorch {build.torch}".rstrip(),
-        "    [ ] MXNet",
+        f"    {box(bool(build.mxnet))} MXNet {build.mxnet}".rstrip(),
         "",
         "Available Controllers:",
         "    [ ] MPI",

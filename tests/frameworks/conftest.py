@@ -1,4 +1,4 @@
-"""Tests of the doors for TensorFlow and Keras. Their ranks import the frameworks; the process of pytest never does."""
+"""Tests of the doors for TensorFlow, Keras and MXNet. Ranks import the frameworks; pytest's process never does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ world, pytest_runtest_teardown = shared_worlds(Path(__file__).parent)
 
 
 @pytest.fixture(autouse=True)
-def _installed() -> None:
-    for name in ("tensorflow", "keras"):
+def _installed(request: pytest.FixtureRequest) -> None:
+    for name in getattr(request.module, "NEEDS", ("tensorflow", "keras")):
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs {name}: pip install 'hvd-elastic[frameworks]', as make test does")
+            how = "make mxnet" if name == "mxnet" else "pip install 'hvd-elastic[frameworks]'"
+            pytest.skip(f"needs {name}: {how}")

@@ -20,6 +20,7 @@ SPREAD = (
     "elastic/optimizer/adasum_optimizer.py",
     "elastic/state/handled_state.py",
     "driver/commandline/arguments.py",  # of argparse
+    "elastic/mxnet/optimizer.py",  # of Gluon's trainer
     "elastic/integrations/",  # of trainers, whose loops are private
 )
 FOREIGN = (torch.Tensor, torch.nn.Module(), os)  # have private names that others may use

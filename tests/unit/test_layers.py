@@ -35,6 +35,7 @@ ROOMS = """
     elastic.run_loop
     elastic.tensorflow
     elastic.keras
+    elastic.mxnet
     elastic.integrations
     elastic.driver
     elastic.driver.membership

@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "horovod.md"
 ROOT = PAGE.parents[1]
 # What Horovod has besides horovod.torch's own names.
 MODULES = """
-    horovod.run horovod.mxnet horovod.spark horovod.ray
+    horovod.run horovod.spark horovod.ray
     horovod.data.BaseDataLoader horovod.data.AsyncDataLoaderMixin
     hvd.elastic.run hvd.elastic.TorchState hvd.elastic.ElasticSampler hvd.elastic.State
     hvd.elastic.ObjectState hvd.Compression.none hvd.Compression.fp16
@@ -91,7 +91,7 @@ def rows() -> dict[str, str]:
 
 
 # Their names are looked for where these frameworks are imported: tests/frameworks.
-ELSEWHERE = ("horovod.tensorflow.", "horovod.keras.")
+ELSEWHERE = ("horovod.tensorflow.", "horovod.keras.", "horovod.mxnet.")
 NAMES = [name for name in rows() if not name.startswith(("-", "HOROVOD_", *ELSEWHERE))]
 OPTIONS = [name for name in rows() if name.startswith("-")]
 ENVIRONMENT = [name for name in rows() if name.startswith("HOROVOD_")]

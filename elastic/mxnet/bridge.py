@@ -1,0 +1,59 @@
+"""MXNet's arrays as torch's tensors, and new arrays of the same kind. Knows no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import mxnet as mx
+import torch
+from torch.utils import dlpack
+
+from elastic.errors import UnsupportedType
+
+Array: TypeAlias = mx.nd.NDArray
+
+
+def view(array: Array, write: bool = False) -> torch.Tensor:
+    """A tensor in the array's own memory, on its device. Waits for what MXNet still computes there.
+
+    Args:
+        array: dense, of a dtype that DLPack and torch have: float16, float32, float64, (u)int8, int32, int64.
+        write: waits for those who still read it too. Only then may the tensor be written to.
+
+    Raises:
+        TypeError: for anything but an NDArray.
+        UnsupportedType: for a sparse one, or another dtype.
+    """
+    if not isinstance(array, mx.nd.NDArray):
+        raise TypeError(f"expected an mxnet.nd.NDArray, got {type(array).__name__}")
+    if array.stype != "default":
+        raise UnsupportedType(
+            f"a {array.stype} array can't travel; give array.tostype('default') in its place"
+        )
+    try:
+        capsule = array.to_dlpack_for_write() if write else array.to_dlpack_for_read()
+        tensor: torch.Tensor = dlpack.from_dlpack(capsule)
+    except (mx.base.MXNetError, RuntimeError, BufferError) as error:
+        raise UnsupportedType(
+            f"an array of {_dtype_name(array)} can't travel; cast it to a type of numbers that torch has too"
+        ) from error
+    return tensor
+
+
+def views(arrays: Sequence[Array]) -> list[torch.Tensor]:
+    """`view` of each, to write to."""
+    return [view(array, write=True) for array in arrays]
+
+
+def copy_of(tensor: torch.Tensor, like: Array) -> Array:
+    """A new array on the device and of the dtype of ``like``, with the tensor's shape and values."""
+    made = mx.nd.empty(tuple(tensor.shape), ctx=like.context, dtype=like.dtype)
+    if made.size:
+        view(made, write=True).copy_(tensor)
+    return made
+
+
+def _dtype_name(array: Array) -> str:
+    dtype: Any = array.dtype
+    return getattr(dtype, "__name__", str(dtype))

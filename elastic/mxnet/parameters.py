@@ -1,0 +1,79 @@
+"""Makes MXNet's parameters equal on all ranks."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import mxnet as mx
+from mxnet.gluon.parameter import DeferredInitializationError, Parameter
+
+from elastic.api import broadcasting
+from elastic.errors import Invalid
+from elastic.mxnet import ops
+from elastic.mxnet.bridge import Array, view
+from elastic.runtime import basics
+
+
+def broadcast_parameters(
+    params: Mapping[str, Parameter | Array] | mx.gluon.ParameterDict,
+    root_rank: int = 0,
+    prefix: str | None = None,
+) -> None:
+    """Overwrites parameters with those of rank ``root_rank``, in place. They travel packed.
+
+    One whose shape is not known yet follows when MXNet initializes it, in a broadcast of its own.
+
+    Args:
+        params: ``Block.collect_params()``, a part of ``Module.get_params()``, or any dict of names and parameters or
+            arrays: the same names, shapes and dtypes on every rank.
+        root_rank: counts in the world.
+        prefix: put before the names: different ones where several calls run at the same time.
+
+    Raises:
+        ValueError: for anything but a dict; on every rank, if names, shapes or dtypes differ between ranks.
+        Invalid: (a ValueError) for a parameter that lives on several devices.
+        PeerLost: when the world breaks.
+
+    Example::
+
+        hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+    """
+    if not isinstance(params, Mapping | mx.gluon.ParameterDict):
+        raise Invalid(
+            f"params is a {type(params).__name__}; give a dict, as from net.collect_params()"
+        )
+    now: dict[str, Any] = {}
+    for name, value in sorted(params.items()):
+        full = f"{prefix or ''}{name}"
+        try:
+            now[full] = view(only_array(value), write=True)
+        except DeferredInitializationError:
+            _broadcast_when_initialized(value, root_rank, full)
+    if basics.size() > 1 and now:
+        broadcasting.broadcast_parameters(now, root_rank)
+
+
+def only_array(value: Parameter | Array) -> Array:
+    """A parameter's array. Raises Invalid if it has several; what MXNet raises if it has none yet."""
+    if not isinstance(value, Parameter):
+        return value
+    arrays = value.list_data()
+    if len(arrays) > 1:
+        raise Invalid(
+            f"parameter {value.name} lives on {len(arrays)} devices; give each worker one device,"
+            " mx.gpu(hvd.local_rank()) or mx.cpu()"
+        )
+    return arrays[0]
+
+
+def _broadcast_when_initialized(parameter: Parameter, root_rank: int, name: str) -> None:
+    initialize = parameter._init_impl
+
+    def initialized(self: Parameter, *args: Any, **kwargs: Any) -> None:
+        initialize(*args, **kwargs)
+        if basics.size() > 1:
+            ops.broadcast_(only_array(self), root_rank, name)
+
+    parameter._init_impl = types.MethodType(initialized, parameter)

@@ -1,0 +1,173 @@
+"""States of MXNet's models: Gluon's blocks and trainers as parts of a state (see `elastic.state.handlers.part`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+import torch
+from mxnet.gluon.parameter import DeferredInitializationError
+
+from elastic.errors import Invalid, StateMismatch
+from elastic.mxnet.bridge import view
+from elastic.mxnet.parameters import only_array
+from elastic.state.handled_state import HandledState
+from elastic.state.handlers import registry
+from elastic.state.handlers.part import Part
+from elastic.state.handlers.variables import VariablesPart
+
+
+class BlockPart(VariablesPart):
+    """A Gluon block all of whose parameters have values."""
+
+    value: mx.gluon.Block
+
+    def _adopt_value(self) -> None:
+        try:
+            self.named()
+        except (DeferredInitializationError, RuntimeError) as error:
+            raise Invalid(
+                f"{self.what} has parameters without values; initialize it, and call it once on data, before you hand"
+                " it to a state"
+            ) from error
+
+    def variables(self) -> Sequence[Any]:
+        return [only_array(each) for each in self._parameters().values()]
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Views. By place and last word: the numbers that MXNet gives to layers depend on what was built before."""
+        return {
+            f"{number}.{name.rpartition('_')[2]}": view(only_array(each), write=True)
+            for number, (name, each) in enumerate(self._parameters().items())
+        }
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        named = self.named()
+        for name, tensor in fresh.items():
+            if name not in named or named[name].shape != tensor.shape:
+                raise StateMismatch(
+                    f"{self.what}.{name} of shape {list(tensor.shape)} was committed, and is not there any more;"
+                    " commit() after you change a model, or hand the state a new one"
+                )
+        for name, tensor in fresh.items():
+            named[name].copy_(tensor)
+
+    def _parameters(self) -> dict[str, Any]:
+        return dict(self.value.collect_params().items())
+
+
+class TrainerPart(Part):
+    """A Gluon trainer: its optimizer's counters and rates, and what it keeps for each parameter."""
+
+    value: mx.gluon.Trainer
+
+    def layout(self) -> list[str]:
+        return [f"{self.name} {type(self._optimizer).__name__}"]
+
+    def seems_unchanged(self) -> bool:
+        return False  # MXNet writes into memory without a trace that torch would see
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        optimizer = self._optimizer
+        tensors: dict[str, torch.Tensor] = {}
+        kept = {
+            index: _apart(state, f"{index}", tensors)
+            for index, state in self.value._updaters[0].states.items()
+        }
+        return {
+            "kept": kept,
+            "counts": dict(optimizer._index_update_count),
+            "num_update": optimizer.num_update,
+            "lr": optimizer.lr,
+            "wd": optimizer.wd,
+            "lr_scheduler": optimizer.lr_scheduler,
+        }, tensors
+
+    def described(self, structure: Any, own: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        return {**structure, "kept": dict(tensors)}
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        optimizer, updater = self._optimizer, self.value._updaters[0]
+        context = optimizer.param_dict[0].list_ctx()[0]
+        updater.states = {
+            index: _together(state, fresh, context) for index, state in structure["kept"].items()
+        }
+        updater.states_synced = dict.fromkeys(updater.states, True)
+        optimizer._index_update_count.clear()
+        optimizer._index_update_count.update(structure["counts"])
+        optimizer.num_update = structure["num_update"]
+        optimizer.lr, optimizer.wd = structure["lr"], structure["wd"]
+        optimizer.lr_scheduler = structure["lr_scheduler"]
+
+    @property
+    def _optimizer(self) -> Any:
+        return self.value.optimizer
+
+
+def _apart(state: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """What an optimizer keeps for a parameter, with names of tensors in place of arrays."""
+    if isinstance(state, mx.nd.NDArray):
+        tensors[name] = view(state)
+        return {"tensor": name}
+    if isinstance(state, list | tuple):
+        parts = [_apart(each, f"{name}.{number}", tensors) for number, each in enumerate(state)]
+        return {"list" if isinstance(state, list) else "tuple": parts}
+    return {"value": state}
+
+
+def _together(state: Any, tensors: dict[str, torch.Tensor], context: Any) -> Any:
+    (kind, held) = next(iter(state.items()))
+    if kind == "tensor":
+        tensor = tensors[held]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        made = mx.nd.empty(tuple(tensor.shape), ctx=context, dtype=dtype)
+        view(made, write=True).copy_(tensor)
+        return made
+    if kind == "value":
+        return held
+    parts = [_together(each, tensors, context) for each in held]
+    return parts if kind == "list" else tuple(parts)
+
+
+class MXNetState(HandledState):
+    """A Gluon block, its trainer, and Python values: ``MXNetState(net, trainer, epoch=0, batch=0)``.
+
+    Committed, restored, and brought to workers that lack it: all parameters, what the optimizer keeps, and the values.
+
+    Args:
+        net: initialized, and called once if shapes of its parameters are found out by data.
+        trainer: `DistributedTrainer`, or Gluon's own.
+        rng: commits and restores this worker's random generators too (torch, numpy, random; not MXNet's).
+        **kwargs: values of the state, as attributes.
+
+    Raises:
+        Invalid: for a net without values, or a value that can't be copied.
+    """
+
+    def __init__(
+        self,
+        net: mx.gluon.Block,
+        trainer: mx.gluon.Trainer | None = None,
+        rng: Any = False,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(net, mx.gluon.Block):
+            raise Invalid(f"net is a {type(net).__name__}; pass the block of Gluon itself")
+        if trainer is not None and not isinstance(trainer, mx.gluon.Trainer):
+            raise Invalid(f"trainer is a {type(trainer).__name__}; pass one of Gluon")
+        values = {"net": net} if trainer is None else {"net": net, "trainer": trainer}
+        super().__init__({**values, **kwargs}, rng)
+
+
+registry.set_handler_registry(
+    [
+        (mx.gluon.Block, BlockPart),
+        (mx.gluon.Trainer, TrainerPart),
+        *registry.get_handler_registry(),
+    ]
+)

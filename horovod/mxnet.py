@@ -1,5 +1,0 @@
-"""Not provided: says so at import."""
-
-from horovod.absent import refuse
-
-raise refuse("mxnet", "keep such jobs on horovod, in an environment of their own")

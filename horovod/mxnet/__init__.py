@@ -1,0 +1,32 @@
+"""``import horovod.mxnet as hvd``: Horovod's names for what `elastic.mxnet` does."""
+
+from __future__ import annotations
+
+from horovod.absent import need as _need
+
+_need("mxnet", __name__)
+
+from elastic.mxnet.compression import Compression
+from elastic.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
+from elastic.mxnet.parameters import broadcast_parameters
+from horovod.common import door as _door
+from horovod.common.door import *  # noqa: F403
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.mxnet import elastic, mpi_ops
+from horovod.mxnet.functions import allgather_object, broadcast_object
+from horovod.mxnet.mpi_ops import *  # noqa: F403
+
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "DistributedTrainer",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_parameters",
+    "elastic",
+]
+# mpi_ops has the door's names too; type checkers don't look that far.
+__all__ += mpi_ops.__all__
+__all__ += _door.__all__
