@@ -277,9 +277,10 @@ class DriverRestarted(Event):
 
 
 class StopRequested(Event):
-    """Ctrl-C or SIGTERM at the driver, or a caller's request."""
+    """Ctrl-C or SIGTERM at the driver, or a caller's request. ``code``: the exit code that this asks for."""
 
     reason: str
+    code: int | None = None
 
 
 class ScaleRequested(Event):

@@ -1,4 +1,4 @@
-"""A driver on the virtual clock: the real Membership and AgentPool under a model of their loop, server and journal.
+"""A driver on the virtual clock: the real JobDecisions and AgentPool under a model of their loop, server and journal.
 
 Every event is written to the journal, with the actions that it led to, before anything is done about it. The driver
 can crash wherever it gives up control: before an event is written, or between any two actions. Restarted, it feeds its
@@ -34,6 +34,7 @@ from elastic.driver.agents.pool_events import (
     AgentStarted,
     DriverReady,
     HangUp,
+    JobEnded,
     KillOrdered,
     PoolAction,
     PoolEvent,
@@ -66,6 +67,7 @@ from elastic.driver.events import (
     WorkerDisconnected,
     WorkerExited,
 )
+from elastic.driver.job.decisions import JobDecisions
 from elastic.driver.journal.journal import Entry, rebuilt
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worker_messages import event_of
@@ -74,7 +76,7 @@ from elastic.protocol.messages import Message, Worker
 
 BEAT_S = 0.9  # between two answers of an agent to the beats of the driver
 ARM_S = 0.001
-LAST_S = 2.0  # from the last kills to the end of the driver's process
+LAST_S = 2.0  # from the last exit to the end of the driver's process
 AGENT_STARTS_S = (0.05, 0.5)  # how long it takes to start an agent
 
 
@@ -87,6 +89,7 @@ class SimulatedDriver:
         self.membership = Membership(sim.settings)
         self.entries: list[Entry] = []
         self.up = True
+        self.leaves = False  # nobody is left, and it is about to end
         self.gone = False  # it has ended, with the job
         self.paused = False
         self.end: EndJob | None = None
@@ -96,6 +99,7 @@ class SimulatedDriver:
         )
         self.down_s = 1.0
         self.crashes = 0
+        self.decisions = self._new_decisions()
         self._workers: dict[Worker, Connection] = {}
         self._agents: dict[HostAgent, Connection] = {}
         self._term = 0
@@ -115,21 +119,34 @@ class SimulatedDriver:
             self._backlog.append(partial(self.hear, event))
             return
         now = self.sim.clock.now
-        actions = self.membership.handle(event, now)
+        answer = self.decisions.answer(event, now)
         if self.sim.keep_journal:
-            self.entries.append(Entry(now, event, actions))
-        self.sim.decided(event, actions)
-        for action in actions:
+            self.entries.append(Entry(now, event, answer))
+        self.sim.decided(event, answer)
+        for action in self.decisions.follow(event, answer, now):
             if self._dies():
                 return
             self._do(action)
         self._dies()
+        if self.decisions.over and self.up and not self.leaves:
+            self.leaves = True
+            self._meet(JobEnded())
+            self.sim.clock.after(LAST_S, self._leave)
         if not self.sim.step_s:
             self._arm()
         elif not self._arming:
             # As the real loop: once for all that has come together.
             self._arming = True
             self.sim.clock.after(ARM_S, self._arm)
+
+    def _new_decisions(self) -> JobDecisions:
+        members = {worker: self.membership.place_of(worker) for worker in self.membership.members}
+        return JobDecisions(
+            self.membership,
+            leave_s=self.settings.leave_s,
+            running=[*self.membership.roster],
+            members={worker: place for worker, place in members.items() if place is not None},
+        )
 
     def _dies(self) -> bool:
         """One place where it gives up control."""
@@ -142,7 +159,7 @@ class SimulatedDriver:
 
     def _arm(self) -> None:
         self._arming = False
-        deadline = self.membership.next_deadline() if self.up else None
+        deadline = self.decisions.next_deadline() if self.up else None
         if deadline is not None and (self._alarm is None or deadline < self._alarm):
             self._alarm = deadline
             self.sim.clock.at(deadline, self._ring, deadline)
@@ -153,7 +170,7 @@ class SimulatedDriver:
         self._alarm = None
         if not self.up:
             return
-        deadline = self.membership.next_deadline()
+        deadline = self.decisions.next_deadline()
         if deadline is not None and deadline <= self.sim.clock.now:
             self.hear(TimePassed())
         if not self.paused:
@@ -204,22 +221,11 @@ class SimulatedDriver:
             case FinishWorld(generation, members):
                 self._send(members, messages.Finish(generation))
             case EndJob(code, reason):
-                self._ends(action)
+                if self.end is None:
+                    self.ended_at = self.sim.clock.now
+                self.end = action
                 if code:
                     self._send([*self._workers], messages.End(str(reason)))
-
-    def _ends(self, action: EndJob) -> None:
-        if self.end is None:
-            self.ended_at = self.sim.clock.now
-        self.end = action
-        self.sim.clock.after(self.settings.leave_s, self._kill_all)
-
-    def _kill_all(self) -> None:
-        """Whoever is still there a while after the end. Then the driver ends too."""
-        if self.up:
-            for worker in list(self.sim.processes):
-                self._meet(KillOrdered(worker))
-            self.sim.clock.after(LAST_S, self._leave)
 
     def _leave(self) -> None:
         if self.up:
@@ -272,8 +278,8 @@ class SimulatedDriver:
 
     def listed(self, hosts: dict[str, int]) -> None:
         """Discovery has found these."""
-        self._meet(HostsChanged(hosts))
-        self.hear(HostsChanged(hosts))
+        self._meet(HostsChanged(dict(hosts)))
+        self.hear(HostsChanged(dict(hosts)))
 
     def agent_called(self, connection: Connection, agent: HostAgent) -> None:
         """On a new connection, which stands in for an open one."""
@@ -374,6 +380,8 @@ class SimulatedDriver:
             return
         self.up = True
         self.membership = rebuilt(self.entries, Membership(self.settings))
+        self.decisions = self._new_decisions()
+        self.leaves = False
         self.pool = self._new_pool()
         self._meet(DriverReady())
         self.hear(DriverRestarted())

@@ -145,6 +145,9 @@ class Simulation:
                 f"the job did not end within {LIVENESS_S:g} s after the faults had stopped; workers: "
                 + ", ".join(f"{p.worker} at {p.point!r}" for p in self.processes.values())
             )
+            assert self.driver.gone, (
+                f"the job has ended, and its driver awaits {self.driver.decisions.running}"
+            )
             left = ", ".join(f"{p.worker} at {p.point!r}" for p in self.processes.values())
             assert not left, f"the job has ended, but these still run: {left}"
             if self.invariants is not None:
@@ -165,8 +168,7 @@ class Simulation:
 
     def _over(self) -> bool:
         driver = self.driver
-        over = driver.end is not None and not self.processes and (driver.up or driver.gone)
-        if over and self.clock.now > self.driver.ended_at + 1.0:
+        if driver.gone and not self.processes:
             self.going_on = False
         return not self.going_on
 

@@ -1,11 +1,10 @@
-"""Runs one job: tells membership what happens, does what it answers. Decides nothing itself.
+"""Runs one job: tells `JobDecisions` what happens, does what it answers. Decides nothing itself.
 
-    mailbox -> membership.handle(event, now) -> journal, until that has settled -> perform each action
+    mailbox -> decisions.answer(event, now) -> journal, until that has settled -> perform each action
 
-Events that have queued up meanwhile are decided together and written together. Whatever an action brings about comes
-back through the mailbox as another event: a process that could not be started as its exit, a message that a worker
-sends as the event of that name. Once membership has given the outcome (EndJob), `Ending` says whom to await and whom to
-kill.
+Events that have queued up meanwhile are decided together and written together. Whatever happens comes through the
+mailbox as an event: a process that could not be started as its exit, a message that a worker sends as the event of that
+name, a signal as StopRequested.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from elastic.driver.events import (
     Event,
     FinishWorld,
     HastenCheckpoint,
-    HostLost,
-    HostReported,
     HostsChanged,
     KillWorker,
     LetGo,
@@ -59,7 +56,7 @@ from elastic.driver.events import (
 from elastic.driver.job import checkpoint_shares
 from elastic.driver.job.checkpoint_lines import CheckpointLines
 from elastic.driver.job.checkpoint_shares import CheckpointShares
-from elastic.driver.job.ending import Ending
+from elastic.driver.job.decisions import Decider, JobDecisions
 from elastic.driver.journal.journal import Journal
 from elastic.driver.launch.environment import (
     job_environment,
@@ -76,7 +73,7 @@ from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.credentials import TlsFiles
 from elastic.driver.processes.exit_ordering import Partings
-from elastic.driver.reasons import Reason, Why, because, brief, in_one_line, in_words
+from elastic.driver.reasons import Reason, Why, because, brief, in_one_line
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log
 from elastic.protocol import messages as protocol
@@ -87,16 +84,6 @@ AT_ONCE = 1000  # events that are decided and written together
 WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
 Line = tuple[str, str]  # level and text for the log
 STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-
-
-class Decider(Protocol):
-    """Membership, or a test's script."""
-
-    def handle(self, event: Event, now: float) -> list[Action]: ...
-
-    def next_deadline(self) -> float | None: ...
-
-    def place_of(self, worker: Worker) -> Place | None: ...
 
 
 class WorkerConnections(Protocol):
@@ -186,7 +173,6 @@ class Driver:
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
-        self.places: dict[Worker, Place] = dict(past.places) if past else {}
         self._versions = Versions()
         self._promised: dict[Worker, Place] = {}  # at their start; until there is a world
         self.generation = past.generation if past else 0
@@ -196,7 +182,12 @@ class Driver:
         self._listening = listening
         self._leaves = leaves
         self._answered = answered
-        self._membership = membership
+        self._decisions = JobDecisions(
+            membership,
+            leave_s=job.settings.leave_s,
+            running=past.running if past else (),
+            members=past.places if past else None,
+        )
         self._server = server
         self._launcher = launcher
         self._discovery = discovery
@@ -213,16 +204,16 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._address = Address("", 0)
         self._layouts: dict[str, str] = {}  # text by digest
-        # Started, and their exit is not posted yet.
-        self._running: set[Worker] = set(past.running) if past else set()
         self._partings = Partings(server, self._post)
-        self._ending: Ending | None = None
-        self._buggy = False  # membership has raised
-        self._let_go: set[Worker] = set()  # and their exit was not handled yet
-        self._stop_code: int | None = None  # set by the first request to stop
+        self._stop_code: int | None = None  # of the first request to stop that was heard
         self._signalled: int | None = None  # the exit code of the last signal
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
         self._said_last = ""  # of what was done to the world
+
+    @property
+    def places(self) -> dict[Worker, Place]:
+        """The members of the last world."""
+        return self._decisions.members
 
     def ordered_results(self) -> list[bytes | None]:
         """The results of the last world's members by rank; None of those that sent none.
@@ -259,10 +250,11 @@ class Driver:
             self._stop(*self._early_stop)
         with self._signals():
             await self._run()
-        assert self._ending is not None
-        if self._stop_code is None and self._signalled is not None:
-            return self._signalled  # it came when the loop had no turn left to hear of it
-        return self._ending.code
+        assert self._decisions.ending is not None
+        heard = self._signalled if self._stop_code is None else self._stop_code
+        if self._decisions.stop_code is None and heard is not None:
+            return heard  # it came when the loop had no turn left to decide about it
+        return self._decisions.ending.code
 
     async def _run(self) -> None:
         watching: asyncio.Task[None] | None = None
@@ -272,7 +264,7 @@ class Driver:
                 self.job.port,
                 heard=self._heard,
                 gone=self._connection_gone,
-                expected=self._running.__contains__,
+                expected=self._decisions.running.__contains__,
             )
             self._address = Address(self.job.advertised or bound.host, bound.port)
             self._tracing.serve(self._server.send)
@@ -284,7 +276,7 @@ class Driver:
             if self._listening is not None:
                 await self._listening(self._address)
             watching = asyncio.create_task(self._watch_hosts())
-            while self._ending is None or not self._ending.over:
+            while not self._decisions.over:
                 await self._handle(await self._mailbox.get())
         finally:
             if watching is not None:
@@ -354,22 +346,13 @@ class Driver:
 
     def _worker_gone(self, event: WorkerExited) -> None:
         """An exit comes after everything that the worker has said."""
-        self._running.discard(event.worker)
         self._partings.gone(event)
 
     def _stop(self, reason: str, code: int) -> None:
-        first = self._stop_code is None
-        if first:
+        if self._stop_code is None:
             self._stop_code = code
             self._log("info", f"stopping: {reason}")
-        if self._ending is not None and first:
-            self._ending.stopped(code, self._now())
-            self._server.broadcast(self._running, protocol.End(reason))
-        elif not first:
-            self._end(EndJob(code, in_words(reason)))
-            assert self._ending is not None
-            self._perform(self._ending.hurried(self._now()))
-        self._post(StopRequested(reason))
+        self._post(StopRequested(reason, code))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -412,7 +395,7 @@ class Driver:
         arrived: tuple[float, Event] | None = first
         while arrived is not None:
             at, event = arrived
-            decided.append((event, [] if self._buggy else self._decide(event, at)))
+            decided.append((event, self._decide(event, at)))
             more = not self._mailbox.empty() and len(decided) < AT_ONCE
             arrived = self._mailbox.get_nowait() if more else None
         await self._journal.settle()
@@ -423,67 +406,41 @@ class Driver:
             await self._journal.rest()
 
     def _carry_out(self, event: Event, actions: list[Action]) -> None:
-        # The exit that brings the end about is membership's to judge.
-        begun = self._ending is not None
         self._perform(actions)
         if isinstance(event, WorkerConnected):
             told = self._versions.heard(event.worker.host, event.torch_version)
             if told:
                 self._log("warning", told)
-        unseen = self._unseen(event)
-        self._running -= unseen
-        if self._ending is not None:
-            if begun and isinstance(event, WorkerExited):
-                self._perform(self._ending.exited(event))
-            self._perform(self._ending.lost(unseen))
-            self._perform(self._ending.overdue(self._now()))
-        if isinstance(event, WorkerExited):
-            self._forget(event.worker)
-
-    def _unseen(self, event: Event) -> set[Worker]:
-        """Whose exit nobody will report any more."""
-        match event:
-            case HostLost(host):
-                return {worker for worker in self._running if worker.host == host}
-            case HostReported(_, running, ordered) if ordered is not None:
-                return self._running & (set(ordered) - set(running))
-            case _:
-                return set()
-
-    def _forget(self, worker: Worker) -> None:
-        """It is gone, and all of its words were heard. A job may start workers for as long as it likes."""
-        self._let_go.discard(worker)
-        if worker not in self.results:
-            self._promised.pop(worker, None)
+        if isinstance(event, WorkerExited) and event.worker not in self.results:
+            self._promised.pop(
+                event.worker, None
+            )  # a job may start workers for as long as it likes
 
     def _decide(self, event: Event, now: float) -> list[Action]:
-        """What membership answers, written down before anything is done about it."""
+        """What is to be done. What membership answers is written down before anything is done about it."""
         try:
-            actions = self._membership.handle(event, now)
+            answer = self._decisions.answer(event, now)
         except Exception as error:
-            self._buggy = True  # from here on it would only add to the confusion
             self._journal.record(now, event, error=f"{type(error).__name__}: {error}")
             reason = because(Why.DRIVER_BUG, error=repr(error))
             self._log("error", f"{reason}; the latest events:\n{self._journal.story(last=30)}")
-            return [EndJob(1, reason)]
-        self._journal.record(now, event, actions)
-        self._tracing.noted(event, actions)
-        if self._noted is not None:
-            self._noted(event, actions, now)
-        return actions
+            return self._decisions.follow(event, [EndJob(1, reason)], now)
+        if not self._decisions.raised:
+            self._journal.record(now, event, answer)
+            self._tracing.noted(event, answer)
+            if self._noted is not None:
+                self._noted(event, answer, now)
+        return self._decisions.follow(event, answer, now)
 
     def _set_alarm(self) -> None:
         """Post TimePassed at the next deadline."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        ending = self._ending.next_deadline() if self._ending is not None else None
-        decision = None if self._buggy else self._membership.next_deadline()
-        deadlines = [d for d in (decision, ending) if d is not None]
-        if deadlines:
+        deadline = self._decisions.next_deadline()
+        if deadline is not None:
             assert self._loop is not None
-            at = min(deadlines) - self._offset
-            self._alarm = self._loop.call_at(at, self._post, TimePassed())
+            self._alarm = self._loop.call_at(deadline - self._offset, self._post, TimePassed())
 
     def _now(self) -> float:
         """On the clock of the journal, which goes on from one driver to the next."""
@@ -544,12 +501,10 @@ class Driver:
                 broadcast(members, protocol.Proceed(generation, change))
                 return self._news(f"generation {generation} goes on unchanged: {reason}")
             case LetGo(worker, reason, fenced):
-                self._let_go.add(worker)
                 send(worker, protocol.Leave(str(reason), fenced))
             case RejectWorker(worker, layout, expected):
                 texts = (self._layouts.get(layout, ""), self._layouts.get(expected, ""))
                 words = layout_diff.difference(*texts)
-                self._let_go.add(worker)
                 send(worker, protocol.Rejected(words))
                 return ("error", f"the state of {worker} differs from the world's:\n{words}")
             case TellStandby(worker):
@@ -603,7 +558,6 @@ class Driver:
                 tls=job.tls,
                 extra=settings.env,
             )
-        self._running.add(action.worker)
         if not self.generation:
             self._promised[action.worker] = action.place
         self._launcher.start(action.worker, self.job.command, env)
@@ -643,31 +597,22 @@ class Driver:
         )
         self.generation = world.generation
         self._checkpoints.world(world.generation, [member.worker for member in world.members])
-        self.places = {member.worker: member.place for member in world.members}
-        self._reports.keep({*self.places, *self._running, *self._partings.workers})
+        self._reports.keep({*self.places, *self._decisions.running})
         self._promised.clear()
         noun = "worker" if len(world.members) == 1 else "workers"
         text = f"generation {world.generation} has {len(world.members)} {noun}: {reason}"
         return ("info", text)
 
     def _end(self, outcome: EndJob) -> Line | None:
-        if self._ending is not None:
-            return None
-        if self._stop_code is not None:
-            outcome = EndJob(self._stop_code, outcome.reason)
-        reason = self.outcome = str(outcome.reason)
+        reason = str(outcome.reason)
         if outcome.code != 0:
-            self._server.broadcast(self._running, protocol.End(reason))
-        self._ending = Ending(
-            outcome,
-            members={w: place for w, place in self.places.items() if w not in self._let_go},
-            alive=self._running.union(self._partings.workers),
-            leave_s=self.job.settings.leave_s,
-            now=self._now(),
-        )
+            self._server.broadcast(self._decisions.running, protocol.End(reason))
+        if self.outcome:
+            return None  # a stop has come after it
+        self.outcome = reason
         if outcome.code == 0:
             return ("info", f"training has ended: {reason}")
-        level = "info" if self._stop_code is not None else "error"
+        level = "info" if self._decisions.stop_code is not None else "error"
         said = f"the job ends with exit code {outcome.code}: {reason}"
         if line := in_one_line(outcome.reason):  # what a worker wrote may fill the screen
             said += f"\nthe job ends with exit code {outcome.code}: {line}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Protocol
 
 from elastic.driver.events import WorkerExited
@@ -29,11 +29,6 @@ class Partings:
         self._connections = connections
         self._exited = exited
         self._parting: dict[Worker, WorkerExited] = {}
-
-    @property
-    def workers(self) -> Collection[Worker]:
-        """Their process is gone, and nobody was told yet."""
-        return self._parting.keys()
 
     def gone(self, event: WorkerExited) -> None:
         """The process is gone."""

@@ -16,6 +16,7 @@ import torch
 
 from elastic.driver.agents.agent_pool import AgentPool
 from elastic.driver.events import HostLost
+from elastic.driver.job.decisions import JobDecisions
 from elastic.driver.membership.failure_detection import suspicion
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stuck import Stuck
@@ -254,6 +255,13 @@ def ordered_means_running(original: Any) -> Any:
     return registered
 
 
+# ---- the driver: how a job ends --------------------------------------------------------------------------------------
+
+
+def nobody_unseen(original: Any) -> Any:
+    return lambda self, event: set()
+
+
 # ---- the worker ------------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +384,7 @@ SIMULATED = {
     "a driver does not await the agents of the one before": Bug(
         AgentPool, "__init__", adopts_nobody
     ),
+    "a lost worker is awaited at the end": Bug(JobDecisions, "_unseen", nobody_unseen),
     "rank 0 is the oldest, not a holder": Bug(composition, "arrange", oldest_first),
     "a joiner is made the source": Bug(composition, "arrange", joiner_first),
     "commits are compared by number alone": Bug(composition, "arrange", number_alone),

@@ -106,6 +106,7 @@ PURE = [
     "driver/agents/agent_pool.py",
     "driver/agents/agent_state.py",
     "driver/agents/messages.py",
+    "driver/job/decisions.py",
     "driver/job/ending.py",
     "driver/settings.py",
     "driver/events.py",

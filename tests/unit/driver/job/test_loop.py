@@ -14,11 +14,11 @@ from elastic.driver.events import (
     BreakWorld,
     DumpStacks,
     EndJob,
-    LetGo,
     ProbeWorkers,
     RejectWorker,
     ReportRecovery,
     StartWorker,
+    StopRequested,
     WorkerExited,
     WorkerFrozen,
 )
@@ -245,18 +245,14 @@ async def test_nothing_is_kept_of_workers_that_are_gone(s):
     async def come_and_go(worker: Worker) -> None:
         for _ in range(5):
             worker = worker.next()
-            s.driver._perform(
-                [StartWorker(worker, place, in_words("again")), LetGo(worker, in_words("enough"))]
-            )
-            assert worker in s.driver._let_go
+            s.driver._perform([StartWorker(worker, place, in_words("again"))])
             await s.exit(worker)
 
     await come_and_go(C)
-    assert s.driver._promised.keys() == {A, B} and not s.driver._let_go
+    assert s.driver._promised.keys() == {A, B}
     await s.train(A, B)
     await come_and_go(C)
     assert not s.driver._promised, "a world has places of its own"
-    assert not s.driver._let_go
 
 
 @story()
@@ -360,7 +356,8 @@ async def test_a_signal_while_all_is_closed_is_not_lost(s):
 
     s.server.close = close
     await s.train(A, B)
-    s.driver._end(EndJob(1, in_words("rank 0 ended")))
+    s.driver.tell(StopRequested("rank 0 ended"))
+    await s.settle()
     for worker in (A, B):
         await s.exit(worker, 1)
     assert await s.code() == 130
@@ -378,7 +375,8 @@ async def test_a_signal_after_the_last_turn_of_the_loop_is_not_lost(s):
 
     s.driver._journal.close = closed
     await s.train(A, B)
-    s.driver._end(EndJob(1, in_words("rank 0 ended")))
+    s.driver.tell(StopRequested("rank 0 ended"))
+    await s.settle()
     for worker in (A, B):
         await s.exit(worker, 1)
     assert await s.code() == 130
@@ -393,6 +391,7 @@ async def test_what_a_worker_wrote_does_not_come_last(s):
     first, *_, last = said.splitlines()
     ends = "the job ends with exit code 1: rank 0 ended with exit code 1"
     assert (first, last) == (f"{ends}; it wrote:", f"{ends}: KeyError: 'x'")
+    s.driver.tell(StopRequested("rank 0 ended"))
     for worker in (A, B):
         await s.exit(worker, 1)
     assert await s.code() == 1

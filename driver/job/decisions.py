@@ -1,0 +1,144 @@
+"""Decides what becomes of one job: `Membership` while it trains, `Ending` once its outcome is known. Pure.
+
+    answer = decisions.answer(event, now)            what membership says: it goes into the journal
+    actions = decisions.follow(event, answer, now)   all that is to be done about it
+
+Where membership has raised it is asked no more, and the job ends. An operator's first stop sets the exit code and ends
+the patience, the second one ends the grace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from elastic.driver.events import (
+    Action,
+    EndJob,
+    Event,
+    HostLost,
+    HostReported,
+    LetGo,
+    PublishWorld,
+    RejectWorker,
+    StartWorker,
+    StopRequested,
+    WorkerExited,
+)
+from elastic.driver.job.ending import Ending
+from elastic.driver.reasons import in_words
+from elastic.protocol.messages import Place, Worker
+
+
+class Decider(Protocol):
+    """Membership, or a test's script."""
+
+    def handle(self, event: Event, now: float) -> list[Action]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+class JobDecisions:
+    """One job's. ``running`` and ``members``: of the driver before this one, if it goes on with a job."""
+
+    def __init__(
+        self,
+        membership: Decider,
+        *,
+        leave_s: float,
+        running: Collection[Worker] = (),
+        members: Mapping[Worker, Place] | None = None,
+    ) -> None:
+        self.running = set(running)  # started, and their end was not heard of
+        self.members = dict(members or {})  # of the last world
+        self.stop_code: int | None = None  # set by the first request to stop
+        self.ending: Ending | None = None  # once the outcome is known
+        self.raised = False  # membership has, and is not asked any more
+        self._membership = membership
+        self._leave_s = leave_s
+        self._let_go: set[Worker] = set()  # and their exit was not handled yet
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody is left: the driver may end."""
+        return self.ending is not None and self.ending.over
+
+    def next_deadline(self) -> float | None:
+        """When to say TimePassed."""
+        ending = None if self.ending is None else self.ending.next_deadline()
+        decision = None if self.raised else self._membership.next_deadline()
+        return min((at for at in (ending, decision) if at is not None), default=None)
+
+    def answer(self, event: Event, now: float) -> list[Action]:
+        """What membership decides. Raises what it raises: once, it is not asked again."""
+        if self.raised:
+            return []
+        try:
+            return self._membership.handle(event, now)
+        except Exception:
+            self.raised = True  # from here on it would only add to the confusion
+            raise
+
+    def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
+        """The answer, and what the end of the job adds to it, in order."""
+        begun = (
+            self.ending is not None
+        )  # the exit that brings the end about is membership's to judge
+        stopped = isinstance(event, StopRequested) and event.code is not None
+        again = stopped and self.stop_code is not None
+        if isinstance(event, StopRequested) and self.stop_code is None:
+            self.stop_code = event.code
+        if isinstance(event, WorkerExited):
+            self.running.discard(event.worker)
+        unseen = self._unseen(event)
+        actions = [self._seen(action, now) for action in answer]
+        self.running -= unseen
+        if self.ending is not None:
+            if isinstance(event, WorkerExited) and begun:
+                actions += self.ending.exited(event)
+            if isinstance(event, StopRequested) and stopped and begun:
+                actions += self._stopped(event, again=again, now=now)
+            actions += self.ending.lost(unseen)
+            actions += self.ending.overdue(now)
+        if isinstance(event, WorkerExited):
+            self._let_go.discard(event.worker)
+        return actions
+
+    def _seen(self, action: Action, now: float) -> Action:
+        match action:
+            case StartWorker(worker):
+                self.running.add(worker)
+            case PublishWorld(_, members):
+                self.members = {member.worker: member.place for member in members}
+            case LetGo(worker) | RejectWorker(worker):
+                self._let_go.add(worker)
+            case EndJob() if self.ending is None:
+                return self._end(action, now)
+        return action
+
+    def _end(self, outcome: EndJob, now: float) -> EndJob:
+        if self.stop_code is not None:
+            outcome = EndJob(self.stop_code, outcome.reason)
+        members = {w: place for w, place in self.members.items() if w not in self._let_go}
+        self.ending = Ending(
+            outcome, members=members, alive=self.running, leave_s=self._leave_s, now=now
+        )
+        return outcome
+
+    def _stopped(self, event: StopRequested, *, again: bool, now: float) -> list[Action]:
+        """Asked to, after the outcome was known."""
+        assert self.ending is not None and self.stop_code is not None
+        if again:
+            return self.ending.hurried(now)
+        self.ending.stopped(self.stop_code, now)
+        return [EndJob(self.stop_code, in_words(event.reason))]
+
+    def _unseen(self, event: Event) -> set[Worker]:
+        """Whose exit nobody will report any more."""
+        match event:
+            case HostLost(host):
+                return {worker for worker in self.running if worker.host == host}
+            case HostReported(_, running, ordered) if ordered is not None:
+                return self.running & (set(ordered) - set(running))
+            case _:
+                return set()

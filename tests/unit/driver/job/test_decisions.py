@@ -1,0 +1,176 @@
+"""What becomes of a job: membership's answers, and from its outcome on who is awaited and killed. As conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+
+from elastic.driver.events import (
+    EndJob,
+    HostLost,
+    HostReported,
+    KillWorker,
+    LetGo,
+    Member,
+    PublishWorld,
+    Report,
+    StartWorker,
+    StopRequested,
+    TimePassed,
+    WorkerExited,
+)
+from elastic.driver.job.decisions import Decider, JobDecisions
+from elastic.driver.job.ending import GRACE_S
+from elastic.driver.reasons import Why, because, in_words
+from elastic.protocol.messages import Address, Place, Worker
+
+A, B, SPARE = Worker("h1", 0), Worker("h2", 0), Worker("h2", 1)
+PLACES = {A: Place(0, 2, 0, 1, 0, 2), B: Place(1, 2, 0, 1, 1, 2)}
+LEAVE_S = 10.0
+WHY = in_words("because")
+TRAINED = EndJob(0, WHY)
+FAILED = EndJob(7, WHY)
+
+
+class Talk:
+    """Decisions, what membership is to answer, and the time."""
+
+    def __init__(self, **past: Any) -> None:
+        self.membership = create_autospec(Decider, instance=True)
+        self.membership.next_deadline.return_value = None
+        self.decisions = JobDecisions(self.membership, leave_s=LEAVE_S, **past)
+        self.now = 100.0
+
+    def hear(self, event: Any, *answer: Any, at: float | None = None) -> list[Any]:
+        self.now = self.now if at is None else at
+        self.membership.handle.return_value = [*answer]
+        answered = self.decisions.answer(event, self.now)
+        return self.decisions.follow(event, answered, self.now)
+
+    def trains(self) -> Talk:
+        members = [Member(worker, place) for worker, place in PLACES.items()]
+        world = PublishWorld(1, members, Address("h1", 1), 0, None, WHY)
+        starts = [StartWorker(worker, PLACES[A], WHY) for worker in (A, B, SPARE)]
+        assert self.hear(TimePassed(), *starts, world) == [*starts, world]
+        return self
+
+    @property
+    def code(self) -> int:
+        assert self.decisions.ending is not None
+        return self.decisions.ending.code
+
+
+def killed(actions: list[Any]) -> list[Worker]:
+    return [action.worker for action in actions if isinstance(action, KillWorker)]
+
+
+def gone(worker: Worker, code: int = 0) -> WorkerExited:
+    return WorkerExited(worker, code)
+
+
+def test_a_job_that_succeeds_awaits_its_members_and_ends_with_the_last():
+    talk = Talk().trains()
+    assert talk.decisions.members == PLACES and not talk.decisions.over
+    let_go = LetGo(SPARE, because(Why.JOB_ENDED))
+    assert talk.hear(TimePassed(), let_go, TRAINED) == [let_go, TRAINED]
+    assert talk.hear(gone(A)) == []
+    assert talk.decisions.next_deadline() == 100.0 + LEAVE_S
+    assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE]
+    talk.hear(gone(SPARE, -9))
+    assert not talk.decisions.over
+    talk.hear(gone(B))
+    assert (talk.decisions.over, talk.code, talk.decisions.running) == (True, 0, set())
+
+
+def test_a_member_that_was_let_go_is_not_awaited_as_one():
+    talk = Talk().trains()
+    talk.hear(TimePassed(), LetGo(B, because(Why.JOB_ENDED)))
+    talk.hear(TimePassed(), TRAINED)
+    assert talk.hear(gone(B, 3)) == [], "it fails nothing"
+    assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE]
+
+
+def test_the_exit_that_brings_the_end_about_is_no_failure_after_it():
+    talk = Talk().trains()
+    assert talk.hear(gone(A, 3), FAILED) == [FAILED]
+    assert (talk.code, talk.decisions.running) == (7, {B, SPARE})
+
+
+def test_an_exit_after_success_fails_the_job():
+    talk = Talk().trains()
+    talk.hear(TimePassed(), TRAINED)
+    [said] = talk.hear(gone(A, 3))
+    assert isinstance(said, Report) and "the job fails with exit code 1" in said.text
+    assert talk.code == 1
+
+
+@pytest.mark.parametrize(
+    "event", [HostLost("h2", "silent"), HostReported("h2", [], [B, SPARE])], ids=["lost", "back"]
+)
+def test_whose_exit_nobody_sees_is_not_awaited(event):
+    talk = Talk().trains()
+    talk.hear(event)
+    assert talk.decisions.running == {A}
+    talk.hear(TimePassed(), FAILED)
+    talk.hear(gone(A, 1))
+    assert talk.decisions.over
+
+
+def test_a_host_that_is_lost_after_success_fails_the_job():
+    talk = Talk().trains()
+    talk.hear(TimePassed(), TRAINED)
+    [said] = talk.hear(HostLost("h2", "silent"))
+    assert "rank 1 (h2:0#1) was lost with its host" in said.text
+    talk.hear(gone(A))
+    assert talk.decisions.over and talk.code == 1
+
+
+def test_a_stop_sets_the_exit_code_and_the_second_one_ends_the_grace():
+    talk = Talk().trains()
+    assert talk.hear(StopRequested("Ctrl-C", 130), EndJob(1, WHY)) == [EndJob(130, WHY)]
+    assert talk.decisions.next_deadline() == 100.0 + GRACE_S
+    assert killed(talk.hear(StopRequested("Ctrl-C", 143), at=100.2)) == [A, B, SPARE]
+    assert talk.code == 130, "the first counts"
+
+
+def test_a_stop_after_success_is_told_to_those_that_still_run():
+    talk = Talk().trains()
+    talk.hear(TimePassed(), TRAINED)
+    stopped = talk.hear(StopRequested("Ctrl-C", 130))
+    assert stopped == [EndJob(130, in_words("Ctrl-C"))]
+    assert killed(talk.hear(TimePassed(), at=100.0 + GRACE_S)) == [A, B, SPARE]
+    assert talk.code == 130
+
+
+def test_an_end_without_an_operator_keeps_its_own_code():
+    """As where discovery ends before there was any host."""
+    talk = Talk().trains()
+    assert talk.hear(StopRequested("no host"), EndJob(1, WHY)) == [EndJob(1, WHY)]
+    assert talk.decisions.stop_code is None
+
+
+def test_membership_that_has_raised_is_asked_no_more_and_all_are_killed():
+    talk = Talk().trains()
+    talk.membership.handle.side_effect = AssertionError("never thought of this")
+    talk.membership.next_deadline.return_value = 100.5
+    with pytest.raises(AssertionError):
+        talk.decisions.answer(TimePassed(), 100.0)
+    assert talk.decisions.follow(TimePassed(), [FAILED], 100.0) == [FAILED]
+    assert talk.hear(gone(A)) == [], "it would have raised again"
+    assert talk.decisions.next_deadline() == 100.0 + GRACE_S
+    assert killed(talk.hear(TimePassed(), at=100.0 + GRACE_S)) == [B, SPARE]
+    for worker in (B, SPARE):
+        talk.hear(gone(worker, -9))
+    assert talk.decisions.over and talk.code == 7
+
+
+def test_a_driver_that_goes_on_with_an_ended_job_awaits_the_workers_of_the_one_before():
+    talk = Talk(running=[A, B], members=PLACES)
+    talk.hear(TimePassed(), TRAINED)
+    talk.hear(HostReported("h1", [A], [A]))
+    talk.hear(gone(A))
+    assert talk.decisions.running == {B}
+    talk.hear(HostLost("h2", "its agent has not come back"))
+    assert (talk.decisions.over, talk.code) == (True, 1)
