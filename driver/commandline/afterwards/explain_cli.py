@@ -25,6 +25,9 @@ Says what happened in a job: who was lost and why, what the others did, what it 
 JOURNAL is the file of --journal; the job may run, have ended, or have been killed."""
 
 
+_NAMES = "h:2#1 is the first process in slot 2 of host h"
+
+
 @dataclass
 class ExplainOptions:
     """Flags as given."""
@@ -113,9 +116,9 @@ def as_page(reading: JournalReading) -> str:
 
 def _dated(reading: JournalReading) -> str:
     if reading.offset is None or reading.story.began is None:
-        return " (times since the first event)"
+        return f" (times since the first event; {_NAMES})"
     began = time.localtime(reading.offset + reading.story.began)
-    return f" (times since {time.strftime('%Y-%m-%d %H:%M:%S %z', began)})"
+    return f" (times since {time.strftime('%Y-%m-%d %H:%M:%S %z', began)}; {_NAMES})"
 
 
 def as_json(reading: JournalReading) -> str:

@@ -349,6 +349,7 @@ def _incident(incident: Incident, story: Story) -> JobFinding:
         "newest": str(incident.newest) if incident.newest else None,
         "from_checkpoint": incident.from_checkpoint,
         "ended": incident.ended,
+        "ended_after_s": max(0.0, story.end_at - incident.at) if story.end else 0.0,
         "broke": one_line(incident.broke) if incident.broke else "",
     }
     first = incident.first
@@ -453,14 +454,14 @@ def _advices(
             yield Advice.RESET_LIMIT, {"limit": settings.reset_limit}
     if failed and end is not None and end.reason.kind in (Why.ALL_LOST, Why.NO_COMMIT):
         yield Advice.CHECKPOINTS, {}
-    if end is None and not source.runs:
+    if end is None and not source.runs and story.store_away is None:
         yield Advice.RESUME, {}
     counted = Counter((each.cause, each.what) for each in story.losses() if each is not cause)
     for (kind, _), count in counted.most_common(3):
         if count >= REPEATS and kind is not Cause.LOST_PEER:
             alike = next(each for each in story.losses() if each.cause is kind)
             yield _against(alike)
-    yield from _about_time(story)
+    yield from _about_time(story, failed)
 
 
 def _against(death: Death) -> tuple[Advice, dict[str, Any]]:
@@ -478,7 +479,7 @@ def _against(death: Death) -> tuple[Advice, dict[str, Any]]:
     return ADVICE[death.cause], facts
 
 
-def _about_time(story: Story) -> Iterator[tuple[Advice, dict[str, Any]]]:
+def _about_time(story: Story, failed: bool) -> Iterator[tuple[Advice, dict[str, Any]]]:
     parts = story.spent.total()
     worked = sum(msgspec.structs.astuple(parts))
     if not worked or story.trained_at is None:
@@ -487,7 +488,7 @@ def _about_time(story: Story) -> Iterator[tuple[Advice, dict[str, Any]]]:
     if parts.lost > MUCH_LOST * worked and not stalls:
         yield Advice.COMMIT_MORE_OFTEN, {"share": parts.lost / worked}
     restarted = story.started > 2 * max(1, story.largest)
-    if restarted and parts.joining > MUCH_JOINING * worked:
+    if not failed and restarted and parts.joining > MUCH_JOINING * worked:
         yield Advice.PRELOAD, {"share": parts.joining / worked}
         yield Advice.STANDBYS, {}
 

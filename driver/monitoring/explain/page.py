@@ -126,14 +126,13 @@ def _body(job: PageJob, told: Told, title: str) -> Iterable[str]:
     failed = any(finding.what is What.FAILED for finding, _ in told["ended"])
     kind = "good" if well else "bad" if failed else ""
     yield f'<section class="{kind}"><h1>{escape(title)}</h1>'
-    for finding, text in told["ended"][1:]:
-        if finding.what is What.TRACE:
-            head, _, trace = text.partition("\n")
-            yield f"<p>{escape(head)}</p><pre>{escape(trace)}</pre>"
-        else:
-            yield f"<p>{escape(text)}</p>"
+    for _, text in told["ended"][1:]:
+        yield f"<p>{escape(text)}</p>"
     yield f'<p class="faint">{escape(_about(job))}</p></section>'
     yield from _list("advice", told)
+    for _, text in told["trace"]:
+        head, _, trace = text.partition("\n")
+        yield f"<section><h2>{HEADINGS['trace']}</h2><p>{escape(head)}</p><pre>{escape(trace)}</pre></section>"
     yield from _tiles(job)
     yield from _timeline(job)
     yield from _reported(job)

@@ -15,12 +15,14 @@ LINE = 400  # characters of what somebody else has said
 HEADINGS = {
     "ended": "",
     "advice": "What to change",
+    "trace": "Where it was raised",
     "course": "What happened",
     "lost": "What was lost",
     "cost": "What it cost",
     "file": "About the journal",
 }
 _SECTIONS = {
+    What.TRACE: "trace",
     What.TRAINING_BEGAN: "course",
     What.NEVER_TRAINED: "course",
     What.INCIDENT: "course",
@@ -108,11 +110,11 @@ def _death(facts: Facts) -> str:
         case Cause.DISK_FULL:
             return f"{who} could not write to a disk that is full (No space left on device): {what}"
         case Cause.WRITE_FAILED:
-            return f"{who} could not write a file, as on a full disk or beyond a quota: {what}"
+            return f"{who} could not write a file (a full disk does that, or a quota): {what}"
         case Cause.GPU_ERROR:
             return f"the GPU of {who} failed, or NCCL: {what}"
         case Cause.OUT_OF_MEMORY:
-            limit = f" ({what})" if what else ""
+            limit = f" ({what} for all processes together)" if what else ""
             return f"{who} ran out of memory: the kernel killed it{limit}"
         case Cause.SIGNAL if not facts["signal"]:
             return f"{who} was gone when its agent came back"
@@ -125,7 +127,9 @@ def _death(facts: Facts) -> str:
         case Cause.NOT_STARTED:
             return f"{who} could not be started: {what}"
         case Cause.FROZEN:
-            return f"{who} was frozen: {facts.get('how', what)}; it was killed so that the others could go on"
+            return (
+                f"{who} was frozen: {facts.get('how', what)}; it answered nothing, so it was killed"
+            )
         case Cause.CUT_OFF:
             return f"{who} was cut off: its host answered nothing any more"
         case Cause.STUCK:
@@ -197,8 +201,8 @@ def _then(facts: Facts) -> str:
     match facts["kind"]:
         case Why.SAME_EXCEPTION.value:
             return (
-                f"{facts['first']} and {facts['worker']} raised the same at commit {facts['commit']}: whoever trains"
-                " from there raises it, so the job ended."
+                f"{facts['first']} and {facts['worker']} raised the same after commit {facts['commit']}: every worker"
+                " that goes on from there would raise it, so the job ended."
             )
         case Why.SCRIPT_FAILS.value:
             return "Every worker ended before training began, so the job ended."
@@ -216,7 +220,7 @@ def _then(facts: Facts) -> str:
             return "No survivor held a commit, so there was nothing to go on from."
         case Why.STUCK_AGAIN.value:
             worlds = counted(facts["worlds"], "world")
-            return f"In {worlds} somebody was stuck, with no new commit between, so the job ended."
+            return f"In the last {worlds} somebody was stuck, with no new commit between, so the job ended."
         case Why.IN_CIRCLES.value:
             return f"{facts['worlds']} worlds in a row broke with no new commit between, so the job ended."
         case Why.TOO_FEW.value:
@@ -271,7 +275,8 @@ def _others(facts: Facts) -> str:
 def _after(facts: Facts) -> str:
     """What became of the others."""
     if facts["ended"]:
-        return "The job ended."
+        later = facts["ended_after_s"]
+        return f"The job ended {duration(later)} later." if later >= 0.1 else "The job ended."
     if facts["recovered_ms"] is None:
         size = facts["size_after"]
         if size is None:
@@ -396,8 +401,8 @@ def _advice(facts: Facts) -> str:
             return "Mend the script where the traceback says; it was not the cluster's fault."
         case Advice.INSTALL:
             return (
-                f"Install what is missing in the Python that runs the workers on {host}, or put its folder into"
-                " PYTHONPATH."
+                f"Check the name; install what is missing in the Python that runs the workers on {host}, or put its"
+                " folder into PYTHONPATH."
             )
         case Advice.MEND_START:
             return f"Try the command by hand on {host}: the program, its path and its permissions."
@@ -435,7 +440,7 @@ def _advice(facts: Facts) -> str:
         case Advice.SHARED_MEMORY:
             return f"Give /dev/shm on {host} more room (in a container: --shm-size), or use fewer DataLoader workers."
         case Advice.LOOK_AT_HOST:
-            return f"See whether {host} is up, and whether its agent runs and reaches the driver."
+            return f"See whether {host} is up, whether its agent runs, and whether the network is whole."
         case Advice.START_TIMEOUT:
             return "Give a slow start more time by --start-timeout, or do less before hvd.init()."
         case Advice.BE_ELASTIC:
@@ -469,7 +474,7 @@ def _advice(facts: Facts) -> str:
         case Advice.REPORT_BUG:
             return "Please report the bug, with this journal."
         case Advice.RESUME:
-            return "If it was started with --resume, the same command goes on with it; its workers may still train."
+            return "The same command goes on with the job if it had --resume; its workers may still train."
         case Advice.LOOK_AT_EXIT:
             return f"Look at what {who} wrote last: the script, or a library, ended it without an exception."
 
@@ -491,7 +496,7 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
     What.STORE_AWAY: _store_away,
     What.THEN: _then,
     What.NOT_ELASTIC: lambda f: "The job was not elastic: the first worker that is lost ends it.",
-    What.REPEATED: lambda f: f"This happened {f['times']} times.",
+    What.REPEATED: lambda f: f"{f['times']} workers were lost in this way.",
     What.TRACE: _trace,
     What.TRAINING_BEGAN: _training_began,
     What.NEVER_TRAINED: lambda f: (
