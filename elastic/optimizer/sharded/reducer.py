@@ -86,6 +86,8 @@ class ShardReducer:
         self._in_memory = False  # ... and can all reach each other's buckets
         self._launched = 0
         self._stale: list[Work] = []
+        self._keeps = False  # gradients of the present shard wait for others, as they are
+        self._storages: set[int] = set()  # ... and have these
         self._noting = False  # digests of gradients are asked for
         shards.listen(self)
 
@@ -147,6 +149,8 @@ class ShardReducer:
             merge = tree.Merge(merge.shard, self._taken(), self._taken())
         complete = self._complete[merge.shard] if self.shards.exact else last
         self._shard, self._last = merge, last
+        self._keeps = merge.merges == 0 and not complete
+        self._storages.clear()
         for slot in self._slots.values():
             slot.passes_left = self._passes
         for bucket in self._buckets:
@@ -193,6 +197,13 @@ class ShardReducer:
             parameter.grad = gradient = gradient.to_dense()
         if self._noting and gradient is not None:
             self._note(self._name(parameter), gradient)
+        if gradient is not None and self._keeps:
+            storage = gradient.untyped_storage().data_ptr()
+            if storage in self._storages:
+                # Backward gives one piece of memory to parameters whose views were added up, and others are to be
+                # added to each of them. torch's own accumulation gets such sums wrong.
+                parameter.grad = gradient.clone()
+            self._storages.add(storage)
         slot.bucket.take(slot.position)
 
     def _note(self, name: str, gradient: torch.Tensor) -> None:

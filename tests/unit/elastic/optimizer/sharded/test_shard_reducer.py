@@ -214,6 +214,24 @@ def test_the_mean_of_gradients_is_that_of_the_whole_batch(ranks):
             assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_that_share_memory_are_added_up_apart(ranks):
+    """Views of both are added up, so backward gives both the same gradient."""
+
+    def step(rank):
+        flat, square = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(2, 2))
+        shards = Shards(5)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([flat, square], lr=0.1), op=Op.SUM, shards=shards
+        )
+        for _ in shards:
+            ((flat.view(2, 2) + square.view(2, 2)) * torch.arange(4.0).view(2, 2)).sum().backward()
+        optimizer.step()
+        return flat.grad.tolist(), square.grad.flatten().tolist()
+
+    assert ranks(1, step) == [([0.0, 5.0, 10.0, 15.0],) * 2]
+    assert ranks(3, step) == [([0.0, 5.0, 10.0, 15.0],) * 2] * 3
+
+
 # ---- planted: each has to be seen by the comparison above ----------------------------------------
 
 
