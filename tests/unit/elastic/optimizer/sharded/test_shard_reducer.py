@@ -226,6 +226,7 @@ def test_gradients_that_share_memory_are_added_up_apart(ranks):
         for _ in shards:
             ((flat.view(2, 2) + square.view(2, 2)) * torch.arange(4.0).view(2, 2)).sum().backward()
         optimizer.step()
+        assert flat.grad is not None and square.grad is not None
         return flat.grad.tolist(), square.grad.flatten().tolist()
 
     assert ranks(1, step) == [([0.0, 5.0, 10.0, 15.0],) * 2]
