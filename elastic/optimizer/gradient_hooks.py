@@ -5,11 +5,34 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+
+class OptimizerParameters:
+    """The parameters of one optimizer, and what they are called."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        # Weak, so that an optimizer that is dropped takes its hooks with it, without waiting for the collector.
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """None once it is gone."""
+        return self._optimizer()
+
+    def all(self) -> list[torch.Tensor]:
+        """Those that it has now, in its order."""
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def name(self, parameter: torch.Tensor, otherwise: str = "a parameter without a name") -> str:
+        return self._names.get(parameter, otherwise)
 
 
 class GradientListener(Protocol):

@@ -1,4 +1,4 @@
-"""Which of an optimizer's gradients travels in which bucket: what was decided, as tensors. Talks to nobody.
+"""Which of an optimizer's gradients travels in which bucket: what was decided, as tensors. Decides nothing.
 
 `elastic.optimizer.bucket_plan` decides, from sizes; the ranks agree on what it starts from (see
 `elastic.optimizer.plan_agreement`). Here it becomes buffers, and a place for every parameter.
@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from elastic.collectives.algorithms import sparse as sparse_gradients
+from elastic.collectives.interface import Collectives
 from elastic.optimizer import bucket_plan, malloc_tuning, plan_agreement
 from elastic.optimizer.flat_buckets import (
     CompressedGradient,
@@ -187,6 +189,25 @@ class GradientPlan:
         self.buckets.append(bucket)
         for position, slot in enumerate(slots):
             slot.bucket, slot.position = bucket, position
+
+    # ---- gradients that are sparse ---------------------------------------------------------------------------------
+
+    def reduce_sparse(self, group_of: Callable[[torch.device], Collectives], scale: float) -> None:
+        """Make those the sum over all ranks, times ``scale``. Raises CollectiveFailed."""
+        by_device: dict[torch.device, list[int]] = {}
+        for number in sorted(self.sparse):
+            by_device.setdefault(self.slots[number].parameter.device, []).append(number)
+        for device, numbers in by_device.items():
+            gradients = [self._sparse_gradient(number) for number in numbers]
+            totals = sparse_gradients.total(group_of(device), gradients, scale)
+            for number, gradient in zip(numbers, totals, strict=True):
+                self.slots[number].parameter.grad = gradient
+
+    def _sparse_gradient(self, number: int) -> torch.Tensor:
+        parameter, sparse_dims = self.slots[number].parameter, self.sparse[number]
+        if parameter.grad is None:
+            return sparse_gradients.empty(parameter, sparse_dims)
+        return parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(sparse_dims)
 
 
 def _row(number: int, slots: Sequence[Slot]) -> str:

@@ -23,14 +23,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from elastic.collectives.algorithms import sparse as sparse_gradients
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.context import Context
-from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialized, StateMismatch
+from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialized
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, resolve
@@ -42,7 +41,7 @@ from elastic.optimizer import (
     plan_difference,
 )
 from elastic.optimizer.flat_buckets import Compressor, GradientBucket
-from elastic.optimizer.gradient_hooks import GradientHooks, tell_end
+from elastic.optimizer.gradient_hooks import GradientHooks, OptimizerParameters, tell_end
 from elastic.optimizer.gradient_options import Options, digest_of
 from elastic.optimizer.gradient_plan import GradientPlan, Slot
 from elastic.optimizer.plan_agreement import StepFlag
@@ -77,13 +76,11 @@ class GradientReducer:
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self.number = next(_numbers)
-        # Weak, so that an optimizer that is dropped takes its hooks with it, without waiting for the collector.
-        self._optimizer = weakref.ref(optimizer)
-        shapes = (each.shape for each in self._parameters())
+        self._parameters = OptimizerParameters(optimizer, names)
+        shapes = (each.shape for each in self._parameters.all())
         self._kind = hash((id(lifecycle.current()), *shapes))
         self._twin = _made[self._kind]
         _made[self._kind] += 1
-        self._names = names
         self._options = Options(op, predivide_factor, compression, groups)
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
@@ -141,7 +138,7 @@ class GradientReducer:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """None once it is gone."""
-        return self._optimizer()
+        return self._parameters.optimizer
 
     def set_passes(self, passes: int) -> None:
         """Backward passes per step, from now on. What has been counted in this step is forgotten."""
@@ -150,7 +147,7 @@ class GradientReducer:
 
     def install_hooks(self) -> None:
         """Have backward call us for every parameter that requires a gradient. Safe to repeat."""
-        self._hooks.install(self._parameters())
+        self._hooks.install(self._parameters.all())
 
     def discard(self) -> None:
         """Abandon the present step: counters, works under way, and the gradients that these may have garbled."""
@@ -192,7 +189,7 @@ class GradientReducer:
                     self._heed_change(world)
             elif world.elastic and included:
                 # As in a larger world, so that an optimizer does the same whatever the size is.
-                for parameter in self._parameters():
+                for parameter in self._parameters.all():
                     if parameter.requires_grad and parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
             self._usual = max(self._usual, self._ended)
@@ -247,7 +244,8 @@ class GradientReducer:
                 tell_end(self)
             return
         if slot.passes_left == 0:
-            self._refuse_gradient(slot)
+            twice = any(other.follows(parameter) for other in reducers if other is not self)
+            raise AssertionError(_too_many(slot, self._passes, twice=twice))
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise AssertionError(
@@ -271,19 +269,6 @@ class GradientReducer:
             self._fill(slot, watch=True)
             if slot.bucket is not None and not slot.bucket.missing:
                 self._launch_full()
-
-    def _refuse_gradient(self, slot: Slot) -> NoReturn:
-        if any(other.follows(slot.parameter) for other in reducers if other is not self):
-            raise AssertionError(
-                f"two DistributedOptimizers hold {slot.name}, and one of them got its gradient"
-                f" more than backward_passes_per_step={self._passes} times before its step(); keep one:"
-                " drop the old one also where a scheduler or a state holds it"
-            )
-        raise AssertionError(
-            f"{slot.name} received more than backward_passes_per_step={self._passes} gradients before step(),"
-            " or its first one after as many backward passes as other steps had; increase"
-            " backward_passes_per_step to the most backward passes that there are before a step()"
-        )
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def backward_ended(self, inner: bool) -> None:
@@ -340,7 +325,7 @@ class GradientReducer:
 
     def follows(self, parameter: torch.Tensor) -> bool:
         """Whether this optimizer, too, takes the gradients of a parameter."""
-        return any(each is parameter for each in self._parameters())
+        return any(each is parameter for each in self._parameters.all())
 
     def _locate(self, world: Context) -> bool:
         """With whom to average in this step. Whether this rank is one of them. Raises Invalid."""
@@ -363,7 +348,7 @@ class GradientReducer:
 
     def _begin(self, generation: int) -> None:
         """The first gradient, or finish(), of a step."""
-        parameters = self._parameters()
+        parameters = self._parameters.all()
         signature = [_trait(parameter) for parameter in parameters]
         own = tuple(int(parameter.requires_grad) for parameter in parameters)
         if signature != self._signature or own != self._own:
@@ -374,7 +359,10 @@ class GradientReducer:
             if [each[0] for each in signature] != [each[0] for each in self._signature or ()]:
                 self._usual = 0  # others may come with passes of their own
             self._signature = signature
-            named = [(self._name(each, number), each) for number, each in enumerate(parameters)]
+            named = [
+                (self._parameters.name(each, f"parameter {number}"), each)
+                for number, each in enumerate(parameters)
+            ]
             plan = GradientPlan(self._options, named, lifecycle.current().env.fusion_bytes)
             plan.begin_step(self._passes)
             if self._agreed == generation and self._size > 1:
@@ -410,19 +398,17 @@ class GradientReducer:
 
     def _launch_next(self, world: Context) -> None:
         bucket = self._plan.buckets[self._launched]
+        mark = StepFlag.CHANGE if self._changing else StepFlag.STEP
         failpoint("bucket")
         if timeline.on:
             row = self._plan.rows[self._launched]
             timeline.begin(row, "ALLREDUCE")
             began_ns = timeline.now_ns()
-            bucket.launch(self._group(world, bucket.device), self._options.wire_op, self._mark())
+            bucket.launch(self._group(world, bucket.device), self._options.wire_op, mark)
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", began_ns, timeline.now_ns())
         else:
-            bucket.launch(self._group(world, bucket.device), self._options.wire_op, self._mark())
+            bucket.launch(self._group(world, bucket.device), self._options.wire_op, mark)
         self._launched += 1
-
-    def _mark(self) -> StepFlag:
-        return StepFlag.CHANGE if self._changing else StepFlag.STEP
 
     def _group(self, world: Context, device: torch.device) -> Collectives:
         assert self._number is not None
@@ -442,7 +428,8 @@ class GradientReducer:
         changed: tuple[GradientBucket, int] | None = None
         malloc_tuning.of_process().filled()
         if plan.sparse:
-            self._reduce_sparse(world)
+            scale = 1.0 / self._size if self._options.op is Op.AVERAGE else 1.0
+            plan.reduce_sparse(lambda device: self._group(world, device), scale)
         for number, bucket in enumerate(plan.buckets):
             if timeline.on:
                 began_ns = timeline.now_ns()
@@ -456,24 +443,6 @@ class GradientReducer:
         if changed is None:
             return None
         return next(slot for slot in plan.slots if (slot.bucket, slot.position) == changed)
-
-    def _reduce_sparse(self, world: Context) -> None:
-        slots = self._plan.slots
-        by_device: dict[torch.device, list[int]] = {}
-        for number in sorted(self._plan.sparse):
-            by_device.setdefault(slots[number].parameter.device, []).append(number)
-        scale = 1.0 / self._size if self._options.op is Op.AVERAGE else 1.0
-        for device, numbers in by_device.items():
-            gradients = [self._sparse_gradient(number) for number in numbers]
-            totals = sparse_gradients.total(self._group(world, device), gradients, scale)
-            for number, gradient in zip(numbers, totals, strict=True):
-                slots[number].parameter.grad = gradient
-
-    def _sparse_gradient(self, number: int) -> torch.Tensor:
-        parameter, sparse_dims = self._plan.slots[number].parameter, self._plan.sparse[number]
-        if parameter.grad is None:
-            return sparse_gradients.empty(parameter, sparse_dims)
-        return parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(sparse_dims)
 
     def _clear(self) -> None:
         self._plan.begin_step(self._passes)
@@ -568,7 +537,8 @@ class GradientReducer:
                 return None, False
             verdict = joined_rank.compare(group, device, proposal)
         if not verdict.equal:
-            self._refuse(world, plan_difference.find(group, device, verdict.source, plan.lines()))
+            found_out = plan_difference.find(group, device, verdict.source, plan.lines())
+            plan_difference.refuse(world, self._members, plan.lines(), found_out)
         trained = self._own
         if verdict.joined or not verdict.alike:
             trained = joined_rank.compare_trained(group, device, self._own)
@@ -650,39 +620,14 @@ class GradientReducer:
             else:
                 parameter.grad.copy_(gradient)
 
-    def _refuse(self, world: Context, found: plan_difference.Found) -> NoReturn:
-        """Raises StateMismatch; CollectiveFailed on those that are to go on, without newcomers that differ."""
-        rank, members = world.place.rank, self._members
-        if members is not None and found.other is not None:
-            found = found._replace(first=members[found.first], other=members[found.other])
-        said = f"the ranks' optimizers differ: {plan_difference.words(found)}"
-        place = world.world
-        holders = 0 if place is None or not world.elastic else place.holders
-        newcomers = found.other is not None and found.first < holders <= found.other
-        if newcomers and self._plan.lines() == found.lines:
-            raise CollectiveFailed(f"{said}; what differs from rank {found.first} leaves")
-        raise StateMismatch(
-            f"{said} (this is rank {rank}); give DistributedOptimizer the same parameters and options on every rank"
-        )
-
     def plan_replaced(self) -> None:
         """See `plan_agreement.Owner`."""
         self._agreed = None
         self._known_pass = -1
 
-    # ---- small things ----------------------------------------------------------------------------------------------
-
-    def _parameters(self) -> list[torch.Tensor]:
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        return [parameter for group in groups for parameter in group["params"]]
-
     def _twins(self) -> tuple[int, int]:
         """How many this process made before for parameters of equal shapes, and how many of all these are left."""
         return self._twin, sum(other._kind == self._kind for other in list(reducers))
-
-    def _name(self, parameter: torch.Tensor, number: int) -> str:
-        return self._names.get(parameter, f"parameter {number}")
 
 
 def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:
@@ -697,6 +642,20 @@ def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:
     elif full is None:
         full = FULL_BYTES
     return min(FIRST_BYTES, full), full
+
+
+def _too_many(slot: Slot, passes: int, *, twice: bool) -> str:
+    if twice:
+        return (
+            f"two DistributedOptimizers hold {slot.name}, and one of them got its gradient"
+            f" more than backward_passes_per_step={passes} times before its step(); keep one:"
+            " drop the old one also where a scheduler or a state holds it"
+        )
+    return (
+        f"{slot.name} received more than backward_passes_per_step={passes} gradients before step(),"
+        " or its first one after as many backward passes as other steps had; increase"
+        " backward_passes_per_step to the most backward passes that there are before a step()"
+    )
 
 
 def _too_early(slot: Slot) -> str:

@@ -6,11 +6,13 @@ Every rank of the group takes part, with or without an optimizer of its own, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from elastic.collectives.interface import Collectives, Op
+from elastic.context import Context
+from elastic.errors import CollectiveFailed, StateMismatch
 from elastic.optimizer.joined_rank import share_bytes
 
 _NOBODY = -(1 << 31)
@@ -54,6 +56,27 @@ def words(found: Found) -> str:
     return (
         "they step different optimizers at the same time, or some of them replaced parameters that the others did not;"
         " step the same optimizers in the same order, and change parameters in the same step, on every rank"
+    )
+
+
+def refuse(
+    world: Context, members: tuple[int, ...] | None, own: Sequence[str], found: Found
+) -> NoReturn:
+    """Raises StateMismatch; CollectiveFailed on those that are to go on, without newcomers that differ.
+
+    ``members``: the ranks that average, None for all. ``own``: what describes this rank's optimizer.
+    """
+    rank = world.place.rank
+    if members is not None and found.other is not None:
+        found = found._replace(first=members[found.first], other=members[found.other])
+    said = f"the ranks' optimizers differ: {words(found)}"
+    place = world.world
+    holders = 0 if place is None or not world.elastic else place.holders
+    newcomers = found.other is not None and found.first < holders <= found.other
+    if newcomers and list(own) == found.lines:
+        raise CollectiveFailed(f"{said}; what differs from rank {found.first} leaves")
+    raise StateMismatch(
+        f"{said} (this is rank {rank}); give DistributedOptimizer the same parameters and options on every rank"
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import weakref
 from collections.abc import Mapping
 
 import torch
@@ -28,7 +27,7 @@ from elastic.exact.step import ShardStep
 from elastic.failpoints import failpoint
 from elastic.optimizer import bucket_plan, malloc_tuning
 from elastic.optimizer.flat_buckets import Compressor
-from elastic.optimizer.gradient_hooks import GradientHooks
+from elastic.optimizer.gradient_hooks import GradientHooks, OptimizerParameters
 from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
 from elastic.protocol.messages import GRADIENTS
@@ -65,8 +64,7 @@ class ShardReducer:
         passes: int,
         sparse_as_dense: bool,
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._names = names
+        self._parameters = OptimizerParameters(optimizer, names)
         self.shards = shards
         self._scale = 1.0 / shards.count if op is Op.AVERAGE else 1.0
         self._compression = compression
@@ -106,7 +104,7 @@ class ShardReducer:
         self._passes = passes
 
     def install_hooks(self) -> None:
-        self._hooks.install(self._parameters())
+        self._hooks.install(self._parameters.all())
 
     def finish(self) -> None:
         """Gradients are the mean since the loop over the shards ended. Raises Invalid before that."""
@@ -170,14 +168,14 @@ class ShardReducer:
         slot = self._slots.get(id(parameter))
         if slot is None or self._shard is None or not self.pending:
             raise Invalid(
-                f"{self._name(parameter)} got a gradient outside of the loop over the shards, where it belongs to none"
-                " of them; call backward() within `for batch in shards.over(loader)`, and freeze or add parameters"
-                " between two steps"
+                f"{self._parameters.name(parameter)} got a gradient outside of the loop over the shards, where it"
+                " belongs to none of them; call backward() within `for batch in shards.over(loader)`, and freeze or add"
+                " parameters between two steps"
             )
         if slot.passes_left == 0:
             raise Invalid(
-                f"{self._name(parameter)} got more than backward_passes_per_step={self._passes} gradients in shard"
-                f" {self._shard.shard}; say the number of backward passes that a shard has"
+                f"{self._parameters.name(parameter)} got more than backward_passes_per_step={self._passes}"
+                f" gradients in shard {self._shard.shard}; say the number of backward passes that a shard has"
             )
         slot.passes_left -= 1
         if slot.passes_left == 0:
@@ -191,12 +189,12 @@ class ShardReducer:
         if gradient is not None and gradient.is_sparse:
             if not self._sparse_as_dense:
                 raise Invalid(
-                    f"the gradient of {self._name(parameter)} is sparse, which shards can't add up in one order; pass"
-                    " sparse_as_dense=True to DistributedOptimizer"
+                    f"the gradient of {self._parameters.name(parameter)} is sparse, which shards can't add up in one"
+                    " order; pass sparse_as_dense=True to DistributedOptimizer"
                 )
             parameter.grad = gradient = gradient.to_dense()
         if self._noting and gradient is not None:
-            self._note(self._name(parameter), gradient)
+            self._note(self._parameters.name(parameter), gradient)
         if gradient is not None and self._keeps:
             storage = gradient.untyped_storage().data_ptr()
             if storage in self._storages:
@@ -226,7 +224,7 @@ class ShardReducer:
         assert step is not None
         if step.merges:
             for bucket in self._buckets:
-                bucket.check_untouched(self._name)
+                bucket.check_untouched(self._parameters.name)
         with world.guard(GRADIENTS):
             if self._buckets:
                 if self._agreed != world.generation:
@@ -348,7 +346,7 @@ class ShardReducer:
 
     def _plan(self) -> None:
         """Buckets for the parameters that are trained now."""
-        named = [each for each in self._parameters() if each.requires_grad]
+        named = [each for each in self._parameters.all() if each.requires_grad]
         signature: list[tuple[object, ...]] = [
             (id(each), each.dtype, each.device, each.shape, each.stride()) for each in named
         ]
@@ -382,19 +380,11 @@ class ShardReducer:
 
     def _lines(self) -> list[str]:
         described = [
-            f"{self._name(parameter)} {parameter.dtype} as {bucket.dtype} {list(parameter.shape)}"
+            f"{self._parameters.name(parameter)} {parameter.dtype} as {bucket.dtype} {list(parameter.shape)}"
             for bucket in self._buckets
             for parameter in bucket.parameters
         ]
         return [*self.shards.layout, f"scale {self._scale}", *described]
-
-    def _parameters(self) -> list[torch.Tensor]:
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        return [parameter for group in groups for parameter in group["params"]]
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        return self._names.get(parameter, "a parameter without a name")
 
 
 def _digest(lines: list[str]) -> int:
