@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from elastic.collectives.gloo.process_group import GlooMessage
 
 _GRACE_S = 0.02  # that the thread leaves to the thread that trains
-_IDLE_S = 1.0  # after which the thread ends
+_IDLE_S = 0.1  # after which the thread ends: the end of the process waits for it
 _SLICE_S = 0.1
 
 
