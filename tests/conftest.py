@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
 
 from elastic.chaos.harness.processes import MarkedProcess
 from harness.fake_cuda import start as made_up
@@ -42,15 +43,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+EXAMPLES, NIGHTLY_EXAMPLES = 40, 400  # that Hypothesis draws for a test
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """A shell without job control starts ``make test &`` with SIGINT ignored, and so would all that tests start."""
+    nightly = config.getoption("--nightly")
+    settings.register_profile("ours", max_examples=NIGHTLY_EXAMPLES if nightly else EXAMPLES)
+    settings.load_profile("ours")  # before any test is imported
     os.environ["ELASTIC_PREEMPTION"] = "off"  # no test asks the cloud that this machine may be of
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(
+    tryfirst=True
+)  # before those that a run is not to have are left out by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--nightly"):
+        for item in items:
+            if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+                item.add_marker("nightly")  # with more examples than otherwise
         return
     left_out = [item for item in items if item.get_closest_marker("nightly")]
     if left_out:
