@@ -113,7 +113,7 @@ class SimulatedAgent:
                     found = self.processes.get(worker)
                     if found is not None:
                         state = "T" if found.frozen else "S"
-                        self.say(Seen(WorkerProbed(worker, found.cpu_s(), 0, state)))
+                        self.say(Seen(WorkerProbed(worker, found.reports.cpu_s(), 0, state)))
             case Dismissed() | Refused():
                 self.crash()
             case _:

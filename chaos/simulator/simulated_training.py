@@ -57,6 +57,11 @@ class Collective:
         return len(self.came) == len(self.ranks)
 
 
+class WaitReports(Protocol):
+    def waits(self, collective: Collective) -> None:
+        """Tells the driver for what, and for how long."""
+
+
 class Process(Protocol):
     """A worker, as training sees it: see `elastic.chaos.simulator.simulated_worker`."""
 
@@ -74,8 +79,8 @@ class Process(Protocol):
     def poke(self) -> None:
         """Something that it waits for may have happened."""
 
-    def says_it_waits(self, collective: Collective) -> None:
-        """Tells the driver for what, and for how long."""
+    @property
+    def reports(self) -> WaitReports: ...
 
 
 class Training:
@@ -195,7 +200,7 @@ class Training:
         for rank, peer in collective.came.items():
             if peer.inside is collective and rank not in collective.done:
                 waits = True
-                peer.says_it_waits(collective)
+                peer.reports.waits(collective)
         if waits:
             self.sim.clock.after(LOOK_S, self._look, collective)
 

@@ -11,18 +11,17 @@ from collections.abc import Callable, Generator
 
 from elastic.chaos.simulator.interface import Agent, SimulatedJob
 from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
+from elastic.chaos.simulator.simulated_reports import SimulatedReports
 from elastic.chaos.simulator.simulated_training import Collective, State
 from elastic.errors import DeviceLost, LeaveRequested, PeerLost, WorldChanging
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Message, Worker
 from elastic.runtime import recovery
-from elastic.runtime.progress import REPEAT_S
 from elastic.runtime.recovery import Cut, Phase, Recovery, Send, Verdict
 
 HOLD_S = 60.0
 DEVICE_S = 10.0
 GIVE_UP_S = 40.0  # without any connection to the driver
-PACE_S, LARGE_PACE_S = 5.0, 30.0
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
@@ -58,19 +57,13 @@ class SimulatedWorker:
         self.strike: tuple[int | str, float] | None = None
         self.inside: Collective | None = None
         self.entered = 0  # collectives of this generation
-        self._said_at = 0.0  # that it waits
-        self._cpu_s = 0.0
-        self._idle = False
-        self._looked_at = sim.clock.now
-        self._phase = ""
         self._said_hello = False
         self._welcomed = False
         self._unread: list[tuple[Connection, Message]] = []  # while it is frozen
         self._failed: set[int] = set()  # generations of which a peer is gone
-        self._samples: list[int] = []  # since the last commit
-        self._paced = (0.0, 0, 0.0)  # since when, collectives, seconds in them
         self._verdict = Verdict.PASS
         self._waits_for: Callable[[], bool] = lambda: False
+        self.reports = SimulatedReports(sim, self)
         self._thread = self._life()
         self.link = SimulatedLink(
             sim.network,
@@ -159,14 +152,6 @@ class SimulatedWorker:
             and generation not in self._failed
         )
 
-    def cpu_s(self) -> float:
-        """Processor time so far, as its host counts it."""
-        now = self.sim.clock.now
-        if not (self._idle or self.frozen or self.inside is not None):
-            self._cpu_s += now - self._looked_at
-        self._looked_at = now
-        return self._cpu_s
-
     # ---- its link --------------------------------------------------------------------------------------------------
 
     def _opened(self, connection: Connection) -> None:
@@ -176,10 +161,7 @@ class SimulatedWorker:
             self.say(messages.Hello(self.worker, 1))
         else:
             self.perform(self.recovery.reconnected())
-            if self.inside is not None and self.recovery.place.rank in self.inside.told:
-                self._progress(self.inside)
-            elif self._phase:
-                self._progress(None)
+            self.reports.reconnected()
 
     def _gave_up(self) -> None:
         self.perform(self.recovery.driver_lost("the driver can't be reached"))
@@ -209,26 +191,6 @@ class SimulatedWorker:
                     self.say(message)
                 case Cut(generation):
                     self.sim.training.peers_lose(self, generation)
-
-    def says_it_waits(self, collective: Collective) -> None:
-        rank, now = self.recovery.place.rank, self.sim.clock.now
-        if not self.alive or self.frozen:
-            return
-        # Again and again only on GPUs, whose state may change while it waits.
-        due = self.sim.training.on_gpus and now - self._said_at >= REPEAT_S
-        if rank not in collective.told or due:
-            collective.told.add(rank)
-            self._said_at = now
-            self._progress(collective)
-
-    def _progress(self, collective: Collective | None) -> None:
-        inside, waited_s = "", 0.0
-        if collective is not None:
-            inside = collective.key[1]
-            waited_s = self.sim.clock.now - collective.since[self.recovery.place.rank]
-        where = self.recovery.generation, self.entered, inside
-        gpu = [] if collective is None else self.sim.training.launches(self, collective)
-        self.say(messages.Progress(*where, waited_s, self._phase, gpu))
 
     # ---- what a script does ----------------------------------------------------------------------------------------
 
@@ -272,7 +234,7 @@ class SimulatedWorker:
                     yield from self._train()
                 self.perform(self.recovery.returned())
                 yield "returned", lambda: self.recovery.phase is not Phase.RETURNED
-                self._raise_if_broken()
+                raise_if_broken(self.recovery)
                 return
             except PeerLost:
                 if self.gpu_hangs:  # what was aborted on it does not end
@@ -280,7 +242,7 @@ class SimulatedWorker:
                     raise DeviceLost("its GPU did not come back") from None
                 yield "restore", self.sim.clock.between(0.0, 0.05)
                 self.state = self.saved
-                self._samples = []
+                self.reports.samples = []
             except WorldChanging:
                 self._commit()
 
@@ -288,7 +250,7 @@ class SimulatedWorker:
         self.perform(self.recovery.wait_for_world(Address("127.0.0.1", 1), layout))
         yield "ready", lambda: self.recovery.phase is not Phase.WAITING
         self.entered = 0
-        self._paced = (self.sim.clock.now, 0, 0.0)
+        self.reports.begin_pace()
         if self.recovery.phase is Phase.OVER:
             raise LeaveRequested(self.recovery.reason)
 
@@ -306,7 +268,7 @@ class SimulatedWorker:
             yield from self._arrive(copying)
             if rank:
                 self.state = self.saved = copying.sent
-                self._samples = []
+                self.reports.samples = []
         self.recovery.adopt()
         self.sim.labelled(self)
 
@@ -322,7 +284,7 @@ class SimulatedWorker:
             if self.entered == 1:
                 self.perform(self.recovery.resumed({}))
             epoch = self.sim.training.epoch
-            self._samples.append(self.state.sample(rank, epoch))
+            self.reports.samples.append(self.state.sample(rank, epoch))
             self.state = self.state.after(self.recovery.generation, size, epoch)
             commits = self.state.steps % 4 == 0 or self.state.cursor % epoch == 0
             if commits:
@@ -330,7 +292,7 @@ class SimulatedWorker:
                 yield "commit", 0.0
             if commits or self.state.steps % 2 == 0:
                 yield from self._check()
-            self._pace()
+            self.reports.pace()
 
     def _raise_what_it_will(self) -> None:
         if self.will_raise in QUITS:
@@ -341,20 +303,20 @@ class SimulatedWorker:
     def _be_in_trouble(self) -> Thread:
         trouble, self.trouble = self.trouble, ""
         if trouble == "long":
-            self._phase, self._idle = "checkpoint", True
-            self._progress(None)
+            self.reports.phase, self.reports.idle = "checkpoint", True
+            self.reports.progress(None)
         elif trouble == "stuck":
-            self._idle = True
+            self.reports.idle = True
         self.innocent = trouble in ("slow", "long")
         if self.innocent:
             yield trouble, self.trouble_s
         else:
             yield trouble, lambda: False
-        self._idle = False
+        self.reports.idle = False
         self.innocent = False
-        if self._phase:
-            self._phase = ""
-            self._progress(None)
+        if self.reports.phase:
+            self.reports.phase = ""
+            self.reports.progress(None)
 
     def _commit(self) -> None:
         self.saved = self.state
@@ -362,18 +324,8 @@ class SimulatedWorker:
         self.sim.labelled(self)
         commit, running = self.recovery.newest, self.recovery.phase is Phase.TRAINING
         if commit is not None and running and not self.sim.step_s:
-            samples, self._samples = self._samples, []
-            self._digest(commit, samples)
+            self.reports.digest(commit)
         self.sim.commits(self)
-
-    def _digest(self, commit: Commit, samples: list[int]) -> None:
-        generation, digest = self.recovery.generation, self.state.history & 0xFFFFFFFF
-        if not self.sim.reports_samples:
-            samples = []
-        length = self.sim.training.epoch
-        number = samples[0] // length if samples else 0
-        of_epoch = [sample % length for sample in samples]
-        self.say(messages.Digested(generation, commit, digest, 0, of_epoch, number))
 
     def _check(self) -> Thread:
         self._verdict = self.recovery.arrive()
@@ -384,38 +336,25 @@ class SimulatedWorker:
             clock = self.sim.clock
             until = clock.now + HOLD_S
             clock.at(until, self.poke)
-            self._idle = True
+            self.reports.idle = True
             yield (
                 "held",
                 lambda: self.recovery.verdict() is not Verdict.HOLD or clock.now >= until,
             )
-            self._idle = False
+            self.reports.idle = False
             if self.recovery.verdict() is Verdict.HOLD:
                 self.recovery.release()
             self._verdict = self.recovery.verdict()
         if self._verdict is Verdict.STOP:
             raise WorldChanging
-        self._raise_if_broken()
-
-    def _pace(self) -> None:
-        since, collectives, waited_s = self._paced
-        over_s = self.sim.clock.now - since
-        if over_s >= (LARGE_PACE_S if self.sim.step_s else PACE_S):
-            self._paced = (self.sim.clock.now, 0, 0.0)
-            self.say(messages.Pace(self.recovery.generation, collectives, waited_s, over_s))
-
-    def _raise_if_broken(self) -> None:
-        if self.recovery.phase is Phase.BROKEN:
-            raise PeerLost(self.recovery.reason)
-        if self.recovery.phase is Phase.OVER:
-            raise LeaveRequested(self.recovery.reason)
+        raise_if_broken(self.recovery)
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def _collective(
         self, purpose: str, number: int, ranks: tuple[int, ...] | None = None
     ) -> Collective:
-        self._raise_if_broken()
+        raise_if_broken(self.recovery)
         found: Collective = self.sim.training.collective(self, purpose, number, ranks)
         return found
 
@@ -423,7 +362,7 @@ class SimulatedWorker:
         rank, generation = self.recovery.place.rank, self.recovery.generation
         began = self.sim.clock.now
         self.entered += collective.key[1] == "gradients"
-        self.cpu_s()
+        self.reports.cpu_s()
         self.inside = collective
         self.sim.training.arrives(collective, rank, self)
 
@@ -432,19 +371,16 @@ class SimulatedWorker:
             return rank in collective.done or broken
 
         yield collective.key[1], awaited
-        self.cpu_s()
+        self.reports.cpu_s()
         self.inside = None
-        since, collectives, waited_s = self._paced
-        self._paced = (since, collectives + 1, waited_s + self.sim.clock.now - began)
-        if rank in collective.told:
-            self._progress(None)
+        self.reports.left(collective, began)
         if rank in collective.done:
             return
         self._fail(generation)
 
     def _fail(self, generation: int) -> None:
         self.perform(self.recovery.fail(generation, "connection closed by peer"))
-        self._raise_if_broken()
+        raise_if_broken(self.recovery)
 
     # ---- many workers in step --------------------------------------------------------------------------------------
 
@@ -480,9 +416,17 @@ class SimulatedWorker:
             self._commit()
         self._verdict = self.recovery.arrive()
         if self.entered % 10 == 0:
-            self._pace()
+            self.reports.pace()
         going_on = self._verdict is Verdict.PASS and not self.trouble and not self.will_raise
         return going_on and self.state.steps < self.sim.steps
+
+
+def raise_if_broken(recovery: Recovery) -> None:
+    """What unwinds user code."""
+    if recovery.phase is Phase.BROKEN:
+        raise PeerLost(recovery.reason)
+    if recovery.phase is Phase.OVER:
+        raise LeaveRequested(recovery.reason)
 
 
 def newest(worker: SimulatedWorker) -> Commit | None:

@@ -1,0 +1,111 @@
+"""What a worker tells the driver of itself, while it trains: that it waits, how fast it is, what it has trained on."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from elastic.chaos.simulator.interface import SimulatedJob
+from elastic.chaos.simulator.simulated_training import Collective, State
+from elastic.protocol import messages
+from elastic.protocol.messages import Commit, Message
+from elastic.runtime.progress import REPEAT_S
+from elastic.runtime.recovery import Recovery
+
+PACE_S, LARGE_PACE_S = 5.0, 30.0
+
+
+class Reporter(Protocol):
+    """The worker."""
+
+    recovery: Recovery
+    alive: bool
+    frozen: bool
+    state: State
+    inside: Collective | None
+    entered: int
+
+    def say(self, message: Message) -> None: ...
+
+
+class SimulatedReports:
+    """Of one worker."""
+
+    def __init__(self, sim: SimulatedJob, worker: Reporter) -> None:
+        self.samples: list[int] = []  # since the last commit
+        self.idle = False  # it waits outside of a collective, and uses no processor
+        self.phase = ""  # what it has marked as long
+        self._sim = sim
+        self._worker = worker
+        self._said_at = 0.0  # that it waits
+        self._cpu_s = 0.0
+        self._looked_at = sim.clock.now
+        self._paced = (0.0, 0, 0.0)  # since when, collectives, seconds in them
+
+    def cpu_s(self) -> float:
+        """Processor time so far, as its host counts it."""
+        now, worker = self._sim.clock.now, self._worker
+        if not (self.idle or worker.frozen or worker.inside is not None):
+            self._cpu_s += now - self._looked_at
+        self._looked_at = now
+        return self._cpu_s
+
+    def waits(self, collective: Collective) -> None:
+        """It has waited in there for a while."""
+        worker, now = self._worker, self._sim.clock.now
+        if not worker.alive or worker.frozen:
+            return
+        rank = worker.recovery.place.rank
+        # Again and again only on GPUs, whose state may change while it waits.
+        due = self._sim.training.on_gpus and now - self._said_at >= REPEAT_S
+        if rank not in collective.told or due:
+            collective.told.add(rank)
+            self._said_at = now
+            self.progress(collective)
+
+    def progress(self, collective: Collective | None) -> None:
+        worker, inside, waited_s = self._worker, "", 0.0
+        if collective is not None:
+            inside = collective.key[1]
+            waited_s = self._sim.clock.now - collective.since[worker.recovery.place.rank]
+        where = worker.recovery.generation, worker.entered, inside
+        gpu = [] if collective is None else self._sim.training.launches(worker, collective)
+        worker.say(messages.Progress(*where, waited_s, self.phase, gpu))
+
+    def reconnected(self) -> None:
+        """What it said last may be lost."""
+        inside = self._worker.inside
+        if inside is not None and self._worker.recovery.place.rank in inside.told:
+            self.progress(inside)
+        elif self.phase:
+            self.progress(None)
+
+    def digest(self, commit: Commit) -> None:
+        """Of the state that it has committed, and of the samples since the commit before."""
+        samples, self.samples = self.samples, []
+        generation, state = self._worker.recovery.generation, self._worker.state
+        if not self._sim.reports_samples:
+            samples = []
+        length = self._sim.training.epoch
+        number = samples[0] // length if samples else 0
+        of_epoch = [sample % length for sample in samples]
+        digest = state.history & 0xFFFFFFFF
+        self._worker.say(messages.Digested(generation, commit, digest, 0, of_epoch, number))
+
+    def begin_pace(self) -> None:
+        self._paced = (self._sim.clock.now, 0, 0.0)
+
+    def left(self, collective: Collective, began: float) -> None:
+        """A collective that it came to at this time is over for it."""
+        since, collectives, waited_s = self._paced
+        self._paced = (since, collectives + 1, waited_s + self._sim.clock.now - began)
+        if self._worker.recovery.place.rank in collective.told:
+            self.progress(None)
+
+    def pace(self) -> None:
+        """Now and then."""
+        since, collectives, waited_s = self._paced
+        over_s = self._sim.clock.now - since
+        if over_s >= (LARGE_PACE_S if self._sim.step_s else PACE_S):
+            self.begin_pace()
+            generation = self._worker.recovery.generation
+            self._worker.say(messages.Pace(generation, collectives, waited_s, over_s))
