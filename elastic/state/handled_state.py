@@ -43,8 +43,8 @@ class HandledState(ObjectState):
             if handler is not None:
                 self._handlers[name] = handler
                 object.__setattr__(self, name, value)
-        self._check_shards()
         self._watch_buffers()
+        self._check_shards()
         self._random = RandomState() if rng is True else None
         self._begun = 0  # saves; tells a digest that a save came in between
         self._introduce()
@@ -81,8 +81,8 @@ class HandledState(ObjectState):
         else:
             del self._handlers[name]
             self._saved_state[name] = self._copied({name: value})[name]
-        self._check_shards()
         self._watch_buffers()
+        self._check_shards()
         self._introduce()
 
     def _check_shards(self) -> None:

@@ -11,6 +11,7 @@ from torch import distributed
 from torch.utils import data as torch_data
 
 import elastic.torch_backend  # noqa: F401  registers the backend
+from elastic.data import DataLoader
 from elastic.errors import Invalid
 from elastic.runtime import lifecycle
 
@@ -29,6 +30,15 @@ def refuse(arguments: dict[str, Any]) -> None:
     for name, why in REFUSED.items():
         if arguments.get(name) is not None:
             raise Invalid(f"ElasticStrategy takes no {name}: {why}; leave it out")
+
+
+def refuse_shards(loader: Any) -> None:
+    """Raises Invalid for a loader that cuts steps into shards."""
+    if isinstance(loader, DataLoader) and loader.arguments.shards is not None:
+        raise Invalid(
+            "this loader cuts a step into shards, and Lightning's loop trains one batch of each rank in a step, which"
+            " DDP averages; leave shards= out, or write the loop yourself, as docs/exact.md has it"
+        )
 
 
 def join_process_group(timeout: timedelta | None) -> None:

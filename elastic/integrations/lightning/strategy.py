@@ -92,6 +92,7 @@ class ElasticStrategy(DDPStrategy):
             connector.use_distributed_sampler = asked
 
     def process_dataloader(self, dataloader: object) -> object:
+        joining.refuse_shards(dataloader)
         if not self._deals or isinstance(dataloader, DataLoader):
             return dataloader
         return from_torch(dataloader, **joining.order_of(dataloader))

@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import Invalid
+from elastic.exact.shards import Shards
 from elastic.state import TorchState
 from elastic.state.handlers.data_parallel import rebuild_reducer
 
@@ -35,6 +36,12 @@ def test_a_state_commits_and_restores_its_module():
         model.module.weight.add_(1)
     state.restore()
     assert torch.equal(model.module.weight, before)
+
+
+def test_it_is_refused_beside_shards():
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    with pytest.raises(Invalid, match="the model is a DistributedDataParallel, which adds up"):
+        TorchState(model=model, shards=Shards(2))
 
 
 def test_another_reducer_takes_the_place_of_the_first_in_the_middle_of_a_pass():

@@ -456,13 +456,6 @@ def test_statistics_of_all_ranks_are_refused():
         Shards(2).watch(torch.nn.Sequential(SyncBatchNorm(3)))
 
 
-def test_gradients_of_another_reducer_are_refused(monkeypatch):
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    monkeypatch.setattr("elastic.exact.shards.DistributedDataParallel", torch.nn.Linear)
-    with pytest.raises(Invalid, match="0 is a DistributedDataParallel, which adds up gradients"):
-        Shards(2).watch(model)
-
-
 class Augmented(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 16
