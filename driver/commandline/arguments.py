@@ -67,6 +67,22 @@ class Parser(argparse.ArgumentParser):
 
         return add
 
+    def with_one(self, arguments: Sequence[str], options: object, wanted: str) -> str:
+        """The one word that is no flag; the flags, before or after it, become attributes of ``options``.
+
+        Raises Invalid where there is not just one: ``wanted`` says what to give.
+        """
+        own, rest = self.split(arguments)
+        words = []
+        while rest:  # flags may follow the word too: it starts no command
+            words.append(rest[0])
+            more, rest = self.split(rest[1:])
+            own = [*own, *more]
+        self.parse_args(own, namespace=options)
+        if len(words) != 1:
+            raise Invalid(wanted)
+        return words[0]
+
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         """Our flags, and the program, which starts at the first word that is neither a flag nor a flag's value."""
         # Not argparse.REMAINDER, which looks for our flags among the arguments of the user's program first.

@@ -51,18 +51,10 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code. Raises Invalid."""
-    made = parser()
-    own, rest = made.split(arguments)
-    folders = []
-    while rest:  # flags may follow the folder too: no command does
-        folders.append(rest[0])
-        more, rest = made.split(rest[1:])
-        own = [*own, *more]
     options = CheckpointsOptions()
-    made.parse_args(own, namespace=options)
-    if len(folders) != 1:
-        raise Invalid("give one folder, as in: elasticrun checkpoints /shared/checkpoints")
-    storage = Storage(folders[0])
+    wanted = "give one folder, as in: elasticrun checkpoints /shared/checkpoints"
+    folder = parser().with_one(arguments, options, wanted)
+    storage = Storage(folder)
     try:
         if options.prune is not None:
             for name in catalog.prune(storage, options.prune):

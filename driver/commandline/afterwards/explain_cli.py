@@ -18,7 +18,6 @@ from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.run_report import write_page
 from elastic.driver.monitoring.explain.sentences import HEADINGS, sections
 from elastic.driver.monitoring.time_spent import summary
-from elastic.errors import Invalid
 
 DESCRIPTION = """\
 Says what happened in a job: who was lost and why, what the others did, what it cost, what to change.
@@ -57,18 +56,10 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code. Raises Invalid."""
-    made = parser()
-    own, rest = made.split(arguments)
-    journals = []
-    while rest:  # flags may follow the file too: no command does
-        journals.append(rest[0])
-        more, rest = made.split(rest[1:])
-        own = [*own, *more]
     options = ExplainOptions()
-    made.parse_args(own, namespace=options)
-    if len(journals) != 1:
-        raise Invalid("give one journal, as in: elasticrun explain job.journal")
-    reading = read_journal(Path(journals[0]))
+    wanted = "give one journal, as in: elasticrun explain job.journal"
+    journal = parser().with_one(arguments, options, wanted)
+    reading = read_journal(Path(journal))
     if options.html is not None:
         write_page(Path(options.html), as_page(reading))
     try:

@@ -76,18 +76,10 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code. Raises Invalid."""
-    made = parser()
-    own, rest = made.split(arguments)
-    journals = []
-    while rest:  # flags may follow the file too: no command does
-        journals.append(rest[0])
-        more, rest = made.split(rest[1:])
-        own = [*own, *more]
     options = ReplayOptions()
-    made.parse_args(own, namespace=options)
-    if len(journals) != 1:
-        raise Invalid("give one journal, as in: elasticrun replay --speed 10 job.journal")
-    path = Path(journals[0])
+    wanted = "give one journal, as in: elasticrun replay --speed 10 job.journal"
+    journal = parser().with_one(arguments, options, wanted)
+    path = Path(journal)
     if options.svg is not None:
         reading = read_journal(path)
         text = film(reading.story, reading.rows, film_s=options.length)

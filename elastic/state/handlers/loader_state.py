@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
 from elastic.data.loader import DataLoader
-from elastic.state.handlers.part import Part
+from elastic.state.handlers.part import DictPart
 
 
-class LoaderStateHandler(Part):
+class LoaderStateHandler(DictPart):
     """An `elastic.data.DataLoader`: its epoch, and what of it is trained on."""
 
     value: DataLoader
@@ -22,14 +21,6 @@ class LoaderStateHandler(Part):
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
         """What the loader's batches train, and whether an optimizer of the same state does."""
         self.value.attach(parameters, stepped=stepped)
-
-    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        return self.value.state_dict(), {}
-
-    def place(
-        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
-    ) -> None:
-        self.value.load_state_dict(structure)
 
     def reset(self) -> None:
         self.deals_again()

@@ -274,19 +274,11 @@ class ShardsStateHandler(DictPart):
         return said + [f"{self.name}.{line}" for line in arithmetic]
 
 
-class SamplerStateHandler(Part):
+class SamplerStateHandler(DictPart):
     """An `ElasticSampler`: its epoch and its progress."""
 
     def layout(self) -> list[str]:
         return [f"{self.name} {type(self.value).__name__} of {len(self.value.dataset)}"]
-
-    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        return self.value.state_dict(), {}
-
-    def place(
-        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
-    ) -> None:
-        self.value.load_state_dict(structure)
 
     def reset(self) -> None:
         self.value.reset()
