@@ -33,7 +33,7 @@ help:
 	@echo "make images    the image, built of Debian's packages, and containers of it: needs root, buildah, podman, debootstrap"
 	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
 	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
-	@echo "make check     format, lint, types, unit and simulation tests: two minutes on 2 cores"
+	@echo "make check     format, lint, types, the quick ones of the unit and simulation tests: a minute on 2 cores"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make docs      build the site of docs/ into out/site; a broken link is an error"
 	@echo "make wheel     build a wheel into dist/, with the C++ library where there is a compiler"

@@ -118,6 +118,7 @@ def mappings_of_its_own() -> Iterator[None]:
     from elastic.collectives.shared_memory import peer_memory
 
     gc.collect()
+    gc.freeze()  # what is left is looked through once, and not for each test
     with pytest.MonkeyPatch.context() as patch:  # not the test's, which it may undo
         patch.setattr(peer_memory, "_open", {})
         patch.setattr(peer_memory, "_released", collections.deque())

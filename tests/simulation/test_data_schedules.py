@@ -37,6 +37,7 @@ def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, most_workers: int = 0) ->
     return job
 
 
+@pytest.mark.slow
 def test_each_sample_counts_once_in_every_epoch(monkeypatch):
     jobs = [run(seed, monkeypatch) for seed in range(IN_EACH_RUN)]
     assert sum(job.changes for job in jobs) >= IN_EACH_RUN // 2

@@ -257,6 +257,7 @@ def test_whatever_has_a_manifest_is_one_whole_commit_and_none_is_lost(seed, monk
     job.resumed()
 
 
+@pytest.mark.slow
 def test_something_becomes_durable_in_most_of_them(monkeypatch):
     """A simulation in which nothing is ever written would find nothing."""
     made = []
@@ -345,6 +346,7 @@ def released_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "bug", [sealed_early, not_held, pruned_too_far, late_word_counts, released_by_others]
 )
+@pytest.mark.slow
 def test_a_planted_bug_is_found(bug, monkeypatch):
     bug(monkeypatch)
     for seed in range(SEEDS):

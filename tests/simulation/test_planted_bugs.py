@@ -72,6 +72,7 @@ def run(seed: int, bug: Bug) -> None:
 
 
 @pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.slow
 def test_the_simulator_finds_it(name, monkeypatch, table):
     bug = SIMULATED[name]
     bug.plant(monkeypatch.setattr)

@@ -264,6 +264,7 @@ def test_a_notice_ahead_of_time_costs_no_step_and_breaks_no_world():
 
 
 @pytest.mark.parametrize("first", some(range(0, 200, 5), 8))
+@pytest.mark.slow
 def test_machines_that_announce_their_end_never_cost_the_job(first):
     """They go, stay, or nothing happens, while others die and drivers are replaced; nobody is started on them."""
     for seed in range(first, first + 5):
@@ -311,6 +312,7 @@ def test_operators_never_cost_the_job(first):
 
 @pytest.mark.parametrize("mild", [True, False])
 @pytest.mark.parametrize("first", some(range(0, 200, 5), 8))
+@pytest.mark.slow
 def test_standbys_take_the_places_of_the_lost(first, mild):
     """In all weathers. Nobody who waits is left out while there is a place."""
     took = 0

@@ -47,6 +47,7 @@ def test_in_many_more_jobs(monkeypatch, first):
         clean(seed, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_seed_is_a_job(monkeypatch):
     first, second = clean(7, monkeypatch), clean(7, monkeypatch)
     assert first.schedule == drawn(7)

@@ -26,7 +26,7 @@ def test_it_is_an_entry_point_of_the_installed_package():
     ("first", "place", "group"),
     [
         ("from elastic.runtime import lifecycle", "0 1", "ElasticProcessGroup"),
-        ("import torch", "0 1", "ElasticProcessGroup"),
+        pytest.param("import torch", "0 1", "ElasticProcessGroup", marks=pytest.mark.slow),
         ("import horovod.torch", "1 2", "ProcessGroup"),  # a group of its own, of this worker alone
     ],
 )

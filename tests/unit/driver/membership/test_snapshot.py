@@ -241,7 +241,9 @@ def trained(hosts_: int, slots: int) -> Membership:
     return m
 
 
-@pytest.mark.parametrize(("hosts_", "limit_s"), [(1, 0.003), (1000, 1.5)])
+@pytest.mark.parametrize(
+    ("hosts_", "limit_s"), [(1, 0.003), pytest.param(1000, 1.5, marks=pytest.mark.slow)]
+)
 def test_it_is_fast(hosts_, limit_s):
     """In processor time: the machine may be busy."""
     m = trained(hosts_, 8)

@@ -125,6 +125,7 @@ def test_a_constant_channel_stays_finite(world):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, of a break
+@pytest.mark.slow
 def test_a_compiled_model_may_contain_it(world):
     layer = SyncBatchNorm(3)
     compiled: Any = torch.compile(

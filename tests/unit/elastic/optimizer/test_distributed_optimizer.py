@@ -584,6 +584,7 @@ def test_a_scaler_with_unscaling_and_clipping_as_horovod_documents_it(threads):
     assert first == second
 
 
+@pytest.mark.slow
 def test_compiled_models_train_like_others(world):
     model, plain = net(3, 4, 2), net(3, 4, 2)
     compiled = torch.compile(model, backend="aot_eager")
@@ -686,6 +687,7 @@ def test_buckets_made_anew_in_one_world_average_as_those_before(world, inside):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.slow
 def test_a_step_may_be_in_a_compiled_function(world):
     model = net(3, 2)
     optimizer = sgd(model, lr=0.0)

@@ -189,6 +189,7 @@ def test_a_handled_model_can_still_be_scripted_and_a_scripted_one_handled():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.slow
 def test_a_compiled_step_is_noticed_without_compiling_again():
     graphs: list[object] = []
 

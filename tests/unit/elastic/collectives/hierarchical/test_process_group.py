@@ -157,14 +157,17 @@ class TestTwoHostsOfTwo(Contract):
     hosts = ((0, 1), (2, 3))
 
 
+@pytest.mark.slow
 class TestTwoHostsOfFour(Contract):
     hosts = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
+@pytest.mark.slow
 class TestThreeHostsWhoseRanksWereDealtOutInTurn(Contract):
     hosts = ((0, 3), (1, 4), (5, 2))
 
 
+@pytest.mark.slow
 class TestThreeAndOne(Contract):
     hosts = ((0, 1, 2), (3,))
 

@@ -212,6 +212,7 @@ def test_what_is_not_in_the_table_is_refused_with_the_same_words_everywhere():
             dtypes_and_ops.check(torch.zeros(1, dtype=dtype), Op.SUM)
 
 
+@pytest.mark.slow
 def test_a_group_that_outlives_the_modules_is_silent():
     """The last group of a job that has ended well: its finalizer runs when ``os`` and the rest are gone."""
     program = (
