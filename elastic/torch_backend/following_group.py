@@ -22,9 +22,10 @@ from elastic.runtime import lifecycle
 from elastic.torch_backend.collective_calls import Begun
 from elastic.torch_backend.mirror import MirrorCollectives
 from elastic.torch_backend.point_to_point import Messages
-from elastic.torch_backend.works import ElasticWork, Futures, joined
+from elastic.torch_backend.works import ElasticWork, Futures, joined, recorded
 
 NAME = "elastic"
+_AT_ONCE = 32  # ranks; more take long to connect each to each, and few scripts need it
 # Its stubs have other names for arguments, and overloads that nobody calls.
 _TorchProcessGroup: Any = distributed.ProcessGroup
 
@@ -40,7 +41,8 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
     def __init__(
         self, store: Any, purpose: str, ranks: tuple[int, ...] | None, timeout_s: float | None
     ) -> None:
-        place = lifecycle.current().place
+        rt = lifecycle.current()
+        place = rt.place
         members = range(place.size) if ranks is None else ranks
         super().__init__(members.index(place.rank), len(members))
         self.purpose = purpose
@@ -54,7 +56,10 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._together: list[ElasticWork] | None = None
         self._count = 0
         self._of = place.size
-        self.messages.connect(lifecycle.current())
+        if not rt.elastic and 1 < len(members) <= _AT_ONCE:
+            # All its ranks are here. Later one might wait for another without the timeout of this group.
+            self._group(rt, torch.device("cpu"))
+            self.messages.connect(rt)
 
     # ---- where this rank stands ----------------------------------------------------------------------------------
 
@@ -141,7 +146,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         device = on.device if isinstance(on, torch.Tensor) else on
         rt = lifecycle.current()
         group = self._group(rt, device)
-        with rt.guard(name), self._submitting:
+        with rt.guard(name), recorded(name), self._submitting:
             begun = begin(group)
             self._count += 1
         work = self.under_way(name, begun, results, opts)

@@ -104,11 +104,11 @@ def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
     return [str(rank), str(size)] == [os.environ.get(each) for each in ("RANK", "WORLD_SIZE")]
 
 
-def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
+def broadcast_object_list(object_list: list[Any], *args: Any, **options: Any) -> None:
     """As torch's, whose receiver reads how many bytes come; to a newcomer none do. See `mirror`."""
     rt = lifecycle.active()
     if rt is None or not rt.provisional:
-        _theirs["broadcast_object_list"](objects, *args, **options)
+        _theirs["broadcast_object_list"](object_list, *args, **options)
 
 
 def _kinds(backend: str) -> set[str]:

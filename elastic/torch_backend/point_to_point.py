@@ -17,8 +17,6 @@ from elastic.torch_backend.collective_calls import Begun
 if TYPE_CHECKING:
     from elastic.collectives.gloo.process_group import GlooMessage
 
-_AT_ONCE = 32  # ranks; more take long to connect each to each, and few scripts need it
-
 
 class Messages:
     """Of one process group. ``ranks`` as there."""
@@ -28,10 +26,12 @@ class Messages:
         self._ranks = ranks
 
     def connect(self, rt: Runtime) -> None:
-        """With the process group, where no world follows. Raises CollectiveFailed."""
-        size = rt.place.size if self._ranks is None else len(self._ranks)
-        if not rt.elastic and 1 < size <= _AT_ONCE:
-            rt.messages(self._purpose, self._ranks)
+        """With all its ranks. Raises CollectiveFailed, or PeerLost."""
+        rt.messages(self._purpose, self._ranks)
+
+    def monitored_barrier(self, rt: Runtime, timeout_s: float, wait_all_ranks: bool) -> None:
+        """See `GlooCollectives.monitored_barrier`."""
+        rt.messages(self._purpose, self._ranks).monitored_barrier(timeout_s, wait_all_ranks)
 
     def send(self, rt: Runtime, tensor: torch.Tensor, to: int, tag: int) -> Begun:
         begun = Begun()

@@ -14,6 +14,7 @@ import torch
 
 from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
+from elastic.runtime import lifecycle
 from elastic.torch_backend import collective_calls, reductions
 from elastic.torch_backend.collective_calls import Begun
 from elastic.torch_backend.following_group import FollowingGroup
@@ -186,7 +187,16 @@ class ElasticProcessGroup(FollowingGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        self.barrier().wait(timeout)
+        """Rank 0 says which rank did not come. Raises as `ElasticWork.wait`."""
+        rt = lifecycle.current()
+        if rt.provisional or self.getSize() == 1:
+            self.barrier().wait(timeout)
+            return
+        limit_s = self.timeout_s if timeout is None else timeout.total_seconds()
+        with rt.guard("monitored_barrier"):
+            self.messages.monitored_barrier(
+                rt, rt.env.collective_timeout_s if limit_s is None else limit_s, wait_all_ranks
+            )
 
     # ---- messages ------------------------------------------------------------------------------------------------
 

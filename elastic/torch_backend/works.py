@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,7 +70,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self._timeout_s = timeout_s
         self._futures = futures
         self.generation = owner.generation()  # of the world in which it was begun
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._error: CollectiveFailed | None = None
         self._future: ElasticFuture | None = None
         self.message: GlooMessage | None = None  # that it receives
@@ -88,7 +88,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         ):  # what became of it is known, and concerns no other world
             self.complete(limit_s)
             return True
-        with self._owner.guard(self._name):
+        with self._owner.guard(self._name), recorded(f"{self._name} wait"):
             self.complete(limit_s)
         return True
 
@@ -125,7 +125,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             if self._future is None:
                 self._future = ElasticFuture(self)
                 if self._begun is None:
-                    self._settle()
+                    self._settle(self._future)
                 else:
                     self._futures.follow(self)
             return self._future
@@ -149,19 +149,27 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
                     self._error = error
                 self._begun = None
                 if self._future is not None:
-                    self._settle()
+                    self._settle(self._future)
         if self._error is not None:
             raise self._error.again()
 
-    def _settle(self) -> None:
-        assert self._future is not None
+    def _settle(self, future: ElasticFuture) -> None:
+        """What it calls may wait for the future, or for this work."""
+        future.forget_work()
         if self._error is None:
-            self._future.set_result(self._results)
+            future.set_result(self._results)
         else:
-            self._future.set_exception(self._error)
+            future.set_exception(self._error)
 
 
 setattr(ElasticWork, "_source_rank", ElasticWork.source_rank)  # noqa: B010 - torch's name for it
+
+
+def recorded(what: str) -> AbstractContextManager[object]:
+    """Shows it in a profile of torch's, if one is being made."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(f"elastic:{what}")
+    return nullcontext()
 
 
 def _wait(work: Work, limit_s: float | None, name: str) -> None:
@@ -171,7 +179,9 @@ def _wait(work: Work, limit_s: float | None, name: str) -> None:
     until = time.monotonic() + limit_s
     while not work.within(min(_SLICE_S, max(until - time.monotonic(), 0.0))):
         if time.monotonic() >= until:
-            raise CollectiveFailed(f"{name}: the other ranks did not come within {limit_s:g} s")
+            raise CollectiveFailed(
+                f"{name}: Timed out after {limit_s:g} s: the other ranks did not come"
+            )
     work.wait()
 
 
@@ -181,6 +191,10 @@ class ElasticFuture(torch.futures.Future):  # type: ignore[type-arg]
     def __init__(self, work: ElasticWork) -> None:
         super().__init__()
         self._work: ElasticWork | None = work
+
+    def forget_work(self) -> None:
+        """It is over."""
+        self._work = None
 
     def wait(self) -> Any:
         work, self._work = self._work, None

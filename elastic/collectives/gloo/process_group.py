@@ -240,6 +240,17 @@ class GlooCollectives:
             work = self._begin("recv", [_bytes(tensor)], source, tag)
         return GlooMessage(self, work, tensor)
 
+    def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
+        """Blocks. Rank 0 waits for each of the others. Raises CollectiveFailed, which there says who did not come: the
+        first of them, or with ``wait_all_ranks`` all. No message can be sent after that.
+        """
+        self._raise_if_failed()
+        try:
+            self._backend.monitored_barrier(timedelta(seconds=timeout_s), wait_all_ranks)
+        except RuntimeError as error:
+            self._fail(_short(error))
+            raise CollectiveFailed(self._failed, aborted=self._aborted) from None
+
     def _submit(
         self, name: str, *arguments: Any, then: Callable[[], object] | None = None
     ) -> GlooWork:

@@ -27,11 +27,16 @@ class DataParallelHandler(ModelStateHandler):
 
     @property
     def model(self) -> torch.nn.Module:
-        module: torch.nn.Module = self.value.module
+        module: torch.nn.Module = as_written(self.value).module
         return module
 
     def reset(self) -> None:
-        rebuild_reducer(self.value)
+        rebuild_reducer(as_written(self.value))
+
+
+def as_written(value: Any) -> Any:
+    """What ``torch.compile`` was given, where it has wrapped it."""
+    return getattr(value, "_orig_mod", value) if isinstance(value, torch.nn.Module) else value
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic.data.loader import DataLoader
 from elastic.data.sampler import ElasticSampler
 from elastic.exact.shards import Shards
-from elastic.state.handlers.data_parallel import DataParallelHandler, refuse_sharded
+from elastic.state.handlers.data_parallel import DataParallelHandler, as_written, refuse_sharded
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -54,7 +54,7 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
     """A handler that has saved ``value``, or None if it is a Python value like any other."""
     refuse_sharded(value)
     for kind, handler in get_handler_registry():
-        if isinstance(value, kind):
+        if isinstance(as_written(value), kind):
             if issubclass(handler, Part) and handler.__init__ is Part.__init__:
                 return handler(value, name)
             made = handler(value)  # Horovod's signature, which a user's handler has

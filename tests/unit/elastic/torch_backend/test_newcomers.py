@@ -36,6 +36,6 @@ def test_objects_of_rank_0_come_with_the_state_and_not_before(monkeypatch, provi
     theirs = create_autospec(distributed.broadcast_object_list)
     monkeypatch.setitem(in_place_of_others._theirs, "broadcast_object_list", theirs)
     objects = ["mine"]
-    in_place_of_others.broadcast_object_list(objects, src=0)
+    in_place_of_others.broadcast_object_list(object_list=objects, src=0)  # by torch's own names
     assert objects == ["mine"]
     assert theirs.called is not provisional

@@ -77,3 +77,20 @@ def test_who_is_told_of_a_failure_is_told_in_which_world_it_was():
     ((error, generation), _) = group.owner.broke.call_args
     assert isinstance(error, CollectiveFailed)
     assert generation == 1
+
+
+def test_what_a_future_calls_may_wait_for_it_and_for_its_work():
+    """As comm hooks do: ``future.then(lambda future: future.wait()[0] / size)``."""
+    work = Group().work()
+    future = work.get_future()
+    found = []
+    then = future.then(lambda done: found.extend([done.wait(), work.wait()]))
+    work.wait()
+    assert then.done()
+    assert found == [[], True]
+
+
+def test_a_profile_shows_what_was_waited_for():
+    with torch.profiler.profile() as profile:
+        Group().work().wait()
+    assert "elastic:all_reduce wait" in [event.name for event in profile.events()]
