@@ -126,7 +126,7 @@ def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
     stat = stat_of(pid)
     if stat.state == STOPPED:
         # A debugger holds what it looks at: that is not the process's own trouble.
-        return ("" if traced(pid) else "stopped by a signal, as SIGSTOP"), stat
+        return ("" if traced(pid) else "stopped by a signal such as SIGSTOP"), stat
     moved = last is None or stat.ticks != last.ticks
     if stat.state in "SD" and not moved and frozen(pid):
         return "its cgroup is frozen", stat

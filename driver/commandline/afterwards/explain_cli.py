@@ -24,7 +24,7 @@ Says what happened in a job: who was lost and why, what the others did, what it 
 JOURNAL is the file of --journal; the job may run, have ended, or have been killed."""
 
 
-_NAMES = "h:2#1 is the first process in slot 2 of host h"
+_NAMES = "h:2#1 is the first process in slot 2 of host h, commit 3.25 the 25th of generation 3"
 
 
 @dataclass

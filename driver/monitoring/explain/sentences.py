@@ -114,7 +114,7 @@ def _death(facts: Facts) -> str:
         case Cause.GPU_ERROR:
             return f"the GPU of {who} failed, or NCCL: {what}"
         case Cause.OUT_OF_MEMORY:
-            limit = f" ({what} for all processes together)" if what else ""
+            limit = f" ({what} for all processes of its cgroup)" if what else ""
             return f"{who} ran out of memory: the kernel killed it{limit}"
         case Cause.SIGNAL if not facts["signal"]:
             return f"{who} was gone when its agent came back"
@@ -386,7 +386,7 @@ def _advice(facts: Facts) -> str:
                 " fragmentation."
             )
         case Advice.FREE_DISK:
-            return f"Make room on the disk of {host} that the traceback names, or write elsewhere."
+            return f"Make room on {host} on the disk of the file that the traceback names, or write elsewhere."
         case Advice.SAME_CALLS:
             return (
                 "Have all ranks make the same collective calls, with tensors of the same shapes and dtypes; where"
@@ -423,7 +423,7 @@ def _advice(facts: Facts) -> str:
         case Advice.WHO_FROZE_IT:
             return (
                 f"Find out who stopped {who} on {host}: SIGSTOP by a person or a debugger, a frozen container, a"
-                " suspended machine. A longer --lease bears longer stops."
+                " suspended machine. A longer --lease tolerates longer stops."
             )
         case Advice.LOOK_AT_NETWORK:
             return f"Look at the network of {host}, and whether the machine itself stood still."
@@ -440,7 +440,7 @@ def _advice(facts: Facts) -> str:
         case Advice.SHARED_MEMORY:
             return f"Give /dev/shm on {host} more room (in a container: --shm-size), or use fewer DataLoader workers."
         case Advice.LOOK_AT_HOST:
-            return f"See whether {host} is up, whether its agent runs, and whether the network is whole."
+            return f"See whether {host} is up, whether its agent runs, and whether it reaches the driver."
         case Advice.START_TIMEOUT:
             return "Give a slow start more time by --start-timeout, or do less before hvd.init()."
         case Advice.BE_ELASTIC:

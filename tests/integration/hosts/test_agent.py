@@ -261,7 +261,7 @@ async def test_a_stopped_worker_is_frozen_when_its_lease_is_over_and_thawed_when
     stopped_at = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
     at, event = await host.timed_sight()
-    assert event == WorkerFrozen(A, "stopped by a signal, as SIGSTOP")
+    assert event == WorkerFrozen(A, "stopped by a signal such as SIGSTOP")
     assert LEASE_S / 2 < at - stopped_at < LEASE_S + 1.0
     os.kill(pid, signal.SIGCONT)
     assert await host.sees() == WorkerThawed(A)
@@ -297,7 +297,7 @@ async def test_a_worker_under_a_debugger_is_not_frozen(host):
         os.kill(pid, signal.SIGSTOP)
         await host.looks()
         assert host.seen.empty()
-    assert await host.sees() == WorkerFrozen(A, "stopped by a signal, as SIGSTOP")
+    assert await host.sees() == WorkerFrozen(A, "stopped by a signal such as SIGSTOP")
 
 
 @conversation
