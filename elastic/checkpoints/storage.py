@@ -7,6 +7,7 @@ and renamed; an object store shows an object when it is complete. Errors are OSE
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import uuid
@@ -18,6 +19,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic.errors import Invalid
+
+CONNECT_S, ANSWER_S = 4, 5  # of S3, for one attempt; it answers in less than a second
 
 
 class Storage:
@@ -31,7 +34,7 @@ class Storage:
         self.url = url.rstrip("/") or url
         protocol = url.partition("://")[0] if "://" in url else "file"
         try:
-            fs, self._root = url_to_fs(self.url)
+            fs, self._root = url_to_fs(self.url, **_patience(protocol))
         except ImportError as error:
             raise Invalid(
                 f"{url}: {protocol}:// needs a package that is not installed ({error}); install it on every host"
@@ -191,6 +194,36 @@ class _Stream:
     def read(self, size: int) -> bytes:
         with self._errors():
             return bytes(self._stream.read(size))
+
+
+def _patience(protocol: str) -> dict[str, Any]:
+    """What S3 is opened with, unless fsspec's own configuration says something about it: nothing is waited for as long
+    as the client would by itself. A server that hung is back for long then, and nobody has been told that it was away.
+    """
+    if protocol not in ("s3", "s3a") or fsspec.config.conf.get(protocol):
+        return {}
+    session = _s3_session()
+    retries = {"total_max_attempts": 2, "mode": "standard"}
+    timeouts = {"connect_timeout": CONNECT_S, "read_timeout": ANSWER_S, "retries": retries}
+    return {} if session is None else {"session": session, "config_kwargs": timeouts}
+
+
+@functools.cache
+def _s3_session() -> Any:
+    """One for the process; None without s3fs. Its requests do not ask whether the body may follow: the answer to that
+    is the one thing that aiohttp waits for without a limit.
+    """
+    try:
+        from aiobotocore.session import AioSession
+    except ImportError:
+        return None
+    session = AioSession()
+    session.register("before-call.s3", _send_at_once)
+    return session
+
+
+def _send_at_once(params: dict[str, Any], **_: object) -> None:
+    params["headers"].pop("Expect", None)
 
 
 def _retried_anyway(loop: Any, context: dict[str, Any]) -> None:

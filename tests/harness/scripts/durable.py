@@ -10,7 +10,7 @@ import torch
 import elastic
 
 elastic.init()
-folder = Path(os.environ["ELASTIC_CHECKPOINT_DIR"])
+folder = Path(os.environ.get("ENOUGH") or os.environ["ELASTIC_CHECKPOINT_DIR"])
 torch.manual_seed(1)
 width = int(os.environ.get("WIDTH", "50"))
 net = torch.nn.Linear(50, width)

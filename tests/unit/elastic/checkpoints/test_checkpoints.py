@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import subprocess
 import sys
 
+import fsspec
 import psutil
 import pytest
 import torch
@@ -217,6 +219,14 @@ def test_a_protocol_without_its_package_is_refused_before_anything_else():
         Storage("gs://bucket/folder")
     with pytest.raises(Invalid, match="nonsense"):
         Storage("nonsense://folder")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("s3fs") is None, reason="needs s3fs")
+def test_s3_is_not_waited_for_as_long_as_its_client_would(monkeypatch):
+    opened = Storage("s3://bucket/folder")._fs
+    assert opened.config_kwargs["connect_timeout"] + opened.config_kwargs["read_timeout"] < 10
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"anon": True})
+    assert not Storage("s3://bucket/other")._fs.config_kwargs, "the user has said how"
 
 
 def test_a_storage_of_fsspec_keeps_the_same():
