@@ -13,7 +13,7 @@ from integration.jobs.test_stuck import STALLING, stalling
 
 pytestmark = pytest.mark.forked
 
-IDLE_S = 3.0
+IDLE_S = 2.0
 FLAGS = f"--idle-timeout {IDLE_S:g} --busy-warning 60 --busy-timeout 600"
 
 
@@ -63,18 +63,18 @@ def test_who_comes_late_to_its_first_collective_is_waited_for(job):
     training = job(f"-np 3 --min-np 1 {FLAGS}", connecting, env={"ELASTIC_DIGESTS": "1", **rule})
     training.wait_for("keeps the others waiting .*in 'evaluation', which its code marks as long")
     began = time.monotonic()
-    training.until(lambda: time.monotonic() - began > IDLE_S, "more than twice the time to connect")
+    training.until(lambda: time.monotonic() - began > 1.5 * IDLE_S, "more than the time to connect")
     worlds = len(training.worlds())
     let_end(training)
     assert len(training.worlds()) == worlds
 
 
 def test_whom_a_debugger_holds_is_not_fenced(job):
-    training = stalling(job, 3, "slot=1,step=4,place=stepped,how=pause,file=go", "--idle-timeout 9")
+    training = stalling(job, 3, "slot=1,step=4,place=stepped,how=pause,file=go", "--idle-timeout 5")
     training.until((training.folder / "stalls.1").exists, "a worker that pauses")
     with debugged(pid_of(training, 1)):
         training.wait_for("keeps the others waiting .*under a debugger: not taken for stuck")
-        until_watched(training, 1, 10.0)
+        until_watched(training, 1, 6.0)
     let_end(training)
 
 
@@ -84,5 +84,5 @@ def test_a_slow_start_is_none_of_it(job):
     training = stalling(job, 3, "slot=2,place=before init,how=pause,file=go", flags)
     training.until(lambda: len(training.events("WorkerReady")) == 2, "two that wait")
     began = time.monotonic()
-    training.until(lambda: time.monotonic() - began > 6.0, "six seconds")
+    training.until(lambda: time.monotonic() - began > 4.0, "four seconds")
     let_end(training)

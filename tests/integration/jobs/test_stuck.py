@@ -42,7 +42,7 @@ def test_a_worker_that_never_enters_the_collective_is_fenced(job, how, where):
 
 
 def test_a_busy_worker_is_named_and_later_fenced(job):
-    flags = "--idle-timeout 3 --busy-warning 3 --busy-timeout 8"
+    flags = "--idle-timeout 3 --busy-warning 2 --busy-timeout 5"
     training = stalling(job, 3, "slot=1,step=4,place=forward,how=loop", flags)
     training.wait_for(r"warning: rank \d \(localhost:1#1 .* keeps the others waiting .* busy \(CPU")
     assert training.fences() == {}
