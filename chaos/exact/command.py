@@ -104,7 +104,7 @@ def _run(job: Job, plan: Plan, how: str) -> int:
 
 
 def _held(path: Path) -> list[digests.HeldCommit]:
-    """Raises Invalid where it is no journal."""
+    """Raises Invalid where it is not a journal."""
     _, entries = journal.read(path)
     return digests.held(entry.event for entry in entries if entry.event is not None)
 

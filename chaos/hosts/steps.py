@@ -53,16 +53,16 @@ class Aftermath:
 
 
 def notes_of(text: str) -> list[Note]:
-    """The whole lines of a file. Raises Invalid where one is no note."""
+    """The whole lines of a file. Raises Invalid where one is not a note."""
     notes = []
     for line in text.split("\n")[:-1]:  # the last may be still being written
         try:
             at, kind, step, size = line.split(" ")
             notes.append(Note(float(at), kind, int(step), int(size)))
         except ValueError:
-            raise Invalid(f"{line!r} is no note of a step") from None
+            raise Invalid(f"{line!r} is not a note of a step") from None
         if kind not in KINDS:
-            raise Invalid(f"{line!r} is no note of a step: there is no {kind!r}")
+            raise Invalid(f"{line!r} is not a note of a step: there is no {kind!r}")
     return notes
 
 

@@ -121,7 +121,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         try:
             text = options.plan.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is no text"
+            why = getattr(error, "strerror", None) or "it is not text"
             raise Invalid(f"cannot read the plan {options.plan}: {why}") from None
         plan = read_plan(text, str(options.plan))
         if options.seed is not None and plan.chance is None:
@@ -153,7 +153,7 @@ def _chance_of(options: argparse.Namespace) -> Chance:
     kinds = [kind.strip() for kind in words.split(",")]
     for kind in kinds:
         if kind not in KINDS:
-            raise Invalid(f"--faults: {kind!r} is no fault; give some of {','.join(KINDS)}")
+            raise Invalid(f"--faults: {kind!r} is not a fault; give some of {','.join(KINDS)}")
     return Chance(mean, tuple(kinds), duration_s=duration)
 
 

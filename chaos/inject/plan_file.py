@@ -55,7 +55,7 @@ def read_plan(text: str, name: str) -> Plan:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"{name} is no TOML: {error}") from None
+        raise Invalid(f"{name} is not TOML: {error}") from None
     except (ValueError, RecursionError):  # a number of thousands of digits, brackets without end
         raise Invalid(f"{name} has a number or a nesting that is too long to be read") from None
     for key in tables:
@@ -80,7 +80,7 @@ def _fault(table: dict[str, Any], where: _Where) -> Fault:
     kind = where.kind("kind", table.get("kind"))
     victim = table.get("victim", "random")
     if not isinstance(victim, str) or not _VICTIM.fullmatch(victim):
-        where.fail("victim", f"{victim!r} is no victim; give one of {VICTIMS}")
+        where.fail("victim", f"{victim!r} is not a victim; give one of {VICTIMS}")
     given = [key for key in MOMENTS if key in table]
     if len(given) != 1:
         said = f"has {' and '.join(given)}" if given else "does not say when"
@@ -165,7 +165,7 @@ class _Where:
 
     def kind(self, key: str, value: Any) -> str:
         if not isinstance(value, str) or value not in KINDS:
-            said = "the fault has no kind" if value is None else f"{value!r} is no kind of fault"
+            said = "the fault has no kind" if value is None else f"{value!r} is not a kind of fault"
             self.fail(key, f"{said}; give one of {', '.join(KINDS)}")
         return str(value)
 

@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def broken_invariants(path: Path) -> list[str]:
-    """What does not hold, in a sentence; the first one only. Raises Invalid where the file is no journal."""
+    """What does not hold, in a sentence; the first one only. Raises Invalid where the file is not a journal."""
     try:
         check_journal(path)
     except BrokenInvariant as error:

@@ -326,7 +326,7 @@ class Invariants:
 def check_journal(path: Path, *, samples: int = 0, ended: bool = True) -> Summary:
     """Every line of a journal; ``ended`` is False where the job goes on, or its driver was killed.
 
-    Raises BrokenInvariant, or Invalid where the file is no journal.
+    Raises BrokenInvariant, or Invalid where the file is not a journal.
     """
     found = recording(path)
     if found.start is not None:

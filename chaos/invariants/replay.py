@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """0: it agrees and every invariant holds. Raises Invalid where the file is no journal."""
+    """0: it agrees and every invariant holds. Raises Invalid where the file is not a journal."""
     found = recording(options.journal)
     entries = [entry for _, entry in found.entries]
     if options.story:

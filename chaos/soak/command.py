@@ -119,7 +119,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     kinds = (options.faults or FAULTS).split(",")
     for kind in kinds:
         if kind not in KINDS:
-            raise Invalid(f"--faults: {kind!r} is no fault; give some of {','.join(KINDS)}")
+            raise Invalid(f"--faults: {kind!r} is not a fault; give some of {','.join(KINDS)}")
     if options.faults is None:
         try:
             network.check_cut()

@@ -171,7 +171,7 @@ class Uplink:
             wire = Wire(messages.to_agent)
             challenge = await self._next(reader, wire)
             if not isinstance(challenge, Challenge):
-                raise ProtocolError("it is no driver of hvd-elastic")
+                raise ProtocolError("it is not a driver of hvd-elastic")
             if challenge.version != VERSION:
                 raise ProtocolError(
                     f"the driver speaks version {challenge.version} of the protocol, this agent"

@@ -184,7 +184,7 @@ def _grace_s(options: AgentOptions, environ: Mapping[str, str]) -> float:
     try:
         return seconds(text)
     except (ValueError, argparse.ArgumentTypeError):
-        raise Invalid(f"{GRACE}={text!r} is no time; give seconds above 0") from None
+        raise Invalid(f"{GRACE}={text!r} is not a time; give seconds above 0") from None
 
 
 def _ready_file(path: str) -> str:
@@ -200,4 +200,4 @@ def _slots(text: str | None) -> int:
     try:
         return check_slots(whole(1)(str(text)))
     except Exception:
-        raise Invalid(f"--slots {text!r} is no number of workers; give one, or auto") from None
+        raise Invalid(f"--slots {text!r} is not a number of workers; give one, or auto") from None

@@ -85,7 +85,7 @@ def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
             mxnet=_version_of("mxnet") or "",
         )
     except (ValueError, TypeError):
-        return Build(trouble=f"{last!r} is no answer about torch")
+        return Build(trouble=f"{last!r} is not an answer about torch")
 
 
 def describe(build: Build) -> str:

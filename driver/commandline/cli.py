@@ -303,7 +303,7 @@ def _preload(options: Options) -> str:
     names = [name.strip() for name in (options.preload or "").split(",") if name.strip()]
     wrong = [name for name in names if not all(map(str.isidentifier, name.split(".")))]
     if wrong:
-        raise Invalid(f"--preload {wrong[0]} is no name of a module; give names, or auto")
+        raise Invalid(f"--preload {wrong[0]} is not a name of a module; give names, or auto")
     return ",".join(names)
 
 
@@ -416,7 +416,7 @@ def _metrics(options: Options) -> tuple[str, int] | None:
             raise Invalid("--metrics-host is given without --metrics-port; give the port too")
         return None
     if options.metrics_port > 65535:
-        raise Invalid(f"--metrics-port {options.metrics_port} is no port; give 1 to 65535")
+        raise Invalid(f"--metrics-port {options.metrics_port} is not a port; give 1 to 65535")
     return _given(options.metrics_host, "127.0.0.1"), options.metrics_port
 
 
@@ -428,7 +428,7 @@ def _dashboard(text: str | None) -> tuple[str, int] | None:
     bare = address.removeprefix("[").removesuffix("]")
     if not port.isdecimal() or int(port) > 65535 or (":" in address and bare == address):
         raise Invalid(
-            f"--dashboard {text} is no [ADDRESS]:PORT; give one, as in :8080 or 10.0.0.5:8080"
+            f"--dashboard {text} is not an [ADDRESS]:PORT; give one, as in :8080 or 10.0.0.5:8080"
         )
     return bare or "127.0.0.1", int(port)
 
@@ -558,7 +558,7 @@ def _writable_file(path: str | None) -> str | None:
 
 
 def _writable_place(flag: str, path: str | None) -> str | None:
-    """Not made here: an empty file is no timeline that a viewer opens, and no report."""
+    """Not made here: an empty file is not a timeline that a viewer opens, and no report."""
     if path is None:
         return None
     folder = os.path.dirname(os.path.abspath(path))

@@ -226,7 +226,7 @@ def build_parser() -> Parser:
     )
     _add_detection(
         parser.group(
-            "workers that live but do not come on",
+            "hung and slow workers",
             "They are named, then fenced: killed, so that the others go on. See docs/detection.md.",
         )
     )

@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             pods = int(words[1]) if words[1].isdecimal() else -1
             if not 0 <= pods <= MOST_PODS:
-                raise Invalid(f"{words[1]!r} is no number of pods; give 0 to {MOST_PODS:,}")
+                raise Invalid(f"{words[1]!r} is not a number of pods; give 0 to {MOST_PODS:,}")
             print(f"{release.name}: {release.scale(pods)} -> {pods} worker pods")
     except ApiSilent as error:
         raise Invalid(f"{error}; try again") from None
@@ -157,7 +157,7 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
 
 
 def image_parts(image: str) -> tuple[str, str, str]:
-    """Repository, tag and digest; a registry's port is no tag."""
+    """Repository, tag and digest; a registry's port is not a tag."""
     rest, _, digest = image.partition("@")
     head, colon, tag = rest.rpartition(":")
     if not colon or "/" in tag:

@@ -43,7 +43,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
     name = options.job_name or f"job-{os.getpid()}"
     job_root(name)
     if options.driver_port is not None and options.driver_port > 65535:
-        raise Invalid(f"--driver-port {options.driver_port} is no port; give 1 to 65535")
+        raise Invalid(f"--driver-port {options.driver_port} is not a port; give 1 to 65535")
     choose_address.check_wanted(options.network_interfaces or [])
     secret = read_secret(options.secret_file, environ)
     pods = pod_source(options, environ)
@@ -179,7 +179,7 @@ def _secret_beside(journal: str) -> bytes:
                 f"--journal {journal} can't be written to: there is no directory {folder}"
             )
         if os.path.exists(journal) and not stat.S_ISREG(os.stat(journal).st_mode):
-            raise Invalid(f"--journal {journal} is no ordinary file; --resume needs one")
+            raise Invalid(f"--journal {journal} is not an ordinary file; --resume needs one")
         make_secret_file(path)
     secret = read_secret(path, {})
     assert secret is not None

@@ -214,7 +214,7 @@ def _content(path: str, flag: str) -> bytes | None:
     with open(path, "rb") as file:
         content = file.read()
     if b"-----BEGIN" not in content:
-        raise NotLetIn(f"{flag} {path} is no PEM file; give one")
+        raise NotLetIn(f"{flag} {path} is not a PEM file; give one")
     return content
 
 

@@ -70,7 +70,7 @@ def check_slots(slots: int) -> int:
 
 
 def read_host(name: str, value: bytes) -> HostRecord | None:
-    """None for what is no host."""
+    """None for what is not a host."""
     try:
         check_host(name)
         record = msgspec.json.decode(value, type=HostRecord)
@@ -81,7 +81,7 @@ def read_host(name: str, value: bytes) -> HostRecord | None:
 
 
 def read_seat(value: bytes) -> SeatRecord | None:
-    """None for what is no seat."""
+    """None for what is not a seat."""
     try:
         return msgspec.json.decode(value, type=SeatRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -100,5 +100,5 @@ def split_address(address: str) -> tuple[str, int]:
     """``host:port``, an IPv6 address in brackets. Raises Invalid."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise Invalid(f"{address!r} is no address; write host:port")
+        raise Invalid(f"{address!r} is not an address; write host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -79,7 +79,7 @@ class Ending:
             return []
         self.code = 1
         named = ", ".join(f"rank {self._rank(w)} ({w})" for w in members)
-        text = "after training had succeeded: nobody knows how it ended, and the job fails with exit code 1"
+        text = "after training had succeeded: its exit code is unknown, and the job fails with exit code 1"
         return [Report("error", f"{named} was lost with its host {text}")]
 
     def stopped(self, code: int, now: float) -> None:

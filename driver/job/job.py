@@ -76,7 +76,7 @@ class Job:
 async def first_hosts(job: Job, log: Log) -> dict[str, int]:
     """What the discovery script lists now. It must work this first time; later on troubles are only reported.
 
-    Raises Invalid if it fails, or prints what is no list of hosts. An empty list is none: hosts may be on their way.
+    Raises Invalid if it fails, or prints what is not a list of hosts. An empty list is none: hosts may be on their way.
     """
     assert job.script is not None
     hosts = await ScriptDiscovery(job.script, log, default_slots=job.slots_per_host).ask()

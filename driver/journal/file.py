@@ -73,7 +73,7 @@ class FileArchive:
                 first = file.readline()
                 if first and not first.startswith(BEGINNING[: len(first)]):
                     raise Invalid(
-                        f"{str(self.path)!r} is no journal, and would be overwritten; give another file"
+                        f"{str(self.path)!r} is not a journal, and would be overwritten; give another file"
                     )
                 if not end:
                     return None  # nothing, or a header that was not written to its end

@@ -196,7 +196,7 @@ def recording(path: Path) -> Recording:
         header = decoded_header(lines[0] if lines else torn)
         settings = header.checked()
     except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
-        raise Invalid(f"{str(path)!r} is no journal: {error}") from error
+        raise Invalid(f"{str(path)!r} is not a journal: {error}") from error
     entries: list[tuple[int, Entry]] = []
     takeovers: list[tuple[int, Writer]] = []
     start: Snapshot | None = None
@@ -210,7 +210,9 @@ def recording(path: Path) -> Recording:
                 case Snapshot() as snapshot if number == 2:
                     start = snapshot
         except (msgspec.MsgspecError, UnicodeError) as error:
-            raise Invalid(f"{str(path)!r}, line {number}, is no journal entry: {error}") from error
+            raise Invalid(
+                f"{str(path)!r}, line {number}, is not a journal entry: {error}"
+            ) from error
     return Recording(header, settings, entries, takeovers, start)
 
 
@@ -228,7 +230,7 @@ def replay(
 ) -> list[tuple[Event, list[Action]]]:
     """Feed the events to a new machine (Membership by default) and compare what it does with what was recorded.
 
-    Raises ReplayDiffers at the first difference, Invalid where the file is no journal.
+    Raises ReplayDiffers at the first difference, Invalid where the file is not a journal.
     """
     found = recording(path)
     begun: Machine

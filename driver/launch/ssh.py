@@ -68,7 +68,7 @@ class SshOptions:
             not self.python or self.python[0] in "-~" or not self.python.isprintable()
         ):
             raise Invalid(
-                f"--remote-python {self.python!r} is no path of a python; give it in full, as in"
+                f"--remote-python {self.python!r} is not a path of a python; give it in full, as in"
                 " /opt/venv/bin/python"
             )
 

@@ -128,9 +128,9 @@ def restored(data: bytes, settings: Settings) -> Membership:
     except Invalid:
         raise
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise Invalid(f"this is no snapshot of a job: {error!r}") from error
+        raise Invalid(f"this is not a snapshot of a job: {error!r}") from error
     if not isinstance(found, Membership):
-        raise Invalid(f"this is no snapshot of a job, but of {type(found).__name__}")
+        raise Invalid(f"this is not a snapshot of a job, but of {type(found).__name__}")
     if "worlds" not in vars(found):
         _compose(found)
     if all(name != Reason.__name__ for name, *_ in snapshot.kinds):
@@ -316,7 +316,7 @@ class _Making:
         if kind == _METHOD:
             name, owner = values
             if (type(owner), name) not in METHODS:
-                raise ValueError(f"{name} is no method that is kept")
+                raise ValueError(f"{name} is not a method that is kept")
             return getattr(owner, name)
         return kind(values) if kind in (tuple, frozenset) else kind(*values)
 

@@ -157,7 +157,7 @@ class Tracing:
                 if os.path.isfile(wanted.path) and not is_free(wanted.path):
                     # Whoever starts the job may replace any file of theirs, a worker on some host may not.
                     raise Invalid(
-                        f"{wanted.path!r} is a file on the driver's host that is no timeline;"
+                        f"{wanted.path!r} is a file on the driver's host that is not a timeline;"
                         " remove it, or give another path"
                     )
                 self.open(wanted.path, mark_cycles=wanted.mark_cycles)

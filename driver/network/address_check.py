@@ -39,7 +39,7 @@ class Agreement:
         """A sentence if workers of the hosts can't reach each other, as it seems. Each kind of trouble is told once.
 
         ``bind`` is the numeric address that the host uses, ``addresses`` are all that it has, as in ``10.0.0.5/24``,
-        ``calls_from`` is the one under which the driver knows it. What is no address is taken for nothing.
+        ``calls_from`` is the one under which the driver knows it. What is not an address is taken for nothing.
         """
         self.forget(host)
         try:
@@ -137,7 +137,7 @@ class Agreement:
 
 
 class _CheckedHost:
-    """Raises ValueError where a text is no address."""
+    """Raises ValueError where a text is not an address."""
 
     def __init__(self, bind: str, addresses: Sequence[str], calls_from: str) -> None:
         self.bind: _Address = ipaddress.ip_address(bind)

@@ -28,7 +28,7 @@ def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ipv6(name) or (rest and not rest.startswith(":")):
-            raise Invalid(f"{text!r} is no address in brackets; write it as in [::1]:4")
+            raise Invalid(f"{text!r} is not an address in brackets; write it as in [::1]:4")
         slots = rest[1:] if rest else None
     elif text.count(":") > 1:
         raise Invalid(
@@ -150,7 +150,7 @@ class ThisHost:
             return None
         address = literal_address(host)
         if address is not None:
-            return None if self._is_here(address) else "it is no address of this machine"
+            return None if self._is_here(address) else "it is not an address of this machine"
         answer: list[list[str] | str] = []
 
         def ask() -> None:
@@ -195,7 +195,7 @@ def parse_address(text: str) -> tuple[str, int]:
     number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else 0
     if not (bracketed or _NAME.fullmatch(name)) or not 0 < number < 65536:
         raise Invalid(
-            f"{text!r} is no address and port; write host:port, as in gpu7:4711 or [::1]:4711"
+            f"{text!r} is not an address and port; write host:port, as in gpu7:4711 or [::1]:4711"
         )
     return (name[1:-1] if bracketed else name), number
 

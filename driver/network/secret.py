@@ -69,7 +69,7 @@ def _read(path: str, source: str) -> bytes:
         with os.fdopen(fd, "rb") as file:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode):
-                raise Invalid(f"{source} {path} is no ordinary file; {_HOW}")
+                raise Invalid(f"{source} {path} is not an ordinary file; {_HOW}")
             if about.st_uid not in (os.geteuid(), 0):
                 raise Invalid(
                     f"{source} {path} belongs to another user, who knows the secret; make one of"

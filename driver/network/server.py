@@ -239,7 +239,7 @@ class Server(Generic[Who]):
             raise ProtocolError(f"it calls itself {who}, but does not know the job's secret")
         if not self._expected(who):
             raise self._turned_away(
-                connection, nonce, answer, f"{who} is no {callers.role} of this job"
+                connection, nonce, answer, f"{who} is not {_a(callers.role)} of this job"
             )
         self.drain(who)  # an earlier connection may have ended unnoticed
         before = self._connections.get(who)
@@ -292,6 +292,10 @@ class Server(Generic[Who]):
         more = f" ({self._refused} others were refused before)" if self._refused else ""
         self._refused_at, self._refused = now, 0
         self._log("warning", f"refused a connection from {peer}: {trouble}{more}")
+
+
+def _a(role: str) -> str:
+    return f"an {role}" if role[0] in "aeiou" else f"a {role}"
 
 
 def _bound(interface: str, port: int) -> socket.socket:

@@ -36,7 +36,7 @@ class Answer:
         try:
             return json.loads(self.body)
         except ValueError as error:
-            raise Trouble(f"its answer is no JSON: {self.text[:80]!r}") from error
+            raise Trouble(f"its answer is not JSON: {self.text[:80]!r}") from error
 
     def ends_at(self, moment: float) -> float:
         """A time by the server's clock, by this machine's."""
@@ -54,7 +54,7 @@ class MetadataServer:
             host = None
         if host is None or parts.scheme != "http":
             raise Trouble(
-                f"{endpoint!r} is no address of a metadata server; give http://HOST[:PORT]"
+                f"{endpoint!r} is not an address of a metadata server; give http://HOST[:PORT]"
             )
         self._host, self._port = host, port
         self._prefix = parts.path.rstrip("/")

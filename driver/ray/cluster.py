@@ -74,7 +74,7 @@ class Wanted:
     def __post_init__(self) -> None:
         """Raises Invalid."""
         if self.most < 1:
-            raise Invalid(f"{self.most} workers is no number of workers; give 1 or more")
+            raise Invalid(f"the number of workers must be at least 1, got {self.most}")
         for name, amount in self.resources.items():
             if not isinstance(amount, (int, float)) or not amount >= 0:
                 raise Invalid(

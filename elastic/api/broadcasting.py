@@ -111,7 +111,7 @@ def broadcast_optimizer_state(
         PeerLost: when the world breaks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer; pass one")
+        raise TypeError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer; pass one")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "the state of LBFGS can't be broadcast; construct it after broadcast_parameters, with equal options"

@@ -92,7 +92,7 @@ def dtype_named(name: str) -> torch.dtype:
     """``float32`` as torch's dtype. Raises Damaged."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise Damaged(f"{name!r} is no dtype of this torch")
+        raise Damaged(f"{name!r} is not a dtype of this torch")
     return found
 
 

@@ -91,7 +91,7 @@ def _rule(line: str) -> Rule:
         key, equals, value = word.partition("=")
         if not equals or not value or key not in (*CONDITIONS, *COUNTS, "id"):
             raise Invalid(
-                f"ELASTIC_FAILPOINTS: {word!r} is no condition (in {line.strip()!r}); give"
+                f"ELASTIC_FAILPOINTS: {word!r} is not a condition (in {line.strip()!r}); give"
                 f" {', '.join((*CONDITIONS, *COUNTS, 'id'))} with a value, as in rank=2"
             )
         if key in COUNTS:
@@ -107,7 +107,9 @@ def _rule(line: str) -> Rule:
 
 def _whole(text: str, key: str, line: str) -> int:
     if not text.isdecimal():
-        raise Invalid(f"ELASTIC_FAILPOINTS: {key}={text} is no whole number (in {line.strip()!r})")
+        raise Invalid(
+            f"ELASTIC_FAILPOINTS: {key}={text} is not a whole number (in {line.strip()!r})"
+        )
     return int(text)
 
 
@@ -118,6 +120,6 @@ def _number(text: str, key: str, line: str) -> float:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise Invalid(
-            f"ELASTIC_FAILPOINTS: {key}={text} is no number of seconds (in {line.strip()!r})"
+            f"ELASTIC_FAILPOINTS: {key}={text} is not a number of seconds (in {line.strip()!r})"
         )
     return seconds

@@ -93,7 +93,8 @@ def PartialDistributedOptimizer(
     for layer in layers if isinstance(layers, list | tuple | set) else [layers]:
         if not isinstance(layer, keras.layers.Layer):
             raise Invalid(
-                f"local_layers has a {type(layer).__name__}, which is no Keras layer; give one layer, or a list of them"
+                f"local_layers has a {type(layer).__name__}, which is not a Keras layer; give one layer, or a"
+                " list"
             )
         for variable in layer.trainable_weights:
             made.register_local_var(variable)

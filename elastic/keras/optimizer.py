@@ -45,7 +45,7 @@ def check(optimizer: object) -> None:
     """Raises Invalid for what can't be distributed."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise Invalid(
-            f"{type(optimizer).__name__} is no optimizer of Keras 3; wrap one: legacy Keras is not supported"
+            f"{type(optimizer).__name__} is not an optimizer of Keras 3; wrap one: legacy Keras is not supported"
         )
     if isinstance(optimizer, ReducesGradients):
         raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")

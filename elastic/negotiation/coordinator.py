@@ -222,7 +222,7 @@ class Coordinator:
             decisions += self._decide(each, list(each.waiting))
         return decisions
 
-    # ---- what does not come on -------------------------------------------------------------------------------------
+    # ---- collectives that make no progress -------------------------------------------------------------------------
 
     def stalled(self, now: float, warn_s: float, end_s: float) -> tuple[list[str], list[Decision]]:
         """Sentences about what has waited for ``warn_s`` seconds, each said once; and the end of what waited ``end_s``.

@@ -40,13 +40,15 @@ def checked_ranks(values: object) -> Ranks:
     ranks = []
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise Invalid(f"{value!r} in a process set is no rank; ranks are whole numbers from 0")
+            raise Invalid(
+                f"{value!r} in a process set is not a rank; ranks are whole numbers from 0"
+            )
         ranks.append(operator.index(value))
     ranks.sort()
     if not ranks:
         raise Invalid("a process set needs at least one rank; this one is empty")
     if ranks[0] < 0:
-        raise Invalid(f"{ranks[0]} in a process set is no rank; ranks are whole numbers from 0")
+        raise Invalid(f"{ranks[0]} in a process set is not a rank; ranks are whole numbers from 0")
     twice = sorted({rank for rank, after in itertools.pairwise(ranks) if rank == after})
     if twice:
         raise Invalid(f"process set {ranks}: give each rank once, not rank {twice[0]} twice")

@@ -35,7 +35,7 @@ _HELLO_S = 10.0
 _UNSENT_LIMIT = 256 << 20  # bytes that wait for a rank before it is given up
 _READ_BYTES = 1 << 16
 KEY = "negotiation"  # under which rank 0 provides its rules in the store
-LOOK_S = 1.0  # how often what does not come on is looked at
+LOOK_S = 1.0  # how often collectives that make no progress are looked at
 BEAT_S = 5.0  # how often rank 0 says that it lives
 _LISTENS = 30  # how often a rank listens in vain before rank 0 is given up
 

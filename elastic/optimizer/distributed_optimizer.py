@@ -74,7 +74,7 @@ def DistributedOptimizer(
     difference raises StateMismatch. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Invalid(f"{type(optimizer).__name__} is no torch.optim.Optimizer; wrap one")
+        raise Invalid(f"{type(optimizer).__name__} is not a torch.optim.Optimizer; wrap one")
     if isinstance(optimizer, Distributed):
         raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
     process_set = process_set or global_process_set
@@ -215,7 +215,7 @@ def _checked_names(
             for index, parameter in enumerate(group["params"])
         }
     if isinstance(named_parameters, torch.nn.Module) or callable(named_parameters):
-        raise Invalid("named_parameters is no list of pairs; pass model.named_parameters()")
+        raise Invalid("named_parameters is not a list of pairs; pass model.named_parameters()")
     named = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
         raise Invalid(
@@ -256,7 +256,9 @@ def _checked_groups(
     seen: set[int] = set()
     for group in groups:
         if not isinstance(group, list | tuple):
-            raise Invalid("groups has an entry that is no list; give a list of lists of parameters")
+            raise Invalid(
+                "groups has an entry that is not a list; give a list of lists of parameters"
+            )
         for parameter in group:
             if not isinstance(parameter, torch.Tensor):
                 raise Invalid(

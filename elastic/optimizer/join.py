@@ -1,8 +1,8 @@
 """`join`: this rank has no more data, the others have; it takes part in what they reduce, with zeros. Acts.
 
 Collectives that are called by name are answered by the engine. The gradients of a DistributedOptimizer are not
-negotiated step by step, so their groups are watched here: a rank that has joined lies in wait in the first buffer of
-every plan, and once more where plans are agreed (see `elastic.optimizer.plan_agreement`). A step of ranks that have
+negotiated step by step, so their groups are watched here: a rank that has joined contributes zeros to the first buffer
+of every plan, and once more where plans are agreed (see `elastic.optimizer.plan_agreement`). A step of ranks that have
 data costs no message more for that, whether somebody has joined or not.
 """
 

@@ -60,7 +60,7 @@ class Worker(Value):
         place, _, incarnation = text.rpartition("#")
         host, _, slot = place.rpartition(":")
         if not host:
-            raise ValueError(f"{text!r} is no worker; expected host:slot#incarnation")
+            raise ValueError(f"{text!r} is not a worker; expected host:slot#incarnation")
         return cls(host, int(slot), int(incarnation))
 
     def next(self) -> Worker:
@@ -655,7 +655,7 @@ def encoded(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
     """The body of a frame, of a message of ours or between driver and agent. Raises ProtocolError when it is larger."""
     try:
         body = _encoder.encode(message)
-    except UnicodeEncodeError:  # an error may quote a file name that is no text
+    except UnicodeEncodeError:  # an error may quote a file name that is not text
         plain = msgspec.to_builtins(message, builtin_types=(bytes,))
         body = _encoder.encode(_sayable(plain))
     if len(body) > limit:

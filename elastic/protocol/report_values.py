@@ -55,7 +55,7 @@ def unpacked(worker: Worker, said: Reported) -> Report:
     try:
         metrics = _dict(_decoder.decode(said.metrics), ())
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
-        raise ValueError(f"it is no dict of names and values: {error}") from error
+        raise ValueError(f"it is not a dict of names and values: {error}") from error
     return Report(said.rank, said.size, said.generation, str(worker), metrics, said.at)
 
 
@@ -121,7 +121,7 @@ def _count(value: Any) -> int | None:
 
 
 def _text(value: str) -> str:
-    """As UTF-8 can say it: an error may quote a file name that is no text."""
+    """As UTF-8 can say it: an error may quote a file name that is not text."""
     if value.isascii():
         return str.__str__(value)
     return value.encode(errors="replace").decode()

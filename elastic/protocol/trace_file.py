@@ -41,7 +41,7 @@ class TraceFile:
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
-                raise OSError(errno.EINVAL, "it is no ordinary file")
+                raise OSError(errno.EINVAL, "it is not an ordinary file")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(beginning)  # and if somebody puts a link there now, it is not followed
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

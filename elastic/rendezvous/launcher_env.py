@@ -296,7 +296,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 def _port_in(env: Mapping[str, str], name: str) -> int:
     port = _number(env, name)
     if not 0 < port < 1 << 16:
-        raise Invalid(f"{name} is {port}, which is no port; give 1 to 65535")
+        raise Invalid(f"{name} is {port}, which is not a port; give 1 to 65535")
     return port
 
 

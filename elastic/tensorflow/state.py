@@ -27,7 +27,7 @@ class TensorFlowState(HandledState):
         **kwargs: values of the state, as attributes.
 
     Raises:
-        Invalid: without variables, for what is no variable, or for a session.
+        Invalid: without variables, for what is not a variable, or for a session.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TensorFlowState(HandledState):
         for variable in variables:
             if not hasattr(variable, "assign"):
                 raise Invalid(
-                    f"variables has a {type(variable).__name__}, which is no variable; give TensorFlow's or Keras's"
+                    f"variables has a {type(variable).__name__}, which is not a variable; give TensorFlow's or Keras's"
                 )
         super().__init__({"variables": _Variables(variables), **kwargs}, rng)
 

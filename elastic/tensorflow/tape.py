@@ -77,7 +77,7 @@ def DistributedGradientTape(
         gradients = tape.gradient(loss, model.trainable_variables)
     """
     if not isinstance(gradtape, tf.GradientTape):
-        raise Invalid(f"{type(gradtape).__name__} is no tf.GradientTape; wrap one")
+        raise Invalid(f"{type(gradtape).__name__} is not a tf.GradientTape; wrap one")
     if isinstance(gradtape, DistributedTape):
         raise Invalid("this tape is a DistributedGradientTape already; wrap it only once")
     options = framework_options.checked(
@@ -135,14 +135,15 @@ def PartialDistributedGradientTape(
 
 
 def local_variables(local_layers: Any) -> list[Any]:
-    """The trainable variables of a layer or several. Raises Invalid for what is no layer."""
+    """The trainable variables of a layer or several. Raises Invalid for what is not a layer."""
     if local_layers is None:
         return []
     layers = list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise Invalid(
-                f"local_layers has a {type(layer).__name__}, which is no Keras layer; give one layer, or a list of them"
+                f"local_layers has a {type(layer).__name__}, which is not a Keras layer; give one layer, or a"
+                " list"
             )
     return [each for layer in layers for each in layer.trainable_weights]
 

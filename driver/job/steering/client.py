@@ -142,7 +142,7 @@ class JobClient:
         deadline = time.monotonic() + CONNECT_S
         challenge = self._next(deadline)
         if not isinstance(challenge, Challenge) or len(challenge.nonce) != NONCE_BYTES:
-            raise ProtocolError("it is no driver of hvd-elastic")
+            raise ProtocolError("it is not a driver of hvd-elastic")
         if challenge.version != VERSION:
             raise ProtocolError(
                 f"it speaks version {challenge.version} of the protocol, this command {VERSION}: use the same release"

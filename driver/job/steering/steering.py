@@ -165,7 +165,9 @@ class OperatorDesk:
         match request:
             case messages.AskScale(workers=workers):
                 if workers < 1:
-                    return Told(0, False, f"{workers} is no number of workers; give 1 or more")
+                    return Told(
+                        0, False, f"the number of workers must be at least 1, got {workers}"
+                    )
                 await self._grow(workers)
                 return await self._decided(who, lambda n: ScaleRequested(n, workers))
             case messages.AskDrain(host=host, off=off):
@@ -240,4 +242,4 @@ class OperatorDesk:
 
     def _unknown(self, name: str) -> str:
         size = len(self._page.members())
-        return f"{name} is no worker of this job; give a rank, 0 to {size - 1}, or host:slot"
+        return f"{name} is not a worker of this job; give a rank, 0 to {size - 1}, or host:slot"

@@ -44,7 +44,7 @@ class Guard:
             first, *lines = head.decode("ascii").split("\r\n")
             method, target, version = first.split(" ")
         except (UnicodeDecodeError, ValueError):
-            return PageRefusal("400 Bad Request", "this is no request that a browser makes")
+            return PageRefusal("400 Bad Request", "this is not a request that a browser makes")
         if not version.startswith("HTTP/1."):
             return PageRefusal("505 HTTP Version Not Supported", "HTTP/1.1 is spoken here")
         headers: dict[str, str] = {}

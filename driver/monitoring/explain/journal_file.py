@@ -1,7 +1,7 @@
 """Reads the journal of any job, however it ended, and whatever has become of the file. Acts.
 
-What is no journal is refused with a sentence. All else is read as far as it goes: a last line that is cut off, lines in
-the middle that are none, an older format, a file that is still being written.
+What is not a journal is refused with a sentence. All else is read as far as it goes: a last line that is cut off, lines
+in the middle that are none, an older format, a file that is still being written.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class JournalEntries:
         except (msgspec.MsgspecError, UnicodeError, TypeError, LookupError, ValueError):
             self._left_out += 1
             if self._left_out >= NO_JOURNAL and not self._read:
-                raise Invalid(f"{str(self._path)!r} is no journal: its lines are none") from None
+                raise Invalid(f"{str(self._path)!r} is not a journal: its lines are none") from None
             return None
 
     def _note(self, entry: Entry) -> None:
@@ -190,7 +190,7 @@ def _header(path: Path, line: bytes) -> tuple[Header, Settings | None]:
     try:
         header = decoded_header(line)
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise Invalid(f"{str(path)!r} is no journal of elasticrun: {error}") from error
+        raise Invalid(f"{str(path)!r} is not a journal of elasticrun: {error}") from error
     if header.journal not in (*READABLE, ABANDONED):
         raise Invalid(
             f"{str(path)!r} has format {header.journal}, which this version does not know; explain it with the version"

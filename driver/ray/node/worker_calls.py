@@ -149,7 +149,7 @@ def _rank_of(line: bytes) -> int:
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises EOFError and OSError where the connection ends first, ValueError for what is no frame."""
+    """Raises EOFError and OSError where the connection ends first, ValueError for what is not a frame."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     if length > FRAME_LIMIT:
         raise ValueError(f"its answer has {length} bytes, and {FRAME_LIMIT} is the limit")

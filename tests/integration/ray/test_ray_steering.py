@@ -103,7 +103,7 @@ def test_a_job_on_ray_goes_from_4_to_8_to_3_a_host_is_drained_and_a_worker_remov
         assert "leaves at its next commit" in job.remove(2)
         steered.becomes(2, asked)
 
-        with pytest.raises(elastic.RequestRefused, match="is no host of this job"):
+        with pytest.raises(elastic.RequestRefused, match="is not a host of this job"):
             job.drain("elsewhere")
         training.finish()
         steps = training.steps()

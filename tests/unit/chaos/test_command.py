@@ -65,11 +65,14 @@ def test_each_explains_itself(name, capsys):
     ("words", "told"),
     [
         (JOB, "give --plan FILE or --mean-time-between-faults S"),
-        ([*OFTEN, "--faults", "kill,crash", *JOB], "--faults: 'crash' is no fault; give some of"),
+        (
+            [*OFTEN, "--faults", "kill,crash", *JOB],
+            "--faults: 'crash' is not a fault; give some of",
+        ),
         (["--mean-time-between-faults", "0", *JOB], "--mean-time-between-faults is 0; give"),
         (["--mean-time-between-faults", "1e-9", *JOB], "is 1e-09; give at least 0.05 seconds"),
         (["--mean-time-between-faults", "1e9", *JOB], "is 1e+09; give at most 1000000 seconds"),
-        ([*OFTEN, "--faults", "", *JOB], "--faults: '' is no fault; give some of"),
+        ([*OFTEN, "--faults", "", *JOB], "--faults: '' is not a fault; give some of"),
         ([*OFTEN, "--json", "/", *JOB], "--json /: this is a folder; give the name of a file"),
         (["--mean-time-between-faults", "nan", *JOB], "--mean-time-between-faults is nan; give"),
         ([*OFTEN, "--duration", "-1", *JOB], "--duration is -1; give"),
@@ -93,7 +96,7 @@ def test_a_mistake_in_the_words_of_run(words, told, capsys):
 @pytest.mark.parametrize(
     ("plan", "words", "told"),
     [
-        ('[[fault]]\nat_s = 1\nkind = "crash"\n', [], "plan.toml, line 3: 'crash' is no kind"),
+        ('[[fault]]\nat_s = 1\nkind = "crash"\n', [], "plan.toml, line 3: 'crash' is not a kind"),
         (
             '[[fault]]\nafter_commits = 1\nkind = "kill"\n',
             ["--no-digests"],
@@ -153,7 +156,7 @@ def test_a_journal_of_the_users_own_is_used(capsys, tmp_path):
         (["--minutes", "0"], "--minutes is 0; give more than 0"),
         (["--fault-every", "-2"], "--fault-every is -2"),
         (["--workers", "1"], "give at least 2, because one is spared"),
-        (["--faults", "kill,crash"], "--faults: 'crash' is no fault"),
+        (["--faults", "kill,crash"], "--faults: 'crash' is not a fault"),
         (["--json", "/nowhere/x.json"], "/nowhere/x.json: there is no folder /nowhere"),
     ],
 )
@@ -165,4 +168,4 @@ def test_check_refuses_what_is_no_journal(capsys, tmp_path):
     file = tmp_path / "journal.jsonl"
     assert "cannot read the journal" in refused(capsys, "check", str(file))
     file.write_text("{}\n")
-    assert "is no journal" in refused(capsys, "check", str(file))
+    assert "is not a journal" in refused(capsys, "check", str(file))

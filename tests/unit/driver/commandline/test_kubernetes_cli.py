@@ -100,7 +100,7 @@ def release(monkeypatch):
 
 @pytest.mark.parametrize("pods", ["1.5", "many", "100001", "99999999999999"])
 def test_a_number_of_pods_that_is_none_or_cannot_be_meant_is_refused(release, pods):
-    with pytest.raises(Invalid, match=r"is no number of pods; give 0 to 100,000"):
+    with pytest.raises(Invalid, match=r"is not a number of pods; give 0 to 100,000"):
         main(["scale", "bert", pods])
     release.scale.assert_not_called()
 

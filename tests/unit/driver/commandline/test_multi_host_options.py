@@ -27,12 +27,12 @@ def plan(flags: str, environ: dict[str, str] | None = None, *, elsewhere=False, 
         ("--etcd a:1", "--etcd needs --job NAME"),
         ("--etcd a:1 --job x", "make a file with `elasticrun secret FILE`"),
         ("--etcd a:1 --job a/b", "'a/b' can't be the name of a job"),
-        ("--etcd a:0 --job x", "'a:0' is no address and port"),
+        ("--etcd a:0 --job x", "'a:0' is not an address and port"),
         ("--etcd-user me", "flags that begin with --etcd- say how to reach --etcd"),
         ("--etcd a --job x --etcd-user me", "needs a password in ELASTIC_ETCD_PASSWORD"),
         ("--etcd a --job x --etcd-cert c", "--etcd-key and --etcd-ca missing"),
         ("--tls-cert c --tls-key k", "--tls-ca missing"),
-        ("--driver-port 70000", "--driver-port 70000 is no port"),
+        ("--driver-port 70000", "--driver-port 70000 is not a port"),
         ("--export NOWHERE", "there is no such variable"),
         ("--network-interface 1.2", "neither the name of an interface nor a network"),
         ("--kubernetes", "--kubernetes needs --job NAME, the release whose pods are the hosts"),
@@ -152,7 +152,7 @@ def test_an_agent_knows_its_grace_and_its_ready_file(tmp_path):
     told = agent(ELASTIC_GRACE_SECONDS="60", ELASTIC_READY_FILE=file)
     assert (told.grace_s, told.ready_file) == (60.0, file)
     assert agent("--grace 90", ELASTIC_GRACE_SECONDS="60").grace_s == 90.0
-    with pytest.raises(Invalid, match="ELASTIC_GRACE_SECONDS='soon' is no time"):
+    with pytest.raises(Invalid, match="ELASTIC_GRACE_SECONDS='soon' is not a time"):
         agent(ELASTIC_GRACE_SECONDS="soon")
     with pytest.raises(Invalid, match="is no folder to write in"):
         agent(f"--ready-file {tmp_path}/none/ready")

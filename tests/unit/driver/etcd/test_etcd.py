@@ -89,7 +89,7 @@ def test_where_the_driver_is():
 
 @pytest.mark.parametrize("address", ["", "a", "a:", "a:0", "a:65536", ":9", "a:b"])
 def test_what_is_no_address(address):
-    with pytest.raises(Invalid, match="is no address"):
+    with pytest.raises(Invalid, match="is not an address"):
         split_address(address)
 
 

@@ -200,14 +200,14 @@ def test_bad_files_are_refused_in_a_sentence(tmp_path):
     with pytest.raises(Invalid, match="cannot read the journal"):
         read(tmp_path / "none")
     (tmp_path / "text").write_text("hello\n")
-    with pytest.raises(Invalid, match="is no journal"):
+    with pytest.raises(Invalid, match="is not a journal"):
         read(tmp_path / "text")
     (tmp_path / "empty").touch()
-    with pytest.raises(Invalid, match="is no journal"):
+    with pytest.raises(Invalid, match="is not a journal"):
         read(tmp_path / "empty")
     path = written(tmp_path / "j", Script(settings()))
     path.write_text(path.read_text().replace('"at":9.0', '"at":nine'))
-    with pytest.raises(Invalid, match="line 5, is no journal entry"):
+    with pytest.raises(Invalid, match="line 5, is not a journal entry"):
         read(path)
 
 
@@ -368,7 +368,7 @@ def test_a_file_is_never_taken_for_a_journal_to_be_resumed_if_it_is_none(tmp_pat
         assert past_in(path) is None, "a driver was killed while it began"
     for text in ("my thesis", "my thesis\n", '{"a": 1}\n'):
         path.write_text(text)
-        with pytest.raises(Invalid, match="is no journal, and would be overwritten"):
+        with pytest.raises(Invalid, match="is not a journal, and would be overwritten"):
             past_in(path)
         assert path.read_text() == text
     path.write_text('{"journal":1}\n')

@@ -100,7 +100,7 @@ def test_a_fast_link_passes_more_at_once_because_timers_are_coarse():
     ("fields", "said"),
     [
         ({"loss": 1.0}, "share of packets"),
-        ({"rate": "10mbit; reboot"}, "no rate"),
+        ({"rate": "10mbit; reboot"}, "not a rate"),
         ({"delay_s": -1}, "in the past"),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_link_that_can_not_be(fields, said):
 
 @pytest.mark.parametrize("name", ["", "a;b", "Host", "much-too-long-a-name"])
 def test_a_name_that_no_interface_can_have(name):
-    with pytest.raises(Invalid, match="no name of a host"):
+    with pytest.raises(Invalid, match="not a name of a host"):
         links.check_name(name)
 
 
@@ -233,7 +233,7 @@ def test_notes_are_read_but_for_a_line_that_is_being_written():
         Note(2.5, "committed", 1, 4),
     ]
     for line in ("1.5 slept 0 4\n", "soon entered 0 4\n", "\n"):
-        with pytest.raises(Invalid, match="no note of a step"):
+        with pytest.raises(Invalid, match="not a note of a step"):
             notes_of(line)
 
 

@@ -180,7 +180,7 @@ def test_a_host_that_leaves_the_list_comes_back_as_another():
 def test_an_unknown_host_is_named_with_those_that_are_known():
     actions = two_hosts().tell(DrainRequested(7, "c"))
     assert answer(actions) == (False, Why.NO_SUCH_HOST)
-    assert str(the(AnswerRequest, actions).reason) == "c is no host of this job; it has a, b"
+    assert str(the(AnswerRequest, actions).reason) == "c is not a host of this job; it has a, b"
 
 
 def test_a_removed_worker_leaves_and_its_slot_stays_empty():

@@ -217,7 +217,7 @@ def test_only_methods_that_are_kept_are_found_again():
     assert {(Roster, "_file")} == snapshot.METHODS
     talk = running(2)
     data = taken(talk.m).replace(b'"_file"', b'"clear"')
-    with pytest.raises(Invalid, match="clear is no method that is kept"):
+    with pytest.raises(Invalid, match="clear is not a method that is kept"):
         restored(data, talk.m.settings)
 
 

@@ -364,7 +364,7 @@ def test_a_worker_may_not_replace_a_file_of_the_drivers_host(tmp_path):
         return answers[-1]
 
     for path in (keys, link):
-        assert "no timeline; remove it" in asyncio.run(ask(path)).error
+        assert "not a timeline; remove it" in asyncio.run(ask(path)).error
     assert keys.read_text() == "ssh-ed25519 AAAA\n"
     for _ in range(2):  # the second replaces the first
         assert asyncio.run(ask(tmp_path / "own.json")).error == ""

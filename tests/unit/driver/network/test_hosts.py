@@ -74,9 +74,9 @@ def test_a_host_without_slots_has_the_default():
         ("a:1,,b:1", "'' has no valid host name"),
         ("a:1,a:2", "host a is listed twice; list it once, with all its slots"),
         ("::1:4", "write IPv6 addresses in brackets, as in [::1]:4"),
-        ("[::1:4", "is no address in brackets"),
-        ("[gpu7]:4", "is no address in brackets"),
-        ("[::1]4", "is no address in brackets"),
+        ("[::1:4", "is not an address in brackets"),
+        ("[gpu7]:4", "is not an address in brackets"),
+        ("[::1]4", "is not an address in brackets"),
     ],
 )
 def test_a_wrong_list_is_told(text, said):
@@ -176,8 +176,8 @@ def test_a_name_that_resolves_to_this_machine_is_this_machine():
 def test_other_machines_are_told_apart():
     host = this_host(gpu7=["10.0.0.7"])
     assert host.elsewhere("gpu7") == "it is another machine (10.0.0.7)"
-    assert host.elsewhere("10.0.0.7") == "it is no address of this machine"
-    assert host.elsewhere("0.0.0.0") == "it is no address of this machine"
+    assert host.elsewhere("10.0.0.7") == "it is not an address of this machine"
+    assert host.elsewhere("0.0.0.0") == "it is not an address of this machine"
     assert host.elsewhere("gpu8") == "it could not be resolved: Name or service not known"
 
 
@@ -214,7 +214,10 @@ def test_a_name_that_no_server_can_be_asked_for_is_told():
 
 
 def test_only_own_addresses_can_be_bound():
-    assert ThisHost(hostname="trainer").elsewhere("192.0.2.1") == "it is no address of this machine"
+    assert (
+        ThisHost(hostname="trainer").elsewhere("192.0.2.1")
+        == "it is not an address of this machine"
+    )
 
 
 def test_spellings_of_an_address():
@@ -237,4 +240,4 @@ def test_addresses_with_a_port():
         "",
         "a:",
     ):
-        assert f"{text!r} is no address" in refusal(parse_address, text)
+        assert f"{text!r} is not an address" in refusal(parse_address, text)

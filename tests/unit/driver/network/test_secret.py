@@ -91,7 +91,7 @@ def test_a_damaged_secret_is_refused_and_not_repeated(tmp_path, text):
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(Invalid, match="no ordinary file"):
+    with pytest.raises(Invalid, match="not an ordinary file"):
         read_secret(str(tmp_path / "pipe"), {})
     with pytest.raises(Invalid, match="can't be read"):
         read_secret(str(tmp_path), {})

@@ -139,7 +139,7 @@ async def test_a_worker_proves_itself_and_is_heard(driver):
 async def test_who_knows_the_secret_and_does_not_belong_here_is_told_why(driver):
     peer, stranger = await Peer.reach(driver.address), Worker("localhost", 0, 2)
     challenge, nonce = await peer.answer(stranger)
-    reason = "localhost:0#2 is no worker of this job"
+    reason = "localhost:0#2 is not a worker of this job"
     own = proof(SECRET, "turned away", nonce, challenge.nonce, reason)
     assert await peer.hear() == protocol.TurnedAway(reason, own)
     assert await peer.hear() is None

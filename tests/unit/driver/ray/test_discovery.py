@@ -495,7 +495,7 @@ def test_calls_are_made_one_after_the_other_and_what_they_raise_is_raised():
 @pytest.mark.parametrize(
     ("most", "resources", "said"),
     [
-        (0, ONE, "0 workers is no number of workers"),
+        (0, ONE, "the number of workers must be at least 1, got 0"),
         (1, {}, "asks for nothing"),
         (1, {"CPU": 0}, "asks for nothing"),
         (1, {"CPU": -1}, "CPU is -1; give a number, 0 or more"),

@@ -777,7 +777,7 @@ def test_a_parameter_without_a_gradient_gets_zeros_whatever_the_size_of_an_elast
         ({"op": 17}, "Average, Sum"),
         ({"groups": -1}, "number of groups"),
         ({"groups": "all"}, "number of groups"),
-        ({"groups": [1, 2]}, "no list"),
+        ({"groups": [1, 2]}, "not a list"),
         ({"groups": [["weight"]]}, "contains a str"),
         ({"process_set": object()}, r"add_process_set\(\)"),
         ({"process_set": ProcessSet([0, 1])}, "not registered"),
@@ -805,7 +805,7 @@ def test_bad_names_say_what_to_do(world):
 def test_only_a_plain_optimizer_can_be_wrapped(world):
     with pytest.raises(ValueError, match="only once"):
         DistributedOptimizer(sgd(net(3, 2)))
-    with pytest.raises(ValueError, match=r"no torch.optim.Optimizer"):
+    with pytest.raises(ValueError, match=r"not a torch.optim.Optimizer"):
         DistributedOptimizer(net(3, 2))
 
 

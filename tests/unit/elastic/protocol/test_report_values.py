@@ -83,7 +83,7 @@ class Text(str):
         (collections.OrderedDict(b=1), {"b": 1}),
         (MappingProxyType({"c": np.float16(1)}), {"c": 1.0}),
         ([torch.tensor(1), {"x": np.float64(2)}], [1, {"x": 2.0}]),
-        ("\ud800 is no text", "? is no text"),
+        ("\ud800 is not text", "? is not text"),
     ],
     ids=lambda value: f"{type(value).__name__} {value!r}"[:30],
 )

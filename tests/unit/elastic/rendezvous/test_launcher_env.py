@@ -185,7 +185,7 @@ def test_a_world_of_one_meets_nobody_and_needs_no_address():
         ({"PMIX_RANK": "0"}, "PMIX_RANK is set, but nothing tells of how many ranks"),
         (BY_HAND | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; ranks count from 0 to size - 1"),
         (BY_HAND | {"RANK": "-1"}, "RANK is '-1'; it must be a whole number"),
-        (BY_HAND | {"MASTER_PORT": "99999"}, "MASTER_PORT is 99999, which is no port"),
+        (BY_HAND | {"MASTER_PORT": "99999"}, "MASTER_PORT is 99999, which is not a port"),
         (BY_HAND | {"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'; it must be a whole number"),
         (SLURM | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS is 'many'"),
     ],

@@ -248,7 +248,7 @@ def test_who_connects_a_second_time_is_told_why(paths):
     with driving(paths) as driver, linked(driver, paths):
         with pytest.raises(DriverLost, match=r"localhost:0#1 has a connection already: .* child"):
             Link(driver.address, SECRET, A, tls=paths)
-        with pytest.raises(DriverLost, match="localhost:1#1 is no worker of this job"):
+        with pytest.raises(DriverLost, match="localhost:1#1 is not a worker of this job"):
             Link(driver.address, SECRET, Worker("localhost", 1), tls=paths)
 
 

@@ -141,11 +141,11 @@ def test_lines_that_are_none_are_left_out_and_counted(tmp_path):
     ("data", "told"),
     [
         (b"", "is empty"),
-        (b"\x89PNG\r\n\x1a\n\x00\x00", "is no journal of elasticrun"),
-        (b"\x00" * 5_000_000, "is no journal of elasticrun"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "is not a journal of elasticrun"),
+        (b"\x00" * 5_000_000, "is not a journal of elasticrun"),
         (b'{"journal": 99, "date": "", "settings": {}}\n', "format 99"),
         (b'{"journal": 2, "date": "", "settings": {}}\n' + b"what\n" * 200, "lines are none"),
-        (b'{"loss": 1.0}\n', "is no journal of elasticrun"),
+        (b'{"loss": 1.0}\n', "is not a journal of elasticrun"),
     ],
 )
 def test_what_is_no_journal_is_refused_with_a_sentence(data, told, tmp_path):
