@@ -7,7 +7,7 @@
     recovering   from the end of a world that broke until the state is equal everywhere in the next
     joining      from ``init()`` to the first world, and in planned changes
     lost         what was training, committing or waiting for data, and has to be done again
-    idle         before and after the training function
+    idle         before and after the training function, and standing by
 
 They add up to the time since the account was begun.
 """

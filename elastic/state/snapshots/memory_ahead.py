@@ -16,6 +16,7 @@ import torch
 
 LEAST_BYTES = 1 << 20  # of a tensor; the memory of smaller ones is in the process already
 _ALIGNMENT = 64  # bytes; what torch's allocator gives
+_PIECE = 32 << 20  # bytes; Python keeps its lock during a call, and the link thread must come to it
 _POPULATE_WRITE = 23  # Linux's number; Python does not know it
 
 
@@ -28,7 +29,8 @@ class MemoryAhead:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         try:
-            self._pages.madvise(_POPULATE_WRITE)
+            for begin in range(0, size, _PIECE):
+                self._pages.madvise(_POPULATE_WRITE, begin, min(_PIECE, size - begin))
         except OSError:  # a kernel before 5.14
             torch.frombuffer(self._pages, dtype=torch.uint8).zero_()
 
