@@ -65,6 +65,18 @@ class Context(Protocol):
 
 
 _current: Callable[[], Context] | None = None
+_refusal: Callable[[], str] = str
+
+
+def refuse_collectives(why: Callable[[], str]) -> None:
+    """Asked before each collective of a script: why there can be none now, or nothing."""
+    global _refusal
+    _refusal = why
+
+
+def refusal() -> str:
+    """Why a script can have no collective now. Empty: it can."""
+    return _refusal()
 
 
 def register(current: Callable[[], Context]) -> None:

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic import context
 from elastic.api.sync_batch_norm import SyncBatchNorm
+from elastic.context import Context
 from elastic.data.loader import DataLoader
 from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
@@ -66,9 +68,11 @@ class Shards:
         self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
         self._present: ShardStep | None = None  # while a step is under way
         self._begun_in = 0  # the generation
+        self._begun_with: weakref.ref[Context] | None = None  # the runtime
         self._thread_count: int | None = None  # in which this process computed its last step
         self._done = 0  # this rank's shards that have begun
         self._said: tuple[int, int] | None = None
+        _all.add(self)
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
@@ -128,6 +132,13 @@ class Shards:
         step = self._step()
         return step.held[step.rank]
 
+    def looping(self) -> bool:
+        """Whether a script is within the loop over a step's shards, in the present world."""
+        runtime = lifecycle.active()
+        if self._present is None or self._begun_with is None or runtime is None:
+            return False
+        return runtime.generation == self._begun_in and self._begun_with() is runtime
+
     @property
     def present(self) -> ShardStep | None:
         """The step that is under way: its loop has begun and is not over."""
@@ -144,6 +155,8 @@ class Shards:
         self._check_threads()
         self.abandon()
         step, self._begun_in = self._step(), generation
+        runtime = lifecycle.active()
+        self._begun_with = None if runtime is None else weakref.ref(runtime)
         self._say(step)
         self._present, self._done = step, 0
         self.gradients = {}
@@ -382,3 +395,20 @@ class Shards:
         self.gradients = {}
         self.step, self.inexact_since = saved["step"], saved["inexact_since"]
         self._between_steps()
+
+
+_all: weakref.WeakSet[Shards] = weakref.WeakSet()  # of this process
+
+
+def _why_no_collective() -> str:
+    """Ranks have other numbers of shards, so each would call it another number of times."""
+    for shards in _all:
+        if shards.looping():
+            return (
+                f"within the loop over the shards of step {shards.step}, which runs another number of times on other"
+                " workers; call it after the loop, and for means of losses and metrics shards.means()"
+            )
+    return ""
+
+
+context.refuse_collectives(_why_no_collective)

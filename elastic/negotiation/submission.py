@@ -16,7 +16,7 @@ from elastic import context
 from elastic.collectives import construct, own_gpu
 from elastic.collectives.algorithms import adasum, reductions
 from elastic.collectives.interface import Op
-from elastic.errors import TensorMismatch, Unsupported
+from elastic.errors import Invalid, TensorMismatch, Unsupported
 from elastic.negotiation.handles import Handles
 from elastic.negotiation.messages import (
     AGREE,
@@ -189,6 +189,8 @@ def _submit(
     payload: str = "",
 ) -> int:
     """Claims a handle and submits; a world or a set of one has its result at once."""
+    if why := context.refusal():
+        raise Invalid(f"{kind}{f' {name}' if name else ''} was called {why}")
     if not tensors and kind not in (BARRIER, AGREE, JOIN):
         raise ValueError(f"{kind} was given no tensors; give at least one")
     device = tensors[0].device if tensors else _CPU

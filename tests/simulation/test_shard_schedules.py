@@ -41,6 +41,7 @@ def test_what_is_committed_has_the_bits_of_a_plain_loop(monkeypatch):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, NIGHTLY, 100))
 def test_in_many_more_jobs(monkeypatch, first):
     for seed in range(first, first + 100):

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import elastic
+from elastic import context
 from elastic.api.compression import Compression, NoneCompressor
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.collectives.interface import Op
@@ -361,6 +363,12 @@ def commit_within(model, shards, optimizer):
     run_step(model, shards, shards.state_dict)
 
 
+def collective_within(model, shards, optimizer):
+    run_step(model, shards)
+    assert context.refusal() == ""
+    run_step(model, shards, lambda: elastic.allreduce(torch.ones(1), name="loss"))
+
+
 def mean_within(model, shards, optimizer):
     run_step(model, shards, lambda: shards.mean([1.0, 1.0, 1.0, 1.0]))
 
@@ -386,6 +394,7 @@ def sparse(model, shards, optimizer):
         (two_passes, "more than backward_passes_per_step=1"),
         (too_few_batches, "no micro-batch for shard 2 of step 0"),
         (commit_within, r"call commit\(\) and check_host_updates\(\) after"),
+        (collective_within, "allreduce loss was called within the loop over the shards of step 1"),
         (mean_within, r"mean\(\) was called within the loop"),
         (too_few_values, "one value for each of this rank's shards, 4"),
         (sparse, "pass sparse_as_dense=True"),
