@@ -3,7 +3,8 @@
 Run as a program, this is that process. It has one thread and never computes, so its forks are sound. Of a job it forks
 `elasticrun`, and of this, before it has run a line, the processes that its first workers will be; they are told later
 what to run. So a worker is a child of its driver, under the number that the driver knows, in a session of its own, and
-dies with the driver, as others do. What comes after those, and what isn't ``python SCRIPT.py``, is started as always.
+dies with the driver, as others do. What comes after those, and what is neither ``python SCRIPT.py`` nor ``python -m
+MODULE``, is started as always.
 
 What differs: all workers hash strings alike, and /proc has one command line for all. So not every test forks its jobs.
 """
@@ -17,6 +18,7 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import sys
@@ -137,8 +139,8 @@ def drive(words: list[str], forks: list[Fork]) -> None:
         folder: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Any:
-        script = len(command) > 1 and command[0] in PYTHON and command[1].endswith(".py")
-        if not (script and forks and early(env) == early(at_the_start)):
+        known = len(command) > 1 and command[0] in PYTHON and command[1].endswith((".py", "-m"))
+        if not (known and forks and early(env) == early(at_the_start)):
             return spawning.spawn(command, env, announce, folder=folder, pass_fds=pass_fds)
         fork = forks.pop(0)
         fork.start(Told(list(command), dict(env), folder))
@@ -189,7 +191,9 @@ def worker(channel: socket.socket, driver: int) -> Program:
 
     autoload()  # as the import of torch would have called it, with this environment
     sys.modules["numpy"].random.seed()  # Python draws anew after a fork, NumPy doesn't
-    return lambda: run_script(told.words[1:])
+    return lambda: (
+        run_module(told.words[2:]) if told.words[1] == "-m" else run_script(told.words[1:])
+    )
 
 
 def become(told: Told, standard: Sequence[int]) -> None:
@@ -220,6 +224,13 @@ def run_script(words: list[str]) -> None:
     script.__file__ = words[0]
     sys.modules["__main__"] = script
     exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), script.__dict__)
+
+
+def run_module(words: list[str]) -> None:
+    """As ``python -m MODULE WORDS`` does it."""
+    sys.argv = words
+    sys.path[0] = os.getcwd()
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 # ---- its mark ------------------------------------------------------------------------------------------------------

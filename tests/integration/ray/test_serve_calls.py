@@ -12,6 +12,7 @@ import pytest
 from elastic.ray import calls
 from elastic.ray.serve_calls import LENGTH
 
+pytestmark = pytest.mark.forked
 SERVE = ["python", "-m", "elastic.ray.serve_calls"]
 
 
