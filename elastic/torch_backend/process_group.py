@@ -18,7 +18,8 @@ from elastic.runtime import lifecycle
 from elastic.torch_backend import collective_calls, reductions
 from elastic.torch_backend.collective_calls import Begun
 from elastic.torch_backend.following_group import FollowingGroup
-from elastic.torch_backend.works import ElasticWork
+from elastic.torch_backend.uncompiled import keep_out
+from elastic.torch_backend.works import ElasticFuture, ElasticWork, Futures
 
 
 class ElasticProcessGroup(FollowingGroup):
@@ -262,3 +263,5 @@ for _theirs, _ours in {
     "_reduce_scatter_base": ElasticProcessGroup.reduce_scatter_single,
 }.items():
     setattr(ElasticProcessGroup, _theirs, _ours)
+
+keep_out(FollowingGroup, ElasticProcessGroup, ElasticWork, ElasticFuture, Futures)

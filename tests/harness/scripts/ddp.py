@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # and not in the process of the tests, which may compile
+# Not in the process of the tests, which may compile.
+if __name__ == "__main__" and os.environ["FEATURE"] != "compiled":
     import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ import elastic
 
 FEATURES = (
     "plain", "fp16", "builtin", "powersgd", "no_sync", "static_graph", "buffers", "unused", "bucket_view", "join",
-    "sparse",
+    "sparse", "compiled",
 )  # fmt: skip
 SIZE = 96  # of a batch: worlds of 1, 2 and 3 share it equally
 dying: set[int] = set()  # the steps in which this worker dies
@@ -65,7 +66,7 @@ def batch(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor, 
     return points[mine], words[mine], points[mine].sin().sum(1, keepdim=True)
 
 
-def wrapped(network: Network, feature: str) -> DistributedDataParallel:
+def wrapped(network: Network, feature: str) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     options: dict[str, Any] = {
@@ -73,7 +74,10 @@ def wrapped(network: Network, feature: str) -> DistributedDataParallel:
         "unused": {"find_unused_parameters": True},
         "bucket_view": {"gradient_as_bucket_view": True},
     }.get(feature, {})
-    model = DistributedDataParallel(network, bucket_cap_mb=0.005, **options)
+    small = (
+        None if feature == "compiled" else 0.005
+    )  # the compiler takes no first bucket that is the largest
+    model = DistributedDataParallel(network, bucket_cap_mb=small, **options)
     if feature == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif feature == "builtin":
@@ -83,6 +87,8 @@ def wrapped(network: Network, feature: str) -> DistributedDataParallel:
             None, matrix_approximation_rank=4, start_powerSGD_iter=3, min_compression_rate=1
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    if feature == "compiled":
+        return torch.compile(model, backend="aot_eager")
     return model
 
 
