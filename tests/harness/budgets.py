@@ -26,13 +26,13 @@ BUDGETS_S = {
     "tests/integration/etcd": 60.0,
     "tests/integration/hosts": 150.0,
     "tests/integration/jobs": 480.0,
-    "tests/integration/launchers": 170.0,
-    "tests/integration/ray": 300.0,
+    "tests/integration/launchers": 120.0,
+    "tests/integration/ray": 270.0,
     "tests/simulation": 60.0,
     "tests/unit": 40.0,
     "tests/unit/chaos": 30.0,
-    "tests/unit/driver": 60.0,
-    "tests/unit/elastic": 180.0,
+    "tests/unit/driver": 45.0,
+    "tests/unit/elastic": 90.0,
     "tests/unit/horovod": 10.0,
 }
 TOO_MUCH = 1.5  # times the budget

@@ -35,7 +35,8 @@ def trees() -> dict[Path, ast.Module]:
 def forgets_the_trees() -> Iterator[None]:
     """Half a gigabyte, through which the collector would go for each test that comes after."""
     yield
-    trees.cache_clear()
+    for kept in (trees, made, private):
+        kept.cache_clear()
 
 
 def methods(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -46,6 +47,7 @@ def methods(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield node.name, sum(isinstance(each, kinds) for each in node.body)
 
 
+@functools.cache
 def made(tree: ast.Module) -> set[str]:
     """The names that a file gives: to functions, classes and variables, and to the attributes of its own objects."""
     names = set()
@@ -60,14 +62,17 @@ def made(tree: ast.Module) -> set[str]:
     return names
 
 
-def private(tree: ast.Module) -> Iterator[tuple[ast.Attribute, bool]]:
+@functools.cache
+def private(tree: ast.Module) -> list[tuple[ast.Attribute, bool]]:
     """Each use of a private attribute that the file itself does not give, and whether it is one of ``self``."""
     used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     used = [node for node in used if node.attr[0] == "_" and node.attr[:2] != "__"]
     given = made(tree) if used else set()
-    for node in used:
-        if node.attr not in given:
-            yield node, ast.unparse(node.value) in ("self", "cls", "super()")
+    return [
+        (node, ast.unparse(node.value) in ("self", "cls", "super()"))
+        for node in used
+        if node.attr not in given
+    ]
 
 
 def reaches(tree: ast.Module, names: set[str]) -> list[str]:

@@ -242,9 +242,9 @@ async def test_one_that_is_given_up_is_hung_up_on(driver, patch):
     driver.start(A)
     agent = await Agent(driver, "here").register()
     await driver.next()
-    patch.setattr(driver.fleet.pool, "handle", lambda event, now: [HangUp(agent.identity)])
-    driver.fleet.listed({})
-    patch.undo()
+    with patch.context() as decided:
+        decided.setattr(driver.fleet.pool, "handle", lambda event, now: [HangUp(agent.identity)])
+        driver.fleet.listed({})
     while (await agent.next()) != ("closed", "the driver closed the connection"):
         pass
 
