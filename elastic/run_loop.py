@@ -109,10 +109,10 @@ def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
 def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwargs: Any) -> Value:
     first = True
     # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
-    beside = gradient_layout.beside(state.handled())
+    others = gradient_layout.outside_state(state.handled())
     while True:
         try:
-            _enter_world(rt, state, beside, first=first)
+            _enter_world(rt, state, others, first=first)
             first = False
             rt.training.begins()
             value = func(state, *args, **kwargs)
@@ -142,16 +142,16 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             state.on_reset()
 
 
-def _enter_world(rt: Runtime, state: State, beside: str, *, first: bool) -> None:
+def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None:
     """Waits for a world and brings the state to those of its members that lack it. Raises
-    PeerLost. ``beside``: what the layout says of optimizers that are not in the state.
+    PeerLost. ``others``: what the layout says of optimizers that are not in the state.
     """
     if rt.alone:
         if first:
             durable.resume(rt, state)
             state.sync()
         return
-    text = "\n".join(filter(None, (state.layout(), beside)))
+    text = "\n".join(filter(None, (state.layout(), others)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
     if rt.session.recovery.newcomer:
         newcomer.make_memory(state)

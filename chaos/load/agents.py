@@ -52,7 +52,7 @@ from elastic.protocol.messages import Message, Worker, encoded
 from elastic.runtime.recovery import Phase, Recovery
 
 TICK_S = 1.0  # as the link thread of a worker looks at its progress
-HEAD = 4 + TAG_BYTES  # bytes of a frame beside its body
+HEAD = 4 + TAG_BYTES  # bytes of a frame besides its body
 
 
 # ---- what is said to this process, and what it answers -------------------------------------------------------------

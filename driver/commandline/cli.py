@@ -343,7 +343,7 @@ def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
 def _torch_additions(
     options: Options, environ: Mapping[str, str], bind: str, first_host: str
 ) -> dict[str, str]:
-    """What torch.distributed's scripts find in the environment beside their place: where rank 0 would listen, without
+    """What torch.distributed's scripts find in the environment besides their place: where rank 0 would listen, without
     our backend. ``bind`` is empty, and ``first_host`` perhaps known, where workers run on several hosts.
     """
     name = options.job_name or uuid.uuid4().hex

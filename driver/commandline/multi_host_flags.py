@@ -20,7 +20,7 @@ def add_several_hosts(add: Group) -> None:
         "--export",
         "NAMES",
         str,
-        "Give workers on all hosts these variables of this environment, beside HOROVOD_*, NCCL_*"
+        "Give workers on all hosts these variables of this environment, besides HOROVOD_*, NCCL_*"
         " and the like.",
         action=Names,
         dest="exported",

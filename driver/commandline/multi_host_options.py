@@ -1,4 +1,4 @@
-"""What a job on several hosts needs beside the job itself, from the flags; checked. Decides nothing about the job.
+"""What a job on several hosts needs besides the job itself, from the flags; checked. Decides nothing about the job.
 
 Secrets are read here, from files and variables, and are in no repr.
 """

@@ -17,7 +17,7 @@ class Need:
     """What a job can use now, for those who supply machines as they are needed.
 
     ``most``: workers, with standbys. ``used``: of each host the slots up to the last that has a worker. ``drained``:
-    hosts that an operator wants empty; what they have is beside ``most``.
+    hosts that an operator wants empty; what they have comes on top of ``most``.
     """
 
     most: int

@@ -4,7 +4,7 @@ A script that fails, hangs or prints nonsense changes nothing: the last good lis
 once, and once more when it is over. No hosts at all counts as such a trouble, because a source that is out of order
 often prints nothing, and taking that at its word would stop a healthy job.
 
-The script runs in a process group of its own, beside the event loop: however long it hangs, nothing waits for it.
+The script runs in a process group of its own, outside the event loop: however long it hangs, nothing waits for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a job on several hosts needs beside the job itself.
+"""What a job on several hosts needs besides the job itself.
 
 A job is such a one if it has a host that is not this machine, hosts that come by etcd, or a driver that may be followed
 by another.

@@ -25,7 +25,7 @@ from elastic.driver.sinks import Log
 from elastic.version import __version__
 
 KEPT_BYTES = 64 * 1024  # of what a process has said last
-SAID_LINES = 20  # warnings that an agent may have passed on beside its connection to the driver
+SAID_LINES = 20  # warnings that an agent may have passed on besides its connection to the driver
 REAP_S = 1.0
 # What the driver itself may have been told in its environment; an agent is told in its bootstrap.
 WITHHELD = frozenset({"ELASTIC_JOB_SECRET", "ELASTIC_ETCD_PASSWORD"})

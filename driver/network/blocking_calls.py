@@ -1,4 +1,4 @@
-"""Waits with a deadline, and calls that may block for ever, made beside the event loop. Decides nothing.
+"""Waits with a deadline, and calls that may block for ever, made outside the event loop. Decides nothing.
 
 Threads of calls are daemons: a call that hangs must not hold up the end of the process, as the loop's own would.
 """
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 async def in_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
     """What it returns or raises. Raises asyncio.TimeoutError; then it goes on, and nobody waits for it."""
-    future = begun(lambda: function(*args), "beside the loop")
+    future = begun(lambda: function(*args), "outside the loop")
     await within(_over(future), within_s)
     return future.result()
 

@@ -1,4 +1,4 @@
-"""Looks names up, beside the event loop and with a deadline. Remembers nothing: an answer may change at any time."""
+"""Looks names up, outside the event loop and with a deadline. Remembers nothing: an answer may change at any time."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ def prepare(modules: str, script: str) -> None:
     names = [name for name in modules.split(",") if name != AUTO]
     if AUTO in modules.split(",") and script:
         with contextlib.suppress(OSError, SyntaxError, ValueError):
-            beside = {path.stem for path in Path(script).parent.iterdir()}
+            siblings = {path.stem for path in Path(script).parent.iterdir()}
             found = leading_imports(Path(script).read_text())
-            names += [name for name in found if name.split(".")[0] not in beside]
+            names += [name for name in found if name.split(".")[0] not in siblings]
     for name in (*OURS, *names):
         with contextlib.suppress(Exception):
             importlib.import_module(name)

@@ -39,7 +39,7 @@ def spawn(
         announce(os.getpid())
 
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads; ours makes a few system calls and execs.
+        # Python 3.12 warns of forks in a process that has threads; ours makes a few system calls and execs.
         warnings.simplefilter("ignore", DeprecationWarning)
         return subprocess.Popen(
             list(command),

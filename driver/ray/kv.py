@@ -42,7 +42,7 @@ class KeyValues(Protocol):
 
 
 class Insistent:
-    """Asks again until there is an answer, one question after the other, beside the event loop."""
+    """Asks again until there is an answer, one question after the other, outside the event loop."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ that wait for room are what an autoscaler brings nodes for.
     one more than are wanted            no             removed, the youngest that waits first; where a worker is: kept
 
 How many are wanted follows the driver's need: an operator may scale the job. What is on a host that an operator drains
-counts beside that, so that others are asked for in its place, and nobody else is placed there.
+counts besides that, so that others are asked for in its place, and nobody else is placed there.
 
 A node that drained once never has slots again. A claim that is to go is removed again and again until Ray says that it
 is gone, wherever Ray may have placed it meanwhile. It may go before its workers have left: they are no part of it, and
@@ -118,7 +118,7 @@ class Claims:
         self._last = Decision()
 
     def want(self, most: int, used: Mapping[str, int], emptied: Collection[str]) -> None:
-        """So many slots from here on, beside those on ``emptied`` nodes. ``used``: of each node the slots up to the
+        """So many slots from here on, besides those on ``emptied`` nodes. ``used``: of each node the slots up to the
         last that has a worker, which stay whatever is wanted.
         """
         seats = self._seats.all
@@ -291,7 +291,7 @@ def shortage(
     too_large: bool,
     given: bool,
 ) -> str:
-    """Why a job can't begin, and what to do. ``free`` is what the nodes together have left beside what was placed."""
+    """Why a job can't begin, and what to do. ``free`` is what the nodes together have left besides what was placed."""
     one = at_least == 1
     each = show(resources)
     asked = f"1 worker of {each} was" if one else f"{at_least} workers of {each} each were"
@@ -306,6 +306,6 @@ def shortage(
     noun = "node" if nodes == 1 else "nodes"
     large = "; no node is large enough for one" if too_large else ""
     return (
-        f"{could}; beside them {left} is free on {nodes} {noun}{large}: add nodes, end what holds"
+        f"{could}; besides them {left} is free on {nodes} {noun}{large}: add nodes, end what holds"
         " them, or ask for fewer workers (min_workers) or less for each (resources_per_worker)"
     )

@@ -147,7 +147,7 @@ def _statistics(
     """Mean and biased variance per channel and the number of values per channel, over all ranks.
 
     In float32, in float64 for float64 inputs. Differences to the mean are taken locally, and the ranks' sums are
-    combined in float64: a mean that is large beside the deviation costs no digits.
+    combined in float64: a mean that is large compared to the deviation costs no digits.
     """
     wide = torch.float32 if input.dtype in _HALF else input.dtype
     others = [dim for dim in range(input.dim()) if dim != 1]

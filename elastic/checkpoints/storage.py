@@ -1,6 +1,6 @@
 """A folder of checkpoints: on this machine, on a shared file system, or in an object store through fsspec.
 
-A file that is written here appears whole or not at all: locally it is written beside its place, brought to the disk
+A file that is written here appears whole or not at all: locally it is written next to its place, brought to the disk
 and renamed; an object store shows an object when it is complete. Errors are OSError, whatever the store calls them.
 """
 
@@ -86,16 +86,16 @@ class Storage:
                 stream.close()
             return
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        beside = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        partial = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            with open(beside, "xb") as file:
+            with open(partial, "xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(partial)
             raise
         _sync_folder(os.path.dirname(path))
 

@@ -138,7 +138,7 @@ class CpuGroup:
         plan = topology.plan(rows)
         if plan.way is Way.GLOO:
             return plan, None
-        host, why = self._join(offer, rows, plan.beside(self._rank))
+        host, why = self._join(offer, rows, plan.local_ranks(self._rank))
         try:
             said = self._swap(
                 store, f"{purpose}/shared/{self._size}", why.encode(), self._timeout_s

@@ -78,7 +78,7 @@ class Plan:
         """Whether every host has equally many ranks."""
         return len({len(ranks) for ranks in self.hosts}) == 1
 
-    def beside(self, rank: int) -> tuple[int, ...]:
+    def local_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks of this rank's host, itself among them."""
         return next(ranks for ranks in self.hosts if rank in ranks)
 

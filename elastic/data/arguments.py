@@ -133,7 +133,7 @@ class LoaderArguments:
     def _check_batches(self) -> None:
         if self.global_batch_size is not None and (self.batch_size != 1 or self.ready):
             raise Invalid(
-                "global_batch_size says how large a step is; give no batch_size or batch_sampler beside it"
+                "global_batch_size says how large a step is; give no batch_size or batch_sampler with it"
             )
         if self.batch_sampler is not None and (self.batch_size != 1 or self.drop_last):
             raise Invalid("batch_sampler makes the batches; give no batch_size or drop_last")

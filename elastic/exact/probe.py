@@ -1,7 +1,7 @@
 """How this process computes, so that one that computes otherwise is turned away before it disturbs anybody.
 
 The same operations on the same numbers give other last bits with another number of threads, other vector instructions
-or another library. So a process runs a few of each kind on drawn numbers, and says a digest of what came out beside
+or another library. So a process runs a few of each kind on drawn numbers, and says a digest of what came out with
 the settings that are known to matter. Talks to nobody.
 """
 

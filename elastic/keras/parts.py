@@ -53,7 +53,7 @@ class ModelPart(VariablesPart):
 
     def _committed(self, trained: bool) -> dict[str, torch.Tensor]:
         bank = self.snapshot.bank
-        names = set(bank.beside[0]["trained"])
+        names = set(bank.extra[0]["trained"])
         return {
             name: tensor for name, tensor in bank.buffers().items() if (name in names) == trained
         }

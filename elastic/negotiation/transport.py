@@ -218,7 +218,7 @@ class Hub:
         # Ranks come in a crowd, and are strangers until they have spoken.
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._strangers: Strangers[socket.socket] = Strangers(
-            _HELLO_S, count_limit(_HELLO_LIMIT, descriptors, beside=size)
+            _HELLO_S, count_limit(_HELLO_LIMIT, descriptors, extra=size)
         )
         self._sockets: dict[int, socket.socket] = {}
         self._early: dict[int, list[bytes]] = {}  # bodies for ranks that have not connected yet

@@ -52,7 +52,7 @@ def lines(
     return [f"{name}.{line}" for line in found]
 
 
-def beside(handled: Collection[object]) -> str:
+def outside_state(handled: Collection[object]) -> str:
     """The lines of this process's optimizers that are not in ``handled``, in an order that names no process."""
     if not _outside(handled):
         return ""

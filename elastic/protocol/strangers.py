@@ -15,13 +15,13 @@ BYTES_LIMIT = 128 * 1024 * 1024  # of what they may say, all together
 Caller = TypeVar("Caller", bound=Hashable)
 
 
-def count_limit(bytes_each: int, descriptors: int, beside: int = 0) -> int:
+def count_limit(bytes_each: int, descriptors: int, extra: int = 0) -> int:
     """How many are kept, of whom each may say ``bytes_each`` bytes: at most a quarter of the ``descriptors`` that this
-    process may have (negative: any number), because most are for those who have proved it. ``beside``: how many of
+    process may have (negative: any number), because most are for those who have proved it. ``extra``: how many of
     those may come in one moment.
     """
     most = min(COUNT_LIMIT, BYTES_LIMIT // bytes_each)
-    return (most if descriptors < 0 else max(16, min(most, descriptors // 4))) + beside
+    return (most if descriptors < 0 else max(16, min(most, descriptors // 4))) + extra
 
 
 class Strangers(Generic[Caller]):

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from elastic.errors import Invalid
 from elastic.ray.calls import END, EXECUTE, MAKE, REGROUP, RUN, answered, failed
 
-CALLS = "ELASTIC_CALLS"  # by default the socket `calls` beside the file of ELASTIC_CALL
+CALLS = "ELASTIC_CALLS"  # by default the socket `calls` next to the file of ELASTIC_CALL
 CALL = "ELASTIC_CALL"
 LENGTH = struct.Struct("!I")
 
@@ -149,8 +149,8 @@ def _flush() -> None:
 
 
 def main() -> None:
-    beside = os.environ.get(CALL, "")
-    path = os.environ.get(CALLS, "") or (beside and os.path.join(os.path.dirname(beside), "calls"))
+    call = os.environ.get(CALL, "")
+    path = os.environ.get(CALLS, "") or (call and os.path.join(os.path.dirname(call), "calls"))
     if not path:
         raise Invalid(
             f"{CALLS} is not set: this program is started by elastic.ray.Executor, for its workers"

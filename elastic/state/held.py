@@ -26,7 +26,7 @@ class HeldPart:
     def of(cls, part: Part) -> HeldPart:
         snapshot = part.snapshot
         bank = snapshot.hold()
-        structure, own = bank.beside
+        structure, own = bank.extra
         return cls(part, snapshot, bank, structure, own, bank.buffers())
 
     def described(self) -> Any:

@@ -65,7 +65,7 @@ class Coordinator:
         return {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
-            "ELASTIC_MASTER_PORT": str(port),  # this one, not one beside it
+            "ELASTIC_MASTER_PORT": str(port),  # this one, not another one
             "ELASTIC_SECRET": secrets.token_hex(32),
             "HOROVOD_START_TIMEOUT": str(self.settings.timeout_s),
         }

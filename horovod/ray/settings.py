@@ -1,4 +1,4 @@
-"""What Horovod's executors are told beside the number of workers, and what of it has a meaning here."""
+"""What Horovod's executors are told besides the number of workers, and what of it has a meaning here."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _warn_of_another_horovod() -> None:
     except metadata.PackageNotFoundError:
         return
     warnings.warn(
-        f"Horovod {version} is installed beside hvd-elastic, which `import horovod` means here;"
+        f"Horovod {version} is installed next to hvd-elastic, which `import horovod` means here;"
         " run `pip uninstall horovod`, or keep the two in separate environments",
         stacklevel=3,
     )

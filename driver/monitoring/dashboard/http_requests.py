@@ -33,7 +33,7 @@ class PageRefusal:
 
 @dataclass(frozen=True)
 class Guard:
-    """``token`` is never empty. ``names``: of this machine, in lower case, beside its addresses."""
+    """``token`` is never empty. ``names``: of this machine, in lower case, besides its addresses."""
 
     token: str
     names: Collection[str] = ("localhost",)

@@ -63,9 +63,9 @@ def own_path(python: str, limit_s: float) -> list[str]:
 
 def programs(python: str, folder: Path) -> str:
     """A folder in which ``python`` is this one."""
-    beside = os.path.dirname(python)
-    if os.access(os.path.join(beside, "python"), os.X_OK):
-        return beside
+    programs = os.path.dirname(python)
+    if os.access(os.path.join(programs, "python"), os.X_OK):
+        return programs
     # Such as /usr/bin/python3, without a `python`. A link would not do: in another folder it finds no virtual
     # environment.
     made = folder / "bin"

@@ -64,7 +64,7 @@ def workers_environ(
 ) -> dict[str, str]:
     """What the workers of a node inherit; see `without_rays_own`.
 
-    ``programs``: the folder of the python to run; ``modules``: where it looks for modules beside its own places.
+    ``programs``: the folder of the python to run; ``modules``: where it looks for modules besides its own places.
     By ``address`` ``ray.init()`` in a worker joins the same cluster; Ray lets nobody but the program itself choose a
     namespace, so that is ``ray.init(namespace=os.environ["RAY_NAMESPACE"])``. Which GPUs a worker may
     use is said for each of them by the driver; unless it says so, or the user has, none.

@@ -1,4 +1,4 @@
-"""The C++ library of native/: found beside this file, checked, loaded once, and its functions declared.
+"""The C++ library of native/: found next to this file, checked, loaded once, and its functions declared.
 
 Everything works without it, slower: tensors then travel over Gloo, also within a host. So nothing here raises. A file
 that was cut short, or overwritten in part, would end the process when it is mapped or called; the build therefore

@@ -208,7 +208,7 @@ class ModelStateHandler(Part):
     def _committed(self, kind: str) -> dict[str, torch.Tensor]:
         bank = self.snapshot.bank
         buffers = bank.buffers()
-        return {name: buffers[name] for name in bank.beside[0]["names"][kind] if name in buffers}
+        return {name: buffers[name] for name in bank.extra[0]["names"][kind] if name in buffers}
 
     def differing(self) -> list[str]:
         live = dissect(self.model).parameters

@@ -242,7 +242,7 @@ class OptimizerStateHandler(Part):
         for name, tensor in fresh.items():
             number, key, device_type = structure["origins"][name]
             owner = parameters[number]
-            # Adam's step counter may lie in host memory beside a parameter on the GPU.
+            # Adam's step counter may lie in host memory next to a parameter on the GPU.
             state[owner][key] = tensor if device_type == "cpu" else tensor.to(owner.device)
         state.update(structure["loose"])
 

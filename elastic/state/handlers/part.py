@@ -136,13 +136,13 @@ class Part(StateHandler):
     def save(self) -> None:
         """Copies the value. CUDA tensors are under way when it returns; all others are copied. Raises Invalid."""
         structure, tensors = self.live()
-        beside = copied(structure, self.what), self.own()
-        self.snapshot.take(tensors, beside, trust=self.seems_unchanged())
+        extra = copied(structure, self.what), self.own()
+        self.snapshot.take(tensors, extra, trust=self.seems_unchanged())
 
     def restore(self) -> None:
         """Sets the value to exactly the bits that were saved, in place where the shapes agree. Raises DeviceLost."""
         bank = self.snapshot.bank
-        saved, own = bank.beside
+        saved, own = bank.extra
         structure = copied(saved, self.what)
         buffers = bank.buffers()
         specs = {name: TensorSpec.of(buffer) for name, buffer in buffers.items()}

@@ -53,7 +53,7 @@ class Look:
     """How tensors look at one moment. Two equal looks: the same kinds at the same places, and no traced change between.
 
     One list for each question instead of one object for each tensor: a commit asks them of every tensor at every step,
-    and what it spends here is a good part of its price beside the copy.
+    and what it spends here is a good part of its price besides the copy.
     """
 
     __slots__ = ("kinds", "names", "pointers", "storages", "tensors", "versions")
@@ -136,11 +136,11 @@ def _wasteful(buffers: list[torch.Tensor]) -> bool:
 
 
 class Bank:
-    """One complete set of copies, with whatever the owner wants to keep beside them."""
+    """One complete set of copies, with whatever the owner wants to keep with them."""
 
     def __init__(self) -> None:
         self.copies: dict[str, _Copy] = {}
-        self.beside: Any = None
+        self.extra: Any = None
         self.transit: pinned.Transit | None = None
         self._names: list[str] = []
         self._kinds: list[Any] = []  # what the buffers were made for
@@ -152,10 +152,10 @@ class Bank:
         self._versions: list[int] | None = None  # when it was copied; None: can't be trusted
         self._moment: change_detection.Moment | None = None
 
-    def take(self, look: Look, beside: Any, stage: pinned.Stage, *, trust: bool) -> None:
+    def take(self, look: Look, extra: Any, stage: pinned.Stage, *, trust: bool) -> None:
         # Read before anything is copied: what is noticed meanwhile counts for the next time.
         moment = change_detection.moment()
-        self.beside = beside
+        self.extra = extra
         if trust and moment == self._moment and self._unchanged(look):
             return
         self._moment = None  # until the copies are complete nothing in here can be trusted
@@ -285,8 +285,8 @@ class Snapshot:
         if self._spare is None and self._held is None:
             self._spare = self.bank.empty_twin()
 
-    def take(self, tensors: dict[str, torch.Tensor], beside: Any, *, trust: bool = True) -> None:
-        """Copies what may have changed. ``beside`` is kept as it is; ``trust=False`` copies everything.
+    def take(self, tensors: dict[str, torch.Tensor], extra: Any, *, trust: bool = True) -> None:
+        """Copies what may have changed. ``extra`` is kept as it is; ``trust=False`` copies everything.
 
         On the CPU complete when it returns. CUDA copies are under way. Raises DeviceLost if the last ones still are
         after longer than a sound device takes.
@@ -294,7 +294,7 @@ class Snapshot:
         self.complete()
         if self.bank is self._held:
             self.bank, self._spare = self._spare or Bank(), None
-        self.bank.take(Look(tensors), beside, self._stage, trust=trust)
+        self.bank.take(Look(tensors), extra, self._stage, trust=trust)
 
     def complete(self) -> None:
         """Waits for copies under way. Raises DeviceLost."""

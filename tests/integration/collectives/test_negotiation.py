@@ -191,7 +191,7 @@ def started_hub(size: int) -> tuple[Hub, Any, queue.SimpleQueue[Any]]:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
     monkeypatch.setattr(transport, "BEAT_S", 0.1)
-    monkeypatch.setattr(transport, "count_limit", lambda *limits, beside: 16)
+    monkeypatch.setattr(transport, "count_limit", lambda *limits, extra: 16)
     made, rules, heard = started_hub(size=3)
     peers = {rank: Peer(rules, rank, 7, b"secret", silence_s=2.0) for rank in (1, 2)}
     for rank, peer in peers.items():

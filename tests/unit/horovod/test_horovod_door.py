@@ -95,7 +95,7 @@ def test_exceptions_keep_their_bases():
 
 def test_another_horovod_in_the_environment_is_named(monkeypatch):
     monkeypatch.setattr(metadata, "version", {"horovod": "0.28.1"}.__getitem__)
-    with pytest.warns(UserWarning, match="Horovod 0.28.1 is installed beside hvd-elastic"):
+    with pytest.warns(UserWarning, match="Horovod 0.28.1 is installed next to hvd-elastic"):
         hvd._warn_of_another_horovod()
 
 

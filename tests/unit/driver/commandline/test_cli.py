@@ -770,7 +770,7 @@ def test_a_torch_that_cannot_be_asked_is_told(folder):
     assert check_build.probe(failing).trouble == (
         "torch can't be imported: ModuleNotFoundError: no torch"
     )
-    assert "is no answer" in check_build.probe(python(folder, "echo hello")).trouble
+    assert "is not an answer" in check_build.probe(python(folder, "echo hello")).trouble
     assert "can't be started" in check_build.probe(str(folder / "none")).trouble
     hanging = python(folder, "exec sleep 100")
     assert "has not ended within 0.1 s" in check_build.probe(hanging, timeout_s=0.1).trouble

@@ -296,7 +296,7 @@ def test_without_room_it_says_what_there_is_and_removes_its_claims():
     with pytest.raises(Invalid) as caught:
         told.place(4, 10)
     assert str(caught.value) == (
-        "4 workers of CPU 99 each were asked for, and 2 could be placed within 10 s; beside them"
+        "4 workers of CPU 99 each were asked for, and 2 could be placed within 10 s; besides them"
         " nothing is free on 2 nodes; no node is large enough for one: add nodes, end what holds"
         " them, or ask for fewer workers (min_workers) or less for each (resources_per_worker)"
     )

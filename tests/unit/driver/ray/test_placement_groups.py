@@ -405,7 +405,7 @@ def test_a_shortage_says_what_was_asked_what_there_is_and_what_to_do():
     }
     said = shortage(**told)
     assert said.startswith(
-        "4 workers of CPU 1, GPU 1 each were asked for, and 1 could be placed within 100 s; beside"
+        "4 workers of CPU 1, GPU 1 each were asked for, and 1 could be placed within 100 s; besides"
         " them CPU 3 is free on 2 nodes: add nodes"
     )
     assert "no node is large enough for one" in shortage(**told | {"too_large": True})

@@ -55,7 +55,7 @@ def test_several_hosts_with_several_ranks_are_a_hierarchy():
     decided = plan([rank_on("a"), rank_on("b"), rank_on("a"), rank_on("b")])
     assert decided == Plan(Way.HIERARCHY, ((0, 2), (1, 3)))
     assert decided.even
-    assert decided.beside(3) == (1, 3)
+    assert decided.local_ranks(3) == (1, 3)
 
 
 def test_hosts_may_have_unequally_many_ranks():

@@ -90,23 +90,23 @@ def test_which_process_set_averages_may_depend_on_the_rank(monkeypatch):
 def test_an_optimizer_beside_the_state_is_compared_too():
     model = net(2, 1)
     state = TorchState(model=model)
-    assert gradient_layout.beside(state.handled()) == ""
+    assert gradient_layout.outside_state(state.handled()) == ""
     optimizer = sgd(model)
-    before = gradient_layout.beside(state.handled())
+    before = gradient_layout.outside_state(state.handled())
     assert "DistributedOptimizer.compression none" in before.splitlines()
     del optimizer
     other = sgd(model, compression=Compression.fp16)
-    said = layout_diff.difference(gradient_layout.beside(state.handled()), before)
+    said = layout_diff.difference(gradient_layout.outside_state(state.handled()), before)
     assert said == "DistributedOptimizer.compression: fp16 here, none in the world"
-    assert gradient_layout.beside(ObjectState().handled()) != ""
-    assert gradient_layout.beside(TorchState(model=model, optimizer=other).handled()) == ""
+    assert gradient_layout.outside_state(ObjectState().handled()) != ""
+    assert gradient_layout.outside_state(TorchState(model=model, optimizer=other).handled()) == ""
 
 
 def test_several_beside_the_state_are_told_apart_and_come_in_one_order():
     def lines(ops: list[Op]) -> list[str]:
         kept = [sgd(net(2, 1), op=op) for op in ops]
         assert kept
-        return gradient_layout.beside([]).splitlines()
+        return gradient_layout.outside_state([]).splitlines()
 
     said = lines([Op.AVERAGE, Op.SUM])
     assert "DistributedOptimizer.0.op AVERAGE" in said and "DistributedOptimizer.1.op SUM" in said

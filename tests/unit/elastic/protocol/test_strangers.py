@@ -7,7 +7,7 @@ def test_most_descriptors_and_a_bounded_memory_are_for_those_who_have_proved_it(
     assert count_limit(1024, descriptors=-1) == COUNT_LIMIT
     assert count_limit(1024, descriptors=8) == 16
     assert count_limit(1 << 18, descriptors=-1) * (1 << 18) <= BYTES_LIMIT
-    assert count_limit(1024, descriptors=1024, beside=8) == 264
+    assert count_limit(1024, descriptors=1024, extra=8) == 264
 
 
 def test_the_oldest_gives_way_to_the_newest():

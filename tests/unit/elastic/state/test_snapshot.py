@@ -145,7 +145,7 @@ def test_copies_under_way_are_waited_for_on_their_own_device(monkeypatch):
     snapshot.complete()
     assert answers == []
     snapshot.take({"a": torch.ones(2)}, "second")
-    assert snapshot.bank.beside == "second"
+    assert snapshot.bank.extra == "second"
 
 
 def test_a_device_that_hangs_is_not_waited_for_forever(monkeypatch):

@@ -135,7 +135,7 @@ def test_a_model_that_was_rebuilt_is_looked_at_anew(change: Callable[[Net], None
     fresh = ModelStateHandler(net)
     known, expected = handler.snapshot.bank, fresh.snapshot.bank
     for kind in ("names", "extra"):
-        assert known.beside[0][kind] == expected.beside[0][kind]
+        assert known.extra[0][kind] == expected.extra[0][kind]
     assert known.buffers().keys() == expected.buffers().keys()
     live = dict(dissect(net).tensors())
     for name, buffer in known.buffers().items():
@@ -250,13 +250,13 @@ def test_an_optimizer_that_keeps_other_entries_is_looked_at_anew(change: Callabl
     handler.save()
     known, expected = handler.snapshot.bank, OptimizerStateHandler(optimizer).snapshot.bank
     for kind in ("owners", "values", "origins", "loose"):
-        assert repr(known.beside[0][kind]) == repr(expected.beside[0][kind]), kind
+        assert repr(known.extra[0][kind]) == repr(expected.extra[0][kind]), kind
     assert known.buffers().keys() == expected.buffers().keys()
     for name, buffer in expected.buffers().items():
         assert same_bits(known.buffers()[name], buffer), name
 
 
-# ---- Python values beside them -------------------------------------------------------------------
+# ---- Python values with them --------------------------------------------------------------------
 
 
 def test_copies_of_python_values_share_nothing_and_keep_their_own_sharing():
