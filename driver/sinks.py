@@ -23,5 +23,5 @@ class Sink(Protocol):
     def tail(self, worker: Worker) -> str:
         """The end of what it wrote to stderr so far, at most some 20 KB."""
 
-    def forget(self, worker: Worker) -> None:
+    def drop(self, worker: Worker) -> None:
         """It is gone, and both streams are finished."""

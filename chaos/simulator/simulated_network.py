@@ -60,7 +60,7 @@ class SimulatedNetwork:
         self._of.setdefault(host, []).append(connection)
         return connection
 
-    def forget(self, connection: Connection) -> None:
+    def drop(self, connection: Connection) -> None:
         mine = self._of.get(connection.host, [])
         if connection in mine:
             mine.remove(connection)
@@ -179,12 +179,12 @@ class Connection:
             self.over = True
 
     def _closed(self, connection: Connection) -> None:
-        self.network.forget(self)
+        self.network.drop(self)
         self.network.driver.lost(self, False)
 
     def break_off(self, *, silent: bool = False, tell_driver: bool = True) -> None:
         """The end of what was under way is lost."""
-        self.network.forget(self)
+        self.network.drop(self)
         if self.over and not silent:
             return
         clock = self.network.clock

@@ -329,7 +329,7 @@ class AgentPool:
             why = f"host {host.name}: {reason}"
             self._exited(host, WorkerExited(order.worker, NO_AGENT, why))
         if host.running:
-            self._networks.forget(host.name)
+            self._networks.drop(host.name)
             self._orders.do(TellDriver(HostLost(host.name, reason)))
             self._start_again(host)
 
@@ -344,8 +344,8 @@ class AgentPool:
         self._orders.tell(host, Dismissed("its host has left the list, and its workers have gone"))
         host.agent, host.here = None, False
         self._heard_of.drop(host.name)
-        self._reach.forget(host.name)
-        self._networks.forget(host.name)
+        self._reach.drop(host.name)
+        self._networks.drop(host.name)
 
     # ---- agents are started ----------------------------------------------------------------------------------------
 

@@ -204,7 +204,7 @@ class Fleet:
                 self._heard(worker, message)
             case TellDriver(WorkerExited() as event):
                 self._exited(event)
-                self._sink.forget(event.worker)
+                self._sink.drop(event.worker)
             case TellDriver(WorkerDisconnected(worker, silent)):
                 self._gone(worker, silent)
             case TellDriver(event):

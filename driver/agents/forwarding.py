@@ -40,8 +40,8 @@ class Forwarding:
     def tail(self, worker: Worker) -> str:
         return self._tails.of(worker)
 
-    def forget(self, worker: Worker) -> None:
-        self._tails.forget(worker)
+    def drop(self, worker: Worker) -> None:
+        self._tails.drop(worker)
 
     def catch_up(self) -> None:
         """There is a connection, or room in it again: send what was kept."""

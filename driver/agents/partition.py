@@ -36,7 +36,7 @@ class Reach:
         """Its connection has ended; it may come back."""
         self._here.discard(host)
 
-    def forget(self, host: str) -> None:
+    def drop(self, host: str) -> None:
         """It is let go: whether it is there says nothing any more."""
         for hosts in (self._known, self._here, self._held):
             hosts.discard(host)

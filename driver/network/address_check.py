@@ -41,7 +41,7 @@ class Agreement:
         ``bind`` is the numeric address that the host uses, ``addresses`` are all that it has, as in ``10.0.0.5/24``,
         ``calls_from`` is the one under which the driver knows it. What is not an address is taken for nothing.
         """
-        self.forget(host)
+        self.drop(host)
         try:
             found = _CheckedHost(bind, addresses, calls_from)
         except ValueError:
@@ -54,7 +54,7 @@ class Agreement:
         self._told.add(kind)
         return f"{self._told_of(kind, found)}: {self._cure(found)}"
 
-    def forget(self, host: str) -> None:
+    def drop(self, host: str) -> None:
         """It is gone."""
         found = self._hosts.pop(host, None)
         if found is not None:

@@ -98,9 +98,9 @@ class Output:
         """See `Sink.tail`."""
         return self._tails.of(worker)
 
-    def forget(self, worker: Worker) -> None:
-        """See `Sink.forget`."""
-        self._tails.forget(worker)
+    def drop(self, worker: Worker) -> None:
+        """See `Sink.drop`."""
+        self._tails.drop(worker)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Write what is waiting: until the last byte is written or its reader is gone, as ``cat`` does; with a bound,

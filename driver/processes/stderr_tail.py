@@ -21,5 +21,5 @@ class Tails:
     def of(self, worker: Worker) -> str:
         return bytes(self._tails.get(worker, b"")).decode(errors="replace")
 
-    def forget(self, worker: Worker) -> None:
+    def drop(self, worker: Worker) -> None:
         self._tails.pop(worker, None)

@@ -270,7 +270,7 @@ class Agent:
 
     def _forget_if_done(self, process: _Process) -> None:
         if process.reported and not process.pipes:
-            self._sink.forget(process.worker)
+            self._sink.drop(process.worker)
 
     def _reap(self) -> None:
         """Sweep the sessions of the dead, then let their process numbers go."""

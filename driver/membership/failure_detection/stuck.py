@@ -180,7 +180,7 @@ class Stuck(Part):
             self._suspicions.only(())
 
     def _got_on(self, standing: Standing) -> None:
-        if self._suspicions.forget(standing.worker):
+        if self._suspicions.drop(standing.worker):
             text = f"{self.worlds.named(standing)} got on at the last moment: it is not fenced"
             self.orders.say("info", text)
 

@@ -193,7 +193,7 @@ class Suspicions:
             del self._condemned[worker]
         return list(self._all.values())
 
-    def forget(self, worker: Worker) -> bool:
+    def drop(self, worker: Worker) -> bool:
         """It got on, or is gone. Whether it was condemned."""
         self._all.pop(worker, None)
         return self._condemned.pop(worker, None) is not None
@@ -226,5 +226,5 @@ class Suspicions:
                 break
             due.append(suspicion)
         for suspicion in due:
-            self.forget(suspicion.worker)
+            self.drop(suspicion.worker)
         return due

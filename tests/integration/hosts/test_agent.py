@@ -520,7 +520,7 @@ class Sink:
     def feed(self, worker, stream, data): pass
     def finish(self, worker, stream): pass
     def tail(self, worker): return ""
-    def forget(self, worker): pass
+    def drop(self, worker): pass
 
 async def main():
     launcher = LocalLauncher(sink=Sink(), log=print)

@@ -52,7 +52,7 @@ class Screen:
     def tail(self, worker) -> str:
         return ""
 
-    def forget(self, worker) -> None: ...
+    def drop(self, worker) -> None: ...
 
 
 class Agent:

@@ -76,5 +76,5 @@ def test_the_end_of_what_it_complained_of_is_kept_for_its_exit():
     driver.here = False
     driver.sink.feed(A, "stderr", b"Traceback: so it is\n")
     assert driver.sink.tail(A) == "Traceback: so it is\n"
-    driver.sink.forget(A)
+    driver.sink.drop(A)
     assert driver.sink.tail(A) == ""

@@ -61,7 +61,7 @@ def test_after_too_long_all_are_lost():
 
 def test_a_host_that_was_let_go_counts_neither_as_reached_nor_as_missing():
     reach = reached("a", "b")
-    reach.forget("b")
+    reach.drop("b")
     reach.away("a")
     assert reach.overdue("a"), "it was the only one"
     assert not reach.cut_off

@@ -101,8 +101,8 @@ def test_a_trouble_is_told_once_whoever_comes():
 def test_a_host_that_is_gone_or_has_changed_counts_no_more():
     agreement = Agreement()
     assert said(agreement, "a", "fd00::5/64") == ""
-    agreement.forget("a")
-    agreement.forget("nobody")
+    agreement.drop("a")
+    agreement.drop("nobody")
     assert said(agreement, "b", "10.0.0.6/24") == ""
     assert said(agreement, "b", "fd00::6/64") == ""
     assert said(agreement, "c", "fd00::7/64 10.0.0.7/24") == ""

@@ -109,7 +109,7 @@ def test_the_tail_of_stderr_is_kept_until_the_worker_is_forgotten(screen):
     assert screen.output.tail(B) == ""
     screen.output.finish(A, "stderr")  # comes before the exit, which still carries the tail
     assert len(screen.output.tail(A)) == TAIL_LIMIT
-    screen.output.forget(A)
+    screen.output.drop(A)
     assert screen.output.tail(A) == ""
 
 
