@@ -57,6 +57,17 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
     match the others', and whatever the function raises.
 
     ``sys.exit`` in it ends this worker's part in the job: the others go on without it at once.
+
+    Example::
+
+        @elastic.run
+        def train(state):
+            while state.step < 1000:
+                train_step(model, optimizer)
+                state.step += 1
+                state.commit()
+
+        train(elastic.TorchState(model=model, optimizer=optimizer, step=0))
     """
 
     if not callable(func):

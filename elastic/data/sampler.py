@@ -30,6 +30,15 @@ class ElasticSampler(Sampler[int]):
     Attributes, as in Horovod: ``dataset``, ``shuffle``, ``seed``, ``epoch``, ``num_replicas``, ``rank``,
     ``remaining_indices`` (what nobody has finished, in order), ``num_samples`` (of this rank, repeats included),
     ``total_size`` (of all ranks), ``processed_num`` (samples that all ranks together have finished in this epoch).
+
+    Example::
+
+        sampler = elastic.ElasticSampler(dataset)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
+        state = elastic.TorchState(model=model, sampler=sampler)
+        for number, batch in enumerate(loader):
+            train_step(model, batch)
+            sampler.record_batch(number, 32)
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

@@ -70,6 +70,10 @@ def launch(
 
     Raises Invalid (a ValueError) for bad arguments, before anything is started, and JobFailed when
     the job does not succeed; the workers' output has been forwarded by then.
+
+    Example::
+
+        losses = elastic.launch(train, args=(0.1,), np=4)  # what train(0.1) returned, by rank
     """
     if not callable(func):
         raise Invalid(f"launch() calls a function, not a {type(func).__name__}")

@@ -72,6 +72,13 @@ def DistributedOptimizer(
 
     All ranks give the same parameters in the same order. This is checked at the first step of a world, where a
     difference raises StateMismatch. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
+
+    Example::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = elastic.DistributedOptimizer(optimizer, model.named_parameters())
+        loss(model(inputs), targets).backward()  # gradients are averaged when it returns
+        optimizer.step()
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Invalid(f"{type(optimizer).__name__} is not a torch.optim.Optimizer; wrap one")

@@ -22,6 +22,11 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     A newcomer to a world that trains already returns at once, with a provisional size and a rank
     other than 0; entering ``elastic.run`` means that it is ready. Raises DriverLost or JobFailed if
     there is no job to join, and Invalid (a ValueError) for arguments that have no meaning here.
+
+    Example::
+
+        elastic.init()
+        print(f"rank {elastic.rank()} of {elastic.size()}")
     """
     members = _checked_comm(comm)
     given, dynamic = sets.checked(process_sets)

@@ -19,6 +19,12 @@ class TorchState(HandledState):
 
     ``save`` copies what may have changed into host buffers made once; ``restore`` sets exactly the committed bits, in
     place, drops optimizer entries made since, and clears gradients.
+
+    Example::
+
+        state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+        state.step += 1
+        state.commit()  # from here on a failure goes back to this step
     """
 
     def __init__(
