@@ -554,3 +554,35 @@ def skip(rank: int, size: int) -> str:
     except CollectiveFailed as error:
         return str(error)
     return ""
+
+
+def test_a_monitored_barrier_says_which_rank_did_not_come(tmp_path: Path):
+    for ranks in in_a_world(2):
+        ranks.run(enter, str(tmp_path / "store"))
+        ranks.start(miss_a_monitored_barrier)
+        assert "Rank 1 failed to pass monitoredBarrier" in str(ranks.result(0))
+
+
+def miss_a_monitored_barrier(rank: int, size: int) -> str:
+    distributed.group.WORLD.monitored_barrier(timedelta(seconds=30))
+    if rank == 1:
+        return ""
+    try:
+        distributed.group.WORLD.monitored_barrier(timedelta(seconds=0.3))
+    except CollectiveFailed as error:
+        return str(error)
+    return ""
+
+
+def test_the_hook_of_c_plus_plus_averages(ranks: Ranks):
+    found = ranks.run(average_with_a_hook)
+    assert found == [sum(range(1, ranks.size + 1)) / ranks.size] * ranks.size
+
+
+def average_with_a_hook(rank: int, size: int) -> float:
+    network = torch.nn.Linear(1, 1, bias=False)
+    model: Any = torch.nn.parallel.DistributedDataParallel(network)
+    model._register_builtin_comm_hook(distributed.BuiltinCommHookType.FP16_COMPRESS)
+    model(torch.tensor([[rank + 1.0]])).sum().backward()
+    assert network.weight.grad is not None
+    return network.weight.grad.item()
