@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import sys
 from pathlib import Path
@@ -154,3 +155,36 @@ def test_an_idle_connection_is_no_cost_of_a_step():
     answer = elasticity.Answer("tiny", 2, {}, {}, even, 100, training, idle)
     assert answer.messages_per_step == (40 - 20) / (100 * 2)
     assert [mark.met for mark in elasticity.marks_of(answer)] == [True, False]
+
+
+def test_a_trace_is_compressed_and_its_nodes_are_scaled_to_slots():
+    import goodput
+
+    lines = [f"0,add,node{n}" for n in range(4)]
+    lines += ["60000,remove,node0", "60000,remove,node1", "120000,remove,node2"]
+    lines += ["180000,remove,node3", "240000,add,node9"]
+    found = goodput.of_trace(lines, compress=60.0, slots=2)
+    assert [(each.at, each.slots) for each in found] == [(0.0, 2), (1.0, 1), (3.0, 0), (4.0, 1)]
+
+
+def test_in_a_drawn_trace_all_slots_go_as_often_as_asked():
+    import goodput
+
+    for seed in range(20):
+        moments = goodput.drawn(seed, 300.0, 4, all_gone=2)
+        assert sum(each.slots == 0 for each in moments) <= 2
+        assert all(b.at > a.at for a, b in itertools.pairwise(moments))
+        assert all(0 <= each.slots <= 4 for each in moments) and moments[-1].slots > 0
+    assert goodput.drawn(3, 300.0, 4, 2) == goodput.drawn(3, 300.0, 4, 2)
+
+
+def test_what_is_trained_is_what_was_done_for_the_first_time():
+    import goodput
+
+    steps = [(0.1 * n, n) for n in range(1, 11)]  # until 1.0
+    steps += [(3.0, 9), (3.1, 10), (3.2, 11), (3.3, 12)]  # two again
+    times = goodput.first_times(steps)
+    assert len(times) == 12
+    # 0.9 s until the loss; of the 2.2 s from there to step 11 five usual gaps; one more step.
+    assert goodput.trained_s(times, 0.0, 3.3) == pytest.approx(0.9 + 0.5 + 0.1)
+    assert goodput.trained_s(times, 0.0, 0.5) == pytest.approx(0.4)

@@ -1,0 +1,213 @@
+"""Which share of the time trains a job whose machines come and go as a trace says, or as drawn from a seed?
+
+A trace has lines ``milliseconds,add|remove,node``. It is compressed, and its nodes are scaled to slots of this machine:
+of 32 nodes alive with --slots 8, each 4 are a slot. When a node is removed, its worker gets SIGKILL and its slot leaves
+the list of hosts; with --ahead the slot leaves the list first, as with a machine that announces its end, and whoever is
+left after so many seconds is killed.
+
+Goodput is the time in which steps were made for the first time, over the time in which a slot was there: a gap between
+two steps counts up to five times the usual one, what is above it was lost. Moments without any slot are counted apart:
+how long after a slot was back came the next step, from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import itertools
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from disturbed import Disturbed, options_of, write_json
+
+USUAL = 5.0  # times the median gap between two steps: still training
+LEAST_S = 0.05  # a gap below this is no loss, however short the steps are
+
+
+@dataclass(frozen=True)
+class Moment:
+    """From ``at`` on, in seconds, there are so many slots."""
+
+    at: float
+    slots: int
+
+
+def of_trace(lines: Iterable[str], compress: float, slots: int) -> list[Moment]:
+    """How many slots there are when. The largest number of nodes is all slots; one node left is one slot."""
+    alive: set[str] = set()
+    counts: list[tuple[float, int]] = []
+    for ms, what, node in csv.reader(lines):
+        (alive.add if what == "add" else alive.discard)(node)
+        counts.append((float(ms) / 1e3 / compress, len(alive)))
+    most = max(count for _, count in counts)
+    return changes((at, -(-count * slots // most)) for at, count in counts)
+
+
+def drawn(seed: int, seconds: float, slots: int, all_gone: int) -> list[Moment]:
+    """Slots come and go one or two at a time; at ``all_gone`` moments all go, and are back after 2 to 6 seconds."""
+    rng = random.Random(seed)
+    gone = sorted(rng.uniform(0.15, 0.95) * seconds for _ in range(all_gone))
+    found, at, count = [(0.0, slots)], 0.0, slots
+    while (at := at + rng.expovariate(1 / 4.0)) < seconds:
+        if gone and gone[0] <= at:
+            gone.pop(0)
+            found += [(at, 0), (at + rng.uniform(2, 6), count)]
+            at = found[-1][0] + 10.0
+            continue
+        count = min(slots, max(1, count + rng.choice((-2, -1, 1, 2))))
+        found.append((at, count))
+    return changes(found)
+
+
+def changes(counts: Iterable[tuple[float, int]]) -> list[Moment]:
+    """The last count of each moment, where it differs from the one before."""
+    found: list[Moment] = []
+    for at, group in itertools.groupby(counts, key=lambda each: each[0]):
+        count = list(group)[-1][1]
+        if not found or count != found[-1].slots:
+            found.append(Moment(at, count))
+    return found
+
+
+def first_times(steps: Iterable[tuple[float, int]]) -> list[float]:
+    """When each step was made for the first time: (time, number) of all, in the order of time."""
+    newest, found = 0, []
+    for at, number in steps:
+        if number > newest:
+            newest = number
+            found.append(at)
+    return found
+
+
+def trained_s(times: Sequence[float], begin: float, end: float) -> float:
+    """Seconds of [begin, end] in which steps followed each other as usual."""
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    most = max(LEAST_S, USUAL * statistics.median(gaps))
+    return sum(
+        min(b, end) - max(a, begin) if b - a <= most else most * (a >= begin and b <= end)
+        for a, b in itertools.pairwise(times)
+        if b > begin and a < end
+    )
+
+
+class Machines:
+    """The slots of a job under test: which there are, and the processes in them."""
+
+    def __init__(self, job: Disturbed, hosts: Path) -> None:
+        self.job = job
+        self.hosts = hosts
+        self.slots = 0
+
+    def have(self, slots: int) -> None:
+        new = self.hosts.with_suffix(".new")
+        new.write_text(f"localhost:{slots}\n" if slots else "")
+        new.rename(self.hosts)
+        self.slots = slots
+
+    def processes(self, first: int) -> list[int]:
+        """Process ids of all workers that were ever started in a slot from ``first`` on, and are there."""
+        started = [
+            (event["worker"][1], event["pid"])
+            for record in self.job.records()
+            if (event := record.get("event") or {}).get("type") == "WorkerConnected"
+        ]
+        return [pid for slot, pid in started if slot >= first and Path(f"/proc/{pid}").exists()]
+
+    def kill(self, first: int) -> None:
+        for pid in self.processes(first):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def play(machines: Machines, moments: Sequence[Moment], ahead_s: float) -> list[tuple[float, int]]:
+    """Does what the trace says. Returns when, by CLOCK_MONOTONIC, there were how many slots."""
+    begin = time.monotonic()
+    told = []
+    for moment in moments:
+        time.sleep(max(0.0, begin + moment.at - time.monotonic()))
+        fewer = moment.slots < machines.slots
+        if fewer and not ahead_s:
+            machines.kill(moment.slots)
+        machines.have(moment.slots)
+        if fewer and ahead_s:
+            time.sleep(ahead_s)
+            machines.kill(moment.slots)
+        told.append((time.monotonic(), moment.slots))
+    return told
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--trace", type=Path, help="a file; without it one is drawn from --seed")
+    parser.add_argument("--compress", type=float, default=120.0, help="how much faster than it was")
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=180.0, help="of a trace that is drawn")
+    parser.add_argument("--all-gone", type=int, default=3, help="moments without a slot, drawn")
+    parser.add_argument("--ahead", type=float, default=0.0, help="seconds; 0: nobody is told")
+    parser.add_argument("--flags", default="", help="more of elasticrun's flags, as one argument")
+    options = parser.parse_args()
+    if options.trace:
+        moments = of_trace(options.trace.read_text().splitlines(), options.compress, options.slots)
+    else:
+        moments = drawn(options.seed, options.seconds, options.slots, options.all_gone)
+    folder = Path(os.environ.get("TMPDIR", "/tmp"), f"elastic-goodput-{os.getpid()}")
+    folder.mkdir()
+    hosts, script = folder / "hosts", folder / "discover"
+    hosts.write_text(f"localhost:{options.slots}\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    flags = ["--host-discovery-script", str(script), "--max-np", str(options.slots)]
+    flags += ["--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-every", "1s"]
+    flags += ["--blacklist-cooldown-range", "0.1", "0.5", *options.flags.split()]
+    with Disturbed(options.slots, *flags) as job:
+        machines = Machines(job, hosts)
+        machines.have(options.slots)
+        job.wait("a full world", lambda: job.full(20), 180)
+        told = play(machines, moments, options.ahead)
+        time.sleep(2.0)
+        over = time.monotonic()
+        steps = [(step.at, step.step) for step in job.steps() if step.at <= over]
+        killed = len(job.actions("BreakWorld"))
+        machines.kill(0)
+    times = first_times(steps)
+    there = trained = 0.0
+    back_s: list[float] = []
+    for (begin, slots), (end, _) in itertools.pairwise([*told, (over, 0)]):
+        if not slots:
+            back_s += [at - end for at in times if at > end][:1]
+            continue
+        after_all_gone = [at for at, n in told if n == 0 and at < begin]
+        if after_all_gone and not any(after_all_gone[-1] < at <= begin for at in times):
+            begin = next((at for at in times if at > after_all_gone[-1]), end)  # counted apart
+        if begin < end:
+            there += end - begin
+            trained += trained_s(times, begin, end)
+    goodput = trained / there
+    table = Table(
+        title=f"{len(moments)} changes in {told[-1][0] - told[0][0]:.0f} s, {options.slots} slots"
+    )
+    for column in (
+        "worlds broke",
+        "steps",
+        "goodput",
+        "all gone",
+        "a slot is back -> next step, s",
+    ):
+        table.add_column(column, justify="right")
+    shown = ", ".join(f"{each:.1f}" for each in back_s)
+    table.add_row(str(killed), str(len(times)), f"{goodput:.4f}", str(len(back_s)), shown)
+    Console().print(table)
+    write_json(options.json, {"goodput": goodput, "back_s": back_s, "worlds_broke": killed})
+
+
+if __name__ == "__main__":
+    main()
