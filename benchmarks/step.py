@@ -39,8 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 import groups
 import models
 import torchft_side
-from elastic.optimizer import gradient_reducer
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.gradients import gradient_reducer
 from figures import Mark, Spread, ratio, spread
 
 WARMUP = 5

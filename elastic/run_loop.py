@@ -36,9 +36,10 @@ from elastic.errors import (
 )
 from elastic.monitoring import timeline
 from elastic.negotiation import process_sets
-from elastic.optimizer import gradient_layout
+from elastic.optimizer.gradients import gradient_layout
 from elastic.protocol.messages import COPY, World
-from elastic.runtime import hardware_errors, host_updates, lifecycle
+from elastic.runtime import host_updates, lifecycle
+from elastic.runtime.failures import hardware_errors
 from elastic.runtime.lifecycle import Runtime
 from elastic.state import newcomer
 from elastic.state.snapshots import memory_ahead

@@ -12,14 +12,14 @@ import sys
 import time
 from typing import Any
 
-from elastic.chaos.hosts import light_torch  # noqa: F401
+from elastic.chaos.hosts.workers import light_torch  # noqa: F401
 
 # isort: split
 import torch
 
 import elastic
 from elastic.failpoints import failpoint, set_step
-from elastic.optimizer import gradient_reducer
+from elastic.optimizer.gradients import gradient_reducer
 
 SAMPLES = 37  # neither rounds nor epochs come out even
 BATCH = 2

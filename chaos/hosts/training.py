@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import elastic
-from elastic.chaos.hosts.no_compile import without_compiler
+from elastic.chaos.hosts.workers.no_compile import without_compiler
 
 STEP_S = 0.04  # besides the work, so that two cores have room for many hosts
 WIDTH = 32

@@ -11,7 +11,7 @@ import signal
 
 from elastic.chaos.invariants.job_so_far import JobSoFar, Known
 from elastic.driver.events import EndJob, FinishWorld, HostReported, StopRequested, WorkerExited
-from elastic.driver.membership.root_cause import exit_code
+from elastic.driver.membership.failure_detection.root_cause import exit_code
 from elastic.driver.reasons import Reason, Why
 from elastic.protocol.messages import Worker
 

@@ -13,7 +13,7 @@ import time
 import torch
 
 import elastic
-from elastic.chaos.hosts.no_compile import without_compiler
+from elastic.chaos.hosts.workers.no_compile import without_compiler
 
 STEP_S = 0.02  # besides the work, so that a machine with few cores has room for imports
 WIDTH = 128

@@ -15,15 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import elastic
-from elastic.driver.commandline import (
-    agent_cli,
-    checkpoints_cli,
-    flags,
-    job_commands,
-    kubernetes_cli,
-)
+from elastic.driver.commandline import agent_cli, checkpoints_cli, flags
 from elastic.driver.commandline.afterwards import explain_cli, replay_cli
 from elastic.driver.commandline.arguments import Parser
+from elastic.driver.commandline.kubernetes import kubernetes_cli
+from elastic.driver.commandline.steering import job_commands
 from elastic.driver.monitoring.metrics import Figures, families
 from elastic.protocol.messages import Commit
 

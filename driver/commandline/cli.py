@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return agent_cli.main(arguments, environ)
         if arguments and arguments[0] == "k8s":
-            from elastic.driver.commandline import kubernetes_cli
+            from elastic.driver.commandline.kubernetes import kubernetes_cli
 
             return kubernetes_cli.main(arguments[1:])
         if arguments and arguments[0] == "explain":
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return replay_cli.main(arguments[1:])
         if arguments and arguments[0] in COMMANDS:
-            from elastic.driver.commandline import job_commands
+            from elastic.driver.commandline.steering import job_commands
 
             return job_commands.main(arguments[0], arguments[1:], environ)
         if arguments and arguments[0] == "checkpoints":

@@ -14,8 +14,8 @@ from elastic.driver.events import (
     WorkerRaised,
     WorkerStranded,
 )
+from elastic.driver.membership.failure_detection.root_cause import Inquest, describe_exit, exit_code
 from elastic.driver.membership.part import Part
-from elastic.driver.membership.root_cause import Inquest, describe_exit, exit_code
 from elastic.driver.membership.roster import AT_STAKE, Stage, Standing
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Reason, Why, because

@@ -46,12 +46,12 @@ from elastic.driver.events import (
     WorkerThawed,
 )
 from elastic.driver.membership.failure_detection.frozen import Frozen
+from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.notices import Notices
 from elastic.driver.membership.reconnect import Reconnections
 from elastic.driver.membership.requests import OperatorRequests
-from elastic.driver.membership.root_cause import describe_exit
 from elastic.driver.membership.roster import Roster, Stage
 from elastic.driver.membership.worker_reports import IllegalEvent, WorkerReports
 from elastic.driver.membership.worlds.deadlines import Deadlines

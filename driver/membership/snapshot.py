@@ -26,6 +26,7 @@ from elastic.driver import old_reasons
 from elastic.driver.events import Action, Event, Member, Notice
 from elastic.driver.membership.actions import Orders
 from elastic.driver.membership.failure_detection.frozen import Frozen
+from elastic.driver.membership.failure_detection.root_cause import Exceptions, Inquest
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
@@ -33,7 +34,6 @@ from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.notices import Departure, Notices
 from elastic.driver.membership.reconnect import Reconnections
-from elastic.driver.membership.root_cause import Exceptions, Inquest
 from elastic.driver.membership.roster import Roster, Stage, Standing
 from elastic.driver.membership.scheduling.cooldown import Cooldown, SlotRecord
 from elastic.driver.membership.scheduling.slots import Slots

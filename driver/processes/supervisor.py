@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
-from elastic.driver.membership.root_cause import describe_exit
+from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.processes import orphan_reaper, proc_stats
 from elastic.driver.processes.leases import Leases
 from elastic.driver.processes.orphan_reaper_process import WardenProcess

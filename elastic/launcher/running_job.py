@@ -39,7 +39,7 @@ class Job:
         }
         words = [f"{flag}={value}" for flag, value in given.items() if value]
         words += ["--ray"] if ray else []
-        from elastic.driver.commandline.job_commands import found_job
+        from elastic.driver.commandline.steering.job_commands import found_job
 
         found = found_job([*words, *flags], os.environ)
         self.name: str = found.name

@@ -24,7 +24,7 @@ from elastic.collectives.algorithms import adasum
 from elastic.errors import NotInitialized
 from elastic.failpoints import failpoint
 from elastic.optimizer.flat_buckets import Compressor
-from elastic.optimizer.gradient_hooks import GradientHooks
+from elastic.optimizer.gradients.gradient_hooks import GradientHooks
 from elastic.optimizer.wrapped_optimizer import Distributed
 from elastic.runtime import lifecycle
 

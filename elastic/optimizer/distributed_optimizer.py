@@ -1,7 +1,7 @@
 """`DistributedOptimizer`: the user's optimizer, with gradients averaged over the world before each step.
 
 Checks the arguments and gives the optimizer Horovod's methods. When and how gradients travel is decided in
-`elastic.optimizer.gradient_reducer`; nothing here talks to other processes but through it.
+`elastic.optimizer.gradients.gradient_reducer`; nothing here talks to other processes but through it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, require_global, resolve
-from elastic.optimizer import adasum_optimizer, gradient_layout, wrapped_optimizer
+from elastic.optimizer import adasum_optimizer, wrapped_optimizer
 from elastic.optimizer.adasum_optimizer import AdasumDistributed, BackwardPasses
 from elastic.optimizer.flat_buckets import Compressor
 from elastic.optimizer.gradient_options import Options, check_compression, check_predivide_factor
-from elastic.optimizer.gradient_reducer import GradientReducer
+from elastic.optimizer.gradients import gradient_layout
+from elastic.optimizer.gradients.gradient_reducer import GradientReducer
 from elastic.optimizer.sharded.reducer import ShardReducer
 from elastic.optimizer.wrapped_optimizer import UNNAMED, Distributed, Reducer, check_passes
 from elastic.runtime import lifecycle

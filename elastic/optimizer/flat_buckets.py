@@ -19,7 +19,7 @@ import torch
 
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena, host_copy
-from elastic.optimizer.gradient_mark import MarkOnHost
+from elastic.optimizer.gradients.gradient_mark import MarkOnHost
 from elastic.optimizer.plan_agreement import BucketSpec, StepFlag, mark_value
 
 SMALL_BYTES = 32 << 10  # of a gradient that is cheaper to copy together with others

@@ -17,7 +17,8 @@ from elastic.collectives.interface import Collectives, Work
 from elastic.context import Context
 from elastic.errors import StateMismatch
 from elastic.negotiation import submission
-from elastic.optimizer import gradient_reducer, joined_rank, plan_agreement, plan_difference
+from elastic.optimizer import joined_rank, plan_agreement, plan_difference
+from elastic.optimizer.gradients import gradient_reducer
 from elastic.optimizer.joined_rank import Members, Shadow
 from elastic.runtime import lifecycle
 

@@ -1,7 +1,7 @@
 """Takes part in the steps of an optimizer for a rank that has no gradients for it: zeros, and nothing else changes.
 
 Also the messages by which ranks agree on a plan, since both sides of them must fit together. What they mean is decided
-in `elastic.optimizer.plan_agreement`; when they are exchanged, in `elastic.optimizer.gradient_reducer` and
+in `elastic.optimizer.plan_agreement`; when they are exchanged, in `elastic.optimizer.gradients.gradient_reducer` and
 `elastic.optimizer.join`.
 """
 

@@ -1,9 +1,9 @@
 """Decides on which group the gradients of one optimizer travel, and what a rank without gradients must know of them.
 
-The ranks of a generation agree on each plan once (see `elastic.optimizer.gradient_reducer`), all in the same order, so
-the agreements can be numbered: every plan has a group of its own, and plans of two optimizers never wait for each
-other. The number of an optimizer that is gone on every rank is given to the next one, so a script that makes optimizers
-all its life has a few groups.
+The ranks of a generation agree on each plan once (see `elastic.optimizer.gradients.gradient_reducer`), all in the same
+order, so the agreements can be numbered: every plan has a group of its own, and plans of two optimizers never wait for
+each other. The number of an optimizer that is gone on every rank is given to the next one, so a script that makes
+optimizers all its life has a few groups.
 
 A rank that has joined (`elastic.optimizer.join`) has to follow the others' steps. The first buffer of each plan
 therefore ends in one element more, the mark: it says whether anybody takes a step. Nothing here knows tensors or talks

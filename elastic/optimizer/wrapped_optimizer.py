@@ -12,7 +12,7 @@ import torch
 from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
-from elastic.optimizer import gradient_layout
+from elastic.optimizer.gradients import gradient_layout
 from elastic.runtime import lifecycle
 
 # Without a model's names a parameter is named after its place: the group, and the index in the group.
@@ -58,7 +58,7 @@ class Distributed(torch.optim.Optimizer):
 
     def gradient_layout(self, name: str) -> list[str]:
         """What must be the same on every rank, as lines of a state's layout: see
-        `elastic.optimizer.gradient_layout`."""
+        `elastic.optimizer.gradients.gradient_layout`."""
         parameters = (each for group in self.param_groups for each in group["params"])
         return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
 
@@ -82,7 +82,7 @@ class Distributed(torch.optim.Optimizer):
         """Wait until every parameter's ``grad`` is the reduced one. Raises PeerLost when the world broke.
 
         Every rank must call it equally often. Follow it with ``step()`` inside `skip_synchronize`. Not needed where the
-        last backward pass of a step has done it: see `elastic.optimizer.gradient_reducer`.
+        last backward pass of a step has done it: see `elastic.optimizer.gradients.gradient_reducer`.
         """
         self._reducer.finish()
         self._synchronized = True

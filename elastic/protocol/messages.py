@@ -300,7 +300,9 @@ class Raised(Message):
     commit: Commit | None
     summary: str
     traceback: str
-    hardware: bool = False  # a GPU or NCCL has failed: see `elastic.runtime.hardware_errors`
+    hardware: bool = (
+        False  # a GPU or NCCL has failed: see `elastic.runtime.failures.hardware_errors`
+    )
     final: bool = False  # whoever tries it again ends in the same way
 
 

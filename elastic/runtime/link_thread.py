@@ -16,7 +16,8 @@ from elastic.monitoring.reporting import Reporting
 from elastic.monitoring.tracing import TraceSession
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Place
-from elastic.runtime import excepthook, host_updates, stack_dump
+from elastic.runtime import host_updates
+from elastic.runtime.failures import excepthook, stack_dump
 from elastic.runtime.link import CONNECT_S, Link
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase

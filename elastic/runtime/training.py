@@ -67,7 +67,7 @@ class Training:
             session.raise_over()
 
     def raised(self, summary: str, traceback: str, hardware: bool = False) -> None:
-        """Tells the driver why this process is about to end. ``hardware``: see `elastic.runtime.hardware_errors`."""
+        """Tells the driver why this process is about to end. ``hardware``: see `failures.hardware_errors`."""
         if not self._session.alone:
             self._session.update(lambda recovery: recovery.raised(summary, traceback, hardware))
 

@@ -19,7 +19,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.runtime.commit_log import CommitLog
-from elastic.runtime.guarded_groups import Guard, GuardedGroups
+from elastic.runtime.failures.guarded_groups import Guard, GuardedGroups
 from elastic.runtime.link import Link
 from elastic.runtime.link_thread import LinkThread
 from elastic.runtime.progress import ProgressCounter

@@ -68,7 +68,7 @@ ROOMS = """
     elastic.chaos
 """
 LEVEL = {room: level for level, line in enumerate(ROOMS.split("\n")) for room in line.split()}
-ENTRIES = 18  # of a room, folders among them
+ENTRIES = 15  # of a room, folders among them
 PURE_ROOMS = ["driver/membership", "chaos/invariants"]  # whole, and what is in them
 PURE = [
     "elastic/protocol/messages.py",
@@ -370,7 +370,7 @@ def test_no_room_is_a_corridor():
         )
         > ENTRIES
     }
-    assert full.keys() <= {"elastic"}, full
+    assert full.keys() <= {"elastic", "driver"}, full  # the doors to all rooms of a side
 
 
 def test_unit_tests_stand_in_the_rooms_of_what_they_test():

@@ -21,7 +21,7 @@ from elastic.driver.events import (
     TellStandby,
 )
 from elastic.driver.membership.actions import Orders
-from elastic.driver.membership.root_cause import Exceptions, Inquest
+from elastic.driver.membership.failure_detection.root_cause import Exceptions, Inquest
 from elastic.driver.membership.roster import Roster, Stage, Standing
 from elastic.driver.membership.scheduling.worker_pool import Workforce
 from elastic.driver.membership.worlds.composition import Composition, compose

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.driver.membership.root_cause import describe_exit
+from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.monitoring.dashboard.page_state import PageState
 from elastic.protocol.messages import Worker
 

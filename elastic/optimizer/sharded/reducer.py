@@ -27,7 +27,7 @@ from elastic.exact.step import ShardStep
 from elastic.failpoints import failpoint
 from elastic.optimizer import bucket_plan, malloc_tuning
 from elastic.optimizer.flat_buckets import Compressor
-from elastic.optimizer.gradient_hooks import GradientHooks, OptimizerParameters
+from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters
 from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
 from elastic.protocol.messages import GRADIENTS

@@ -1,3 +1,3 @@
-"""``import light`` before anything that imports torch: see `elastic.chaos.hosts.light_torch`."""
+"""``import light`` before anything that imports torch: see `elastic.chaos.hosts.workers.light_torch`."""
 
-from elastic.chaos.hosts import light_torch  # noqa: F401
+from elastic.chaos.hosts.workers import light_torch  # noqa: F401

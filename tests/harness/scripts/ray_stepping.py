@@ -27,7 +27,7 @@ def train(config: dict[str, Any]) -> int:
     gc.enable()
 
     import elastic
-    from elastic.chaos.hosts.no_compile import without_compiler
+    from elastic.chaos.hosts.workers.no_compile import without_compiler
     from elastic.runtime import lifecycle
 
     torch.set_num_threads(1)

@@ -60,8 +60,8 @@ def train(rank: int, size: int) -> bool:
     """Compares with a model whose gradients are the mean over all ranks' batches."""
     import torch
 
-    from elastic.optimizer import gradient_reducer
     from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+    from elastic.optimizer.gradients import gradient_reducer
 
     gradient_reducer.FIRST_BYTES, gradient_reducer.FULL_BYTES = 4096, 65536  # several buckets
     ours, reference = model(), model()

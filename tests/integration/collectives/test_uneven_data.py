@@ -14,8 +14,8 @@ import torch
 import elastic
 from elastic.api.compression import Compression
 from elastic.errors import CollectiveFailed, PeerLost
-from elastic.optimizer import gradient_reducer
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.gradients import gradient_reducer
 from elastic.rendezvous.store import listen
 from elastic.runtime import lifecycle
 from harness.ranks import Ranks

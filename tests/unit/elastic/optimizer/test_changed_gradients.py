@@ -11,8 +11,8 @@ import torch
 from elastic.api.compression import Compression
 from elastic.collectives.interface import Op
 from elastic.errors import Invalid
-from elastic.optimizer import gradient_reducer
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
 from harness.small_worlds import Twins, World, backward, net, ranks_as_threads, sgd
 

@@ -16,8 +16,8 @@ from elastic.collectives.interface import Op
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import Invalid, NotInitialized, PeerLost, StateMismatch
 from elastic.negotiation.process_sets import ProcessSet
-from elastic.optimizer import gradient_reducer
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle

@@ -11,8 +11,9 @@ from elastic.api.compression import Compression
 from elastic.collectives import fake, local
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import arena
-from elastic.optimizer import bucket_plan, flat_buckets, gradient_reducer, join
+from elastic.optimizer import bucket_plan, flat_buckets, join
 from elastic.optimizer.flat_buckets import FlatBucket, Scales
+from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle

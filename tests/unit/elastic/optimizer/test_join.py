@@ -13,8 +13,9 @@ from elastic.api.compression import Compression
 from elastic.collectives.interface import Op
 from elastic.errors import PeerLost, StateMismatch
 from elastic.negotiation.process_sets import ProcessSet
-from elastic.optimizer import gradient_reducer, join
+from elastic.optimizer import join
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
 from harness.small_worlds import backward, net, ranks_as_threads, sgd
 

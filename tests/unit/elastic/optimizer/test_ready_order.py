@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.optimizer import gradient_reducer, join, plan_agreement
+from elastic.optimizer import join, plan_agreement
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
 from harness.small_worlds import AllJoin, World, ranks_as_threads
 

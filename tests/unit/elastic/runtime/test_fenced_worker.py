@@ -13,7 +13,8 @@ import elastic
 from elastic.errors import JobFailed, JobOver, LeaveRequested
 from elastic.protocol import messages
 from elastic.rendezvous import environment
-from elastic.runtime import excepthook, lifecycle, link_thread, session
+from elastic.runtime import lifecycle, link_thread, session
+from elastic.runtime.failures import excepthook
 from elastic.runtime.lifecycle import Runtime
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import elastic
 from elastic.collectives import fake
 from elastic.collectives.shared_memory import arena
-from elastic.optimizer import gradient_reducer
+from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
 from elastic.state import ObjectState, TorchState, newcomer
 from elastic.state.snapshots import memory_ahead

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from elastic.driver.commandline.release_state import (
+from elastic.driver.commandline.kubernetes.release_state import (
     WORKER,
     Follow,
     JobOver,

@@ -41,9 +41,9 @@ from elastic.optimizer import (
     plan_difference,
 )
 from elastic.optimizer.flat_buckets import Compressor, GradientBucket
-from elastic.optimizer.gradient_hooks import GradientHooks, OptimizerParameters, tell_end
 from elastic.optimizer.gradient_options import Options, digest_of
-from elastic.optimizer.gradient_plan import GradientPlan, Slot
+from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters, tell_end
+from elastic.optimizer.gradients.gradient_plan import GradientPlan, Slot
 from elastic.optimizer.plan_agreement import StepFlag
 from elastic.protocol.messages import GRADIENTS
 from elastic.runtime import lifecycle

@@ -6,15 +6,15 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.driver.commandline import kubernetes_cli
-from elastic.driver.commandline.kubernetes_cli import (
+from elastic.driver.commandline.kubernetes import kubernetes_cli
+from elastic.driver.commandline.kubernetes.kubernetes_cli import (
     KubernetesOptions,
     image_parts,
     kubernetes_parser,
     main,
     values_of,
 )
-from elastic.driver.commandline.kubernetes_release import ChartRelease
+from elastic.driver.commandline.kubernetes.kubernetes_release import ChartRelease
 from elastic.errors import Invalid
 
 

@@ -14,7 +14,7 @@ import torch  # noqa: E402
 gc.freeze()
 gc.enable()
 
-from elastic.chaos.hosts.no_compile import without_compiler  # noqa: E402
+from elastic.chaos.hosts.workers.no_compile import without_compiler  # noqa: E402
 
 torch.set_num_threads(1)
 without_compiler()

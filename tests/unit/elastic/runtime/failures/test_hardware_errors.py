@@ -7,7 +7,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from elastic.errors import DeviceLost
-from elastic.runtime import hardware_errors
+from elastic.runtime.failures import hardware_errors
 
 
 def with_code(error: torch.AcceleratorError, code: int) -> torch.AcceleratorError:

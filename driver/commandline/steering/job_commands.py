@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.driver.commandline import job_tables
 from elastic.driver.commandline.arguments import Parser, seconds, whole
 from elastic.driver.commandline.flags import Options
 from elastic.driver.commandline.multi_host_flags import add_etcd, add_security
 from elastic.driver.commandline.multi_host_options import etcd_access, tls_files
+from elastic.driver.commandline.steering import job_tables
 from elastic.driver.job.steering import messages
 from elastic.driver.job.steering.client import (
     JobAddress,

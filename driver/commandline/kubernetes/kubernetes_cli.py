@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from elastic.driver.commandline.arguments import Names, Parser, whole
-from elastic.driver.commandline.kubernetes_release import ApiSilent, ChartRelease
+from elastic.driver.commandline.kubernetes.kubernetes_release import ApiSilent, ChartRelease
 from elastic.errors import Invalid
 
 DESCRIPTION = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-from elastic.driver.commandline.release_state import (
+from elastic.driver.commandline.kubernetes.release_state import (
     Follow,
     JobOver,
     Wait,

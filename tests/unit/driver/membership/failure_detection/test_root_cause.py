@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from elastic.driver.events import BreakWorld, EndJob, KillWorker, PublishWorld, WorkerRaised
-from elastic.driver.membership.root_cause import Exceptions, Inquest, describe_exit, exit_code
+from elastic.driver.membership.failure_detection.root_cause import (
+    Exceptions,
+    Inquest,
+    describe_exit,
+    exit_code,
+)
 from elastic.driver.reasons import Why, because, brief, in_words
 from elastic.protocol.messages import Commit, Worker
 from harness.conversation import (

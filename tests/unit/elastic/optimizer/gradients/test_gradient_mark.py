@@ -10,8 +10,8 @@ import torch
 
 from elastic.collectives.interface import Op
 from elastic.errors import DeviceLost
-from elastic.optimizer import gradient_mark
-from elastic.optimizer.gradient_mark import MarkOnHost
+from elastic.optimizer.gradients import gradient_mark
+from elastic.optimizer.gradients.gradient_mark import MarkOnHost
 from elastic.optimizer.plan_agreement import StepFlag
 from elastic.state.snapshots.pinned import Transit
 

@@ -14,8 +14,8 @@ from elastic.collectives import fake
 from elastic.collectives.interface import Op
 from elastic.driver.membership.worlds import layout_diff
 from elastic.negotiation.process_sets import ProcessSet
-from elastic.optimizer import gradient_layout, gradient_reducer
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.gradients import gradient_layout, gradient_reducer
 from elastic.runtime import lifecycle
 from elastic.state import ObjectState, TorchState
 from harness.small_worlds import World, net, sgd
