@@ -27,7 +27,7 @@ from elastic.driver.discovery.kubernetes.cluster import ANSWER_S, CONNECT_S, WAT
 from elastic.driver.discovery.kubernetes.objects import Json
 from elastic.errors import Invalid
 
-CHART = Path(__file__).parents[2] / "charts" / "hvd-elastic"
+CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"
 HELM_S = 120.0
 LOOK_S = 1.0
 AWAY_S = 300.0  # so long may the API server not answer while a job is followed
