@@ -17,11 +17,23 @@ PHASES = {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "GLOO_ALLREDUCE", "MEMCPY_IN_FUSIO
 Json = dict[str, Any]
 
 
+def _read(path: Path) -> list[Json]:
+    """A write is seen page by page: who reads in the middle of one reads again. What does not change must be whole."""
+    while True:
+        text = path.read_text()
+        try:
+            events: list[Json] = json.loads(text)
+            return events
+        except json.JSONDecodeError:
+            if path.read_text() == text:
+                raise
+
+
 class Shown:
     """What a viewer would show: events by process and row, both by their last names."""
 
     def __init__(self, path: Path) -> None:
-        events: list[Json] = json.loads(path.read_text())
+        events = _read(path)
         processes: dict[int, str] = {}
         rows: dict[int, str] = {}
         for event in events:
