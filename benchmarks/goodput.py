@@ -133,7 +133,12 @@ def play(machines: Machines, moments: Sequence[Moment], ahead_s: float) -> list[
     begin = time.monotonic()
     told = []
     for moment in moments:
-        time.sleep(max(0.0, begin + moment.at - time.monotonic()))
+        while (left := begin + moment.at - time.monotonic()) > 0:
+            if (
+                told and not machines.slots
+            ):  # an empty list stops nothing by itself: no machine is there
+                machines.kill(0)
+            time.sleep(min(left, 0.2))
         fewer = moment.slots < machines.slots
         if fewer and not ahead_s:
             machines.kill(moment.slots)
