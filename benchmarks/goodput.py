@@ -131,7 +131,7 @@ class Machines:
 def play(machines: Machines, moments: Sequence[Moment], ahead_s: float) -> list[tuple[float, int]]:
     """Does what the trace says. Returns when, by CLOCK_MONOTONIC, there were how many slots."""
     begin = time.monotonic()
-    told = []
+    told: list[tuple[float, int]] = []
     for moment in moments:
         while (left := begin + moment.at - time.monotonic()) > 0:
             if (
