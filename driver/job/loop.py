@@ -14,7 +14,16 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -206,6 +215,10 @@ class Driver:
         self._layouts: dict[str, str] = {}  # text by digest
         self._partings = Partings(server, self._post)
         self._stop_code: int | None = None  # of the first request to stop that was heard
+        self._hurried = False  # a second one was heard: nothing waits for the journal any more
+        self._settling: asyncio.Future[None] | None = (
+            None  # what it is written with, while that is awaited
+        )
         self._signalled: int | None = None  # the exit code of the last signal
         self._early_stop: tuple[str, int] | None = None  # a request that came before run()
         self._said_last = ""  # of what was done to the world
@@ -352,6 +365,10 @@ class Driver:
         if self._stop_code is None:
             self._stop_code = code
             self._log("info", f"stopping: {reason}")
+        else:
+            self._hurried = True
+            if self._settling is not None:
+                self._settling.cancel()
         self._post(StopRequested(reason, code))
 
     @contextlib.contextmanager
@@ -398,12 +415,25 @@ class Driver:
             decided.append((event, self._decide(event, at)))
             more = not self._mailbox.empty() and len(decided) < AT_ONCE
             arrived = self._mailbox.get_nowait() if more else None
-        await self._journal.settle()
+        await self._written(self._journal.settle())
         for event, actions in decided:
             self._carry_out(event, actions)
         if self._mailbox.empty():
             self._set_alarm()
-            await self._journal.rest()
+            await self._written(self._journal.rest())
+
+    async def _written(self, writing: Coroutine[Any, Any, None]) -> None:
+        """A store may be silent for as long as it likes; an operator's second stop does not wait for it."""
+        self._settling = asyncio.ensure_future(writing)
+        if self._hurried:
+            self._settling.cancel()
+        try:
+            await self._settling
+        except asyncio.CancelledError:
+            if not self._hurried:
+                raise
+        finally:
+            self._settling = None
 
     def _carry_out(self, event: Event, actions: list[Action]) -> None:
         self._perform(actions)

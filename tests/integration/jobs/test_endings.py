@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from elastic.chaos.harness.processes import clean_environment
+from elastic.driver.network.secret import make_secret_file
+from harness.etcd import one_etcd
 from harness.history import SCRIPTS, TRAINING, History, kill_slot, pid_of, sizes, started
 from harness.job import Job, elasticrun
 
@@ -93,6 +95,22 @@ def test_ctrl_c_twice_does_not_wait_for_anybody(job):
     interrupt(stubborn)
     interrupt(stubborn)
     assert stubborn.wait(5) == 130
+
+
+@pytest.mark.etcd
+def test_ctrl_c_twice_does_not_wait_for_an_etcd_that_is_silent(job, tmp_path):
+    """Its journal is there, and what it decides waits for that."""
+    make_secret_file(str(tmp_path / "secret"))
+    with one_etcd(tmp_path / "etcd") as etcd:
+        flags = f"--etcd {etcd.access.endpoints[0]} --job x --secret-file {tmp_path / 'secret'}"
+        flags += " -np 2 --min-np 1 -H localhost:2 --resume"
+        training = job(flags, TRAINING, env={"HOLD": "3:file=never"})
+        training.until(lambda: bool(History(training).all("step")), "training")
+        with etcd.members[0].stopped():
+            interrupt(training)
+            training.wait_for("stopping: Ctrl-C at the driver")
+            interrupt(training)
+            assert training.wait(15) == 130
 
 
 @pytest.mark.forked

@@ -88,7 +88,15 @@ class Story:
     """One job under way, with everything around it a fake."""
 
     def __init__(
-        self, np=2, path=None, membership=None, noted=None, reported=None, leaves=None, **changes
+        self,
+        np=2,
+        path=None,
+        membership=None,
+        noted=None,
+        reported=None,
+        leaves=None,
+        journal=None,
+        **changes,
     ) -> None:
         self.settings = Settings(
             np=np, workers_min=1, workers_max=np, elastic=True, env={"X": "extra"}, **changes
@@ -108,7 +116,7 @@ class Story:
             server=cast(Any, self.server),
             launcher=self.launcher,
             discovery=self.discovery,
-            journal=FileJournal.begin(path, self.settings) if path else Journal(),
+            journal=journal or (FileJournal.begin(path, self.settings) if path else Journal()),
             log=lambda level, text: self.log.append(f"{level}: {text}"),
             noted=noted,
             reported=reported,
@@ -417,6 +425,36 @@ async def test_a_stop_tells_everybody_then_kills(s):
     await s.settle()
     assert s.launcher.killed == [A, B]
     assert await s.code() == 143
+
+
+def test_a_second_stop_does_not_wait_for_a_store_that_is_silent():
+    class StoreJournal(Journal):
+        """One in a store that answers until it is told not to."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.answers = asyncio.Event()
+            self.answers.set()
+
+        async def settle(self) -> None:
+            await self.answers.wait()
+
+    async def talk() -> None:
+        journal = StoreJournal()
+        async with Story(journal=journal) as s:
+            await s.train(A, B)
+            journal.answers.clear()
+            s.driver.stop("enough", 130)
+            await s.settle()
+            assert not s.server.to(A, protocol.End), (
+                "what is decided has to be in the journal first"
+            )
+            s.driver.stop("now", 130)
+            await s.settle()
+            assert s.launcher.killed == [A, B]
+            assert await s.code() == 130
+
+    asyncio.run(asyncio.wait_for(talk(), 30.0))
 
 
 @story()
