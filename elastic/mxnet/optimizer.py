@@ -13,6 +13,7 @@ from elastic.errors import Invalid
 from elastic.mxnet import ops
 from elastic.mxnet.bridge import Array
 from elastic.mxnet.compression import Compression
+from elastic.mxnet.parameters import only_gradient
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.optimizer.gradient_options import check_compression, check_predivide_factor
 
@@ -188,7 +189,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def _allreduce_grads(self) -> None:
         if ranks(self._process_set) == 1:
             return
-        gradients = [_only_gradient(each) for each in self._params if each.grad_req != "null"]
+        gradients = [only_gradient(each) for each in self._params if each.grad_req != "null"]
         packed = [self._compression.compress(gradient) for gradient in gradients]
         factor = self._gradient_predivide_factor
         for number, (begin, end) in enumerate(groups(len(packed), self._num_groups)):
@@ -209,13 +210,3 @@ def groups(count: int, wanted: int) -> Sequence[tuple[int, int]]:
     """``count`` things in order, in so many groups of nearly one size: where each begins and ends. 0: in one."""
     parts = max(1, min(wanted, count))
     return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
-
-
-def _only_gradient(parameter: Any) -> Array:
-    gradients = parameter.list_grad()
-    if len(gradients) > 1:
-        raise Invalid(
-            f"parameter {parameter.name} lives on {len(gradients)} devices; give each worker one device,"
-            " mx.gpu(hvd.local_rank()) or mx.cpu()"
-        )
-    return gradients[0]

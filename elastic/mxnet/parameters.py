@@ -57,12 +57,18 @@ def broadcast_parameters(
 
 def only_array(value: Parameter | Array) -> Array:
     """A parameter's array. Raises Invalid if it has several; what MXNet raises if it has none yet."""
-    if not isinstance(value, Parameter):
-        return value
-    arrays = value.list_data()
+    return _only(value, value.list_data()) if isinstance(value, Parameter) else value
+
+
+def only_gradient(parameter: Parameter) -> Array:
+    """A parameter's gradient. Raises Invalid if it has several."""
+    return _only(parameter, parameter.list_grad())
+
+
+def _only(parameter: Parameter, arrays: list[Array]) -> Array:
     if len(arrays) > 1:
         raise Invalid(
-            f"parameter {value.name} lives on {len(arrays)} devices; give each worker one device,"
+            f"parameter {parameter.name} lives on {len(arrays)} devices; give each worker one device,"
             " mx.gpu(hvd.local_rank()) or mx.cpu()"
         )
     return arrays[0]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
 import torch
 from mxnet.gluon.parameter import DeferredInitializationError
 
-from elastic.errors import Invalid, StateMismatch
+from elastic.errors import Invalid
 from elastic.mxnet.bridge import view
 from elastic.mxnet.parameters import only_array
 from elastic.state.handled_state import HandledState
@@ -32,31 +31,15 @@ class BlockPart(VariablesPart):
                 " it to a state"
             ) from error
 
-    def variables(self) -> Sequence[Any]:
-        return [only_array(each) for each in self._parameters().values()]
-
     def named(self) -> dict[str, torch.Tensor]:
         """Views. By place and last word: the numbers that MXNet gives to layers depend on what was built before."""
         return {
             f"{number}.{name.rpartition('_')[2]}": view(only_array(each), write=True)
-            for number, (name, each) in enumerate(self._parameters().items())
+            for number, (name, each) in enumerate(self.value.collect_params().items())
         }
 
-    def place(
-        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
-    ) -> None:
-        named = self.named()
-        for name, tensor in fresh.items():
-            if name not in named or named[name].shape != tensor.shape:
-                raise StateMismatch(
-                    f"{self.what}.{name} of shape {list(tensor.shape)} was committed, and is not there any more;"
-                    " commit() after you change a model, or hand the state a new one"
-                )
-        for name, tensor in fresh.items():
-            named[name].copy_(tensor)
-
-    def _parameters(self) -> dict[str, Any]:
-        return dict(self.value.collect_params().items())
+    def assign(self, variable: torch.Tensor, value: torch.Tensor) -> None:
+        variable.copy_(value)
 
 
 class TrainerPart(Part):

@@ -1,4 +1,4 @@
-"""Variables of another framework, TensorFlow's or Keras's, as a part of a state: see `part`.
+"""Variables of another framework, TensorFlow's, Keras's or MXNet's, as a part of a state: see `part`.
 
 They stay the same ones, and are read and set through numpy. Tensors are named by their place and by the last word of
 their path: the numbers that Keras gives to layers depend on what a process has built before.
@@ -55,7 +55,11 @@ class VariablesPart(Part):
                     " commit() after you change a model, or hand the state a new one"
                 )
         for name, tensor in fresh.items():
-            named[name].assign(arrays.to_numpy(tensor))
+            self.assign(named[name], tensor)
+
+    def assign(self, variable: Any, value: torch.Tensor) -> None:
+        """Sets one of `named`."""
+        variable.assign(arrays.to_numpy(value))
 
 
 def values_of(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -14,10 +14,10 @@ import threading
 
 import torch
 
+from elastic.collectives.shared_memory import memfd
+
 LEAST_BYTES = 1 << 20  # of a tensor; the memory of smaller ones is in the process already
 _ALIGNMENT = 64  # bytes; what torch's allocator gives
-_PIECE = 32 << 20  # bytes; Python keeps its lock during a call, and the link thread must come to it
-_POPULATE_WRITE = 23  # Linux's number; Python does not know it
 
 
 class MemoryAhead:
@@ -28,11 +28,13 @@ class MemoryAhead:
         self._end = 0
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._pages.madvise(mmap.MADV_HUGEPAGE)
+        zeros = torch.frombuffer(self._pages, dtype=torch.uint8)
         try:
-            for begin in range(0, size, _PIECE):
-                self._pages.madvise(_POPULATE_WRITE, begin, min(_PIECE, size - begin))
+            memfd.populate(
+                zeros.data_ptr(), size
+            )  # without Python's lock, to which the link thread must come
         except OSError:  # a kernel before 5.14
-            torch.frombuffer(self._pages, dtype=torch.uint8).zero_()
+            zeros.zero_()
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor of this shape, dtype and order of strides, on the CPU. None: there is no room for it."""
