@@ -93,9 +93,9 @@ class InRay:
 
         ray.get_runtime_context().current_actor.leave.remote()
 
-    def die(self) -> None:
+    def die(self, code: int = 1) -> None:
         """There is nobody any more who could be asked."""
-        os._exit(1)
+        os._exit(code)
 
     def exit(self) -> None:
         """In a method of the actor."""
@@ -131,7 +131,7 @@ class AgentActor:
         self._watch: asyncio.Task[None] | None = None
         self._raylet: int | None = None  # a pidfd
         self._dying: asyncio.Task[None] | None = None
-        self._unused = threading.Timer(unused_s, os._exit, [0])
+        self._unused = threading.Timer(unused_s, self._engine.die, [0])
         self._unused.daemon = True
         self._unused.start()
 

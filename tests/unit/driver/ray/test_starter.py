@@ -56,7 +56,8 @@ class Engine(InRay):
     def surroundings(self) -> RayProcess:
         return RayProcess("head:6379", "mine", {"COLOUR": "green"}, {}, "/ray", RAYLET[-1])
 
-    def die(self) -> None:
+    def die(self, code: int = 1) -> None:
+        self.left.set()
         self.leaves()
 
     def leave(self) -> None:
@@ -85,7 +86,7 @@ class Fake:
                 raise Taken(name)
             self.made.append((name, node, detached))
             engine = Engine()
-            actor = AgentActor(python=self.python, engine=engine, unused_s=60.0)
+            actor = AgentActor(python=self.python, engine=engine, unused_s=3600.0)
             engine.leaves = lambda: self.drop(actor)
             self.living[name] = actor
             actor.silent = node in self.silent  # type: ignore[attr-defined]
@@ -502,6 +503,13 @@ def test_folders_of_actors_that_were_killed_are_swept_and_no_others(short_folder
     sweep()
     assert {each.name for each in short_folder.iterdir()} == {kept.name, "hvd-elastic-unlocked"}
     os.close(lock)
+
+
+def test_an_actor_that_is_told_nothing_leaves_by_its_engine():
+    """Here the process is one of pytest: an actor that a test has lost sight of must not end that."""
+    engine = Engine()
+    AgentActor(engine=engine, unused_s=0.0)
+    assert engine.left.wait(10.0)
 
 
 def test_an_actor_that_is_told_nothing_leaves():
