@@ -81,9 +81,7 @@ class JobDecisions:
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
         """The answer, and what the end of the job adds to it, in order."""
-        begun = (
-            self.ending is not None
-        )  # the exit that brings the end about is membership's to judge
+        begun = self.ending is not None  # the exit that brings the end about is membership's
         stopped = isinstance(event, StopRequested) and event.code is not None
         again = stopped and self.stop_code is not None
         if isinstance(event, StopRequested) and self.stop_code is None:

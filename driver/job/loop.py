@@ -442,9 +442,7 @@ class Driver:
             if told:
                 self._log("warning", told)
         if isinstance(event, WorkerExited) and event.worker not in self.results:
-            self._promised.pop(
-                event.worker, None
-            )  # a job may start workers for as long as it likes
+            self._promised.pop(event.worker, None)  # it may be one of any number
 
     def _decide(self, event: Event, now: float) -> list[Action]:
         """What is to be done. What membership answers is written down before anything is done about it."""

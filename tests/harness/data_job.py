@@ -20,11 +20,13 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from elastic.data import DataLoader, ShardedFiles, from_torch
 from elastic.data.positions import Dealing, Position
+from elastic.data.progress import DataProgress
 from elastic.data.sources import Loaded, Source
 from elastic.protocol.messages import Place
 from elastic.runtime import lifecycle
 from elastic.state import TorchState
 
+SetAttr = Callable[[Any, str, Any], None]  # as monkeypatch.setattr
 Make = Callable[[int, dict[str, Any]], DataLoader]
 END = object()
 
@@ -376,3 +378,18 @@ def ids_of(batch: Any) -> torch.Tensor:
     if isinstance(batch, dict):
         batch = batch["id"]
     return torch.as_tensor(batch).reshape(-1)
+
+
+# ---- a bug that is planted --------------------------------------------------------------------------------------------
+
+
+def position_by_rank(setattr: SetAttr) -> None:
+    """Each rank counts what it has been handed itself."""
+
+    def hand(self: DataProgress, consumed: int, real: Any = DataProgress.hand) -> None:
+        found = lifecycle.position()
+        assert found is not None
+        advance = consumed - self.position.consumed
+        real(self, self.position.consumed + max(1, advance // found[0].size))
+
+    setattr(DataProgress, "hand", hand)

@@ -5,7 +5,7 @@ A failure names its seed: ``DataJob(drawn(seed), ...)`` is that job again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +19,11 @@ from elastic.data.progress import DataProgress
 from elastic.data.sources import IndexedSource, Loaded
 from elastic.runtime import lifecycle
 from elastic.state.handlers.loader_state import LoaderStateHandler
-from harness.data_job import DataJob, drawn
+from harness.data_job import DataJob, SetAttr, drawn, position_by_rank
 
 IN_EACH_RUN = 60
 NIGHTLY = 1000
 WITH_WORKERS = 100  # of those that have real loader workers
-SetAttr = Callable[[Any, str, Any], None]
 
 
 def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, most_workers: int = 0) -> DataJob:
@@ -66,16 +65,6 @@ def test_in_many_more_jobs_with_loader_workers(monkeypatch, first):
 
 
 # ---- bugs, each of which must be caught ------------------------------------------------------------------------------
-
-
-def position_by_rank(setattr: SetAttr) -> None:
-    def hand(self: DataProgress, consumed: int, real: Any = DataProgress.hand) -> None:
-        found = lifecycle.position()
-        assert found is not None
-        advance = consumed - self.position.consumed
-        real(self, self.position.consumed + max(1, advance // found[0].size))
-
-    setattr(DataProgress, "hand", hand)
 
 
 def prefetched_counts(setattr: SetAttr) -> None:

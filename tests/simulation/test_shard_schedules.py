@@ -6,13 +6,11 @@ failure names its seed: ``run(seed, ...)`` is that job again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from elastic.data.progress import DataProgress
 from elastic.exact import assignment, generators, tree
 from elastic.exact.buffers import BufferKeeper
 from elastic.exact.shards import Shards
@@ -20,12 +18,12 @@ from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.optimizer.sharded.reducer import ShardReducer
 from elastic.runtime import lifecycle
 from elastic.state.handlers.model_state import ModelStateHandler
+from harness.data_job import SetAttr, position_by_rank
 from harness.shard_job import ShardJob, drawn, run
 
 IN_EACH_RUN = 7
 NIGHTLY = 1000
 FOR_EACH_BUG = 60
-SetAttr = Callable[[Any, str, Any], None]
 
 
 def clean(seed: int, monkeypatch: pytest.MonkeyPatch) -> ShardJob:
@@ -90,18 +88,6 @@ def a_seed_by_rank(setattr: SetAttr) -> None:
     setattr(generators, "set_seed", set_seed)
 
 
-def a_position_by_rank(setattr: SetAttr) -> None:
-    """Each rank counts what it has been handed itself."""
-
-    def hand(self: DataProgress, consumed: int, real: Any = DataProgress.hand) -> None:
-        found = lifecycle.position()
-        assert found is not None
-        advance = consumed - self.position.consumed
-        real(self, self.position.consumed + max(1, advance // found[0].size))
-
-    setattr(DataProgress, "hand", hand)
-
-
 def a_stale_buffer(setattr: SetAttr) -> None:
     setattr(BufferKeeper, "shard_ends", lambda self, shard: None)
 
@@ -150,7 +136,7 @@ BUGS = {
     sums_in_the_order_of_ranks: (0, "other bits in numbers"),
     a_lost_partial: (0, "other bits in numbers"),
     a_seed_by_rank: (0, "other bits in numbers"),
-    a_position_by_rank: (0, "the position is"),
+    position_by_rank: (0, "the position is"),
     a_stale_buffer: (0, "other bits in statistic"),
     a_partial_of_an_older_world: (54, "other bits in"),
     a_shard_counts_twice_after_a_restore: (3, "samples, shards"),

@@ -20,6 +20,7 @@ from harness.history import RETURN, TRAINING, History, sizes
 from harness.job import Job, elasticrun
 
 WITHIN_S = 1.0  # from the last newcomer that is ready, or from the request, to the new world
+UNTIL_TOLD = {"ELASTIC_DIGESTS": "1", "ENDS": "end", "PACE": "0.01"}
 
 
 @pytest.fixture
@@ -81,12 +82,7 @@ def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime
     training = job(
         "-np 2 --min-np 1 --job bert --reset-limit 0",
         TRAINING,
-        env={
-            "ELASTIC_DIGESTS": "1",
-            "ENDS": "end",
-            "PACE": "0.01",
-            "XDG_RUNTIME_DIR": str(runtime),
-        },
+        env={**UNTIL_TOLD, "XDG_RUNTIME_DIR": str(runtime)},
     )
     training.wait_for_world(2)
     training.until(lambda: len(sizes(training)) == 2, "a world of elastic.run")
@@ -122,12 +118,7 @@ def test_a_job_on_one_machine_goes_from_4_to_8_to_3_and_a_host_is_drained(job, r
     training = job(
         "-H localhost:4,127.0.0.2:4 -np 4 --min-np 1 --max-np 4 --job bert --reset-limit 0",
         TRAINING,
-        env={
-            "ELASTIC_DIGESTS": "1",
-            "ENDS": "end",
-            "PACE": "0.01",
-            "XDG_RUNTIME_DIR": str(runtime),
-        },
+        env={**UNTIL_TOLD, "XDG_RUNTIME_DIR": str(runtime)},
     )
     training.until(lambda: sizes(training)[-2:] == [4, 4], "a world of elastic.run", 60)
     go_through(training, other="127.0.0.2", steered=elastic.Job("bert"))
