@@ -380,7 +380,7 @@ def ids_of(batch: Any) -> torch.Tensor:
     return torch.as_tensor(batch).reshape(-1)
 
 
-# ---- a bug that is planted --------------------------------------------------------------------------------------------
+# ---- a bug that is planted -------------------------------------------------------------------------------------------
 
 
 def position_by_rank(setattr: SetAttr) -> None:
