@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -50,6 +51,7 @@ async def looked_at(job: LightJob, link: str, workers: int, slots: int, folder: 
             assert await browser.look("document.documentElement.scrollWidth") <= width
             name = f"{workers}-{width}-{'dark' if dark else 'light'}.png"
             await browser.picture(folder / name)
+        assert urlsplit(link).fragment not in await browser.look("document.body.textContent")
         await keys(browser, workers)
         assert browser.errors == []
 
