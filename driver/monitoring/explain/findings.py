@@ -187,6 +187,7 @@ def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
     end, after = story.end, _since(story, story.end_at if story.end else story.last)
     facts: dict[str, Any] = {"after_s": after, "workers": len(story.members)}
     facts["commit"] = str(story.newest) if story.newest and story.newest.number else None
+    facts |= _since_the_store(story, story.last)
     if end is None:
         yield JobFinding(What.RUNS if source.runs else What.CUT_OFF, facts)
     elif end.code == 0:
@@ -207,12 +208,13 @@ def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[Jo
         return
     if story.store_away is not None:
         at, reason = story.store_away
-        facts = {"at_s": _since(story, at), "silent_s": story.last - at}
+        facts = {"at_s": _since(story, at)}
         yield JobFinding(What.STORE_AWAY, {**reason.facts, **facts})
     if story.stop is not None:
         return
     if cause is not None:
-        yield JobFinding(What.CAUSE, death_facts(cause, story))
+        facts = death_facts(cause, story) | _since_the_store(story, cause.at)
+        yield JobFinding(What.CAUSE, facts)
     elif end is not None:
         yield JobFinding(What.CAUSE_UNKNOWN, {"reason": one_line(end.reason)})
     if end is not None:
@@ -228,6 +230,13 @@ def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[Jo
             yield JobFinding(What.REPEATED, {"times": alike})
         if trace := _trace(story, cause):
             yield JobFinding(What.TRACE, {"text": trace, "who": named(cause)})
+
+
+def _since_the_store(story: Story, at: float) -> dict[str, float]:
+    """Where etcd was gone, and the job came to no end: what came later is what followed, and not why."""
+    if story.store_away is None or story.end is not None or at < story.store_away[0]:
+        return {}
+    return {"after_store_s": at - story.store_away[0]}
 
 
 _SAID_BY_THE_CAUSE = {Why.ENDED, Why.SCRIPT_RAISED, Why.ALL_RETURNED, Why.ALL_EXITED}

@@ -110,7 +110,7 @@ def _death(facts: Facts) -> str:
         case Cause.DISK_FULL:
             return f"{who} could not write to a disk that is full (No space left on device): {what}"
         case Cause.WRITE_FAILED:
-            return f"{who} could not write a file (a full disk does that, or a quota): {what}"
+            return f"{who} could not write a file, most likely because its disk is full: {what}"
         case Cause.GPU_ERROR:
             return f"the GPU of {who} failed, or NCCL: {what}"
         case Cause.OUT_OF_MEMORY:
@@ -135,6 +135,7 @@ def _death(facts: Facts) -> str:
         case Cause.STUCK:
             doing = "idle" if facts.get("why") == Why.IDLE.value else "busy with something else"
             where = f" {facts['where']}" if facts.get("where") else ""
+            where = where.replace(" in '", " in the collective '")
             for_s = f" for {float(facts['for_s']):.0f} s" if facts.get("for_s") else ""
             return f"{who} was stuck: it was {doing}{for_s} while the others waited for it{where}"
         case Cause.GPU_HANGS:
@@ -146,7 +147,7 @@ def _death(facts: Facts) -> str:
         case Cause.DISCONNECTED:
             return f"{who} lost its connection: {what}"
         case Cause.HOST_LOST:
-            return f"host {facts['host']} was lost with {who}: {what}"
+            return f"host {facts['host']} was lost, and {who} with it: {what}"
         case Cause.LOST_PEER:
             return f"{who} could not go on without a lost peer: {what}"
 
@@ -156,6 +157,12 @@ def _capital(text: str) -> str:
 
 
 def _cause(facts: Facts) -> str:
+    if "after_store_s" in facts:
+        later = duration(facts["after_store_s"])
+        return (
+            f"The last that is known, {later} after etcd was gone: {_death(facts)}. Nobody could decide who takes its"
+            " place."
+        )
     return f"{_capital(_death(facts))}."
 
 
@@ -175,6 +182,11 @@ def _runs(facts: Facts) -> str:
 
 
 def _cut_off(facts: Facts) -> str:
+    if "after_store_s" in facts:
+        return (
+            f"{duration(facts['after_store_s'])} later the journal ends in the middle of the job: its driver was killed"
+            " too, or its machine went down, or this is a copy of a journal that is still being written."
+        )
     return (
         f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver was killed, or its"
         " machine went down, or this is a copy of a journal that is still being written."
@@ -192,8 +204,8 @@ def _nothing(facts: Facts) -> str:
 
 def _store_away(facts: Facts) -> str:
     return (
-        f"etcd at {facts['store']} was gone ({facts['text']}) from {duration(facts['at_s'])} on, and did not come back:"
-        " workers train on, but no change of membership can be decided without it."
+        f"The job lost its control plane: etcd at {facts['store']} stopped answering {duration(facts['at_s'])} after"
+        f" the start ({facts['text']}), and did not come back. Without etcd the driver can decide nothing."
     )
 
 
@@ -220,7 +232,10 @@ def _then(facts: Facts) -> str:
             return "No survivor held a commit, so there was nothing to go on from."
         case Why.STUCK_AGAIN.value:
             worlds = counted(facts["worlds"], "world")
-            return f"In the last {worlds} somebody was stuck, with no new commit between, so the job ended."
+            return (
+                f"In each of the last {worlds} a worker was stuck, and no step was committed in between, so the job was"
+                " ended."
+            )
         case Why.IN_CIRCLES.value:
             return f"{facts['worlds']} worlds in a row broke with no new commit between, so the job ended."
         case Why.TOO_FEW.value:
