@@ -42,6 +42,8 @@ class Job(Program):
     ) -> None:
         self.folder = folder
         self.journal = folder / "journal.jsonl"
+        self._inode, self._told = 0, 0
+        self._records: list[Json] = []
         self.unchecked = ""  # why its journal may break an invariant; empty: it must not
         super().__init__(
             [elasticrun(), *split(flags), "--journal", str(self.journal), *split(command)],
@@ -56,11 +58,21 @@ class Job(Program):
     # ---- what it decided
 
     def records(self) -> list[Json]:
-        """The journal so far: ``{"at": ..., "event": {...}, "actions": [...]}``, without a line still being written."""
+        """The journal so far: ``{"at": ..., "event": {...}, "actions": [...]}``, without a line still being written.
+
+        Waits ask again and again: what was read before is not read again, unless it is another file by now.
+        """
         if not self.journal.exists():
             return []
-        whole, _, _ = self.journal.read_text().rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines() if line]
+        with open(self.journal, "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._told:
+                self._inode, self._told, self._records = found.st_ino, 0, []
+            file.seek(self._told)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._told += len(whole) + len(end)
+        self._records += [json.loads(line) for line in whole.split(b"\n") if line]
+        return list(self._records)
 
     def events(self, kind: str) -> list[Json]:
         """The events of a type so far, e.g. ``WorkerConnected``."""
