@@ -241,6 +241,12 @@ def check_environ(given: object) -> None:
             raise Invalid(f"env has {name!r}, which can't be the name of a variable, or its value")
 
 
+def telemetry(caller: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """What OpenTelemetry finds in the driver's environment: the caller's OTEL_*, unless ``env`` has others."""
+    both = {**caller, **given}
+    return {name: value for name, value in both.items() if name.startswith("OTEL_")}
+
+
 def check_job_name(name: object) -> None:
     """Of a detached job. Raises Invalid."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):

@@ -55,6 +55,9 @@ class DriverSpec:
     wanted: Wanted
     limits: Limits
     environ: Mapping[str, str] = dataclasses.field(repr=False)  # added to that of the workers
+    telemetry: Mapping[str, str] = dataclasses.field(
+        default_factory=dict, repr=False
+    )  # OTEL_*, of the driver
     secret: bytes = dataclasses.field(repr=False)
     detached: bool = False
     call: bytes | None = dataclasses.field(default=None, repr=False)  # of a detached job
@@ -76,6 +79,7 @@ class DriverActor:
 
     def __init__(self, spec: DriverSpec) -> None:
         end_with_raylet()
+        os.environ.update(spec.telemetry)  # its SDK looks nowhere else
         self._spec = spec
         self._runs = 0
         self._driver: Stoppable | None = None

@@ -65,7 +65,8 @@ def run(
     grows to ``max_workers`` while nodes come, and survives nodes that go. ``resources_per_worker`` counts as Ray does;
     one CPU by default, and one GPU with ``use_gpu``. ``placement_group``: workers stay in its bundles; by default in
     those of the group that the caller runs in (as a trial of Ray Tune does), all but the first, otherwise in
-    placement groups that the job makes for itself. ``env`` is added to the workers' environment.
+    placement groups that the job makes for itself. ``env`` is added to the workers' environment, and those of its
+    variables that are `elasticrun`'s or OpenTelemetry's hold for the driver too.
 
     ``on_report`` gets what workers say by `elastic.report`, ``on_output`` their output and the log ("stdout" or
     "stderr", bytes; whole lines, but for those over 64 KiB); both are called in this thread. ``detached`` names a job

@@ -29,7 +29,7 @@ from elastic.driver.ray.journal import RayArchive
 from elastic.errors import Invalid, JobFailed
 from elastic.launcher.launch_function import run_apart, values_of
 from elastic.protocol.report_values import Report
-from elastic.ray.arguments import CURRENT, Limits, Wanted, check_environ
+from elastic.ray.arguments import CURRENT, Limits, Wanted, check_environ, telemetry
 from elastic.ray.driver_actor import DriverActor, DriverSpec, Ended
 from elastic.ray.news import Told
 
@@ -106,6 +106,7 @@ class Follower:
             wanted=with_group(wanted),
             limits=limits,
             environ=dict(environ),
+            telemetry=telemetry(os.environ, environ),
             secret=secrets.token_bytes(SECRET_BYTES),
             detached=detached is not None,
             call=call,

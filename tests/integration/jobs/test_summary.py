@@ -100,7 +100,10 @@ def until_two_train(training: Job) -> None:
 def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, monkeypatch, kills):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     env = {"ELASTIC_TEST_FOLDER": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
-    training = job(f"{FLAGS} --metrics-port {free_ports(1)[0]}", TRAINING, env=env)
+    flags = f"{FLAGS} --metrics-port {free_ports(1)[0]}"
+    if kills > 10:
+        flags += " --preload auto"  # else most of it would be imports of newcomers
+    training = job(flags, TRAINING, env=env)
     for _ in range(kills):
         until_two_train(training)
         (tmp_path / "die").touch()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from harness.history import SCRIPTS
+from harness.otlp_collector import otlp_collector
 from harness.ray_cluster import RayCluster, RayJob, ray_environment, ray_nodes
 from harness.scripts.ray_nodes import free_port
 
@@ -329,3 +330,35 @@ def test_a_process_on_a_node_ends_with_its_raylet():
         for process in (raylet, actor):
             process.kill()
             process.communicate()
+
+
+@pytest.mark.nightly
+def test_variables_of_opentelemetry_reach_the_driver(
+    cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
+):
+    """Those that ``env`` has, and the caller's own; Ray's processes have neither."""
+    script = tmp_path / "traced.py"
+    script.write_text(
+        textwrap.dedent("""
+            import sys
+            import elastic.ray
+
+            def train():
+                import elastic
+                elastic.init()
+
+                @elastic.run
+                def loop(state):
+                    state.commit()
+
+                loop(elastic.ObjectState(step=0))
+
+            env = {"ELASTIC_OPENTELEMETRY": "1", "OTEL_SERVICE_NAME": "bert"}
+            elastic.ray.run(train, num_workers=2, min_workers=1, env=env)
+        """)
+    )
+    with otlp_collector() as traces:
+        job = call(script=script, env={"OTEL_EXPORTER_OTLP_ENDPOINT": traces.address})
+        job.succeed(LONG_S)
+    assert "start" in {span.name for span in traces.spans}
+    assert traces.services == {"bert"}

@@ -116,6 +116,19 @@ def test_what_is_given_becomes_the_flags_of_elasticrun():
     assert Limits(standbys=2, summary=True).as_flags() == ["--standbys=2", "--summary"]
 
 
+def test_the_driver_gets_what_opentelemetry_reads():
+    caller = {
+        "OTEL_SERVICE_NAME": "ours",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318",
+        "HOME": "/",
+    }
+    found = arguments.telemetry(caller, {"OTEL_SERVICE_NAME": "bert", "NCCL_DEBUG": "INFO"})
+    assert found == {
+        "OTEL_SERVICE_NAME": "bert",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318",
+    }
+
+
 def test_a_job_holds_places_for_its_standbys_too():
     wanted = arguments.wanted(2, 1, 4, None, use_gpu=False)
     assert arguments.places(wanted, Limits()) == 4
