@@ -13,7 +13,6 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import cloudpickle
 import torch
 
 from elastic.api.ops import allgather, allreduce, broadcast_
@@ -21,6 +20,7 @@ from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, resolve
 from elastic.negotiation.submission import is_root
+from elastic.pickling import Pickler
 
 _CPU = torch.device("cpu")
 _CHUNK_BYTES = 64 << 20  # what is packed into one broadcast; larger tensors travel alone
@@ -155,7 +155,8 @@ def broadcast_object(
     """Sends one rank's Python object to all.
 
     Args:
-        obj: pickled with cloudpickle on ``root_rank``; what other ranks pass is ignored.
+        obj: pickled on ``root_rank``, what the script defines by its name, all else as cloudpickle does; what other
+            ranks pass is ignored.
         root_rank: counts in the world, with a ``process_set`` too.
         name, process_set: as in `elastic.api.ops`.
 
@@ -186,7 +187,7 @@ def allgather_object(
     """Gives every rank the Python objects of all.
 
     Args:
-        obj: pickled with cloudpickle; it may differ in size between ranks.
+        obj: pickled as by `broadcast_object`; it may differ in size between ranks.
         name, process_set: as in `elastic.api.ops`.
 
     Returns:
@@ -335,7 +336,7 @@ def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
 
 def _pickled(obj: Any) -> bytearray:
     buffer = io.BytesIO()
-    cloudpickle.dump(obj, buffer)
+    Pickler(buffer).dump(obj)
     return bytearray(buffer.getbuffer())
 
 

@@ -12,9 +12,9 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
-import cloudpickle
 import torch
 
+from elastic import pickling
 from elastic.errors import Invalid
 
 ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # their copies are themselves
@@ -58,9 +58,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(pickling.Pickler):
     def __init__(self, file: io.BytesIO, referred: dict[str, object]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file)
         self._names = {id(value): name for name, value in referred.items()}
 
     def persistent_id(self, value: object) -> str | None:
