@@ -44,7 +44,12 @@ def checkpoint_plan(options: Options, *, elastic: bool) -> CheckpointPlan:
     every = options.checkpoint_every or told.DEFAULT_EVERY
     told.parse_every(every)
     storage = Storage(options.checkpoint_dir)
-    run, begin = _within(ANSWER_S, storage.url, lambda: _look(options, storage))
+    if not storage.outlives_us:
+        raise Invalid(
+            f"--checkpoint-dir {storage.url} would end with the process that writes there; give a folder, or a URL of"
+            " an object store"
+        )
+    run, begin, notes = _within(ANSWER_S, storage.url, lambda: _look(options, storage))
     anew = options.fresh or options.begin_from is not None
     env = {
         told.DIR: storage.absolute,
@@ -55,7 +60,6 @@ def checkpoint_plan(options: Options, *, elastic: bool) -> CheckpointPlan:
         told.RUN: str(run),
         told.FLOOR: str(run if anew else 0),
     }
-    notes = []
     if begin is not None:
         url, found = begin
         notes.append(
@@ -67,20 +71,36 @@ def checkpoint_plan(options: Options, *, elastic: bool) -> CheckpointPlan:
     return CheckpointPlan(env, restarts if elastic else None, notes)
 
 
-def _look(options: Options, storage: Storage) -> tuple[int, tuple[str, Manifest] | None]:
-    """The number of this run, and the folder and the commit from which it begins."""
+Begin = tuple[str, Manifest] | None
+Notes = list[tuple[str, str]]
+
+
+def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
+    """The number of this run, the folder and the commit from which it begins, and what is to be said."""
     storage.prove_writable()
-    other_job = None if options.resume or options.standby else catalog.writing_here(storage)
-    if other_job is not None:
+    alone = not (options.resume or options.standby)
+    if alone:
+        _refuse_other(storage, catalog.writing_here(storage))
+    notes: Notes = []
+    begin = _begin(options, storage, notes)
+    run = catalog.claim_run(storage)
+    # Another job may have begun in the same moment: then the earlier number counts.
+    other = catalog.writing_here(storage, before=run) if alone else None
+    if other is not None:
+        catalog.give_back_run(storage, run)
+        _refuse_other(storage, other)
+    return run, begin, notes
+
+
+def _refuse_other(storage: Storage, other: catalog.Claimant | None) -> None:
+    if other is not None:
         raise Invalid(
-            f"--checkpoint-dir {storage.url}: process {other_job.pid} of this machine writes its checkpoints there, and"
+            f"--checkpoint-dir {storage.url}: process {other.pid} of this machine writes its checkpoints there, and"
             " each job needs a folder of its own; wait for its end, or give another folder"
         )
-    begin = _begin(options, storage)
-    return catalog.claim_run(storage), begin
 
 
-def _begin(options: Options, storage: Storage) -> tuple[str, Manifest] | None:
+def _begin(options: Options, storage: Storage, notes: Notes) -> Begin:
     if options.begin_from is not None:
         url, which = told.parse_from(options.begin_from)
         other = Storage(url)
@@ -91,7 +111,9 @@ def _begin(options: Options, storage: Storage) -> tuple[str, Manifest] | None:
     for name in reversed(catalog.names(storage)):
         entry = catalog.entry(storage, name)
         if entry.manifest is not None:
+            notes += [("warning", f"checkpoint {each} is passed over") for each in passed_over]
             return storage.absolute, entry.manifest
+        catalog.refuse_newer(storage, entry)
         if not entry.torn:
             passed_over.append(f"{name}: {entry.trouble}")
     if passed_over:

@@ -24,7 +24,7 @@ class CheckpointLines:
         self._log(level, f"commit {made.commit} is durable: {made.place} ({size})")
 
     def failed(self, failed: Failed) -> None:
-        level = "warning" if failed.unusual else "debug"
+        level = "warning" if failed.unusual and self._may_say(Failed) else "debug"
         self._log(level, f"a checkpoint was left out: {failed.who} says {failed.reason}")
 
     def not_equal(self, found: NotEqual) -> None:

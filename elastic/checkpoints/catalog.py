@@ -13,7 +13,7 @@ import msgspec
 import psutil
 
 from elastic.checkpoints import manifest
-from elastic.checkpoints.manifest import Manifest, Name, NotReadable
+from elastic.checkpoints.manifest import Manifest, Name, Newer, NotReadable
 from elastic.checkpoints.storage import Storage
 from elastic.errors import Invalid
 
@@ -24,17 +24,21 @@ class Torn(NotReadable):
     """A commit that was not written to its end."""
 
 
+CLAIMS_READ = 8  # the newest ones, to see whether their jobs live
 CLAIM = re.compile(r"run-(\d{4,9})")  # a file that says whose run has that number
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A folder of a commit. ``trouble``: why it can't be taken; empty: it can. ``torn``: it was never completed."""
+    """A folder of a commit. ``trouble``: why it can't be taken; empty: it can. ``torn``: it was never completed.
+    ``newer``: a newer version may take it.
+    """
 
     name: Name
     manifest: Manifest | None
     trouble: str
     torn: bool = False
+    newer: bool = False
 
 
 def names(storage: Storage) -> list[Name]:
@@ -65,20 +69,26 @@ class Claimant(msgspec.Struct, frozen=True):
     began_at: float
 
 
-def writing_here(storage: Storage) -> Claimant | None:
-    """Another process of this machine that lives and has begun the newest run. Raises OSError."""
+def writing_here(storage: Storage, before: int | None = None) -> Claimant | None:
+    """Another process of this machine that lives and has begun a run; ``before``: one before this. Raises OSError."""
     claimed = (CLAIM.fullmatch(name) for name in storage.sizes())
-    for number in sorted(int(each[1]) for each in claimed if each)[-1:]:
+    numbers = sorted(int(each[1]) for each in claimed if each)
+    for number in [n for n in numbers if before is None or n < before][-CLAIMS_READ:]:
         with contextlib.suppress(msgspec.MsgspecError, psutil.Error, FileNotFoundError):
             found = msgspec.json.decode(storage.read(f"run-{number:04}"), type=Claimant)
             if found.host != socket.gethostname() or found.pid == os.getpid():
-                return None
+                continue
             process = psutil.Process(found.pid)
             # One that has ended may stay in the table of processes: in a container, where nobody reaps.
             ended = process.status() == psutil.STATUS_ZOMBIE
             if not ended and process.create_time() == found.began_at:
                 return found
     return None
+
+
+def give_back_run(storage: Storage, number: int) -> None:
+    """A run that was claimed, and in which nothing was written. Raises OSError."""
+    storage.remove_file(f"run-{number:04}")
 
 
 def read(storage: Storage, name: Name) -> Manifest:
@@ -100,7 +110,17 @@ def entry(storage: Storage, name: Name) -> CheckpointEntry:
     try:
         return CheckpointEntry(name, read(storage, name), "")
     except NotReadable as error:
-        return CheckpointEntry(name, None, str(error), isinstance(error, Torn))
+        torn, newer = isinstance(error, Torn), isinstance(error, Newer)
+        return CheckpointEntry(name, None, str(error), torn, newer)
+
+
+def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
+    """Who goes on from an older one would in time remove what is newer. Raises Invalid."""
+    if found.newer:
+        raise Invalid(
+            f"{storage.url}/{found.name} can't be taken: {found.trouble}; nothing was changed there: start the version"
+            " that has written it, or begin anew with --fresh, which leaves it alone"
+        )
 
 
 def verify(storage: Storage, found: Manifest) -> str:

@@ -82,8 +82,12 @@ def contents(held: Held) -> Contents:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
-    """As torch.distributed.checkpoint takes a state dict apart."""
-    flat, paths = flatten_state_dict({name: value})
+    """As torch.distributed.checkpoint takes a state dict apart. What it can't, as {1: ..., "1": ...}, stays whole."""
+    try:
+        flat, paths = flatten_state_dict({name: value})
+    except ValueError:  # two of the names would be the same
+        yield (name,), value
+        return
     for key, leaf in flat.items():
         yield paths[key], leaf
 

@@ -116,6 +116,10 @@ class NotReadable(Exception):
     """A folder that holds no commit that can be taken: says why."""
 
 
+class Newer(NotReadable):
+    """It may be whole. Only a newer version can tell."""
+
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -133,7 +137,7 @@ class _Versioned(msgspec.Struct):
 
 
 def decode_share(content: bytes) -> Share:
-    """Raises NotReadable."""
+    """Raises NotReadable, Newer."""
     _check_format(content, "share")
     try:
         return msgspec.json.decode(content, type=Share)
@@ -142,7 +146,7 @@ def decode_share(content: bytes) -> Share:
 
 
 def decode_manifest(content: bytes) -> Manifest:
-    """Raises NotReadable, also for one of a newer version."""
+    """Raises NotReadable; Newer for one of a newer version."""
     _check_format(content, MANIFEST)
     try:
         return msgspec.json.decode(content, type=Manifest)
@@ -156,7 +160,7 @@ def _check_format(content: bytes, what: str) -> None:
     except msgspec.DecodeError as error:
         raise NotReadable(f"its {what} is damaged: {error}") from error
     if version > FORMAT:
-        raise NotReadable(
+        raise Newer(
             f"it was written by a newer version (format {version}, this one reads up to {FORMAT})"
         )
     if version >= 2:

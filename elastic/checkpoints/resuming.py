@@ -45,6 +45,7 @@ def _load(
         if name.run < options.floor:
             break
         found = catalog.entry(storage, name)
+        catalog.refuse_newer(storage, found)
         trouble = found.trouble
         if found.manifest is not None:
             try:

@@ -17,9 +17,11 @@ from typing import IO, Any, cast
 import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic.errors import Invalid
 
+PROOF_BYTES = 4096  # a file without content can be made on a full disk
 CONNECT_S, ANSWER_S = 4, 5  # of S3, for one attempt; it answers in less than a second
 
 
@@ -31,6 +33,7 @@ class Storage:
 
         Raises Invalid if the package for the protocol is missing, or the protocol is unknown.
         """
+        _refuse_misspelt(url)
         self.url = url.rstrip("/") or url
         protocol = url.partition("://")[0] if "://" in url else "file"
         try:
@@ -51,6 +54,7 @@ class Storage:
         if loop is not None and loop.get_exception_handler() is None:
             loop.set_exception_handler(_retried_anyway)
         self.local = isinstance(fs, LocalFileSystem)
+        self.outlives_us = not isinstance(fs, MemoryFileSystem)
         self.absolute: str = (
             self._root if self.local else self.url
         )  # means the same from any working directory
@@ -114,6 +118,10 @@ class Storage:
                     file.write(content)
             except FileExistsError:
                 return False
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise
             return True
         with self._errors():
             if self._fs.exists(path):
@@ -174,7 +182,7 @@ class Storage:
         """Writes and removes a file. Raises Invalid with what went wrong."""
         name = f".writable-{uuid.uuid4().hex[:8]}"
         try:
-            self.write(name, b"")
+            self.write(name, bytes(PROOF_BYTES))
             self.remove_file(name)
         except OSError as error:
             raise Invalid(f"nothing can be written to {self.url}: {error}") from error
@@ -194,6 +202,17 @@ class _Stream:
     def read(self, size: int) -> bytes:
         with self._errors():
             return bytes(self._stream.read(size))
+
+
+def _refuse_misspelt(url: str) -> None:
+    """``s3:/bucket`` would be a folder of that name here. Raises Invalid."""
+    protocol, colon, rest = url.partition(":")
+    known = set(fsspec.available_protocols()) - {"file", "local"}  # these two may do without
+    if colon and not rest.startswith("//") and protocol in known:
+        raise Invalid(
+            f"{url}: a URL has two slashes after its protocol: {protocol}://{rest.lstrip('/')};"
+            f" for a folder of that name give ./{url}"
+        )
 
 
 def _patience(protocol: str) -> dict[str, Any]:

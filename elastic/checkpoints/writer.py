@@ -35,10 +35,15 @@ FINISH_S = 60.0  # for the last commit of a training to become durable
 LOOK_S = 0.1  # between two looks at whether the world is over
 NICE = 19  # of the thread that writes
 REPEAT_S = 5.0  # between two times that the driver is told something that it has not answered
+NAMED = 3  # parameters in a message
 CLOSE_S = 2.0  # for what is being written to notice that nobody wants it any more
 
 
 Told = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritten
+
+
+class _Spoilt(Exception):
+    """A commit that nobody could go on from; the ones before it are worth more."""
 
 
 class _Dropped(Exception):
@@ -91,6 +96,9 @@ class Writer:
         # Generation and number of the last request that was begun here, and whether it is known how that has ended.
         self._latest: tuple[int, int] | None = None
         self._settled = True
+        self._odd: set[str] | None = (
+            None  # parameters that were not finite when it was looked first
+        )
         self.newest: Commit | None = None  # that is durable, as far as this rank has heard
 
     # ---- training thread -----------------------------------------------------------------------------------------
@@ -150,11 +158,10 @@ class Writer:
             self._wait(deadline, over)
         if self.newest == commit or over() or place.rank:
             return
-        newest = self.newest or "none of this run"
-        self._say(
-            f"the last commit, {commit}, could not be made durable within {FINISH_S:.0f} s;"
-            f" the newest that is durable is {newest}"
-        )
+        newest = self.newest
+        known = f"the newest durable one is {newest}" if newest else "no commit of this run is"
+        within = f" within {FINISH_S:.0f} s" if monotonic() >= deadline else ""
+        self._say(f"the last commit, {commit}, could not be made durable{within}; {known}")
 
     def _wait(self, deadline: float, over: Callable[[], bool]) -> bool:
         """Until it is known what became of the latest request. False: not in time, or ``over``."""
@@ -279,6 +286,8 @@ class Writer:
         digests: dict[str, int] = {}
 
         def write() -> None:
+            if self._odd is None:
+                self._odd = writing.not_finite(attempt.held)
             if not self._alone:
                 digests.update(writing.replica_digests(attempt.held))
             writing.write_share(
@@ -295,11 +304,24 @@ class Writer:
             name = attempt.name
             self._tell(messages.ShareWritten(name.generation, attempt.number, name.commit, digests))
 
+    def _look_at_numbers(self, held: Held) -> None:
+        """Raises _Spoilt where parameters are not finite any more: in time such commits would displace all others.
+
+        Of replicas that are equal: one that is not has to be named first.
+        """
+        new = sorted(writing.not_finite(held) - (self._odd or set()))
+        if new:
+            raise _Spoilt(
+                f"{', '.join(new[:NAMED])}{' ...' if len(new) > NAMED else ''} became infinite or NaN: nothing is"
+                " written until that is over, and what was written before stays"
+            )
+
     def _seal(self, attempt: _Attempt) -> None:
         if self._attempt is not attempt:
             return
 
         def write() -> None:
+            self._look_at_numbers(attempt.held)
             writing.seal(self._storage, attempt.name, attempt.held, attempt.size, attempt.alive)
 
         if not self._persist(attempt, write):
@@ -342,7 +364,7 @@ class Writer:
         except (_Dropped, OSError):
             self._over(attempt)
             return False
-        except (NotReadable, DeviceLost) as error:
+        except (NotReadable, DeviceLost, _Spoilt) as error:
             self._refuse(attempt, str(error))
             return False
         except Exception as error:  # a bug here must not end the training

@@ -118,6 +118,21 @@ def replica_digests(held: Held) -> dict[str, int]:
     return {part: digest(tensors) for part, tensors in alike.items()}
 
 
+def not_finite(held: Held) -> set[str]:
+    """The parameters that have an infinity in them, or no number. Raises DeviceLost."""
+    held.complete()
+    found = set()
+    for item in contents(held).items:
+        part = held.parts[item.part]
+        parameters = part.part.equal_everywhere(part.structure)
+        tensor = item.tensor
+        if parameters and item.key in parameters and tensor.is_floating_point():
+            most = tensor.abs().max() if tensor.numel() else tensor.new_zeros(())
+            if not bool(torch.isfinite(most)):
+                found.add(f"{item.part}.{item.key}")
+    return found
+
+
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """torch saves the whole storage, and pinned copies share one."""
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes

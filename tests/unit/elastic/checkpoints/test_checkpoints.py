@@ -109,6 +109,19 @@ def test_torch_reads_it_without_us(tmp_path):
     assert torch.equal(other.optimizer.state[other.model[0].weight]["exp_avg"], entry)
 
 
+def test_keys_that_torch_would_take_for_the_same_are_kept(tmp_path):
+    """torch.distributed.checkpoint names values by their keys as text."""
+    storage, state = Storage(str(tmp_path)), trained(2)
+    state.best = {1: "a", "1": "b", "x": {2: "c", "2": "d"}}
+    state.commit()
+    found = written(storage, state, Name(1, 2, 30))
+    other = trained(7)
+    loading.load(storage, found, other)
+    assert other.best == state.best
+    dcp_to_torch_save(str(tmp_path / str(found.name)), str(tmp_path / "all.pt"))
+    assert torch.load(tmp_path / "all.pt", weights_only=False)["best"] == state.best
+
+
 def test_what_is_held_stays_as_it_is_while_commits_go_on(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     before = state.model[0].weight.detach().clone()
@@ -180,7 +193,12 @@ def test_a_newer_version_is_refused(tmp_path):
     written(storage, state, Name(1, 2, 30))
     path = tmp_path / "r0001-g0002-c00000030" / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9', 1))
-    assert "newer version (format 9" in catalog.entry(storage, Name(1, 2, 30)).trouble
+    entry = catalog.entry(storage, Name(1, 2, 30))
+    assert entry.newer and "newer version (format 9" in entry.trouble
+    # An older one is no way out: what is newer would be removed in time.
+    written(storage, state, Name(1, 2, 20))
+    with pytest.raises(Invalid, match="start the version that has written it"):
+        resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
 
 
 def test_what_is_not_wanted_any_more_is_not_written(tmp_path):
@@ -219,6 +237,13 @@ def test_a_protocol_without_its_package_is_refused_before_anything_else():
         Storage("gs://bucket/folder")
     with pytest.raises(Invalid, match="nonsense"):
         Storage("nonsense://folder")
+
+
+def test_a_url_with_one_slash_is_no_folder_of_that_name(tmp_path):
+    with pytest.raises(Invalid, match=r"two slashes after its protocol: s3://bucket/folder"):
+        Storage("s3:/bucket/folder")
+    for path in ("./s3:/bucket", f"file:{tmp_path}", "a:/b", "runs/12:30"):
+        assert Storage(path).local
 
 
 @pytest.mark.skipif(importlib.util.find_spec("s3fs") is None, reason="needs s3fs")

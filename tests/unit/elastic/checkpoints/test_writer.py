@@ -262,6 +262,45 @@ def test_whatever_fails_in_the_storage_the_last_commit_is_durable_and_whole_in_t
     assert torch.equal(ranks.loaded().model.weight, ranks.states[0].model.weight)
 
 
+def test_parameters_that_became_infinite_displace_no_checkpoint(job):
+    ranks = job()
+    ranks.commit(5)
+    ranks.has(5)
+    before = ranks.states[0].model.weight.detach().clone()
+    for state in ranks.states:
+        state.model.weight.data[3, 4] = float("nan")
+    ranks.commit(5)
+    wait_until(lambda: ranks.failed, "a word about it")
+    assert ranks.failed == [
+        "model.weight became infinite or NaN: nothing is written until that is over, and what was written before stays"
+    ]
+    for state in ranks.states:
+        state.model.weight.data.copy_(before)
+    wait_until(lambda: all(each._settled for each in ranks.writers), "the end of that one")
+    ranks.commit(5)
+    ranks.has(15)
+
+
+def test_a_replica_that_alone_became_infinite_is_named(job):
+    ranks = job()
+    ranks.commit(5)
+    ranks.has(5)
+    ranks.states[0].model.weight.data[3, 4] = float("inf")
+    ranks.commit(5)
+    wait_until(lambda: ranks.damaged, "a word about it")
+    assert ranks.damaged == [0] and ranks.made == [Commit(2, 5)]
+
+
+def test_parameters_that_were_infinite_from_the_start_are_let_be(job):
+    ranks = job()
+    for state in ranks.states:
+        state.model.bias.data[0] = float("-inf")
+    ranks.commit(5)
+    ranks.has(5)
+    ranks.commit(5)
+    ranks.has(10)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_bit_that_flips_in_one_replica_is_found_before_the_next_checkpoint(job, seed):
     drawn = random.Random(seed)

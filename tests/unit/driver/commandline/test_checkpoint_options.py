@@ -1,0 +1,130 @@
+"""What is wrong with a folder of checkpoints is said in one sentence before anything starts; no file is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from elastic.checkpoints import catalog, manifest
+from elastic.checkpoints.manifest import Manifest, Name, StoredFile
+from elastic.checkpoints.storage import Storage
+from elastic.driver.commandline import flags
+from elastic.driver.commandline.checkpoint_options import CheckpointPlan, checkpoint_plan
+from elastic.errors import Invalid
+
+OLDER, NEWER = Name(1, 2, 30), Name(1, 2, 40)
+
+
+def planned(folder: object, *more: str) -> CheckpointPlan:
+    options = flags.parse(["-np", "1", "--checkpoint-dir", str(folder), *more, "true"])
+    return checkpoint_plan(options, elastic=True)
+
+
+def refused(folder: object, *more: str) -> str:
+    """What is said."""
+    with pytest.raises(Invalid) as error:
+        planned(folder, *more)
+    said = str(error.value)
+    assert "\n" not in said and str(folder) in said
+    return said
+
+
+def written(folder: Path, name: Name) -> Path:
+    """A commit of one file."""
+    storage, content = Storage(str(folder)), b"bytes"
+    storage.write(f"{name}/__0_0.distcp", content)
+    files = {"__0_0.distcp": StoredFile(len(content), "0" * 64)}
+    told = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
+    storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(told))
+    return folder / str(name)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextlib.contextmanager
+def living(storage: Storage, number: int) -> Iterator[int]:
+    """Another process of this machine whose run that is."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        began_at = psutil.Process(other.pid).create_time()
+        whose = catalog.Claimant(os.uname().nodename, other.pid, began_at)
+        assert storage.claim(f"run-{number:04}", msgspec.json.encode(whose))
+        yield other.pid
+
+
+def test_places_where_nothing_can_be_kept(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/checkpoints"):
+        assert "nothing can be written to" in refused(folder)
+    assert "two slashes" in refused("s3:/bucket/bert")
+    assert "needs a package" in refused("gs://bucket/bert")
+    assert "would end with the process" in refused("memory://bert")
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    """An empty file can be made there; its first byte finds no room when it is brought to the disk."""
+    real = os.fsync
+
+    def fsync(number: int) -> None:
+        if os.fstat(number).st_size:
+            _no_space()
+        real(number)
+
+    monkeypatch.setattr("elastic.checkpoints.storage.os.fsync", fsync)
+    assert "No space left" in refused(tmp_path)
+    assert content(tmp_path) == {}
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_one_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp_path):
+    written(tmp_path, OLDER)
+    path = written(tmp_path, NEWER) / manifest.MANIFEST
+    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9', 1))
+    before = content(tmp_path)
+    assert "newer version (format 9" in refused(tmp_path)
+    assert content(tmp_path) == before
+    assert planned(tmp_path, "--fresh").env["ELASTIC_CHECKPOINT_FLOOR"] == "2"
+
+
+def test_one_with_a_missing_share_is_passed_over_with_a_line_and_alone_it_is_refused(tmp_path):
+    written(tmp_path, OLDER)
+    (written(tmp_path, NEWER) / "__0_0.distcp").unlink()
+    level, line = planned(tmp_path).notes[0]
+    assert level == "warning" and f"{NEWER}: __0_0.distcp is missing" in line
+    (tmp_path / str(OLDER) / "__0_0.distcp").unlink()
+    assert "none that can be read" in refused(tmp_path)
+
+
+def test_a_second_job_on_the_folder(tmp_path):
+    storage = Storage(str(tmp_path))
+    with living(storage, 1) as pid:
+        storage.claim("run-0002", msgspec.json.encode(catalog.Claimant("elsewhere", 1, 0.0)))
+        before = content(tmp_path)
+        assert f"process {pid} of this machine" in refused(tmp_path)
+        assert content(tmp_path) == before
+
+
+def test_of_two_jobs_that_begin_in_one_moment_the_later_number_gives_way(tmp_path, monkeypatch):
+    storage, claim_run = Storage(str(tmp_path)), catalog.claim_run
+    with contextlib.ExitStack() as stack:
+
+        def another_was_faster(ours: Storage) -> int:
+            stack.enter_context(living(storage, 1))
+            return claim_run(ours)
+
+        monkeypatch.setattr(catalog, "claim_run", another_was_faster)
+        assert "each job needs a folder of its own" in refused(tmp_path)
+        assert [*storage.sizes()] == ["run-0001"]
