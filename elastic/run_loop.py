@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from elastic import failpoints
 from elastic.checkpoints import durable
 from elastic.errors import (
     CollectiveFailed,
@@ -41,7 +42,7 @@ from elastic.protocol.messages import COPY, World
 from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.failures import hardware_errors
 from elastic.runtime.lifecycle import Runtime
-from elastic.state import newcomer
+from elastic.state import bit_flips, newcomer
 from elastic.state.snapshots import memory_ahead
 from elastic.state.state import State, has_custom_sync
 from elastic.torch_backend import following_group
@@ -83,6 +84,8 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
             )
         rt = lifecycle.current()
         rt.training.enter()
+        if failpoints.in_use():
+            bit_flips.offer(state)
         try:
             with host_updates.told(state), durable.commits(rt, state):
                 return _train(rt, func, state, args, kwargs)

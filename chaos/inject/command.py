@@ -16,12 +16,26 @@ from dataclasses import asdict
 from pathlib import Path
 
 from elastic.chaos.inject import network, tables
+from elastic.chaos.inject.bit_flips import RULES
 from elastic.chaos.inject.faulty_job import FaultyJob, Job, say, under_fire
 from elastic.chaos.inject.injection import RUN_S
-from elastic.chaos.inject.plan import KINDS, MEAN_LEAST_S, SECONDS_MAX, Chance, Plan, draw
+from elastic.chaos.inject.plan import (
+    FLIPPED,
+    KINDS,
+    MEAN_LEAST_S,
+    SECONDS_MAX,
+    SPOILS_FILE,
+    Chance,
+    Plan,
+    draw,
+)
 from elastic.chaos.inject.plan_file import read_plan
 from elastic.chaos.inject.report import Report, report
 from elastic.chaos.invariants.check import broken_invariants
+from elastic.checkpoints import catalog
+from elastic.checkpoints.options import DIR
+from elastic.checkpoints.options import RUN as CHECKPOINT_RUN
+from elastic.checkpoints.storage import Storage
 from elastic.driver.commandline import cli
 from elastic.driver.journal import journal
 from elastic.driver.settings import Settings
@@ -34,7 +48,7 @@ a committed step was lost, whether the replicas agree, and how much of the time 
 
 EXAMPLES = f"""\
 faults:
-{chr(10).join(f"  {kind:10} {text}" for kind, text in KINDS.items())}
+{chr(10).join(f"  {kind:14} {text}" for kind, text in KINDS.items())}
 
 examples:
   python -m elastic.chaos run --mean-time-between-faults 20 -- elasticrun -np 4 --min-np 1 python train.py
@@ -76,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     plan = plan_of(options)
     job = check_job(options.command, plan, folder=None)
-    check_plan(plan, job.settings, digests=not options.no_digests)
+    # Replicas that differ on purpose are for the job to find, at its checkpoints.
+    digests = not options.no_digests and not plan.flips()
+    check_plan(plan, job.settings, digests=digests)
     if options.json is not None:
         check_json(options.json)
     if options.dry_run:
@@ -84,7 +100,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     if plan.chance is not None:
         say(f"faults are drawn with --seed {plan.chance.seed}")
-    faulty_job = under_fire(job, plan, digests=not options.no_digests)
+    faulty_job = under_fire(job, plan, digests=digests)
     if not job.journal.stat().st_size:  # elasticrun has said why
         print(
             f"the job ended with exit code {faulty_job.code}, before anything could be done to it"
@@ -170,6 +186,9 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
         )
     options = cli.read_options(command[at + 1 :], os.environ)
     checked = cli.make_job(options, os.environ)
+    env = checked.settings.env
+    if CHECKPOINT_RUN in env:  # elasticrun claims one of its own
+        catalog.give_back_run(Storage(env[DIR]), int(env[CHECKPOINT_RUN]))
     if not checked.settings.elastic:
         raise Invalid(
             "this job is not elastic, so that its first lost worker ends it: give --min-np, as in"
@@ -191,7 +210,12 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
     if "cut" in kinds:
         network.check_cut()
     if plan.counts_commits() and not digests:
-        raise Invalid("after_commits needs digests, by which commits are seen; drop --no-digests")
+        raise Invalid(
+            "after_commits needs digests, by which commits are seen; drop --no-digests, and faults that flip bits, with"
+            " which there are none"
+        )
+    if plan.flips():
+        check_flips(plan, settings)
     for fault in plan.faults:
         word, _, rest = fault.victim.partition(" ")
         if word == "rank" and int(rest) >= settings.workers_max:
@@ -209,6 +233,23 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
             f" a time, and counts as frozen where the lease is {settings.lease_s:g} s: give a factor"
             f" of at most {1 + int(10 * longest / RUN_S) / 10:g}"
         )
+
+
+def check_flips(plan: Plan, settings: Settings) -> None:
+    """Whether this job notices a bit that changes. Raises Invalid."""
+    if DIR not in settings.env:
+        raise Invalid(
+            "bits that flip are found at durable commits: give the job --checkpoint-dir, and for a short test"
+            " --checkpoint-every 10commits"
+        )
+    if plan.kinds() & {*FLIPPED} and settings.workers_max < 3:
+        raise Invalid(
+            "of two replicas that differ nobody can say which is right: give the job three workers or more"
+        )
+    if SPOILS_FILE in plan.kinds() and not Storage(settings.env[DIR]).local:
+        raise Invalid(f"{SPOILS_FILE} is for a folder of this machine; give --checkpoint-dir one")
+    if RULES in os.environ:
+        raise Invalid(f"{RULES} is set, which bits that flip need for themselves; unset it")
 
 
 def check_json(path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
-from elastic.chaos.inject.plan import Injected
+from elastic.chaos.inject.plan import FLIPPED, SPOILS_FILE, Injected
 from elastic.driver.events import (
     BreakWorld,
     EndJob,
@@ -74,8 +75,15 @@ def outcomes(
     happened = _happened(entries)
     found = []
     for each in injected:
-        later = [i.at for i in injected if i.worker == each.worker and i.at > each.at]
-        until = min([(each.until or each.at) + AFTERMATH_S, *later])
+        later = [
+            i.at
+            for i in injected
+            if i.worker == each.worker and i.at > each.at and i.kind != SPOILS_FILE
+        ]
+        # A bit that flipped is found at the next checkpoint, whenever that is.
+        until = min(
+            [inf if each.kind in FLIPPED else (each.until or each.at) + AFTERMATH_S, *later]
+        )
         found.append(_outcome(each, until, happened, began_at))
     return found
 
@@ -136,6 +144,9 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     ]
     if noticed:
         outcome.noticed_ms = _ms(noticed[0][0] - each.at)
+    if each.kind == SPOILS_FILE:
+        outcome.outcome = each.note
+        return outcome
     exit_at, code = happened.exits.get(each.worker, (None, 0))
     worlds = [world for world in happened.worlds if world[0] <= until]
     if exit_at is not None and since <= exit_at <= until:
@@ -148,6 +159,8 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
         outcome.outcome = "the job ended meanwhile"
     elif each.kind in ("kill", "leave"):
         outcome.outcome = "it did not go"
+    elif each.kind in FLIPPED:
+        outcome.outcome = "not found: no checkpoint followed, or the bit left no trace"
     elif any(what is Sign.FROZEN for _, what in noticed):
         outcome.outcome = "was seen as frozen, nobody waited for it, and it went on afterwards"
     elif noticed:

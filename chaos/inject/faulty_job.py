@@ -21,8 +21,11 @@ from types import FrameType
 from typing import IO
 
 from elastic.chaos.harness.journal_tail import Follower, Story
+from elastic.chaos.inject.bit_flips import BitFlips
 from elastic.chaos.inject.injection import MARK, Injector, NotOurs
 from elastic.chaos.inject.plan import Fault, Injected, Plan, Schedule, choose
+from elastic.checkpoints.options import DIR
+from elastic.checkpoints.storage import Storage
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
@@ -77,12 +80,18 @@ def under_fire(
     if digests:
         environ["ELASTIC_DIGESTS"] = "1"
     job.journal.parent.mkdir(mode=0o700, exist_ok=True)
+    flips = None
+    if plan.flips():
+        seed = plan.chance.seed if plan.chance is not None else None
+        rules = job.journal.with_suffix(f".{mark}.rules")
+        flips = BitFlips(rules, Storage(job.settings.env[DIR]), random.Random(seed))
+        environ |= flips.environ
     job.journal.write_bytes(b"")  # an earlier job's would name processes of others
     try:
         process = subprocess.Popen(job.words, env=environ, stdout=output, stderr=output)
     except OSError as error:
         raise Invalid(f"cannot start {job.words[0]}: {error.strerror}") from None
-    fire = _Fire(plan, Injector(mark, say))
+    fire = _Fire(plan, Injector(mark, say, flips))
     follower = Follower(job.journal, Story())
     try:
         with _stopping(process) as stop:
@@ -101,6 +110,7 @@ def under_fire(
     finally:
         fire.injector.close(time.monotonic())
         _end(process)
+    fire.injector.judge()
     code = process.returncode
     never = fire.schedule.left()
     for fault in never:
@@ -154,7 +164,7 @@ class _Fire:
             fault,
             members=story.present(),
             arrived=story.arrived(),
-            suffering=self.injector.suffering(),
+            suffering=self.injector.suffering(time.monotonic()),
             spare=self._spare,
             dice=self._dice,
         )

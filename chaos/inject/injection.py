@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from elastic.chaos.inject import network
+from elastic.chaos.inject.bit_flips import BitFlips, Spoilt
 from elastic.chaos.inject.network import PacketFilter
-from elastic.chaos.inject.plan import Fault, Injected
+from elastic.chaos.inject.plan import FLIPPED, SPOILS_FILE, Fault, Injected
 from elastic.chaos.inject.resume_guard import Guard
 from elastic.driver.processes.prepared import PREPARED
 from elastic.protocol.messages import Worker
 
 MARK = "ELASTIC_CHAOS"  # environment variable: one value per job
 RUN_S = 0.3  # how long a slowed worker runs at a time: longer than the agent looks away
+FLIPPED_S = 5.0  # for which a worker with a flipped bit counts as struck; it may have left no trace
 REFRESH_S = 0.1  # how often a partition looks for sockets that its victim has opened since
 
 
@@ -71,8 +73,13 @@ class _Lasting:
 class Injector:
     """``say`` is told what is done. Call `turn` at `next_at`; `close` undoes everything, and may be called twice."""
 
-    def __init__(self, mark: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, mark: str, say: Callable[[str], None], flips: BitFlips | None = None
+    ) -> None:
+        """``flips``: needed by the faults of that name."""
         self.done: list[Injected] = []
+        self._flips = flips
+        self._spoilt: list[tuple[Injected, Spoilt]] = []
         self._mark = f"{MARK}={mark}"
         self._say = say
         self._lasting: list[_Lasting] = []
@@ -103,9 +110,14 @@ class Injector:
         if all(each.process is not process for each in self._lasting):
             process.close()
 
-    def suffering(self) -> list[Worker]:
+    def suffering(self, now: float) -> list[Worker]:
         """The workers that a fault holds, or that are on their way out because of one."""
-        going = [each.worker for each in self.done if each.kind in ("kill", "leave")]
+        going = [
+            each.worker
+            for each in self.done
+            if each.kind in ("kill", "leave")
+            or (each.kind in FLIPPED and now < each.at + FLIPPED_S)
+        ]
         return [*(each.injected.worker for each in self._lasting), *going]
 
     def next_at(self) -> float | None:
@@ -125,6 +137,17 @@ class Injector:
         """Ends every fault that lasts."""
         for each in list(self._lasting):
             self._end(each, now)
+
+    def judge(self) -> None:
+        """Notes of each file that was spoilt whether that is seen by who reads it. Once the job is over."""
+        for injected, spoilt in self._spoilt:
+            assert self._flips is not None
+            try:
+                injected.note = (
+                    f"{spoilt.file} of {spoilt.checkpoint}: {self._flips.verdict(spoilt)}"
+                )
+            except OSError as error:
+                injected.note = f"{spoilt.file} of {spoilt.checkpoint} can't be read: {error}"
 
     # ---- one fault -------------------------------------------------------------------------------
 
@@ -159,8 +182,23 @@ class Injector:
                 lasting = _Lasting(injected, process, now + fault.for_s, now, packets=packets)
                 self._lasting.append(lasting)
                 return self._go_on(lasting, now) or self._drop(process)
+            case kind if kind in FLIPPED:
+                assert self._flips is not None, "checked before the job was started"
+                self._flips.arm(FLIPPED[kind], injected.worker)
+                return process.signal(0)
+            case kind if kind == SPOILS_FILE:
+                return self._spoil(injected)
             case _:
                 raise AssertionError(f"nothing is known about a {fault.kind}")
+
+    def _spoil(self, injected: Injected) -> bool:
+        assert self._flips is not None, "checked before the job was started"
+        spoilt = self._flips.spoil()
+        if spoilt is None:
+            raise NotOurs("there is no checkpoint yet")
+        self._spoilt.append((injected, spoilt))
+        injected.note = f"{spoilt.file} of {spoilt.checkpoint}"
+        return True
 
     def _drop(self, process: _Process) -> bool:
         """The victim was gone before its fault could begin."""

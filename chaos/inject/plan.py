@@ -18,7 +18,13 @@ KINDS = {
     "slow": "stopped again and again for for_s, so that it runs at 1/factor of its speed",
     "partition": "all its TCP packets are dropped for for_s; needs root and nft",
     "cut": "its connections to other workers are closed from outside; needs root and ss",
+    "flip-weights": "one bit of its weights becomes another one; needs --checkpoint-dir",
+    "flip-moments": "the same of the state of its optimizers",
+    "flip-gradients": "the same of its gradients, after all ranks have added them up",
+    "flip-file": "one bit of a file of the newest checkpoint becomes another one",
 }
+FLIPPED = {"flip-weights": "weights", "flip-moments": "moments", "flip-gradients": "gradients"}
+SPOILS_FILE = "flip-file"
 LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}  # for_s, if drawn
 FACTOR = 3.0
 MEAN_LEAST_S = 0.05  # between drawn faults; more often there would be more of them than looks
@@ -57,7 +63,11 @@ class Fault:
 
     def hurts(self) -> bool:
         """Whether it may take a worker out of its world."""
-        return self.kind not in ("slow", "cut")
+        return self.kind not in ("slow", "cut", SPOILS_FILE)
+
+    def least_members(self) -> int:
+        """Of those that no fault holds, so that chance may do it. Of two replicas nobody knows which one is right."""
+        return 3 if self.kind in FLIPPED else 2 if self.hurts() else 1
 
 
 @dataclass
@@ -95,6 +105,10 @@ class Plan:
 
     def kinds(self) -> set[str]:
         return {fault.kind for fault in self.faults} | set(self.chance.kinds if self.chance else ())
+
+    def flips(self) -> bool:
+        """Whether it has bits that change."""
+        return bool(self.kinds() & {*FLIPPED, SPOILS_FILE})
 
     def counts_commits(self) -> bool:
         return any(fault.after_commits is not None for fault in self.faults)
@@ -180,7 +194,7 @@ def choose(
     if fault.drawn:
         free = [worker for worker in members if worker not in suffering]
         able = [worker for worker in free if f"{worker.host}:{worker.slot}" not in spare]
-        if not able or (fault.hurts() and len(free) < 2):
+        if not able or len(free) < fault.least_members():
             return []
         return [dice.choice(able)]
     word, _, rest = fault.victim.partition(" ")

@@ -6,12 +6,15 @@ place costs one look at a global.
 
 A rule is a place, an action, and what must hold for it; rules are separated by ``;`` or by lines. A script may have
 places of its own: ``failpoint("evaluation")``. Those inside the library: rendezvous (said ready, waits for a world),
-bucket (about to send a gradient bucket), optimizer-step (gradients are averaged, parameters not changed yet), snapshot
-(half of a commit is saved), state-copy (between the header and the tensors), cut (told that the world is over, its
-collectives not ended yet), shutdown.
+bucket (about to send a gradient bucket), optimizer-step (gradients are averaged, parameters not changed yet), commit
+(about to be made), snapshot (half of it is saved), hold (at a check, for the driver's word where a planned change stops
+all), state-copy (between the header and the tensors), cut (told that the world is over, its collectives not ended yet),
+shutdown; of durable commits: durable-file (half of a share is written), durable-share, durable-manifest (before it),
+durable-sealed (after it), durable-load.
 
 Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,
-out-of-memory, wait=FILE; see `elastic.failpoints.actions`.
+out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments or gradients); see
+`elastic.failpoints.actions`.
 
 Conditions: worker, other-than, host, slot, incarnation, rank, size, generation, step (see `set_step`), each with one or
 several values as in ``rank=0,2``. ``hit=3``: the third time that the others hold. A rule strikes a process once.
@@ -26,6 +29,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from elastic.errors import Invalid
@@ -38,6 +42,7 @@ _rules: list[Rule] = []
 _read: object = None  # what the rules were read from; None: nothing yet
 _met: dict[Rule, int] = {}
 _step = ""
+flippers: dict[str, Callable[[int], str]] = {}  # a bit of what; says which one it was
 
 
 def failpoint(place: str) -> None:
@@ -51,6 +56,20 @@ def check() -> None:
     if _text:
         with _lock:
             _load()
+
+
+def use(text: str) -> None:
+    """The rules of this process from here on, or the file that they are in, whatever its environment said before."""
+    global _text, _read
+    with _lock:
+        _text, _read = text, None
+        _rules.clear()
+        _met.clear()
+
+
+def in_use() -> bool:
+    """Whether there may be rules."""
+    return bool(_text)
 
 
 def set_step(step: int) -> None:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from elastic import failpoints
 from elastic.errors import Invalid
 from elastic.failpoints.rules import Rule
 from elastic.rendezvous import environment
@@ -153,6 +154,15 @@ def _wait(name: str) -> None:
         time.sleep(LOOK_S)
 
 
+def _flip(argument: str) -> None:
+    """A bit of the memory of the state in ``elastic.run``."""
+    what, _, seed = argument.partition(":")
+    flipper = failpoints.flippers.get(what)
+    which = flipper(int(seed)) if flipper is not None else ""
+    said = f"flipped {which}" if which else f"there are no {what} here"
+    print(f"elastic: {said}", file=sys.stderr, flush=True)
+
+
 ACTIONS: dict[str, Callable[[str], None]] = {
     "kill": _kill,
     "term": _term,
@@ -167,4 +177,5 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "disk-full": _disk_full,
     "out-of-memory": _out_of_memory,
     "wait": _wait,
+    "flip": _flip,
 }

@@ -21,7 +21,9 @@ ACTIONS = {
     "disk-full": False,
     "out-of-memory": False,
     "wait": True,
+    "flip": True,
 }
+FLIPPED = ("weights", "moments", "gradients")
 SECONDS = ("hold-gil", "hold-gil-busy", "slow")
 CONDITIONS = (
     "worker",
@@ -84,6 +86,13 @@ def _rule(line: str) -> Rule:
         _number(argument, action, line)
     if action == "exit":
         _whole(argument, action, line)
+    if action == "flip":
+        what, _, seed = argument.partition(":")
+        if what not in FLIPPED or not seed.isdecimal():
+            raise Invalid(
+                f"ELASTIC_FAILPOINTS: write flip=WHAT:SEED (in {line.strip()!r}), where WHAT is one of"
+                f" {', '.join(FLIPPED)}, and SEED a whole number"
+            )
     where: dict[str, tuple[str, ...]] = {}
     counts = dict.fromkeys(COUNTS, 1)
     name = place

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.api.broadcasting import broadcast_object
 from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
+from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.runtime import lifecycle
 from elastic.state import exchange
@@ -79,6 +80,7 @@ class State:
         self.check_host_updates()
 
     def _save_whole(self) -> None:
+        failpoint("commit")
         with timeline.during("state", "commit"):
             if _is_ours(type(self).save):
                 self.save()  # says itself from where on the commit before is no longer whole

@@ -29,7 +29,8 @@ from types import ModuleType
 from typing import Any, BinaryIO, TextIO
 
 MOST_BYTES = 1 << 18  # of what a process is told
-SPARE = 2  # workers beyond those of a world, for slots that return
+SPARE = 2  # workers beyond those of a world, for slots that return ...
+SPARE_WORKERS = "ELASTIC_TEST_SPARE"  # ... unless this variable of a job says another number
 # Read when a process starts, or when it imports torch.
 EARLY = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH_CPP_", "CUDA_", "FAKE_")
 PR_SET_PDEATHSIG = 1
@@ -115,7 +116,8 @@ def elasticrun(told: Told, output: int) -> Program:
     found = re.search(r"-np (\d+)", " ".join(told.words))
     driver = os.getpid()
     forks: list[Fork] = []
-    for _ in range(int(found[1]) + SPARE if found else 0):
+    spare = int(told.env.get(SPARE_WORKERS, SPARE))
+    for _ in range(int(found[1]) + spare if found else 0):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
@@ -187,8 +189,11 @@ def worker(channel: socket.socket, driver: int) -> Program:
     become(told, [os.open(os.devnull, os.O_RDONLY), *outputs])
     if told.env.get("PYTHONUNBUFFERED"):
         sys.stdout, sys.stderr = unbuffered(sys.stdout), unbuffered(sys.stderr)
+    from elastic import failpoints
+    from elastic.rendezvous import environment
     from elastic.torch_autoload import autoload
 
+    failpoints.use(environment.failpoints())
     autoload()  # as the import of torch would have called it, with this environment
     sys.modules["numpy"].random.seed()  # Python draws anew after a fork, NumPy doesn't
     return lambda: (

@@ -1,0 +1,142 @@
+"""One bit of one of three replicas becomes another one, in a job that runs, again and again: found, and the culprit
+named, before anything of it is durable. Against an account of each commit that the script keeps itself.
+
+`FLIPS` says how many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from elastic.chaos.inject.bit_flips import PLACES, BitFlips
+from elastic.checkpoints.storage import Storage
+from elastic.protocol.messages import Worker
+from harness.forking import SPARE_WORKERS
+from harness.history import SCRIPTS
+from harness.job import Job
+
+FLIPS = int(os.environ.get("FLIPS", "60"))
+WORN = 50  # flips in one job, each of which takes a worker
+FLAGS = (
+    "-np 3 --min-np 1 --blacklist-cooldown-range 0.05 0.1 --slot-attempts 100000"
+    " --checkpoint-every 5commits"
+)
+Where = tuple[int, int]  # generation and number of a commit
+
+pytestmark = [pytest.mark.nightly, pytest.mark.forked, pytest.mark.timeout(120 + 10 * FLIPS)]
+
+
+class FlippedJob:
+    """Three workers, whose bits may be flipped."""
+
+    def __init__(self, start, folder: Path, dice: random.Random) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.flips = BitFlips(folder / "rules", Storage(str(folder / "checkpoints")), dice)
+        env = {"FOLDER": str(folder), SPARE_WORKERS: str(WORN), **self.flips.environ}
+        flags = f"{FLAGS} --checkpoint-dir {folder / 'checkpoints'}"
+        self.job: Job = start(flags, ["python", SCRIPTS / "flipped.py"], env=env)
+        self.worn = 0  # flips that this job has seen
+        self.over = 0  # the generation that the last of them has ended
+
+    def members(self) -> list[Worker]:
+        return [Worker(*member["worker"]) for member in self.job.worlds()[-1]["members"]]
+
+    def said(self) -> dict[Where, dict[str, str]]:
+        """The hash by commit and worker."""
+        found: dict[Where, dict[str, str]] = {}
+        for path in self.folder.glob("*#*"):
+            for line in path.read_text().splitlines():
+                commit, _, content = line.partition(" ")
+                generation, _, number = commit.partition(".")
+                where = int(generation), int(number)
+                found.setdefault(where, {})[path.name] = content
+        return found
+
+    def until_it_trains(self) -> tuple[Where, list[Worker]]:
+        """The newest durable commit, of a full world."""
+
+        def found() -> bool:
+            made = self.job.events("CheckpointMade")
+            generation = self.job.worlds()[-1]["generation"] if self.job.worlds() else 0
+            full = generation > self.over and len(self.members()) == 3
+            return bool(made and full and made[-1]["commit"][0] == generation)
+
+        self.job.until(found, "a durable commit of a full world", 60)
+        made = self.job.events("CheckpointMade")[-1]["commit"]
+        return (made[0], made[1]), self.members()
+
+    def flip(self, what: str, dice: random.Random) -> str:
+        """What became of it."""
+        before, members = self.until_it_trains()
+        victim = dice.choice(members)
+        lines = self.job.output.count("elastic: flipped")
+        self.flips.arm(what, victim)
+        self.worn += 1
+        self.job.until(lambda: self.job.output.count("elastic: flipped") > lines, "the flip", 30)
+
+        def judged() -> str:
+            """Empty: not yet. The first commit whose replicas differ says since when there is something to find."""
+            differs = [
+                Worker(*event["worker"])
+                for event in self.job.events("WorkerDiffers")
+                if tuple(event["commit"]) > before
+            ]
+            if differs:
+                return "found" if differs == [victim] else f"{differs[0]} was named"
+            if "became infinite or NaN" in self.job.output:
+                return "all are spoilt"  # one step later, by the gradients
+            if "not made durable" in self.job.output:
+                return "nobody knows whose"
+            made = [tuple(event["commit"]) for event in self.job.events("CheckpointMade")]
+            after = [commit for commit in made if commit > before]
+            if len(after) < 3:
+                return ""
+            whole = {w: s for w, s in self.said().items() if w > before and len(s) == 3}
+            wrong = {w for w, s in whole.items() if len({*s.values()}) > 1}
+            if wrong.intersection(after):
+                return "made durable"
+            last = max(wrong, default=before)
+            return "left no trace" if sum(commit > last for commit in after) >= 3 else ""
+
+        said: list[str] = []
+
+        def heard() -> bool:
+            said[:] = [each for each in (judged(),) if each]
+            return bool(said)
+
+        self.job.until(heard, f"a word about {what} of {victim}", 60)
+        [verdict] = said
+        if verdict == "found":
+            self.over = before[0]
+        return verdict
+
+
+def test_bits_that_flip_in_a_running_job(job, tmp_path, capsys):
+    dice = random.Random(11)
+    verdicts: Counter[str] = Counter()
+    number = itertools.count()
+    training = FlippedJob(job, tmp_path / f"job-{next(number)}", dice)
+    kinds = itertools.cycle(PLACES)
+    for what in itertools.islice(kinds, FLIPS):
+        verdict = training.flip(what, dice)
+        verdicts[f"{what}: {verdict}"] += 1
+        if verdict not in ("found", "left no trace"):
+            training.job.unchecked = "its replicas are spoilt"
+        if verdict not in ("found", "left no trace") or training.worn >= WORN:
+            (training.folder / "enough").touch()
+            training.job.wait(60)
+            training = FlippedJob(job, tmp_path / f"job-{next(number)}", dice)
+    (training.folder / "enough").touch()
+    assert training.job.wait(60) == 0
+    with capsys.disabled():
+        print(f"\n{FLIPS} flips: {dict(sorted(verdicts.items()))}")
+    bad = {v: n for v, n in verdicts.items() if not v.endswith(("found", "left no trace"))}
+    assert sum(bad.values()) <= FLIPS // 100, bad
+    assert not any(verdict.endswith("made durable") for verdict in bad), bad
