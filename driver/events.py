@@ -449,6 +449,13 @@ class FinishWorld(Action):
     members: list[Worker]
 
 
+class GiveUpHost(Action):
+    """Take a host for lost, although its agent is connected. `HostLost` follows, where hosts have agents."""
+
+    host: str
+    reason: Reason
+
+
 class HastenCheckpoint(Action):
     """Have rank 0 make one of its next commits durable, whatever else is due."""
 

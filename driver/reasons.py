@@ -83,6 +83,7 @@ class Why(enum.Enum):
     LOST_STRANDED = "lost, stranded"
     LOST_RAISED = "lost, raised"
     LOST_HOST = "lost host"
+    HOST_SILENT = "host silent"
     LOST_WITH_HOST = "lost with host"
     NOT_STOPPED = "not stopped"
     NETWORK_HANGS = "network hangs"
@@ -352,6 +353,8 @@ SENTENCES: dict[Why, Sentence] = {
     Why.LOST_STRANDED: "{worker} lost a peer outside elastic.run",
     Why.LOST_RAISED: "{worker} raised {summary}",
     Why.LOST_HOST: ("lost host {host}", ": {text}"),
+    Why.HOST_SILENT: "its agent is connected, but has not answered for {for_s:.1f} s, while all others wait for its"
+    " workers: is it stopped?",
     Why.LOST_WITH_HOST: ("lost host {host}", ": {text} ({workers:+worker})"),
     Why.NOT_STOPPED: "{workers} did not reach check {check} within {within_s:g} s",
     Why.NETWORK_HANGS: _hang(

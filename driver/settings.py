@@ -40,6 +40,9 @@ class Settings:
         3  # world failures in a row with nobody lost and no new commit before giving up
     )
     lease_s: float = 2.0  # a worker that was not seen able to run for so long is frozen
+    silence_s: float = (
+        0.0  # others wait for it, and its host does not answer: then that is lost; 0: never
+    )
     idle_s: float = 30.0  # idle while others wait for it: then it is stuck; 0: never
     busy_warning_s: float = 60.0  # busy while others wait for it: a warning; 0: never
     busy_s: float = 600.0  # ... and then it is stuck; 0: never

@@ -33,6 +33,7 @@ from elastic.driver.agents.pool_events import (
     AgentSaid,
     AgentStarted,
     DriverReady,
+    GiveUpOrdered,
     HangUp,
     JobEnded,
     KillOrdered,
@@ -52,6 +53,7 @@ from elastic.driver.events import (
     EndJob,
     Event,
     FinishWorld,
+    GiveUpHost,
     HostsChanged,
     KillWorker,
     LetGo,
@@ -193,6 +195,8 @@ class SimulatedDriver:
                     hosts.setdefault(worker.host, []).append(worker)
                 for host, there in hosts.items():
                     self._tell_agent(self.pool.agent_of(host), Probe(there))
+            case GiveUpHost(host, reason):
+                self._meet(GiveUpOrdered(host, str(reason)))
             case BreakWorld(generation, members, reason):
                 self._send(members, messages.Broken(generation, str(reason)))
             case PublishWorld(generation, members, store, holders, commit, reason):

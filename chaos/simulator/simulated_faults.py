@@ -241,6 +241,24 @@ def freeze_agent(sim: SimulatedJob) -> None:
         sim.clock.after(seconds, agent.thaw)
 
 
+def freeze_machine(sim: SimulatedJob) -> None:
+    """All of it, but its kernel, which acknowledges what comes: an agent and its workers."""
+    agent = _agent(sim)
+    if agent is None or len(sim.agents) < 2:
+        return
+    seconds = sim.clock.random.choice((0.5, 6.0, 30.0))
+    if seconds < 1 and _too_soon(sim, agent, seconds):
+        return
+    sim.note(f"freeze all of {agent.host} for {seconds} s")
+    there = [*agent.processes.values()]
+    agent.freeze()
+    for process in there:
+        process.doomed = process.doomed or seconds > 1
+        process.freeze()
+        sim.clock.after(seconds, process.thaw)
+    sim.clock.after(seconds, agent.thaw)
+
+
 # ---- the network -----------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +378,7 @@ MILD: list[Fault] = [
 ]
 EVERY: list[Fault] = [*MILD, kill_many, raise_in_user_code]
 STEERED: list[Fault] = [scale, scale, drain, remove, kill_one, lose_host, crash_driver]
+FROZEN: list[Fault] = [freeze_machine, freeze_machine, kill_one, freeze_agent, leave, crash_driver]
 WITH_NOTICE: list[Fault] = [announce_an_end, kill_one, leave, break_connections, crash_driver]
 ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that train on GPUs
 

@@ -52,7 +52,9 @@ class Violation(AssertionError):
     """An invariant does not hold. Carries the seed and the latest events."""
 
 
-def settings_for(workers: int, standbys: int = 0) -> Settings:
+def settings_for(
+    workers: int, standbys: int = 0, *, silence_s: float = Settings.lease_s
+) -> Settings:
     """Short enough for what is stuck to be found while a run lasts."""
     return Settings(
         np=workers,
@@ -64,6 +66,7 @@ def settings_for(workers: int, standbys: int = 0) -> Settings:
         elastic_timeout_s=60.0,
         cooldown_max_s=8.0,
         leave_s=10.0,
+        silence_s=silence_s,
         idle_s=9.0,
         busy_warning_s=6.0,
         busy_s=30.0,
@@ -89,6 +92,7 @@ class Simulation:
         step_s: float = 0.0,
         faults_s: float = FAULTS_S,
         keep_journal: bool = True,
+        silence_s: float = Settings.lease_s,
     ) -> None:
         self.seed = seed
         self.workers = workers
@@ -100,7 +104,7 @@ class Simulation:
         self.weather = weather or Weather.drawn(seed, mild=mild)
         # The one report that is not repeated on a new connection.
         self.reports_samples = not self.weather.loses_messages
-        self.settings = settings_for(workers, standbys)
+        self.settings = settings_for(workers, standbys, silence_s=silence_s)
         self.clock = Clock(seed)
         self.network = SimulatedNetwork(self.clock, self.weather.network)
         self.network.conditions.lease_s = self.settings.lease_s

@@ -5,6 +5,7 @@
     here   --gone--> missing, for RETURN_S --Registered--> here
               |          +--------------------------------> lost: HostLost
               +--gone silently-----------------------------> lost --Registered--> here
+              +--the driver gives it up--------------------> lost
     here   --off the list, its workers gone--> nobody: its agent is dismissed, if we have started it
 
 On each new connection the agent says who runs; that becomes HostReported, and its workers say again where they stand.
@@ -42,6 +43,7 @@ from elastic.driver.agents.pool_events import (
     AgentSaid,
     AgentStarted,
     DriverReady,
+    GiveUpOrdered,
     HangUp,
     JobEnded,
     KillOrdered,
@@ -146,6 +148,8 @@ class AgentPool:
                 self._start(self._host(order.worker.host), order)
             case KillOrdered(worker):
                 self._kill(self._host(worker.host), worker)
+            case GiveUpOrdered(host, why):
+                self._give_up_host(self._host(host), why)
             case AgentStarted(host):
                 self._agent_started(self._host(host))
             case AgentNotStarted(host, reason):
@@ -171,7 +175,9 @@ class AgentPool:
                 case Due.RETRY:
                     self._try_again(self._host(name))
                 case Due.RESIGNATION:
-                    self._give_up()
+                    # By now agents have ended their workers, whether they live or not.
+                    for held in map(self._host, self._reach.give_up()):
+                        self._lose(held, held.overdue_why)
                 case Due.BEAT:
                     self._beat()
 
@@ -255,6 +261,7 @@ class AgentPool:
             news = "has a new agent: the workers of the one before it are gone"
             self._orders.say("info", f"{agent.host} {news}")
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
+        host.given_up = False
         self._due.drop(host.name, Due.ARRIVAL)
         self._due.drop(host.name, Due.RETRY)
         self._heard_of.grant(host.name, self._orders.now)
@@ -277,7 +284,7 @@ class AgentPool:
             self._orders.say("warning", trouble)
 
     def _agent_gone(self, agent: HostAgent, host: AgentRecord, silent: bool) -> None:
-        if agent != host.agent:
+        if agent != host.agent or host.given_up:
             return
         host.here = False
         if self._closing:
@@ -289,6 +296,17 @@ class AgentPool:
         else:
             self._orders.say("warning", f"the connection of {host.name}'s agent was closed")
             self._expect(host, RETURN_S, f"its agent has not come back within {RETURN_S:g} s")
+
+    def _give_up_host(self, host: AgentRecord, why: str) -> None:
+        """Its agent may wake, and comes then as any that was lost."""
+        if not host.here or host.agent is None or self._closing:
+            return
+        self._orders.say("error", f"the agent of {host.name} is given up: {why}")
+        self._orders.do(HangUp(host.agent))
+        host.here, host.given_up, host.overdue_why = False, True, why
+        self._heard_of.drop(host.name)
+        self._reach.away(host.name)
+        self._missing(host)
 
     def _expect(self, host: AgentRecord, within_s: float, otherwise: str) -> None:
         host.overdue_why = otherwise
@@ -304,12 +322,6 @@ class AgentPool:
                 f" until one is heard of again, or {self.hire.away_s:g} s have passed",
             )
             self._due.put("", Due.RESIGNATION, self._orders.now + self.hire.away_s)
-
-    def _give_up(self) -> None:
-        """By now agents have ended their workers, whether they live or not."""
-        for name in self._reach.give_up():
-            host = self._host(name)
-            self._lose(host, host.overdue_why)
 
     def _back_among_others(self, name: str) -> None:
         """This host is reached. Whoever was not given up gets its time anew."""

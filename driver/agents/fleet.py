@@ -30,6 +30,7 @@ from elastic.driver.agents.pool_events import (
     AgentSaid,
     AgentStarted,
     DriverReady,
+    GiveUpOrdered,
     HangUp,
     JobEnded,
     KillOrdered,
@@ -157,6 +158,9 @@ class Fleet:
 
     def dump(self, worker: Worker) -> None:
         self.order(worker.host, Dump(worker))
+
+    def give_up(self, host: str, why: str) -> None:
+        self._handle(GiveUpOrdered(host, why))
 
     def alive(self) -> frozenset[Worker]:
         return self.pool.alive()

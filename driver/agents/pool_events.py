@@ -63,6 +63,13 @@ class KillOrdered(msgspec.Struct, frozen=True):
     worker: Worker
 
 
+class GiveUpOrdered(msgspec.Struct, frozen=True):
+    """The driver takes a host for lost whose agent is connected, and does not answer."""
+
+    host: str
+    why: str
+
+
 class DriverReady(msgspec.Struct, frozen=True):
     """Agents can call from now on, and what is decided here is performed."""
 
@@ -79,6 +86,7 @@ PoolEvent = (
     | AgentNotStarted
     | StartOrdered
     | KillOrdered
+    | GiveUpOrdered
     | DriverReady
     | JobEnded
     | HostsChanged

@@ -25,6 +25,7 @@ class AgentRecord:
     running: set[Worker] = field(default_factory=set)  # ordered or reported, and their exit was not
     overdue_why: str = ""  # why it is lost, if it is not here in time
     again_s: float = AGAIN_S[0]  # until the next try to start an agent here
+    given_up: bool = False  # we have hung up, and do not wait for its return
     trouble: str = ""  # the last one of starting an agent, said once
 
 

@@ -254,6 +254,7 @@ def make_job(
             slot_attempts=_given(options.slot_attempts, Settings.slot_attempts),
             host_attempts=options.host_attempts,
             lease_s=_given(options.lease, Settings.lease_s),
+            silence_s=_given(options.lease, Settings.lease_s),
             idle_s=patience.idle_s,
             busy_warning_s=patience.busy_warning_s,
             busy_s=patience.busy_s,

@@ -40,6 +40,7 @@ from elastic.driver.events import (
     EndJob,
     Event,
     FinishWorld,
+    GiveUpHost,
     HastenCheckpoint,
     HostsChanged,
     KillWorker,
@@ -505,6 +506,8 @@ class Driver:
             case ProbeWorkers(workers):
                 self._launcher.probe(workers)
                 return ("debug", f"looking at what {_some(workers)} does")
+            case GiveUpHost(host, reason):
+                self._launcher.give_up(host, str(reason))
             case DumpStacks(worker, reason):
                 self._launcher.dump(worker)
                 return ("info", f"the stacks of {worker} follow: {brief(reason)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic.driver.events import Event, WorkerExited
+from elastic.driver.events import Event, HostLost, WorkerExited
 from elastic.protocol.messages import Worker
 
 
@@ -57,6 +57,9 @@ class FakeLauncher:
 
     def dump(self, worker: Worker) -> None:
         self.dumped.append(worker)
+
+    def give_up(self, host: str, why: str) -> None:
+        self.noticed(HostLost(host, why))
 
     def alive(self) -> frozenset[Worker]:
         return frozenset(self._alive)

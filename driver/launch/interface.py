@@ -36,6 +36,9 @@ class Launcher(Protocol):
     def dump(self, worker: Worker) -> None:
         """Have the worker write the stacks of its threads to stderr, if it is able to. Unknown ones are ignored."""
 
+    def give_up(self, host: str, why: str) -> None:
+        """Take a host for lost that does not answer: `HostLost` is noticed. Nothing where its agent is ours."""
+
     def alive(self) -> frozenset[Worker]:
         """Workers that were started and whose exit was not reported yet."""
 

@@ -81,6 +81,9 @@ class LocalLauncher:
     def dump(self, worker: Worker) -> None:
         self.agent.dump(worker)
 
+    def give_up(self, host: str, why: str) -> None:
+        """This machine answers itself."""
+
     def alive(self) -> frozenset[Worker]:
         return self.agent.alive()
 

@@ -27,6 +27,7 @@ from elastic.driver.events import Action, Event, Member, Notice
 from elastic.driver.membership.actions import Orders
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.root_cause import Exceptions, Inquest
+from elastic.driver.membership.failure_detection.silence import Silence
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
@@ -71,7 +72,7 @@ OBJECTS: tuple[type, ...] = (  # made empty and then filled; equal ones are not 
         Exceptions,
         Inquest,
     ),
-    *(Slots, Cooldown, SlotRecord, Roster, Standing, Suspicions, Suspicion, Stragglers),
+    *(Slots, Cooldown, SlotRecord, Roster, Standing, Suspicions, Suspicion, Stragglers, Silence),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
 ENUMS: tuple[type[enum.Enum], ...] = (Phase, Stage, Kind, Verdict, Why)
@@ -325,7 +326,7 @@ class _Making:
         if names:
             vars(made).update(zip(names, values, strict=False))
             for name, value in ADDED.get(kind.__name__, {}).items():
-                vars(made).setdefault(name, copy.copy(value))
+                vars(made).setdefault(name, copy.deepcopy(value))
             for name in names:
                 if (kind, name) in PASSING:
                     setattr(made, name, PASSING[kind, name]())
@@ -353,6 +354,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "Standing": {"noticed": False, "stands_by": False},
     "Workforce": {"spare": 0, "asked": None},
     "Slots": {"_closed": {}, "_drained": set()},
+    "Stuck": {"_silence": Silence(Settings.silence_s)},
 }
 
 

@@ -7,7 +7,6 @@ A gap is the longest time between two steps of any process that made steps befor
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import tempfile
@@ -17,20 +16,26 @@ from pathlib import Path
 
 from cluster.api import PATHS
 from cluster.control_plane import ControlPlane, Node, eventually
-from cluster.release import IMAGE, Release
+from cluster.release import IMAGE, SPOT, Release
+from elastic.driver.events import WorkerReady, WorkerResumed
+from elastic.driver.journal import journal
+from elastic.protocol.messages import Worker
 
-SPOT = {"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule", "value": "x"}
 
-
-def gap_s(release: Release, since: float) -> float:
-    """The longest, of who was there before and after."""
-    longest = 0.0
-    for steps in release.steps().values():
-        times = [each.at for each in steps]
-        if times and times[0] < since:
-            near = [at for at in times if at >= since - 0.1]
-            longest = max([longest, *(b - a for a, b in itertools.pairwise(near))])
-    return longest
+def joined(release: Release) -> None:
+    """How long it took from the moment at which a newcomer said that it was ready until it had made a step."""
+    folder = release.plane.claim(release.namespace, "job-journal")
+    [file] = [path for path in folder.rglob("journal*") if path.is_file()]
+    ready: dict[Worker, float] = {}
+    took_s: list[float] = []
+    for entry in journal.read(file)[1]:
+        match entry.event:
+            case WorkerReady(worker, 0, running=True):
+                ready[worker] = entry.at
+            case WorkerResumed(worker) if worker in ready:
+                took_s.append(entry.at - ready.pop(worker))
+    shown = ", ".join(f"{each * 1000:.0f}" for each in took_s)
+    print(f"    from ready to the first step in the world: {shown} ms")
 
 
 def main() -> None:
@@ -65,11 +70,14 @@ def measure(plane: ControlPlane, release: Release, nodes: list[Node]) -> None:
         if back is not None:
             release.until(back, more=20, timeout_s=90)
         print(
-            f"{what:42} gap {gap_s(release, since) * 1000:6.0f} ms, in the new world after {took:5.1f} s"
+            f"{what:42} gap {release.gap_s(since) * 1000:6.0f} ms, in the new world after {took:5.1f} s"
         )
 
     told("scale 3 -> 8", lambda: release.scale(8), 8)
-    told("scale 8 -> 3", lambda: release.scale(3), 3)
+    joined(release)
+    told("scale 8 -> 2", lambda: release.scale(2), 2)
+    told("scale 2 -> 3", lambda: release.scale(3), 3)
+    joined(release)
     told("the API server is killed", plane.kill_api_server, 3)
     release.until(3, more=200)
     plane.start_api_server()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ IMAGE = {
     "ELASTIC_PREEMPTION": "off",
     "OMP_NUM_THREADS": "1",
 }
+SPOT = {"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule", "value": "x"}
 NEVER_LATE = [
     {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute"}
     | {"tolerationSeconds": 0}
@@ -110,6 +112,16 @@ class Release:
             key=lambda each: each.at,
             default=Step(0, 0, 0, 0.0),
         )
+
+    def gap_s(self, since: float) -> float:
+        """The longest time between two steps of a process that has made steps before and after then."""
+        longest = 0.0
+        for steps in self.steps().values():
+            times = [each.at for each in steps]
+            if times and times[0] < since:
+                near = [at for at in times if at >= since - 0.1]
+                longest = max([longest, *(b - a for a, b in itertools.pairwise(near))])
+        return longest
 
     def until(self, size: int, *, more: int = 20, timeout_s: float = 60.0) -> Step:
         """A world of this size makes so many steps; the last of them."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
 
+from cluster.api import PATHS
 from cluster.control_plane import Node, eventually
-from cluster.release import IMAGE, SCRIPT, Release
+from cluster.release import IMAGE, SCRIPT, SPOT, Release
+from elastic.driver.agents.agent_pool import STOPPED_S
 
 pytestmark = pytest.mark.kubernetes
 
@@ -75,23 +78,58 @@ def test_training_goes_on_while_the_api_server_is_away(release: Release, nodes: 
 
 
 @pytest.mark.nightly
-def test_a_pod_of_a_lost_node_is_replaced_and_what_still_runs_there_harms_nobody(
-    release: Release, nodes: list[Node], add_node: Callable[..., Node]
+def test_a_tainted_and_a_drained_node_lose_their_workers_at_a_commit_and_a_cordoned_one_keeps_them(
+    release: Release, add_node: Callable[..., Node]
 ) -> None:
+    add_node(environment=IMAGE, labels={"for": "driver"})
+    works = {"environment": IMAGE, "labels": {"for": "work"}}
+    names = [add_node(**works).name, add_node(**works).name]
+    release.install(
+        2,
+        driver={"nodeSelector": {"for": "driver"}},
+        worker={"number": 2, "graceSeconds": 10, "nodeSelector": {"for": "work"}},
+    )
+    release.until(2)
+    since = time.time()
+    place = release.namespace.get("Pod", "job-worker-1")["spec"]["nodeName"]
+    release.plane.kubectl("cordon", place)
+    release.until(2, more=100)
+    assert "goes away" not in release.said()
+    path = f"{PATHS['Node']}/{place}"
+    release.plane.api.patch(path, {"spec": {"taints": [SPOT]}})
+    release.until(1)
+    release.plane.api.patch(path, {"spec": {"taints": []}})
+    release.until(2)
+    release.plane.kubectl("drain", place, "--ignore-daemonsets", "--delete-emptydir-data")
+    [other] = {*names} - {place}
+    release.until(2, more=50)
+    assert release.namespace.get("Pod", "job-worker-1")["spec"]["nodeName"] == other
+    release.end()
+    release.nothing_repeated()
+    assert "recovered in" not in release.said(), "all have left at commits"
+    assert release.gap_s(since) < 2.0
+
+
+@pytest.mark.nightly
+def test_a_pod_of_a_lost_node_is_replaced_and_what_still_runs_there_harms_nobody(
+    release: Release, add_node: Callable[..., Node]
+) -> None:
+    add_node(environment=IMAGE, labels={"for": "driver"})
     lost = add_node(environment=IMAGE, heartless=True)
-    release.install(3)
+    release.install(3, driver={"nodeSelector": {"for": "driver"}})
     release.until(3)
     pods = {
         pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in release.namespace.list("Pod")
     }
-    assert lost.name in pods.values(), pods
-    if pods[release.driver()] == lost.name:
-        pytest.skip("the driver is on that node")
+    gone = sum(node == lost.name for node in pods.values())
+    assert gone in (1, 2), pods
+    since = time.time()
     lost.freeze()
     for pid in lost.pids():
         os.kill(pid, signal.SIGSTOP)
-    gone = sum(node == lost.name for node in pods.values())
     release.until(3 - gone)
+    assert release.gap_s(since) < STOPPED_S / 2, "the others wait for a lease, not for its agent"
+    assert "is given up: its agent is connected, but has not answered" in release.said()
     release.until(3, timeout_s=90.0)
     assert "its node" in release.said() and "is not heard of" in release.said()
     for pid in lost.pids():

@@ -12,6 +12,7 @@ import pytest
 
 from elastic.chaos.simulator.simulated_faults import (
     EVERY,
+    FROZEN,
     MILD,
     ON_GPUS,
     STEERED,
@@ -77,7 +78,7 @@ def test_nothing_false_is_trained_and_the_job_ends(seed):
     ],
 )
 def test_seeds_that_have_found_something(seed, workers):
-    Simulation(seed, workers=workers, steps=150, faults=14).run()
+    Simulation(seed, workers=workers, steps=150, faults=14, silence_s=0.0).run()
 
 
 @pytest.mark.slow
@@ -269,6 +270,47 @@ def test_machines_that_announce_their_end_never_cost_the_job(first):
     """They go, stay, or nothing happens, while others die and drivers are replaced; nobody is started on them."""
     for seed in range(first, first + 5):
         weather = Weather(faults=WITH_NOTICE)
+        outcome = Simulation(
+            seed, workers=WORKERS, steps=150, faults=12, mild=True, weather=weather
+        ).run()
+        assert outcome.code == 0, f"seed {seed}: {outcome}"
+
+
+def test_a_machine_that_stands_still_costs_the_others_a_lease():
+    """Its kernel goes on acknowledging. When it is back, its workers change nothing."""
+    sim = Simulation(
+        3, workers=6, steps=2000, faults=0, mild=True, weather=Weather(), faults_s=60.0
+    )
+    agent = sim.agents["h1"]
+
+    def stop() -> None:
+        agent.freeze()
+        for process in [*agent.processes.values()]:
+            process.freeze()
+            sim.clock.after(20.0, process.thaw)
+        sim.clock.after(20.0, agent.thaw)
+
+    sim.clock.at(10.0, stop)
+    outcome = sim.run()
+    assert outcome.code == 0
+    after = [
+        (entry.at, action)
+        for entry in sim.driver.entries
+        for action in entry.actions
+        if isinstance(action, PublishWorld) and entry.at > 10.0
+    ]
+    at, world = after[0]
+    assert "h1" not in {member.worker.host for member in world.members}
+    assert at - 10.0 <= sim.settings.lease_s + 0.3
+    assert "h1" in {member.worker.host for member in after[-1][1].members}, "it is used again"
+
+
+@pytest.mark.parametrize("first", some(range(0, 200, 5), 6))
+@pytest.mark.slow
+def test_machines_that_stand_still_never_cost_the_job(first):
+    """For a moment, or for long enough to be given up, while others die and drivers are replaced."""
+    for seed in range(first, first + 5):
+        weather = Weather(faults=FROZEN)
         outcome = Simulation(
             seed, workers=WORKERS, steps=150, faults=12, mild=True, weather=weather
         ).run()

@@ -4,6 +4,8 @@
 are inside one, or ready, or have returned, those that are not are the suspects, and their processes are probed;
 `suspicion` judges the answers. A member that is alone holds nobody up. Where all members are inside, but not in the
 same collective, the script is wrong: nobody is fenced, and the log says who waits where.
+
+Whether the hosts of suspects are there at all is asked much sooner: `silence`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from elastic.driver.events import (
     DumpStacks,
     Event,
+    GiveUpHost,
     ProbeWorkers,
     WorkerPaced,
     WorkerProbed,
@@ -25,6 +28,7 @@ from elastic.driver.membership.failure_detection.gpu_hangs import (
     hang_of_one,
     judge,
 )
+from elastic.driver.membership.failure_detection.silence import Silence
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.suspicion import (
     Next,
@@ -51,6 +55,7 @@ class Stuck(Part):
         super().__init__(worlds)
         self._suspicions = Suspicions(self.settings)
         self._stragglers = Stragglers()
+        self._silence = Silence(self.settings.silence_s)
         self._probe_s = probe_every_s(self.settings)
         self._look_at: float | None = None  # None: nobody waits
         self._repeated_at = 0.0  # when somebody last said again that it waits
@@ -87,6 +92,7 @@ class Stuck(Part):
         if standing.stage is not Stage.MEMBER or standing.killed_for:
             return
         before = (standing.entered, standing.phase, standing.inside)
+        self._silence.answered(event.worker.host)
         standing.said_at = self.orders.now
         self._gpu_said(standing, event)
         if event.inside and before == (event.entered, event.phase, event.inside):
@@ -126,6 +132,8 @@ class Stuck(Part):
             self.orders.say(level, self._stragglers.sentence(self._name_of))
 
     def probed(self, event: WorkerProbed) -> None:
+        if self._silence.answered(event.worker.host):
+            return
         suspicion = self._suspicions.get(event.worker)
         standing = None if suspicion is None else self._still(suspicion)
         if suspicion is None or standing is None:
@@ -140,6 +148,7 @@ class Stuck(Part):
 
     def deadlines(self) -> Iterator[float | None]:
         yield self._look_at
+        yield self._silence.look_at
         yield self._suspicions.next_fence()
 
     def watch(self) -> None:
@@ -147,7 +156,9 @@ class Stuck(Part):
         if self._watched != self.worlds.generation:
             self._watched = self.worlds.generation
             self._stragglers = Stragglers()
+            self._silence.end()
             self._forget()
+        self._ask_hosts()
         if not self._somebody_may_wait():
             self._forget()
             return
@@ -184,10 +195,36 @@ class Stuck(Part):
             text = f"{self.worlds.named(standing)} got on at the last moment: it is not fenced"
             self.orders.say("info", text)
 
+    def _ask_hosts(self) -> None:
+        """Hosts of suspects where nobody waits, who would speak: the others wait in vain if no agent answers there."""
+        if not self.settings.silence_s:
+            return
+        if self.worlds.phase is Phase.ENDING or not self._somebody_waits():
+            self._silence.end()
+            return
+        now = self.orders.now
+        if self._silence.look_at is None:
+            first = next(iter(self.roster.inside.values()), None)
+            self._silence.begin(now if first is None else first.waits_since, now)
+        if not self.orders.due(self._silence.look_at):
+            return
+        for_s, silent = self._silence.for_s(now), self._silence.silent(now)
+        waiters, suspects = self._sides()
+        speak = {each.worker.host for each in waiters}
+        hosts = {s.worker.host: s.worker for s in suspects if s.worker.host not in speak}
+        if silent and all(s.worker.host in silent & hosts.keys() and not s.phase for s in suspects):
+            for host in sorted(hosts):
+                self.orders.do(GiveUpHost(host, because(Why.HOST_SILENT, for_s=for_s)))
+        elif self._silence.ask(hosts, now) and hosts:
+            self.orders.do(ProbeWorkers([*hosts.values()]))
+
     def _somebody_may_wait(self) -> bool:
+        """Whether to look at it: not if nothing would come of that."""
+        limits = (self.settings.idle_s, self.settings.busy_s, self.settings.busy_warning_s)
+        return any(limits) and self._somebody_waits()
+
+    def _somebody_waits(self) -> bool:
         """Asked after every event, so that it must be cheap. What it means is looked at later, and seldom."""
-        if not (self.settings.idle_s or self.settings.busy_s or self.settings.busy_warning_s):
-            return False  # nothing would come of it
         match self.worlds.phase:
             case Phase.TRAINING | Phase.PREPARING:
                 return bool(self.roster.inside)
@@ -307,6 +344,7 @@ class Stuck(Part):
 
     def restarted(self) -> None:
         """The driver was away: no wait from before counts."""
+        self._silence = Silence(self.settings.silence_s)
         self._forget()
         for standing in self.roster.values():
             standing.waits_since = standing.moved_at = standing.gpu_since = self.orders.now

@@ -34,6 +34,7 @@ from elastic.driver.events import (
     DumpStacks,
     EndJob,
     Event,
+    GiveUpHost,
     HostLeaving,
     HostLost,
     HostReported,
@@ -400,6 +401,8 @@ def _told(action: Action) -> tuple[str, str, str] | None:
             return "let go", str(worker), str(reason)
         case DumpStacks(worker, reason):
             return "stacks of", str(worker), str(reason)
+        case GiveUpHost(host, reason):
+            return "give up", host, str(reason)
         case RejectWorker(worker):
             return "reject", str(worker), "its state differs from the world's"
         case TellStandby(worker):

@@ -35,6 +35,7 @@ from elastic.driver.agents.pool_events import (
     AgentSaid,
     AgentStarted,
     DriverReady,
+    GiveUpOrdered,
     HangUp,
     JobEnded,
     KillOrdered,
@@ -215,6 +216,27 @@ def test_one_that_is_connected_but_says_nothing_is_given_up():
         assert talk.now <= 100.0 + STOPPED_S + 2.0
     assert talk.now >= 100.0 + STOPPED_S
     assert "is it stopped?" in talk.log[-1] and HangUp(THERE) not in heard
+
+
+def test_one_that_the_driver_gives_up_is_lost_at_once_and_comes_back_as_any_other():
+    talk = Talk()
+    talk.hear(DriverReady())
+    talk.here(FIRST, A)
+    talk.here(THERE, B)
+    given_up = GiveUpOrdered("here", "it does not answer")
+    lost = TellDriver(HostLost("here", "it does not answer"))
+    assert talk.hear(given_up) == [HangUp(FIRST), lost]
+    assert talk.log[-1] == "the agent of here is given up: it does not answer"
+    assert talk.hear(given_up, AgentGone(FIRST, False)) == []
+    later = talk.now + RETURN_S + 1
+    while talk.now < later:
+        assert not [each for each in talk.deadline() if isinstance(each, TellDriver)], "lost once"
+    assert talk.here(FIRST, A) == [TellDriver(HostReported("here", [A], [A]))]
+    talk.hear(AgentGone(FIRST, False))
+    told: list[Any] = []
+    while not told:
+        told = [each for each in talk.deadline() if isinstance(each, TellDriver)]
+    assert told[0].event.host == "here"
 
 
 def test_where_nobody_is_reached_the_driver_is_cut_off_and_nobody_is_lost():

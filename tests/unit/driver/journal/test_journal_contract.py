@@ -26,7 +26,7 @@ COMMAND = ["python", "train.py", "--epochs", "3"]
 @pytest.fixture(scope="module")
 def job() -> tuple[Settings, list[Entry]]:
     """A few hundred entries of a job in which a lot happens; its own driver has crashed too."""
-    sim = Simulation(2, workers=6, steps=80, faults=10, mild=True)
+    sim = Simulation(2, workers=6, steps=80, faults=10, mild=True, silence_s=0.0)
     sim.run()
     end = next(n for n, e in enumerate(sim.driver.entries) if any(map(is_end, e.actions)))
     return sim.settings, sim.driver.entries[:end]
