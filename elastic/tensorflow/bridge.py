@@ -1,7 +1,8 @@
 """TensorFlow's tensors as torch's and back, when TensorFlow runs eagerly and in a ``tf.function`` or graph. Knows no
 collective.
 
-On the CPU inputs are views of TensorFlow's memory, and results are new tensors. On a GPU both are copied over the host.
+On the CPU inputs are views of TensorFlow's memory, and it takes large results over as they are; where it runs eagerly
+small tensors are copied. On a GPU all are copied over the host.
 XLA can't call Python: what comes through here can't be compiled with ``jit_compile=True``.
 """
 
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import torch
+import torch.utils.dlpack
 
 from elastic.api.arrays import to_numpy, to_torch, value_of
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
+LARGE = 1 << 20  # bytes, from which a view is worth its price
 KEPT = 64  # errors on their way through TensorFlow; each is taken once, or never
 
 _raised: OrderedDict[int, BaseException] = OrderedDict()
@@ -41,8 +44,7 @@ def call(
     if not tensors and dtypes is None:
         return []
     if tf.executing_eagerly():
-        now = compute([value_of(tensor) for tensor in tensors])
-        return [tf.convert_to_tensor(to_numpy(result)) for result in now]
+        return [_given(result) for result in compute([_view(tensor) for tensor in tensors])]
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         try:
@@ -57,6 +59,19 @@ def call(
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return results
+
+
+def _view(tensor: tf.Tensor) -> torch.Tensor:
+    size = tensor.shape.num_elements() * tensor.dtype.size
+    if size < LARGE or not tensor.dtype.is_floating or "CPU" not in tensor.backing_device:
+        return value_of(tensor)
+    return torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
+
+
+def _given(result: torch.Tensor) -> tf.Tensor:
+    if result.nbytes < LARGE or not result.is_floating_point():
+        return tf.convert_to_tensor(to_numpy(result))
+    return tf.experimental.dlpack.from_dlpack(result.contiguous().__dlpack__())
 
 
 def asked(answer: Callable[[], int], name: str) -> tf.Tensor:

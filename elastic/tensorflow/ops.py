@@ -42,7 +42,7 @@ from elastic.negotiation.process_sets import (
 )
 from elastic.optimizer import join as joining
 from elastic.runtime import basics
-from elastic.tensorflow import bridge
+from elastic.tensorflow import bridge, result_memory
 from elastic.tensorflow.compression import Compression
 from elastic.tensorflow.packing import pack
 from elastic.tensorflow.variables import broadcast_variables
@@ -144,9 +144,13 @@ def _reduce(
     name = bridge.named("allreduce", name)
 
     def compute(found: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        handle = submission.start_allreduce(found, name, op, *factors, members=members(), soon=True)
-        result: Sequence[torch.Tensor] = submission.synchronize(handle)
-        return result
+        reused = op is not Op.ADASUM and result_memory.pays(found)
+        places, given = result_memory.copied(found) if reused else (range(len(found)), found)
+        handle = submission.start_allreduce(
+            given, name, op, *factors, members=members(), in_place=reused, soon=True
+        )
+        made = dict(zip(places, submission.synchronize(handle), strict=True))
+        return [made[place] for place in range(len(found))]
 
     @tf.custom_gradient
     def reduction(*given: tf.Tensor) -> Any:

@@ -60,10 +60,10 @@ def allreduce(
     buffers: dict[torch.dtype, torch.Tensor] = {}
     works = []
     for dtype, indices in by_dtype.items():
-        alone = len(indices) == 1
-        own = alone and in_place[indices[0]] and not (op is Op.AVERAGE and dtype in _SMALL)
+        widened = op is Op.AVERAGE and dtype in _SMALL
+        own = not widened and all(in_place[index] for index in indices)
         flat = _flat([tensors[index] for index in indices], own)
-        if op is Op.AVERAGE and dtype in _SMALL:
+        if widened:
             flat = flat.to(torch.int32)
         scale_(flat, prescale)
         buffers[dtype] = flat
@@ -162,13 +162,25 @@ def divide_(tensor: torch.Tensor, size: int, postscale: float) -> torch.Tensor:
 
 
 def _flat(tensors: Sequence[torch.Tensor], own: bool) -> torch.Tensor:
-    """One vector of all elements: the tensor's own memory if it may be, else a copy."""
+    """One vector of all elements: the tensors' own memory if it may be, and is in one piece, else a copy."""
+    first = tensors[0].detach()
+    if own and _in_one_piece(tensors):
+        return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
     if len(tensors) > 1:
         return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    tensor = tensors[0].detach()
-    if own and tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.clone(memory_format=torch.contiguous_format).view(-1)
+    return first.clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def _in_one_piece(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether they are views of one buffer, one after the other."""
+    storage, following = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != following or not tensor.is_contiguous():
+            return False
+        if tensor.untyped_storage().data_ptr() != storage:
+            return False
+        following += tensor.nbytes
+    return True
 
 
 def _place_all(
@@ -183,6 +195,10 @@ def _place_all(
         (index,) = indices
         results[index] = _place(flat, tensors[index], in_place[index])
         return
+    if all(in_place[index] for index in indices) and flat.data_ptr() == (
+        tensors[indices[0]].data_ptr()
+    ):
+        return  # it is their own memory, in which they are already
     parts = torch.split(flat, [tensors[index].numel() for index in indices])
     targets, sources = [], []
     for index, part in zip(indices, parts, strict=True):

@@ -1,0 +1,74 @@
+"""Reductions of several tensors at once: where they lie, and where their results do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic.collectives.algorithms import reductions
+from elastic.collectives.interface import Op
+from elastic.collectives.local import LocalCollectives
+
+
+class Seen(LocalCollectives):
+    """Of one rank; keeps what it was given."""
+
+    def allreduce(self, tensor, op, scale=1.0):
+        self.tensor = tensor
+        return super().allreduce(tensor, op, scale)
+
+
+def reduced(tensors, in_place, op=Op.SUM):
+    group = Seen()
+    works, finish = reductions.allreduce(group, tensors, op, 2.0, 1.0, in_place)
+    for work in works:
+        work.wait()
+    return group.tensor, finish()
+
+
+def test_tensors_one_after_the_other_are_reduced_where_they_are():
+    flat = torch.arange(24.0)
+    parts = [flat[2:8].view(2, 3), flat[8:9], flat[9:20]]
+    sent, results = reduced(parts, [True] * 3)
+    assert sent.data_ptr() == parts[0].data_ptr() and sent.shape == (18,)
+    assert all(result is part for result, part in zip(results, parts, strict=True))
+    scaled = torch.arange(24.0)
+    scaled[2:20] *= 2
+    assert torch.equal(flat, scaled)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda flat: [flat[:4], flat[5:9]],  # a gap
+        lambda flat: [flat[4:8], flat[:4]],  # in another order
+        lambda flat: [flat[0:8:2], flat[8:12]],  # with strides
+        lambda flat: [flat[:4], torch.ones(4)],  # of another buffer
+    ],
+)
+def test_others_travel_as_a_copy_and_come_back(cut):
+    flat = torch.arange(12.0)
+    parts = cut(flat)
+    wanted = [part * 2 for part in parts]
+    sent, results = reduced(parts, [True] * 2)
+    assert sent.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
+    for result, part, each in zip(results, parts, wanted, strict=True):
+        assert result is part
+        assert torch.equal(part, each)
+
+
+def test_what_is_not_to_be_overwritten_stays():
+    flat = torch.arange(8.0)
+    sent, results = reduced([flat[:4], flat[4:]], [True, False])
+    assert sent.data_ptr() != flat.data_ptr()
+    assert torch.equal(flat, torch.cat([torch.arange(4.0) * 2, torch.arange(4.0, 8.0)]))
+    assert torch.equal(results[1], torch.arange(4.0, 8.0) * 2)
+
+
+def test_a_mean_of_small_integers_is_widened():
+    flat = torch.full((8,), 100, dtype=torch.uint8)
+    group = Seen()
+    _, finish = reductions.allreduce(group, [flat[:4], flat[4:]], Op.AVERAGE, 1.0, 1.0, [True] * 2)
+    finish()
+    assert group.tensor.dtype == torch.int32
+    assert flat.tolist() == [100] * 8
