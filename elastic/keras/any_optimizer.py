@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from elastic.errors import Invalid
 from elastic.keras import distributed_optimizer
+from elastic.keras import optimizer as reducing
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.optimizer import framework_options
 from elastic.tensorflow import v1_optimizer
@@ -41,14 +41,15 @@ def DistributedOptimizer(
         name, use_locking: of the wrapper of an optimizer of TensorFlow 1.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
             `elastic.optimizer.framework_options.GradientOptions`.
-        backward_passes_per_step, average_aggregated_gradients: with Keras optimizers.
+        backward_passes_per_step: gradients of so many passes are added up on each rank, reduced and applied.
+        average_aggregated_gradients: what is added up is divided by their number; else their sum is applied.
         num_groups, groups: accepted: all gradients travel together.
         device_dense, device_sparse: accepted, and without a meaning.
 
     Raises:
         Invalid: (a ValueError) for bad arguments, and for what is no optimizer.
     """
-    if isinstance(optimizer, keras.optimizers.Optimizer):
+    if reducing.is_optimizer(optimizer):
         return distributed_optimizer.DistributedOptimizer(
             optimizer,
             name,
@@ -76,9 +77,14 @@ def DistributedOptimizer(
             scale_local_gradients,
         )
         return v1_optimizer.distribute(
-            optimizer, name, use_locking, backward_passes_per_step, options
+            optimizer,
+            name,
+            use_locking,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            options,
         )
     raise Invalid(
-        f"{type(optimizer).__name__} is neither an optimizer of Keras 3 nor one of tf.compat.v1.train; wrap one of"
-        " those: legacy Keras (TF_USE_LEGACY_KERAS=1) is not supported"
+        f"{type(optimizer).__name__} is neither an optimizer of this process's Keras nor one of tf.compat.v1.train;"
+        " wrap one of those: the variable TF_USE_LEGACY_KERAS says whether a process has legacy Keras or Keras 3"
     )

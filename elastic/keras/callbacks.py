@@ -10,11 +10,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import torch
 
 from elastic.api import arrays, broadcasting
 from elastic.api import ops as collectives
+from elastic.api.which_keras import keras
 from elastic.errors import Invalid
 from elastic.keras import tensors
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
@@ -373,4 +373,4 @@ def _end_epoch_of_data() -> None:
 
 
 def _learning_rate(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    return float(arrays.value_of(optimizer.learning_rate))

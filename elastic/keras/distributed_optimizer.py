@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
 from elastic.api.compression import Compression as TorchCompression
 from elastic.api.ops import Average
+from elastic.api.which_keras import LEGACY, keras
 from elastic.errors import Invalid
 from elastic.keras import optimizer as reducing
 from elastic.keras import tensors
@@ -37,13 +36,13 @@ def DistributedOptimizer(
     without Horovod; `load_model` makes its optimizer a distributed one again.
 
     Args:
-        optimizer: of Keras 3, on TensorFlow, torch or JAX.
+        optimizer: of Keras 3, on TensorFlow, torch or JAX; or of legacy Keras, where TF_USE_LEGACY_KERAS is set.
         compression: ``hvd.Compression.none``, ``fp16``, ``bf16``, or a class with the same two methods.
         sparse_as_dense: gradients of embeddings travel as dense ones (TensorFlow; elsewhere they are dense anyway).
         gradient_predivide_factor: Average divides by it before the sum and multiplies by it after.
         op: Average, Sum or Adasum.
-        backward_passes_per_step: gradients of so many steps are added up before they are applied: Keras's own
-            ``gradient_accumulation_steps``, which averages them.
+        backward_passes_per_step: gradients of so many steps are added up on each rank before they are reduced and
+            applied: Keras's own ``gradient_accumulation_steps``.
         average_aggregated_gradients: what is added up is divided by their number; else their sum is applied.
         num_groups, groups, name: accepted: all gradients travel together.
         process_set: the ranks that reduce among themselves. On others the optimizer works as it did.
@@ -72,14 +71,22 @@ def DistributedOptimizer(
         raise Invalid(
             f"backward_passes_per_step is {backward_passes_per_step!r}; give a number from 1 on"
         )
+    if LEGACY:
+        from elastic.keras import legacy_optimizer
+
+        reducing.leave_xla_out()
+        return legacy_optimizer.distribute(
+            optimizer, options, backward_passes_per_step, average_aggregated_gradients
+        )
     if backward_passes_per_step > 1 and optimizer.built:
         raise Invalid(
             "backward_passes_per_step is for an optimizer that has not worked yet; wrap a new one"
         )
-    made = reducing.distribute(optimizer, options)
+    factor = 1
     if backward_passes_per_step > 1:
-        _accumulate(made, backward_passes_per_step, average_aggregated_gradients)
-    return made
+        optimizer.gradient_accumulation_steps = backward_passes_per_step
+        factor = 1 if average_aggregated_gradients else backward_passes_per_step
+    return reducing.distribute(optimizer, options, factor)
 
 
 def PartialDistributedOptimizer(
@@ -120,16 +127,6 @@ def load_model(
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, compression=compression)
     return model
-
-
-def _accumulate(optimizer: Any, passes: int, average: bool) -> None:
-    optimizer.gradient_accumulation_steps = passes
-    if not average:
-        # Keras averages what it adds up.
-        clip = optimizer._clip_gradients
-        object.__setattr__(
-            optimizer, "_clip_gradients", lambda grads: clip([g * passes for g in grads])
-        )
 
 
 def _of_backend(compression: Any) -> Any:

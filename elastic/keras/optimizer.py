@@ -7,21 +7,30 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import torch
 
+from elastic.api.which_keras import LEGACY, keras
 from elastic.errors import Invalid
 from elastic.keras import tensors
 from elastic.negotiation import submission
 from elastic.negotiation.process_sets import resolve_or_alone
 from elastic.optimizer.framework_options import GradientOptions
 
+_THIS = "legacy Keras" if LEGACY else "Keras 3"
+
 
 class ReducesGradients:
-    """What a distributed optimizer has besides its own methods."""
+    """What a distributed optimizer has besides its own methods.
+
+    One that accumulates gradients reduces them when it applies what it has added up, and in no other pass.
+    """
 
     _elastic: GradientOptions
     _elastic_local: set[int]  # ids of variables
+    _elastic_factor: float  # of what was accumulated, which Keras averages
+    _elastic_applied: list[bool]  # which of the gradients that are applied are local ones
+    gradient_accumulation_steps: int | None  # Keras's own
+    _iterations: Any
 
     def register_local_var(self, variable: Any) -> None:
         """This variable belongs to this rank: its gradient is not reduced."""
@@ -35,30 +44,96 @@ class ReducesGradients:
             if trainable_variables is None
             else list(trainable_variables)
         )
-        local = [id(variable) in self._elastic_local for variable in known]
-        local += [False] * (len(grads) - len(local))
-        reduced = _reduced(grads, local, self._elastic)
-        return super().apply(reduced, trainable_variables)  # type: ignore[misc]
+        if not self.gradient_accumulation_steps:
+            local = self._which_are_local(known)
+            local += [False] * (len(grads) - len(local))
+            grads = _reduced(grads, local, self._elastic)
+        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> None:
+        """Keras's own, after it has left out variables without a gradient."""
+        object.__setattr__(self, "_elastic_applied", self._which_are_local(trainable_variables))
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: list[Any]) -> list[Any]:
+        """Keras's own, which it calls with what is to be applied."""
+        steps = self.gradient_accumulation_steps
+        if steps:
+            grads = tensors.where(
+                tensors.backend() != "jax" or (self._iterations + 1) % steps == 0,
+                lambda: _reduced(list(grads), self._elastic_applied, self._elastic),
+                lambda: list(grads),
+            )
+            if self._elastic_factor != 1:
+                grads = [each * self._elastic_factor for each in grads]
+        clipped: list[Any] = super()._clip_gradients(grads)  # type: ignore[misc]
+        return clipped
+
+    def _which_are_local(self, variables: Iterable[Any]) -> list[bool]:
+        return [id(variable) in self._elastic_local for variable in variables]
+
+
+def kinds() -> list[type]:
+    """The classes of optimizers of this process's Keras."""
+    found: list[type] = [keras.optimizers.Optimizer]
+    return [*found, keras.optimizers.legacy.Optimizer] if LEGACY else found
+
+
+def is_optimizer(value: object) -> bool:
+    return isinstance(value, tuple(kinds()))
+
+
+def build(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes all variables that an optimizer works with."""
+    if LEGACY:
+        from elastic.keras import legacy_optimizer
+
+        legacy_optimizer.build(optimizer, variables)
+    else:
+        optimizer.build(variables)
+
+
+def is_built(optimizer: Any) -> bool:
+    if LEGACY:  # those of tf_keras.optimizers.legacy say it by their weights
+        return bool(getattr(optimizer, "_built", False) or getattr(optimizer, "weights", None))
+    return bool(optimizer.built)
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Its own, and what a distributed one has accumulated of a step."""
+    own = optimizer.variables
+    own = list(own() if callable(own) else own)
+    return [*own, *accumulated(optimizer)] if LEGACY else own
+
+
+def accumulated(optimizer: Any) -> list[Any]:
+    """What a distributed optimizer has accumulated of a step."""
+    passes = getattr(optimizer, "_elastic_passes", None)
+    return list(
+        getattr(optimizer, "_accumulated_gradients", ()) if passes is None else passes.variables()
+    )
 
 
 def check(optimizer: object) -> None:
     """Raises Invalid for what can't be distributed."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    if not is_optimizer(optimizer):
         raise Invalid(
-            f"{type(optimizer).__name__} is not an optimizer of Keras 3; wrap one: legacy Keras is not supported"
+            f"{type(optimizer).__name__} is not an optimizer of {_THIS}; wrap one: the variable TF_USE_LEGACY_KERAS"
+            " says whether a process has legacy Keras or Keras 3"
         )
-    if isinstance(optimizer, ReducesGradients):
+    if hasattr(optimizer, "_elastic"):
         raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
 
 
-def distribute(optimizer: Any, options: GradientOptions) -> Any:
-    """The same optimizer, which reduces from now on. `check` it first."""
+def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> Any:
+    """The same optimizer, which reduces from now on. `check` it first. ``factor``: of what it accumulates."""
     # Not tracked by Keras: it is no part of what is saved.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", set())
+    object.__setattr__(optimizer, "_elastic_factor", factor)
     kind: Any = type(optimizer)
     optimizer.__class__ = _subclass(kind)
-    _leave_xla_out()
+    leave_xla_out()
     return optimizer
 
 
@@ -109,7 +184,7 @@ def _as_shares(found: list[torch.Tensor], options: GradientOptions) -> list[torc
 
 
 @functools.cache
-def _leave_xla_out() -> None:
+def leave_xla_out() -> None:
     """Keras compiles a step with XLA where it can, on TensorFlow; and XLA can't call what reduces."""
     if tensors.backend() != "tensorflow":
         return
@@ -117,8 +192,9 @@ def _leave_xla_out() -> None:
 
     @functools.wraps(make)
     def made(model: Any, force: bool = False) -> Any:
-        if isinstance(getattr(model, "optimizer", None), ReducesGradients) and model.jit_compile:
-            if model._compile_config and model._compile_config.config.get("jit_compile") is True:
+        if hasattr(getattr(model, "optimizer", None), "_elastic") and model.jit_compile:
+            compiled = getattr(model, "_compile_config", None)
+            if LEGACY or (compiled and compiled.config.get("jit_compile") is True):
                 warnings.warn(
                     "jit_compile=True is left out: XLA can't compile a step whose gradients are reduced over ranks",
                     stacklevel=3,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import torch
 
 from elastic.api import arrays
+from elastic.api.which_keras import keras
 from elastic.errors import Invalid
+from elastic.keras import optimizer as reducing
 from elastic.state.handlers import registry
 from elastic.state.handlers.variables import VariablesPart, values_of
 from elastic.state.snapshots.snapshot import same_bits
@@ -73,14 +74,23 @@ class OptimizerPart(VariablesPart):
     value: keras.optimizers.Optimizer
 
     def _adopt_value(self) -> None:
-        if not self.value.built:
+        if not reducing.is_built(self.value):
             raise Invalid(
                 f"{self.what} has not been built; give the state the model too, or call"
                 " optimizer.build(model.trainable_variables)"
             )
 
     def variables(self) -> Sequence[Any]:
-        return list(self.value.variables)
+        return reducing.variables_of(self.value)
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        # What a distributed optimizer has accumulated of a step is each worker's own.
+        own = {id(each) for each in reducing.accumulated(self.value)}
+        named = self.named()
+        return {"own": [name for name, each in named.items() if id(each) in own]}, values_of(named)
+
+    def equal_everywhere(self, structure: Any) -> set[str] | None:
+        return set(self.committed()) - set(structure["own"]) if structure["own"] else None
 
 
 def _settle(model: Any) -> None:
@@ -100,7 +110,7 @@ def _forget(model: Any) -> None:
 registry.set_handler_registry(
     [
         (keras.Model, ModelPart),
-        (keras.optimizers.Optimizer, OptimizerPart),
+        *((kind, OptimizerPart) for kind in reducing.kinds()),
         *registry.get_handler_registry(),
     ]
 )

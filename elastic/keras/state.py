@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
+from elastic.api.which_keras import keras
 from elastic.errors import Invalid
+from elastic.keras import optimizer as reducing
 from elastic.keras import parts  # noqa: F401  tells states how models and optimizers are handled
 from elastic.state.handled_state import HandledState
 
@@ -37,12 +37,12 @@ class KerasState(HandledState):
     ) -> None:
         if not isinstance(model, keras.Model):
             raise Invalid(
-                f"model is a {type(model).__name__}; pass the keras.Model of Keras 3 itself"
+                f"model is a {type(model).__name__}; pass the keras.Model itself, of the Keras that this process has"
             )
         optimizer = optimizer or getattr(model, "optimizer", None)
-        if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise Invalid(f"optimizer is a {type(optimizer).__name__}; pass one of Keras 3")
-        if optimizer is not None and model.built and not optimizer.built:
-            optimizer.build(model.trainable_variables)
+        if optimizer is not None and not reducing.is_optimizer(optimizer):
+            raise Invalid(f"optimizer is a {type(optimizer).__name__}; pass one of Keras's")
+        if optimizer is not None and model.built and not reducing.is_built(optimizer):
+            reducing.build(optimizer, model.trainable_variables)
         values = {"model": model, "optimizer": optimizer}
         super().__init__({n: v for n, v in values.items() if v is not None} | kwargs, rng)

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import torch
 
 from elastic.api.arrays import to_numpy, to_torch, value_of
+from elastic.api.which_keras import keras
 from elastic.errors import Invalid
 
 raised: deque[BaseException] = deque(maxlen=8)  # by collectives inside a step that JAX compiled
@@ -55,3 +55,13 @@ def _in_jax(
 
     kinds = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
     return list(io_callback(run, kinds, *tensors, ordered=True))
+
+
+def where(
+    condition: Any, true: Callable[[], list[Any]], false: Callable[[], list[Any]]
+) -> list[Any]:
+    """One of the two, whose results have the same shapes and dtypes: chosen now, or by a step that JAX compiles."""
+    if isinstance(condition, bool):
+        return true() if condition else false()
+    chosen: list[Any] = keras.ops.cond(condition, true, false)
+    return chosen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import torch
 
 from elastic.api import arrays, ops
@@ -51,4 +50,4 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
 
 
 def _torch(value: Any) -> torch.Tensor:
-    return arrays.value_of(keras.ops.convert_to_numpy(value))
+    return arrays.value_of(value)

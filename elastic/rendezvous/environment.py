@@ -134,6 +134,13 @@ def native(environ: Mapping[str, str] | None = None) -> bool:
     return _switch(os.environ if environ is None else environ, "ELASTIC_NATIVE", default=True)
 
 
+def legacy_keras(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether TensorFlow's ``tf.keras`` is to be legacy Keras, as TensorFlow reads it. Other backends have none."""
+    env = os.environ if environ is None else environ
+    wanted = env.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
+    return wanted and env.get("KERAS_BACKEND", "") in ("", "tensorflow")
+
+
 def digests(environ: Mapping[str, str] | None = None) -> bool:
     """Whether workers report what they commit, so that it can be compared."""
     env = os.environ if environ is None else environ

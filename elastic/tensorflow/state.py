@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+import torch
 
+from elastic.api import arrays
 from elastic.errors import Invalid
 from elastic.state.handled_state import HandledState
 from elastic.state.handlers import registry
@@ -17,17 +19,37 @@ class _Variables(list[Any]):
     """Of a state: told from a list that is a value like others."""
 
 
+class _SessionVariables(_Variables):
+    """Of a graph of TensorFlow 1; a session has their values."""
+
+    def __init__(self, variables: Sequence[tf.Variable], session: tf.compat.v1.Session) -> None:
+        super().__init__(variables)
+        self.session = session
+
+
+class _SessionPart(VariablesPart):
+    value: _SessionVariables
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        named = self.named()
+        values = self.value.session.run(list(named.values()))
+        return None, dict(zip(named, map(arrays.value_of, values), strict=True))
+
+    def assign(self, variable: Any, value: torch.Tensor) -> None:
+        variable.load(arrays.to_numpy(value), self.value.session)
+
+
 class TensorFlowState(HandledState):
     """Variables, and Python values: ``TensorFlowState([w, b, *optimizer.variables], batch=0)``.
 
     Args:
-        variables: that exist, in the same order on every worker.
-        session: of TensorFlow 1; not supported here.
+        variables: that exist, in the same order on every worker. With a session all global ones by default.
+        session: of TensorFlow 1, in which the variables are initialized; the default one by default.
         rng: commits and restores this worker's random generators too (torch, numpy, random).
         **kwargs: values of the state, as attributes.
 
     Raises:
-        Invalid: without variables, for what is not a variable, or for a session.
+        Invalid: without variables, or for what is not a variable.
     """
 
     def __init__(
@@ -37,10 +59,15 @@ class TensorFlowState(HandledState):
         rng: Any = False,
         **kwargs: Any,
     ) -> None:
-        if session is not None:
-            raise Invalid(
-                "TensorFlowState can't commit the variables of a session; let TensorFlow run eagerly"
-            )
+        if session is None and not tf.executing_eagerly():
+            session = tf.compat.v1.get_default_session()
+            if session is None:
+                raise Invalid("TensorFlowState in a graph needs the session that has its values")
+        if session is not None and not hasattr(session, "graph"):
+            raise Invalid(f"session is a {type(session).__name__}; give a tf.compat.v1.Session")
+        if session is not None and variables is None:
+            with session.graph.as_default():
+                variables = tf.compat.v1.global_variables()
         if not variables:
             raise Invalid("TensorFlowState has no variables; give those that exist, in a list")
         for variable in variables:
@@ -48,7 +75,16 @@ class TensorFlowState(HandledState):
                 raise Invalid(
                     f"variables has a {type(variable).__name__}, which is not a variable; give TensorFlow's or Keras's"
                 )
-        super().__init__({"variables": _Variables(variables), **kwargs}, rng)
+        kept = _Variables(variables)
+        if session is not None:
+            kept = _SessionVariables(variables, session)
+        super().__init__({"variables": kept, **kwargs}, rng)
 
 
-registry.set_handler_registry([(_Variables, VariablesPart), *registry.get_handler_registry()])
+registry.set_handler_registry(
+    [
+        (_SessionVariables, _SessionPart),
+        (_Variables, VariablesPart),
+        *registry.get_handler_registry(),
+    ]
+)

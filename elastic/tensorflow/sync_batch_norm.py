@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from elastic.api.ops import Sum
+from elastic.api.which_keras import LEGACY, keras
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.tensorflow import ops
 
@@ -22,11 +22,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     def __init__(self, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
         if kwargs.pop("fused", False):
             raise ValueError("fused=True works on one rank alone; leave it out")
-        super().__init__(**kwargs)
+        super().__init__(**(kwargs | ({"fused": False} if LEGACY else {})))
         self._process_set = process_set
 
-    def _moments(self, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        mean, variance = super()._moments(inputs, mask)
+    def _moments(self, inputs: tf.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mean, variance = super()._moments(inputs, *args, **kwargs)
+        mask = kwargs["mask"] if "mask" in kwargs else args[-1]
         masked = mask is not None
         values = (
             tf.reduce_sum(tf.cast(mask, mean.dtype)) if masked else tf.size(inputs) / tf.size(mean)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from elastic.errors import Invalid
 from elastic.optimizer.framework_options import GradientOptions
 from elastic.tensorflow import gradients
+from elastic.tensorflow.aggregation import GradientAggregation
 
 
 class DistributedV1(tf.compat.v1.train.Optimizer):
@@ -20,6 +21,8 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
         name: str | None,
         use_locking: bool,
         options: GradientOptions,
+        passes: int,
+        average: bool,
     ) -> None:
         super().__init__(
             name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking
@@ -27,6 +30,10 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
         self._optimizer = optimizer
         self._options = options
         self._local_vars: set[Any] = set()
+        self._passes: GradientAggregation | None = None
+        if passes != 1:
+            sparse_as_dense = options.sparse_as_dense
+            self._passes = GradientAggregation(passes, self._reduce, sparse_as_dense, average)
 
     def register_local_var(self, variable: tf.Variable) -> None:
         """This variable belongs to this rank: its gradient is not reduced."""
@@ -36,12 +43,24 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
         """As the wrapped optimizer's, reduced over all ranks."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         found = [gradient for gradient, _ in pairs]
-        local = [variable.ref() in self._local_vars for _, variable in pairs]
-        reduced = gradients.reduce(found, self._options, local)
-        return [(made, variable) for made, (_, variable) in zip(reduced, pairs, strict=True)]
+        variables = [variable for _, variable in pairs]
+        reduce = self._reduce if self._passes is None else self._passes.compute_gradients
+        return list(zip(reduce(found, variables), variables, strict=True))
+
+    def _reduce(self, found: list[Any], variables: list[tf.Variable]) -> list[Any]:
+        local = [variable.ref() in self._local_vars for variable in variables]
+        return gradients.reduce(found, self._options, local)
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        return self._optimizer.apply_gradients(*args, **kwargs)
+        """As the wrapped optimizer's; with several backward passes, in the last one of a step."""
+        if self._passes is None:
+            return self._optimizer.apply_gradients(*args, **kwargs)
+        return self._passes.apply_gradients(
+            lambda: self._optimizer.apply_gradients(*args, **kwargs),
+            self._optimizer,
+            *args,
+            **kwargs,
+        )
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         return self._optimizer.get_slot(*args, **kwargs)
@@ -58,13 +77,10 @@ def distribute(
     name: str | None,
     use_locking: bool,
     passes: int,
+    average: bool,
     options: GradientOptions,
 ) -> DistributedV1:
-    """Raises Invalid for what is distributed already, and for more than one backward pass in a step."""
+    """``passes``, ``average``: see `GradientAggregation`. Raises Invalid for what is distributed already."""
     if isinstance(optimizer, DistributedV1):
         raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
-    if passes != 1:
-        raise Invalid(
-            "backward_passes_per_step is not there for optimizers of TensorFlow 1; use a Keras optimizer"
-        )
-    return DistributedV1(optimizer, name, use_locking, options)
+    return DistributedV1(optimizer, name, use_locking, options, passes, average)

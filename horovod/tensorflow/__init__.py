@@ -7,6 +7,7 @@ from horovod.absent import need as _need
 _need("tensorflow", __name__)
 
 from elastic.keras.any_optimizer import DistributedOptimizer
+from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
 from elastic.tensorflow.compression import Compression
 from elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -32,6 +33,7 @@ __all__ = [
     "DistributedOptimizer",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
+    "LocalGradientAggregationHelper",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
     "allgather_object",

@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ import tensorflow as tf
 import horovod.keras as hvd
 import horovod.tensorflow as of_tensorflow
 import horovod.tensorflow.keras as other_door
+from elastic.negotiation import submission
 
 
 def data(rank, size, rows=24):
@@ -124,9 +126,46 @@ def test_gradients_of_several_passes(rank, size):
             average_aggregated_gradients=average,
         )
         together.compile(optimizer=optimizer, loss="mse")
-        together.train_on_batch(x[:half], y[:half])
-        together.train_on_batch(x[half:], y[half:])
+        with mock.patch.object(
+            submission, "start_allreduce", wraps=submission.start_allreduce
+        ) as started:
+            together.train_on_batch(x[:half], y[:half])
+            assert started.call_count == 0
+            together.train_on_batch(x[half:], y[half:])
+            assert started.call_count == 1
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
+
+
+def test_local_gradients_of_several_passes(rank, size):
+    x, y, *_ = data(rank, size)
+    made = model()
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), backward_passes_per_step=2, local_layers=made.layers[0]
+    )
+    made.compile(optimizer=optimizer, loss="mse")
+    made.fit(x, y, batch_size=len(x) // 2, verbose=0)
+    own, shared = flat(made.layers[0].weights), flat(made.layers[1].weights)
+    assert not np.allclose(hvd.allreduce(own), own)
+    np.testing.assert_allclose(hvd.allreduce(shared), shared, atol=1e-6)
+
+
+def test_what_was_accumulated_is_each_workers_own(rank, size):
+    x, y, *_ = data(rank, size)
+    made = model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    made.compile(optimizer=optimizer, loss="mse")
+    state = hvd.elastic.KerasState(made)
+    made.train_on_batch(x, y)
+    state.save()
+    accumulated = flat(optimizer._accumulated_gradients)
+    assert not np.allclose(hvd.allreduce(accumulated), accumulated)
+    part = state._parts()["optimizer"]
+    equal = part.equal_everywhere(part.snapshot.bank.extra[0])
+    assert equal is not None
+    assert 0 < len(equal) == len(optimizer.variables) - len(made.weights)
+    made.train_on_batch(x, y)
+    state.restore()
+    np.testing.assert_array_equal(flat(optimizer._accumulated_gradients), accumulated)
 
 
 def test_a_partial_optimizer_leaves_layers_alone(rank, size):

@@ -438,6 +438,88 @@ def test_a_thousand_gradients_travel_in_one_call(rank, size):
     assert all(float(each[0]) == (size + 1) / 2 for each in made)
 
 
+def test_gradients_of_several_passes_travel_once(rank, size):
+    from unittest import mock
+
+    from elastic.negotiation import submission
+
+    for wrap in (lambda function: function, tf.function):
+        x = tf.Variable([1.0, 2.0])
+        unused = tf.Variable(1.0)
+        optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+        helper = hvd.LocalGradientAggregationHelper(
+            backward_passes_per_step=3,
+            allreduce_func=lambda grads, vars: [
+                None if each is None else hvd.allreduce(each, name="aggregated") for each in grads
+            ],
+            sparse_as_dense=False,
+            average_aggregated_gradients=True,
+        )
+
+        def one(factor, helper=helper, optimizer=optimizer, x=x, unused=unused):
+            made = helper.compute_gradients([factor * tf.ones([2]), None], [x, unused])
+            pairs = [(made[0], x)]
+            helper.apply_gradients(lambda: optimizer.apply_gradients(pairs), optimizer, pairs)
+            return made[1]
+
+        step = wrap(one)
+        with mock.patch.object(
+            submission, "start_allreduce", wraps=submission.start_allreduce
+        ) as started:
+            for number in range(6):
+                assert step(tf.constant(rank + 1.0)) is None
+                done = (number + 1) // 3
+                np.testing.assert_allclose(x, np.array([1.0, 2.0]) - done * (size + 1) / 2)
+                assert started.call_count == done
+    with pytest.raises(ValueError, match="backward_passes_per_step"):
+        hvd.LocalGradientAggregationHelper(0, lambda grads, vars: grads, False, False)
+    sparse = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([2, 2]))
+    with pytest.raises(ValueError, match="sparse_as_dense"):
+        helper.compute_gradients([sparse], [x])
+
+
+# ---- large tensors
+
+
+def test_large_tensors_of_several_dtypes_and_odd_sizes(rank, size):
+    shapes = [(1000, 300), (7,), (333, 1001), (512, 512), (1,)]
+    dtypes = [tf.float32, tf.float32, tf.float64, tf.float32, tf.float64]
+    for call in ways(lambda *given: hvd.grouped_allreduce(given, name="large")):
+        kept = []
+        for step in range(3):
+            given = [
+                tf.cast(tf.reshape(tf.range(np.prod(shape)) % 97, shape), dtype) * (rank + 1 + step)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            ]
+            made = call(*given)
+            kept.append((step, made))
+        # All at the end: what is kept is not written over by the steps after it.
+        for step, made in kept:
+            factor = (size + 1) / 2 + step
+            for each, shape, dtype in zip(made, shapes, dtypes, strict=True):
+                assert each.shape == shape and each.dtype == dtype
+                wanted = np.arange(np.prod(shape)).reshape(shape) % 97 * factor
+                np.testing.assert_allclose(each, wanted, rtol=1e-5)
+
+
+def test_what_is_let_go_of_is_used_again(rank, size):
+    @tf.function
+    def reduced(x):
+        return tf.reduce_sum(hvd.allreduce(x, op=hvd.Sum, name="again"))
+
+    from elastic.collectives.shared_memory import arena
+
+    x = tf.ones([1 << 19])
+    for _ in range(3):
+        float(reduced(x))
+    own = arena.mine()
+    assert own is not None
+    before = own.lent
+    for _ in range(8):
+        assert float(reduced(x)) == size * (1 << 19)
+    assert own.lent == before
+
+
 # ---- normalization
 
 
@@ -488,6 +570,50 @@ def test_graphs_of_tensorflow_1(rank, size):
     for _ in range(3):
         x -= 0.1 * 2 * x * (size + 1) / 2
     np.testing.assert_allclose(now, x, rtol=1e-5)
+
+
+def test_several_passes_in_a_graph_of_tensorflow_1(rank, size):
+    v1 = tf.compat.v1
+    for average in (True, False):
+        with tf.Graph().as_default():
+            x = v1.get_variable("x", initializer=1.0)
+            fed = v1.placeholder(tf.float32)
+            optimizer = hvd.DistributedOptimizer(
+                v1.train.MomentumOptimizer(0.1, 0.0),
+                backward_passes_per_step=2,
+                average_aggregated_gradients=average,
+            )
+            step = v1.train.get_or_create_global_step()
+            train = optimizer.minimize(x * fed, global_step=step)
+            with v1.train.MonitoredTrainingSession() as session:
+                wanted = 1.0
+                for number in range(4):
+                    session.run(train, {fed: (rank + 1.0) * (number + 1)})
+                    if number % 2:
+                        both = (2 * number + 1) * (size + 1) / 2
+                        wanted -= 0.1 * (both / 2 if average else both)
+                    np.testing.assert_allclose(session.run(x), wanted, rtol=1e-5)
+                    assert session.run(step) == number + 1
+
+
+def test_a_state_of_a_session_is_committed_restored_and_brought_to_all(rank, size):
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        x = v1.get_variable("x", initializer=[float(rank), 1.0])
+        add = x.assign_add([1.0, 1.0])
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            state = hvd.elastic.TensorFlowState(session=session, batch=rank)
+            state.sync()
+            assert session.run(x).tolist() == [0.0, 1.0] and state.batch == 0
+            session.run(add)
+            state.save()
+            session.run(add)
+            state.restore()
+            assert session.run(x).tolist() == [1.0, 2.0]
+            assert hvd.elastic.TensorFlowState([x]).layout() == state.layout()
+        with pytest.raises(ValueError, match="needs the session"):
+            hvd.elastic.TensorFlowState([x])
 
 
 def test_what_needs_a_graph_says_so(rank, size):
