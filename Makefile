@@ -15,7 +15,7 @@ TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 # A test starts hundreds of processes: each would compile all that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel bench bench-ray mxnet soak matrix hosts clean
+.PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make docs      build the site of docs/ into out/site; a broken link is an error"
 	@echo "make wheel     build a wheel into dist/, with the C++ library where there is a compiler"
+	@echo "make wheels    build manylinux wheels for x86-64 and aarch64 into dist/: a download of 100 MB"
 	@echo "make bench     every benchmark: a table each"
 	@echo "make bench-ray a node of a Ray cluster dies, beside Ray Train; 50 kills: a quarter of an hour"
 	@echo "make soak      train under random faults for MINUTES=20, and look for what grows: docs/soak.md"
@@ -182,6 +183,18 @@ docs: $(SITE)
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
+
+# For machines whose glibc is as old as 2.28, which is what torch's own wheels need, and for two processors: zig compiles,
+# auditwheel looks what the library asks of a system, and gives the wheel its name.
+wheels: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt auditwheel ziglang
+	@zig=$$($(BIN)/python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name("zig"))') && \
+	for arch in x86_64 aarch64; do \
+	  rm -rf build/wheel-$$arch && \
+	  ZIG=$$zig WHEEL_ARCH=$$arch CMAKE_TOOLCHAIN_FILE=$(abspath native/zig.cmake) _PYTHON_HOST_PLATFORM=linux-$$arch \
+	    $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel-$$arch . && \
+	  $(BIN)/auditwheel --quiet repair --plat manylinux_2_28_$$arch --wheel-dir dist build/wheel-$$arch/*.whl || exit 1; done
+	@ls dist/*manylinux*.whl
 
 bench: $(READY)
 	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery frozen join notice preload reinit negotiation timeline \

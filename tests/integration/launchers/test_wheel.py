@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
+import platform
+import re
 import subprocess
 import sys
 import venv
@@ -11,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.collectives.shared_memory import native_library
 from elastic.version import __version__
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
@@ -55,6 +60,10 @@ def test_its_name_has_the_version_and_it_holds_what_pages_need(wheel):
 
 
 def test_it_trains_in_an_environment_of_its_own(wheel, tmp_path):
+    trains(wheel, tmp_path)
+
+
+def trains(wheel: Path, tmp_path: Path) -> None:
     """What it depends on comes from this environment: torch alone would be a download of minutes."""
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
@@ -63,8 +72,8 @@ def test_it_trains_in_an_environment_of_its_own(wheel, tmp_path):
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path
         ).strip()
     )
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
-    run([*pip, "--no-index", wheel], tmp_path)
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    run([*pip, "--no-deps", "--no-index", wheel], tmp_path)
     others = [each for each in sys.path if each.endswith("site-packages")]
     # Behind its own, and without the .pth files of an editable install.
     (target / "others.pth").write_text("\n".join(others) + "\n")
@@ -79,3 +88,40 @@ def test_it_trains_in_an_environment_of_its_own(wheel, tmp_path):
     assert told.count(f"from {target}/elastic/__init__.py version {__version__}") == 2
     assert "The job ended well" in (tmp_path / "report.html").read_text()
     assert __version__ in run([tmp_path / "env" / "bin" / "horovodrun", "--version"], tmp_path)
+
+
+MACHINES = {"x86_64": 62, "aarch64": 183}  # as an ELF file names them
+
+
+@pytest.fixture(scope="module")
+def released() -> dict[str, Path]:
+    """What `make wheels` makes, by processor."""
+    for package in ("ziglang", "auditwheel"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}; run: make wheels")
+    run(["make", "wheels", f"VENV={sys.prefix}"], ROOT)
+    tag = "py3-none-manylinux_2_28"
+    return {m: ROOT / "dist" / f"hvd_elastic-{__version__}-{tag}_{m}.whl" for m in MACHINES}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_wheel_for_others_needs_nothing_that_their_system_lacks(released, tmp_path, machine):
+    with zipfile.ZipFile(released[machine]) as archive:
+        held = archive.namelist()
+        [library] = [name for name in held if name.endswith(".so")]
+        data = archive.read(library)
+    assert library == "elastic/collectives/shared_memory/libelastic_native.so"
+    assert "elastic/driver/monitoring/dashboard/page.html" in held
+    assert data[:4] == b"\x7fELF" and int.from_bytes(data[18:20], "little") == MACHINES[machine]
+    versions = {tuple(map(int, found)) for found in re.findall(rb"GLIBC_(\d+)\.(\d+)", data)}
+    assert versions and max(versions) <= (2, 28)
+    assert b"GLIBCXX_" not in data and b"libstdc++" not in data
+    assert hashlib.sha256(data[:-64]).hexdigest().encode() == data[-64:]
+    if machine == platform.machine():
+        (tmp_path / "library.so").write_bytes(data)
+        loaded, why = native_library.read(tmp_path / "library.so")
+        assert loaded is not None, why
+
+
+def test_the_one_for_this_machine_trains(released, tmp_path):
+    trains(released[platform.machine()], tmp_path)
