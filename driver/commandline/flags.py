@@ -54,8 +54,10 @@ examples:
 
 commands on a job that runs (elasticrun COMMAND --help):
   jobs, status, scale, drain, remove, stacks, logs, stop
-afterwards, from the file of --journal:
-  explain, replay
+afterwards, from the file of --journal, or from the folder of --checkpoint-dir:
+  explain, replay; checkpoints
+elsewhere:
+  agent (one on each host, with --etcd); secret (makes the file of --secret-file); k8s (a job on Kubernetes)
 """
 
 

@@ -91,7 +91,7 @@ def until_two_train(training: Job) -> None:
         two = bool(worlds) and len(worlds[-1]["members"]) == 2
         return two and worlds[-1]["generation"] in [each["generation"] for each in resumed]
 
-    training.until(found, "a world of two that trains")
+    training.until(found, "a world of two that trains", 120)
 
 
 @pytest.mark.parametrize(

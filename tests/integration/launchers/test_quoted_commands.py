@@ -38,6 +38,7 @@ LONG_S = 240.0  # on a busy machine TensorFlow alone takes a minute to import
 # Run as they are written. Ports may be taken by others: 8080 becomes a free one.
 RUN = {
     "README.md": {
+        "elasticrun -np 4 --min-np 2 --journal job.journal python train.py",
         "elasticrun -np 4 --min-np 2 python train.py",
         "elasticrun -np 4 train.py",
         "elasticrun --min-np 2 --host-discovery-script ./hosts.sh python train.py",

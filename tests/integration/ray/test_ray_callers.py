@@ -344,11 +344,12 @@ def test_variables_of_opentelemetry_reach_the_driver(
             import elastic.ray
 
             def train():
-                import elastic
+                import elastic, torch
                 elastic.init()
 
                 @elastic.run
                 def loop(state):
+                    elastic.allreduce(torch.ones(1), name="x")
                     state.commit()
 
                 loop(elastic.ObjectState(step=0))
