@@ -24,6 +24,9 @@ def autoload() -> None:
         return
     _originals.update((name, getattr(c10d, name)) for name in REPLACED)
     replace({name: _at_first_use(name) for name in REPLACED})
+    ddp: Any = sys.modules.get("torch.nn.parallel.distributed")
+    if ddp is not None:
+        ddp._get_default_group = group_for_ddp
     if NAME.upper() not in c10d.Backend._plugins:
         c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
@@ -45,6 +48,19 @@ def _at_first_use(name: str) -> Callable[..., Any]:
         return ours[name](*args, **options)
 
     return call
+
+
+def group_for_ddp() -> Any:
+    """What DistributedDataParallel asks for where it is given no process group."""
+    c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+    if not c10d.is_initialized():
+        from elastic.errors import Invalid
+
+        raise Invalid(
+            "DistributedDataParallel was made before there is a world: call torch.distributed.init_process_group()"
+            " first; it takes no arguments here, because elasticrun has told this worker its rank"
+        )
+    return c10d._get_default_group()
 
 
 def _create(options: Any, backend_options: Any) -> Any:

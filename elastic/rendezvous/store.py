@@ -30,7 +30,10 @@ _REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
 RETRY_S = 0.02  # between attempts to reach a store that is not up yet
-_FETCH = 0  # the size in a request for what rank 0 provides by itself
+# Instead of a size, in requests that are no exchange:
+_FETCH = 0  # of what rank 0 provides by itself
+_ANNOUNCE = -1
+_LISTEN = -2  # until somebody announces the key
 _AWAITED = ""  # the key of what it always provides
 
 
@@ -128,7 +131,7 @@ class Store:
         this one exchange can be aborted. Raises CollectiveFailed when the store's rank is gone, after ``timeout_s``, or
         on `abort`.
         """
-        awaited = f"the {size} ranks of group {key!r} of generation {self.generation}"
+        awaited = f"{f'the {size} ranks of group ' if size > 0 else ''}{key!r} of generation {self.generation}"
         began = time.monotonic()
         deadline = began + (self._timeout_s if timeout_s is None else timeout_s)
         call = call or Call()
@@ -173,6 +176,14 @@ class Store:
         """What rank 0 provides under this key, without waiting for anybody else. Raises CollectiveFailed."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return self.exchange(key, rank, _FETCH, b"", limit_s)
+
+    def announce(self, key: str, rank: int) -> None:
+        """Whoever listens to this key, now or later, goes on. Raises CollectiveFailed."""
+        self.exchange(key, rank, _ANNOUNCE, b"")
+
+    def listen_to(self, key: str, rank: int, timeout_s: float) -> None:
+        """Blocks until a rank has announced this key. Raises CollectiveFailed, also on `abort`."""
+        self.exchange(key, rank, _LISTEN, b"", timeout_s)
 
     def abort(self) -> None:
         """Whoever waits in `exchange` here, now or later, fails. Any thread, any number of times, never blocks."""
@@ -294,6 +305,8 @@ class _Server:
             timeout_s, count_limit(_REQUEST_LIMIT, descriptors)
         )
         self._groups: dict[tuple[str, int], dict[int, socket.socket]] = {}
+        self._announced: set[str] = set()
+        self._listening: dict[str, set[socket.socket]] = {}
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._thread = threading.Thread(
@@ -365,12 +378,16 @@ class _Server:
 
     def _belongs_here(self, request: _Request) -> bool:
         fetches = request.size == _FETCH and request.key in self.provided
-        here = request.rank >= 0 and (fetches or request.rank < request.size)
+        tells = request.size in (_ANNOUNCE, _LISTEN)
+        here = request.rank >= 0 and (fetches or tells or request.rank < request.size)
         return here and request.generation == self._generation
 
     def _collect(self, sock: socket.socket, request: _Request) -> None:
         if request.size == _FETCH:
             self._answer(sock, request, self.provided[request.key]())
+            return
+        if request.size in (_ANNOUNCE, _LISTEN):
+            self._tell(sock, request)
             return
         group = self._groups.setdefault((request.key, request.size), {})
         before = group.get(request.rank)
@@ -387,6 +404,15 @@ class _Server:
             asked = requests[rank]
             assert asked is not None
             self._answer(each, asked, blobs)
+
+    def _tell(self, sock: socket.socket, request: _Request) -> None:
+        listening = self._listening.setdefault(request.key, set())
+        listening.add(sock)
+        if request.size == _ANNOUNCE:
+            self._announced.add(request.key)
+        if request.key in self._announced:
+            for each in list(listening):
+                self._answer(each, request, [])
 
     def _answer(self, sock: socket.socket, request: _Request, blobs: list[bytes]) -> None:
         reply = _Reply(self._generation, request.key, blobs)
@@ -406,6 +432,7 @@ class _Server:
         if peer is None:
             return
         if peer.request is not None:
+            self._listening.get(peer.request.key, set()).discard(sock)
             key = (peer.request.key, peer.request.size)
             group = self._groups.get(key, {})
             if group.get(peer.request.rank) is sock:

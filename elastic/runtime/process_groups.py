@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # it needs a torch that was built with NCCL
 
 DEVICE_S = 10.0  # for a GPU to end what was aborted on it, which takes milliseconds
 CLOSE_S = 2.0  # at exit, for the groups to end
+_LISTEN_S = 1e6  # for whoever wants a group, or for the end of the world; a socket takes no more than 24 days
 _FORM_S = 0.5  # at exit, for those that are being formed; then they are cut
 # What all ranks need in their first step, if they have needed it before.
 NAMED = "named"
@@ -174,15 +175,31 @@ class Groups:
         """
         if self.find(key) is not None:
             return True
-        purpose, device_type, members = key
         store = self._store
         if store is None or store.generation != generation:
             return False
-        meeting = construct.meeting(_named(purpose, members, place), device_type, len(members))
         try:
-            return meeting in store.awaited()
+            return _meeting(key, place) in store.awaited()
         except CollectiveFailed:  # whoever notices that the world is broken says so
             return False
+
+    def want(self, key: GroupKey, generation: int, place: Place) -> None:
+        """Has those ranks form this group now that have called `form_when_wanted`. Raises CollectiveFailed."""
+        if self._store is not None and self._store.generation == generation:
+            self._store.announce(_meeting(key, place), place.rank)
+
+    def form_when_wanted(self, key: GroupKey, generation: int, place: Place) -> None:
+        """Returns at once. Once a rank wants this group, this rank takes part in forming it, whatever it does then."""
+        store = self._store
+
+        def listen() -> None:
+            assert store is not None
+            with contextlib.suppress(CollectiveFailed):  # the world is over
+                store.listen_to(_meeting(key, place), place.rank, _LISTEN_S)
+                threads.begin("elastic-ahead", self._form_ahead, key, generation, place)
+
+        if store is not None and store.generation == generation:
+            threading.Thread(target=listen, name="elastic-wanted", daemon=True).start()
 
     def engine(self, generation: int, place: Place, broken: Callable[[str], None]) -> Engine:
         """Of the collectives that are called by name, made at the first of them. Raises CollectiveFailed."""
@@ -379,6 +396,11 @@ def _did_not_come_back() -> DeviceLost:
     return DeviceLost(
         f"its GPU did not come back within {DEVICE_S:g} s: an aborted collective still runs on it"
     )
+
+
+def _meeting(key: GroupKey, place: Place) -> str:
+    purpose, device_type, members = key
+    return construct.meeting(_named(purpose, members, place), device_type, len(members))
 
 
 def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:

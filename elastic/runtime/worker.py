@@ -100,6 +100,12 @@ class Runtime:
         """As `group`, for messages from one rank to another. Not for a group of one."""
         return self._groups.messages(purpose, ranks)
 
+    def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> None:
+        """Returns at once. When another rank sends or receives the first message of this world, this one is connected
+        to it too, whatever its training thread does then.
+        """
+        self._groups.expect_messages(purpose, ranks)
+
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
         """Whether others are forming this group and wait for this rank. Asks rank 0; not for every step."""
         return self._groups.wanted(purpose, device_type, ranks)

@@ -21,11 +21,10 @@ from elastic.errors import CollectiveFailed, Invalid
 from elastic.runtime import lifecycle
 from elastic.torch_backend.collective_calls import Begun
 from elastic.torch_backend.mirror import MirrorCollectives
-from elastic.torch_backend.point_to_point import Messages
+from elastic.torch_backend.point_to_point import AT_ONCE, Messages
 from elastic.torch_backend.works import ElasticWork, Futures, joined, recorded
 
 NAME = "elastic"
-_AT_ONCE = 32  # ranks; more take long to connect each to each, and few scripts need it
 # Its stubs have other names for arguments, and overloads that nobody calls.
 _TorchProcessGroup: Any = distributed.ProcessGroup
 
@@ -56,7 +55,9 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._together: list[ElasticWork] | None = None
         self._count = 0
         self._of = place.size
-        if not rt.elastic and 1 < len(members) <= _AT_ONCE:
+        if rt.elastic:
+            self.messages.expect(rt)
+        elif 1 < len(members) <= AT_ONCE:
             # All its ranks are here. Later one might wait for another without the timeout of this group.
             self._group(rt, torch.device("cpu"))
             self.messages.connect(rt)
@@ -124,6 +125,10 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
     def guard(self, name: str) -> AbstractContextManager[None]:
         return lifecycle.current().guard(name)
 
+    def fits(self, size: int) -> bool:
+        """Whether it has a meaning in a world of this size."""
+        return self.ranks is None or size == self._of
+
     def generation(self) -> int:
         return lifecycle.current().generation
 
@@ -177,9 +182,9 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         known = self._groups.get(device.type)
         if known is not None and known[0] == generation and not rt.broken:
             return known[1]
-        if self.ranks is not None and rt.place.size != self._of:
+        if not self.fits(rt.place.size):
             raise Invalid(
-                f"a process group was made of ranks {list(self.ranks)} of {self._of} workers, and there are"
+                f"a process group was made of ranks {list(self.ranks or ())} of {self._of} workers, and there are"
                 f" {rt.place.size} now: make it anew with new_group() at the beginning of the function under"
                 " elastic.run, or of all ranks"
             )
@@ -194,8 +199,12 @@ def follow(size: int) -> None:
     """A world of this size has come: what torch.distributed keeps of the ranks of groups that are all of it."""
     known: Any = torchs_groups
     for group in list(known.pg_map):
-        if isinstance(group, FollowingGroup) and group.ranks is None:
+        if not isinstance(group, FollowingGroup):
+            continue
+        if group.ranks is None:
             known.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        if group.fits(size):
+            group.messages.expect(lifecycle.current())
 
 
 # Names by which torch's own code calls the same.

@@ -76,7 +76,13 @@ def new_group(
 ) -> Any:
     """As torch's ``_new_process_group_helper``."""
     asked, theirs = str(backend), _theirs["_new_process_group_helper"]
-    if not _kinds(asked) <= _BACKENDS or not _of_this_world(size, rank, ranks, store):
+    of_this_world = _of_this_world(size, rank, ranks, store)
+    if not _kinds(asked) <= _BACKENDS or not of_this_world:
+        if of_this_world and environment.read().elastic:
+            raise Invalid(
+                f"a process group of backend {asked!r} can't follow an elastic job's world when workers are lost or"
+                " join: leave the backend out, or run a job of a fixed size, without --min-np"
+            )
         return theirs(size, rank, ranks, backend, store, name, *rest, **options)
     options |= dict(zip(_MORE, rest, strict=False))
     options["backend_options"] = options["device_id"] = None  # they are Gloo's or NCCL's

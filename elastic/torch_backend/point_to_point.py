@@ -1,8 +1,8 @@
 """Messages from one rank of a process group to another. Acts.
 
 They travel over a Gloo group of their own, also within a host, and CUDA tensors through the memory of the host. All its
-ranks connect it together: where worlds don't change, with the process group; else at the first message of a world, for
-which each of them has to send or receive one.
+ranks connect it together: where worlds don't change, with the process group; else at the first message of a world, in
+which those that send and receive none take part in a thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from elastic.torch_backend.collective_calls import Begun
 if TYPE_CHECKING:
     from elastic.collectives.gloo.process_group import GlooMessage
 
+AT_ONCE = 32  # ranks; more take long to connect each to each, and few scripts need it
+
 
 class Messages:
     """Of one process group. ``ranks`` as there."""
@@ -28,6 +30,11 @@ class Messages:
     def connect(self, rt: Runtime) -> None:
         """With all its ranks. Raises CollectiveFailed, or PeerLost."""
         rt.messages(self._purpose, self._ranks)
+
+    def expect(self, rt: Runtime) -> None:
+        """In each world, from its beginning: this rank is there when others send their first message."""
+        if not rt.provisional and len(self._ranks or range(rt.place.size)) <= AT_ONCE:
+            rt.expect_messages(self._purpose, self._ranks)
 
     def monitored_barrier(self, rt: Runtime, timeout_s: float, wait_all_ranks: bool) -> None:
         """See `GlooCollectives.monitored_barrier`."""

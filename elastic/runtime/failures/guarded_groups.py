@@ -57,6 +57,15 @@ class GuardedGroups:
         members = tuple(range(session.recovery.place.size)) if ranks is None else ranks
         return cast("GlooCollectives", self._formed(purpose, MESSAGES, members))
 
+    def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
+        """See `Runtime.expect_messages`."""
+        recovery = self._session.recovery
+        place = recovery.place
+        members = tuple(range(place.size)) if ranks is None else ranks
+        if not recovery.provisional and len(members) > 1 and place.rank in members:
+            key = (purpose, MESSAGES, members)
+            self._session.groups.form_when_wanted(key, recovery.generation, place)
+
     def _formed(self, purpose: str, kind: str, members: tuple[int, ...]) -> Collectives:
         session = self._session
         place, generation = session.recovery.place, session.recovery.generation
@@ -67,6 +76,8 @@ class GuardedGroups:
         began = time.monotonic()
         try:
             with self._inside(generation, f"forming the {purpose} group"):
+                if kind == MESSAGES and session.recovers:
+                    session.groups.want(key, generation, place)
                 group = session.groups.form(key, generation, place)
         except CollectiveFailed as error:
             session.mark_broken(generation, f"no {purpose} group: {error}")

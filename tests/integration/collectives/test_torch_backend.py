@@ -5,6 +5,7 @@ Each case is a function of a process group. It is called with ours and with Gloo
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import threading
@@ -586,3 +587,46 @@ def average_with_a_hook(rank: int, size: int) -> float:
     model(torch.tensor([[rank + 1.0]])).sum().backward()
     assert network.weight.grad is not None
     return network.weight.grad.item()
+
+
+def test_buckets_of_ddp_lie_where_all_ranks_of_the_host_can_reduce_them(ranks: Ranks):
+    assert ranks.run(train_and_look_at_buckets) == [[]] * ranks.size
+
+
+def train_and_look_at_buckets(rank: int, size: int) -> list[str]:
+    """What is amiss."""
+    from elastic.collectives.shared_memory import arena
+
+    mine = arena.mine()
+    assert mine is not None
+    lent = mine.lent
+    network: Any = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 50))
+    model: Any = torch.nn.parallel.DistributedDataParallel(network, bucket_cap_mb=0.005)
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as averages
+
+    amiss, seen = [], []
+
+    def hook(group, bucket):
+        buffer = bucket.buffer()
+        seen.append(buffer.nbytes)
+        if mine.offset_of(buffer.data_ptr(), buffer.nbytes) is None:
+            amiss.append(f"a bucket of {buffer.nbytes} bytes")
+        return averages(group, bucket)
+
+    model.register_comm_hook(None, hook)
+    for _ in range(3):  # the buckets of the first pass, and those in the order that it has shown
+        model.zero_grad()
+        model(torch.full((2, 30), rank + 1.0)).sum().backward()
+    want = network[0].weight.grad.clone()
+    network.zero_grad()
+    for each in range(size):
+        network(torch.full((2, 30), each + 1.0)).sum().backward()
+    if not torch.allclose(want * size, network[0].weight.grad):
+        amiss.append("gradients that are no averages")
+    if len(set(seen)) < 3:
+        amiss.append(f"buckets of {sorted(set(seen))} bytes alone")
+    del model, hook
+    gc.collect()
+    if mine.lent != lent:
+        amiss.append(f"{mine.lent - lent} bytes that are lent for ever")
+    return amiss

@@ -88,6 +88,15 @@ def test_kills_and_joins(job: Any, kills: int):
     )
 
 
+@pytest.mark.forked
+def test_two_ranks_speak_while_a_third_computes_in_each_world(job: Any):
+    training = job(
+        "-np 3 --min-np 2 --blacklist-cooldown-range 0.01 0.02",
+        ["python", SCRIPTS / "torch_messages.py"],
+    )
+    assert training.succeed().count("] ended") == 3
+
+
 def losses(output: str) -> list[str]:
     return re.findall(r"epoch \d+ loss [\d.]+", output)
 

@@ -6,6 +6,9 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
+import torch
+
+from elastic.errors import Invalid
 
 PROGRAM = """
 {first}
@@ -42,3 +45,14 @@ def test_whoever_imports_torch_first(first, place, group):
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == [group]
+
+
+def test_a_ddp_that_is_made_before_there_is_a_world_says_what_is_missing(monkeypatch):
+    from torch.nn.parallel import distributed
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    from elastic import torch_autoload
+
+    monkeypatch.setattr(distributed, "_get_default_group", torch_autoload.group_for_ddp)
+    with pytest.raises(Invalid, match=r"before there is a world: .*init_process_group.. first"):
+        DistributedDataParallel(torch.nn.Linear(1, 1))

@@ -1,0 +1,29 @@
+"""A process group of a backend that is not ours, where ours stands in the place of torch's."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+from torch.distributed import distributed_c10d
+
+from elastic.errors import Invalid
+from elastic.rendezvous import environment
+from elastic.torch_backend import in_place_of_others
+from elastic.torch_backend.world_store import WorldStore
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_one_that_can_not_follow_the_world_is_refused_where_the_world_changes(monkeypatch, elastic):
+    env = replace(environment.read({}), elastic=elastic)
+    monkeypatch.setattr(environment, "read", lambda: env)
+    theirs = create_autospec(distributed_c10d._new_process_group_helper)
+    monkeypatch.setitem(in_place_of_others._theirs, "_new_process_group_helper", theirs)
+    asked: Any = (2, 0, [], "mpi", WorldStore(), "second")
+    if not elastic:
+        in_place_of_others.new_group(*asked)
+        assert theirs.call_args.args == asked
+        return
+    with pytest.raises(Invalid, match=r"'mpi' can't follow .* leave the backend out"):
+        in_place_of_others.new_group(*asked)
+    assert not theirs.called
