@@ -126,6 +126,16 @@ def mappings_of_its_own() -> Iterator[None]:
 
 
 @pytest.fixture
+def threads_of_its_own() -> Iterator[None]:
+    """A runtime that closes does not wait for threads that other tests of this process have left in torch's code."""
+    from elastic.collectives import threads
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "_begun", set())
+        yield
+
+
+@pytest.fixture
 def rewrite(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written anew."""
     return bool(request.config.getoption("--rewrite"))
@@ -150,9 +160,9 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[...
 
     Each runs in a folder of its own. At the end of the test no process of any may be left, and the journal of each must
     keep every invariant, or the test fails. A test that breaks the product on purpose says why in ``unchecked``.
-    Where a test is marked ``forked``, nobody waits for imports of torch.
+    Where a test is marked ``forked``, nobody waits for imports of torch, nor of the modules that the marker names.
     """
-    forked = request.node.get_closest_marker("forked") is not None
+    forked = request.node.get_closest_marker("forked")
     started: list[Job] = []
 
     def start(
@@ -163,7 +173,16 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[...
     ) -> Job:
         folder = tmp_path / f"job{len(started)}"
         folder.mkdir()
-        started.append(Job(flags, command, folder=folder, env=env, forked=forked))
+        started.append(
+            Job(
+                flags,
+                command,
+                folder=folder,
+                env=env,
+                forked=forked is not None,
+                modules=forked.args if forked is not None else (),
+            )
+        )
         return started[-1]
 
     yield start

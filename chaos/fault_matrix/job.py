@@ -13,8 +13,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from elastic.chaos.fault_matrix.expectations import GONE_S, WORKERS
 from elastic.chaos.fault_matrix.journal_facts import JournalFacts
@@ -38,6 +39,21 @@ FLAGS = (
 
 class Unexpected(Exception):
     """Something did not end as it should; the message says what was awaited and what was seen."""
+
+
+def started(
+    words: Sequence[str], folder: Path, env: Mapping[str, str], output: BinaryIO
+) -> subprocess.Popen[bytes]:
+    """The driver's process, in a session of its own."""
+    return subprocess.Popen(
+        words,
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 class MatrixJob:
@@ -68,19 +84,16 @@ class MatrixJob:
         if not self._shared_memory:
             told["ELASTIC_NATIVE"] = "0"
         with (self.folder / "output.txt").open("wb") as output:
-            self._driver = subprocess.Popen(
+            self._driver = started(
                 [
                     str(Path(sys.executable).with_name("elasticrun")),
                     *FLAGS,
                     *("--journal", str(self.journal), sys.executable, "-m", TRAINING),
                     str(self.over),
                 ],
-                cwd=self.folder,
-                env=clean_environment() | told,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                self.folder,
+                clean_environment() | told,
+                output,
             )
 
     @property

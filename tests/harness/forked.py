@@ -9,35 +9,54 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
+from elastic.chaos.fault_matrix.job import MARK as MATRIX_MARK
 from elastic.driver.launch.environment import defaults
 from harness import forking
 from harness.forking import Told, early, tell
+
+MARK = "ELASTIC_TEST_JOB"
+_LENGTH = 32  # of what a mark is
+_making = threading.Lock()
 
 
 class Forked:
     """What tests use of `subprocess.Popen`: its number, too, stays its own until its exit status was read.
 
-    ``mark`` is ``NAME=value``: what `harness.program.marked` finds it by.
+    ``mark`` is ``NAME=value``: what `harness.program.marked` finds it by. ``modules``: what has been imported besides
+    torch. ``output`` is the file that it writes to, instead of ``stdout``.
     """
 
     def __init__(
-        self, words: Sequence[str], *, folder: Path, env: Mapping[str, str], mark: str
+        self,
+        words: Sequence[str],
+        *,
+        folder: Path,
+        env: Mapping[str, str],
+        mark: str,
+        modules: Sequence[str] = (),
+        output: BinaryIO | None = None,
     ) -> None:
         self.args = list(words)
         self.returncode: int | None = None
         name, _, value = mark.partition("=")
         beginning = early({**defaults(threads=1), **env})  # as workers have it
-        source = _Source.of(tuple(beginning.items()), name, len(value))
-        output, write = os.pipe()
+        source = _Source.of(tuple(beginning.items()), tuple(modules))
+        read, write = os.pipe()
+        self.stdout: TextIO | None = os.fdopen(read, encoding="utf-8", errors="replace")
+        if output is not None:
+            os.dup2(output.fileno(), write)
+            self.stdout.close()
+            self.stdout = None
         self._guardian, theirs = socket.socketpair()
         told = Told(self.args, {**env, name: value}, str(folder), mark)
         tell(source.channel, told, [write, theirs.fileno()])
         os.close(write)
         theirs.close()
-        self.stdout = os.fdopen(output, encoding="utf-8", errors="replace")
         self._said = self._guardian.makefile("r")
         number = self._said.readline()
         assert number, "the process that jobs are forked from has ended"
@@ -73,10 +92,10 @@ class Forked:
 class _Source:
     """The process that has imported torch. It ends when its channel does."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
-            [sys.executable, forking.__file__, str(theirs.fileno())],
+            [sys.executable, forking.__file__, str(theirs.fileno()), *modules],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -86,8 +105,14 @@ class _Source:
         theirs.close()
 
     @classmethod
+    def of(cls, beginning: tuple[tuple[str, str], ...], modules: tuple[str, ...]) -> _Source:
+        """One for each kind, whichever thread asks; with room for a mark."""
+        with _making:
+            return cls._of(beginning, modules)
+
+    @classmethod
     @functools.cache
-    def of(cls, beginning: tuple[tuple[str, str], ...], name: str, length: int) -> _Source:
-        """With room for a mark."""
+    def _of(cls, beginning: tuple[tuple[str, str], ...], modules: tuple[str, ...]) -> _Source:
         others = {name: text for name, text in os.environ.items() if name not in early(os.environ)}
-        return cls({**others, **dict(beginning), name: "-" * length})
+        marks = dict.fromkeys((MARK, MATRIX_MARK), "-" * _LENGTH)
+        return cls({**others, **dict(beginning), **marks}, modules)

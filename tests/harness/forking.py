@@ -1,4 +1,5 @@
 """Forks jobs under test from a process that has imported torch, which takes a worker longer than all that it then does.
+Where a test asks for it that process has imported other modules, too.
 
 Run as a program, this is that process. It has one thread and never computes, so its forks are sound. Of a job it forks
 `elasticrun`, and of this, before it has run a line, the processes that its first workers will be; they are told later
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -31,9 +33,21 @@ from typing import Any, BinaryIO, TextIO
 MOST_BYTES = 1 << 18  # of what a process is told
 SPARE = 2  # workers beyond those of a world, for slots that return ...
 SPARE_WORKERS = "ELASTIC_TEST_SPARE"  # ... unless this variable of a job says another number
-# Read when a process starts, or when it imports torch.
-EARLY = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH_CPP_", "CUDA_", "FAKE_")
+# Read when a process starts, or when it imports torch or TensorFlow.
+EARLY = (
+    "PYTHON",
+    "LD_",
+    "MALLOC_",
+    "OMP_",
+    "MKL_",
+    "TORCH_CPP_",
+    "CUDA_",
+    "FAKE_",
+    "TF_",
+    "KERAS_",
+)
 PR_SET_PDEATHSIG = 1
+KNOWN = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which stops it for a fork
 PYTHON = ("python", sys.executable)
 
 Program = Callable[[], object]
@@ -252,6 +266,7 @@ def mark(entry: str) -> None:
 
 
 def main() -> None:
+    """``forking.py DESCRIPTOR [MODULE ...]``"""
     gc.disable()
     import torch  # noqa: F401
 
@@ -263,9 +278,13 @@ def main() -> None:
     import elastic.runtime.lifecycle
     import elastic.state  # noqa: F401
 
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    assert os.listdir("/proc/self/task") == [str(os.getpid())], "a fork would lack its threads"
+    threads = [Path(f"/proc/self/task/{each}/comm") for each in os.listdir("/proc/self/task")]
+    names = [path.read_text().strip() for path in threads]
+    assert set(names[1:]) <= KNOWN, f"a fork would lack its threads {names}"
     program = serve(socket.socket(fileno=int(sys.argv[1])))
     program()
 

@@ -18,9 +18,10 @@ from elastic.chaos.harness.processes import clean_environment
 from elastic.chaos.invariants.invariants import Summary, check_journal
 from elastic.driver.journal.journal import read
 from elastic.driver.reasons import Reason
+from harness import forked as forks
 from harness.program import Program
 
-MARK = "ELASTIC_TEST_JOB"
+MARK = forks.MARK
 
 Json = dict[str, Any]
 
@@ -39,6 +40,7 @@ class Job(Program):
         folder: Path,
         env: dict[str, str] | None = None,
         forked: bool = False,
+        modules: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.journal = folder / "journal.jsonl"
@@ -52,6 +54,7 @@ class Job(Program):
             mark=MARK,
             called="elasticrun",
             forked=forked,
+            modules=modules,
         )
         self.driver = self.process
 

@@ -28,7 +28,8 @@ class Program:
     """Starts at once. Every wait has a deadline and fails with an AssertionError that shows the end of the output.
 
     ``mark`` is the environment variable by which its processes are found; ``called`` what messages call it.
-    ``forked``: it is `elasticrun`, and comes from a process that has imported torch; see `harness.forking`.
+    ``forked``: it is `elasticrun`, and comes from a process that has imported torch, and ``modules``; see
+    `harness.forking`.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class Program:
         mark: str,
         called: str = "the program",
         forked: bool = False,
+        modules: Sequence[str] = (),
     ) -> None:
         self._called = called
         self._forked = forked
+        self._modules = modules
         self._mark = f"{mark}={uuid.uuid4().hex}"
         self._lines: list[str] = []
         self._news = threading.Condition()
@@ -125,7 +128,7 @@ class Program:
         self, words: Sequence[str], folder: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[str] | Forked:
         if self._forked:
-            return Forked(words, folder=folder, env=env, mark=self._mark)
+            return Forked(words, folder=folder, env=env, mark=self._mark, modules=self._modules)
         name, _, value = self._mark.partition("=")
         return subprocess.Popen(
             words,

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from elastic.chaos.fault_matrix import cells, command, expectations
+from elastic.chaos.fault_matrix import cells, command, expectations, job
 from elastic.chaos.fault_matrix.cells import Cell
 from elastic.chaos.fault_matrix.command import Progress
 from elastic.chaos.fault_matrix.expectations import Batch
+from harness.forked import Forked
 
 AT_A_TIME = 2  # jobs: while one waits for its workers to start, another waits for a lease
 CHOSEN = expectations.pairwise(c for c in cells.all_cells() if not cells.impossible(c))
@@ -31,6 +33,21 @@ def jobs(chosen: Sequence[Cell], *marks: pytest.MarkDecorator) -> list[Parameter
 
 
 JOBS = [*jobs(FEW), *jobs([cell for cell in HERE if cell not in FEW], pytest.mark.nightly)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> Iterator[None]:
+    """Drivers and their first workers are forks of a process that has imported torch; `make matrix` starts them."""
+
+    def started(
+        words: Sequence[str], folder: Path, env: Mapping[str, str], output: BinaryIO
+    ) -> Any:
+        mark = f"{job.MARK}={env[job.MARK]}"
+        return Forked(words, folder=folder, env=env, mark=mark, output=output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "started", started)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def worker() -> Iterator[Runtime]:
+def worker(threads_of_its_own: None) -> Iterator[Runtime]:
     silent: Any = Silent()
     worker = Runtime(environment.read({"HOROVOD_ELASTIC": "1"}), silent)
     yield worker

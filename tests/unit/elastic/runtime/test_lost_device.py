@@ -24,7 +24,7 @@ from elastic.state import ObjectState
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, threads_of_its_own):
     """One group that was aborted, and the time that passes while it is waited for."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)

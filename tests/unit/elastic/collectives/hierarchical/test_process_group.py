@@ -130,12 +130,17 @@ class Contract(CollectivesContract):
         return list(world_of(*self.hosts))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("dtype", [torch.int8, torch.float64], ids=str)
+    @pytest.mark.parametrize(
+        "dtype", [pytest.param(torch.int8, marks=pytest.mark.nightly), torch.float64], ids=str
+    )
     def test_thousands_of_chunks(self, world, dtype):
         self.is_exact(world, dtype, Op.SUM, (0, 1, 7, 1000, LONGEST))
 
-    @pytest.mark.parametrize("dtype", [torch.int16, *FLOATS], ids=str)
-    def test_tensors_inside_and_outside_of_the_arena_are_reduced_together(self, world, dtype):
+    def test_tensors_inside_and_outside_of_the_arena_are_reduced_together(self, world):
+        for dtype in (torch.int16, *FLOATS):
+            self.is_reduced_together(world, dtype)
+
+    def is_reduced_together(self, world, dtype):
         def reduced(group):
             results = []
             for length in (3, 5000):
@@ -150,7 +155,7 @@ class Contract(CollectivesContract):
         for results in self.on_all(world, reduced):
             for result in results:
                 inputs = [small(r, len(result), torch.float64) for r in range(len(world))]
-                assert torch.equal(result, torch.stack(inputs).sum(0))
+                assert torch.equal(result, torch.stack(inputs).sum(0)), dtype
 
 
 class TestTwoHostsOfTwo(Contract):
