@@ -36,7 +36,7 @@ def parser() -> Parser:
         "--verify",
         None,
         None,
-        "Read every file and compare its checksum; exit with 1 if one is damaged.",
+        "Read every file and compare its checksum; exit with 1 if one is damaged, or if there is no checkpoint.",
         action="store_true",
     )
     add(
@@ -61,8 +61,10 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"removed {name}")
         entries = [catalog.entry(storage, name) for name in catalog.names(storage)]
         if not entries:
+            if not storage.exists():
+                raise Invalid(f"{storage.url}: there is no such folder")
             print(f"{storage.url} has no checkpoints")
-            return 0
+            return 1 if options.verify else 0
         damaged = 0
         for entry in entries:
             trouble = entry.trouble

@@ -17,9 +17,20 @@ class CheckpointLines:
         self._now = now
         self._log = log
         self._said_at: dict[type, float] = {}
+        self._unsaid: Made | None = None
+        self._over = False
 
     def made(self, made: Made) -> None:
-        level = "info" if self._may_say(Made) else "debug"
+        self._unsaid = None if self._over or self._may_say(Made) else made
+        self._say_made("info" if self._unsaid is None else "debug", made)
+
+    def ended(self) -> None:
+        """Says which checkpoint was the last, where only earlier ones were said."""
+        self._over = True
+        if self._unsaid is not None:
+            self._say_made("info", self._unsaid)
+
+    def _say_made(self, level: str, made: Made) -> None:
         size = f"{made.size / 1e6:.1f} MB in {made.took_s:.1f} s"
         self._log(level, f"commit {made.commit} is durable: {made.place} ({size})")
 

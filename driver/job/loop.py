@@ -641,6 +641,7 @@ class Driver:
         if self.outcome:
             return None  # a stop has come after it
         self.outcome = reason
+        self._about_checkpoints.ended()
         if outcome.code == 0:
             return ("info", f"training has ended: {reason}")
         level = "info" if self._decisions.stop_code is not None else "error"

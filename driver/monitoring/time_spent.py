@@ -241,7 +241,7 @@ def summary(spent: TimeSpent) -> list[str]:
     rows = [(str(each.worker), times) for each, times in spent.workers()]
     count = len(rows) + spent.older_count
     parts = [
-        f"{WORDS[stretch]} {job[stretch]:.1f} s{_often(spent.count[stretch], stretch)}"
+        f"{WORDS[stretch]} {_seconds(job[stretch])} s{_often(spent.count[stretch], stretch)}"
         for stretch in STRETCHES
     ]
     width = max([len("all workers"), *(len(name) for name, _ in rows[:SHOWN])])
@@ -261,6 +261,10 @@ def summary(spent: TimeSpent) -> list[str]:
             " training that counts"
         )
     return lines
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"  # a recovery takes less than a tenth
 
 
 def _often(count: int, stretch: Stretch) -> str:

@@ -150,7 +150,8 @@ def chosen(storage: Storage, which: str) -> Manifest:
     if len(fitting) != 1:
         what = "no commit" if not fitting else "several commits"
         there = ", ".join(map(str, (fitting or have)[-8:])) or "none"
-        raise Invalid(f"{storage.url} has {what} {which}; there are: {there}")
+        how = "; give the whole name of one" if fitting else ""
+        raise Invalid(f"{storage.url} has {what} {which}; there are: {there}{how}")
     try:
         return read(storage, fitting[0])
     except NotReadable as error:

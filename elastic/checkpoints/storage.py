@@ -151,6 +151,11 @@ class Storage:
             if each["type"] == "file"
         }
 
+    def exists(self) -> bool:
+        """Whether anything has this name. An object store has no folder without objects. Raises OSError."""
+        with self._errors():
+            return bool(self._fs.exists(self._root))
+
     def folders(self) -> list[str]:
         """Names of the folders right here. Raises OSError."""
         return sorted(
@@ -205,7 +210,11 @@ class _Stream:
 
 
 def _refuse_misspelt(url: str) -> None:
-    """``s3:/bucket`` would be a folder of that name here. Raises Invalid."""
+    """``s3:/bucket`` would be a folder of that name here, and nothing at all the working directory. Raises Invalid."""
+    if not url.strip():
+        raise Invalid(
+            "the folder of the checkpoints is empty, as where a shell's variable is not set; give a folder, or a URL"
+        )
     protocol, colon, rest = url.partition(":")
     known = set(fsspec.available_protocols()) - {"file", "local"}  # these two may do without
     if colon and not rest.startswith("//") and protocol in known:

@@ -17,7 +17,7 @@ import pytest
 from elastic.checkpoints import catalog, manifest
 from elastic.checkpoints.manifest import Manifest, Name, StoredFile
 from elastic.checkpoints.storage import Storage
-from elastic.driver.commandline import flags
+from elastic.driver.commandline import checkpoints_cli, flags
 from elastic.driver.commandline.checkpoint_options import CheckpointPlan, checkpoint_plan
 from elastic.errors import Invalid
 
@@ -128,3 +128,26 @@ def test_of_two_jobs_that_begin_in_one_moment_the_later_number_gives_way(tmp_pat
         monkeypatch.setattr(catalog, "claim_run", another_was_faster)
         assert "each job needs a folder of its own" in refused(tmp_path)
         assert [*storage.sizes()] == ["run-0001"]
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_name_is_not_the_working_directory(empty: str) -> None:
+    assert "variable is not set" in refused(empty)
+
+
+def test_two_runs_with_a_commit_of_one_name(tmp_path: Path) -> None:
+    for run in (1, 2):
+        written(tmp_path, Name(run, 2, 20))
+    with pytest.raises(Invalid, match=r"r0001-g0002-c00000020, r0002-g\S+; give the whole name"):
+        planned(tmp_path / "new", "--from", f"{tmp_path}@2.20")
+    planned(tmp_path / "new", "--from", f"{tmp_path}@r0001-g0002-c00000020")
+
+
+def test_a_folder_that_is_not_there_is_not_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Invalid, match="no such folder"):
+        checkpoints_cli.main(["--verify", str(tmp_path / "mistyped")])
+    assert checkpoints_cli.main([str(tmp_path)]) == 0
+    assert checkpoints_cli.main(["--verify", str(tmp_path)]) == 1
+    assert "no checkpoints" in capsys.readouterr().out

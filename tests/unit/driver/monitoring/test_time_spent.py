@@ -246,7 +246,7 @@ def test_the_summary_is_a_table_with_its_sum():
     first, head, a, b, everybody, last = summary(spent)
     assert first == (
         "how the time went, 40.0 s: before the first world 10.0 s, training 30.0 s,"
-        " recovering 0.0 s (0 times), changing the world 0.0 s (0 times), after training 0.0 s"
+        " recovering 0.00 s (0 times), changing the world 0.00 s (0 times), after training 0.00 s"
     )
     assert head.split()[:3] == ["seconds", "total", "training"]
     assert a.split() == [
