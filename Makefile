@@ -63,10 +63,10 @@ $(BUILT): $(STAMP) $(wildcard native/*)
 	  echo "the C++ library was not built: tensors travel over Gloo, also within a host; install g++ and run: make native"; }
 	@touch $@
 
-# TensorFlow, Keras and JAX: 1.5 GB that only tests of those doors need.
+# TensorFlow, Keras and JAX: 1.5 GB that only tests of those doors need. tf-keras asks for tensorflow, which tensorflow-cpu is.
 $(FRAMEWORKS): $(STAMP)
-	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[frameworks]' \
-	  && touch $@ || \
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[frameworks]' && \
+	  $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-deps tf-keras && touch $@ || \
 	  echo "TensorFlow, Keras or JAX can't be installed: tests of horovod.tensorflow and horovod.keras will be skipped"
 
 STRICT ?= ON

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import warnings
 
+from elastic.rendezvous import environment
+
 # Series of releases that the tests were run with.
-TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "mxnet": ("1.9",)}
+TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "tf_keras": ("2.21",), "mxnet": ("1.9",)}
 
 
 def refuse(front_end: str, instead: str) -> ImportError:
@@ -18,6 +20,11 @@ def refuse(front_end: str, instead: str) -> ImportError:
     )
 
 
+def need_keras(front_end: str) -> None:
+    """As `need`, of the Keras that this process has."""
+    need("tf_keras" if environment.legacy_keras() else "keras", front_end)
+
+
 def need(package: str, front_end: str) -> None:
     """Imports a framework. Raises ImportError that says which extra to install; warns of an unknown release."""
     try:
@@ -25,8 +32,9 @@ def need(package: str, front_end: str) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != package:
             raise
+        what = "tf-keras" if package == "tf_keras" else f"'hvd-elastic[{package}]'"
         raise ImportError(
-            f"{front_end} needs {package}, which is not installed; run: pip install 'hvd-elastic[{package}]'",
+            f"{front_end} needs {package}, which is not installed; run: pip install {what}",
             name=package,
         ) from error
     version = str(module.__version__)

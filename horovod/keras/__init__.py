@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from horovod.absent import need as _need
+from horovod.absent import need_keras as _need
 
-_need("keras", __name__)
+_need(__name__)
 
 from typing import Any
 

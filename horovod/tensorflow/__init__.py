@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from horovod.absent import need as _need
+from horovod.absent import need_keras as _need_keras
 
 _need("tensorflow", __name__)
+_need_keras(__name__)
 
 from elastic.keras.any_optimizer import DistributedOptimizer
 from elastic.tensorflow.aggregation import LocalGradientAggregationHelper

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+
+from frameworks import behaviours
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "horovod"
 ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
@@ -111,3 +114,13 @@ def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, b
     }
     assert len(losses) == 1
     assert abs(float(losses.pop()) - number(alone, r"8 epochs with loss ([\d.]+)")[0]) < 1e-4
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="needs tf-keras")
+def test_legacy_keras(job):
+    script = Path(__file__).with_name("in_legacy_keras.py")
+    running = job("-np 2", ["python", script], env={**ENV, "TF_USE_LEGACY_KERAS": "1"})
+    running.succeed(2 * START_S)
+    passed = {m[1] for line in running.lines if (m := re.search(r"passed (test_\w+)", line))}
+    assert passed == set(behaviours.of("in_legacy_keras"))
