@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import os
+import shutil
 import sys
 import tempfile
 import uuid
@@ -48,6 +50,7 @@ _SAYS_NOTHING = {
 }
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
+OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints")
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
 _SLACK_S = 60.0  # a collective gives up by itself only when its worker has long been judged
@@ -92,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from elastic.driver.commandline import checkpoints_cli
 
             return checkpoints_cli.main(arguments[1:])
+        _check_first_word(arguments, environ)
         options = read_options(arguments, environ)
         if options.version:
             print(check_build.version())
@@ -108,6 +112,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _check_first_word(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """A command that is misspelt is not taken for a program. Raises Invalid."""
+    word = arguments[0] if arguments else ""
+    if (
+        word[:1] in ("", "-")
+        or os.path.exists(word)
+        or shutil.which(word, path=environ.get("PATH"))
+    ):
+        return
+    near = difflib.get_close_matches(word, [*COMMANDS, *OTHER_COMMANDS], n=1)
+    hint = f"did you mean elasticrun {near[0]}?" if near else "see elasticrun --help"
+    raise Invalid(f"there is no command and no program {word}; {hint}")
 
 
 def _called() -> str:

@@ -20,14 +20,14 @@ class OwnSlots:
     """This machine alone, where nobody has said how many slots it has: as many as the job may have workers."""
 
     def __init__(self, hosts: dict[str, int]) -> None:
-        [(self._host, self._slots)] = hosts.items()
+        [(self._host, self.slots)] = hosts.items()
         self._grown = asyncio.Event()
         self._told = asyncio.Event()
 
     async def make_room(self, slots: int) -> None:
         """It has so many from here on, if they are more. Returns when whoever watches has been told."""
-        if slots > self._slots:
-            self._slots = slots
+        if slots > self.slots:
+            self.slots = slots
             self._told.clear()
             self._grown.set()
             await self._told.wait()
@@ -36,6 +36,6 @@ class OwnSlots:
         """See `Discovery.watch`."""
         while True:
             self._grown.clear()
-            yield {self._host: self._slots}
+            yield {self._host: self.slots}
             self._told.set()
             await self._grown.wait()

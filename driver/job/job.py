@@ -17,6 +17,8 @@ from elastic.driver.processes.console import Write
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.protocol.report_values import Report
 
+WORKERS_PER_CORE = 8  # that an operator may ask for, on one machine whose slots nobody has counted
+
 
 class Stoppable(Protocol):
     """A driver, for whoever may want its job to end."""
@@ -104,9 +106,25 @@ def listed_hosts(job: Job, workers_max: int) -> Discovery:
     return OwnSlots({host: max(slots, asked)})
 
 
-def room_for(job: Job, discovery: Discovery) -> Callable[[int], Awaitable[None]] | None:
-    """How this machine gets more slots, if nobody has said how many it has."""
+def room_for(
+    job: Job, discovery: Discovery, cores: int | None = None
+) -> Callable[[int], Awaitable[str]] | None:
+    """How this machine gets more slots for so many workers, if nobody has said how many it has; returns why not, or
+    nothing. A digit too many would start processes until the machine answers nobody: there is a limit, unless the
+    command that began the job went beyond. ``cores``: None: as many as this process may use.
+    """
     if not isinstance(discovery, OwnSlots):
         return None
-    own = discovery
-    return lambda workers: own.make_room(min(SLOTS_LIMIT, workers + job.settings.standbys))
+    own, cores = discovery, cores or len(os.sched_getaffinity(0))
+    most = max(WORKERS_PER_CORE * cores, own.slots)
+
+    async def grow(workers: int) -> str:
+        if workers > most:
+            return (
+                f"{workers} workers are too many for this machine, which has {cores} cores: {most} at most. Begin the"
+                " job with -H localhost:N, or on more hosts, for more"
+            )
+        await own.make_room(min(SLOTS_LIMIT, workers + job.settings.standbys))
+        return ""
+
+    return grow

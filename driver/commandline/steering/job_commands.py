@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -244,7 +245,10 @@ def _status(client: JobClient, words: Sequence[str], options: CommandOptions) ->
 
 
 def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
-    workers = whole(1)(words[0])
+    try:
+        workers = whole(1)(words[0])
+    except argparse.ArgumentTypeError as error:
+        raise Invalid(f"elasticrun scale: {error}") from None
     began = time.monotonic()
     code = _told(client, client.ask(messages.AskScale, workers))
     if code or options.wait is None:
@@ -272,7 +276,7 @@ def _stacks(client: JobClient, words: Sequence[str], options: CommandOptions) ->
     for worker, text in stacks.items():
         if text:
             print(f"---- {worker}\n{text}")
-    return _told(client, told, prefix="stacks ")
+    return _told(client, told, prefix="stacks " if told.done else "")
 
 
 def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
@@ -285,6 +289,8 @@ def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> i
             if after < 0:
                 raise
             return 0  # the job has ended
+        if not told.done:
+            return _told(client, told)
         after, lines = json.loads(told.data)
         for line in lines[-most:]:
             print(

@@ -50,11 +50,12 @@ OPERATORS: Callers[str] = Callers(
 )
 
 
-Grow = Callable[[int], Awaitable[None]]
+Grow = Callable[[int], Awaitable[str]]
 
 
-async def _no_room(workers: int) -> None:
+async def _no_room(workers: int) -> str:
     """The hosts are somebody else's."""
+    return ""
 
 
 class Steered(Protocol):
@@ -77,7 +78,9 @@ class Steering:
 
 
 class OperatorDesk:
-    """Of one driver. ``grow`` makes room for so many workers on this machine, where hosts were not given."""
+    """Of one driver. ``grow`` makes room for so many workers on this machine, where hosts were not given, or says why
+    not.
+    """
 
     def __init__(self, job: Steering, page: LivePage, log: Log) -> None:
         self.job = job
@@ -168,7 +171,8 @@ class OperatorDesk:
                     return Told(
                         0, False, f"the number of workers must be at least 1, got {workers}"
                     )
-                await self._grow(workers)
+                if refused := await self._grow(workers):
+                    return Told(0, False, refused)
                 return await self._decided(who, lambda n: ScaleRequested(n, workers))
             case messages.AskDrain(host=host, off=off):
                 return await self._decided(who, lambda n: DrainRequested(n, host, off))
@@ -238,6 +242,8 @@ class OperatorDesk:
         last, lines = self._page.model.state.since("log", after)
         if worker:
             lines = [line for line in lines if line[2] == worker]
+            if not lines and after < 0 and self._page.worker_of(worker) is None:
+                return Told(0, False, self._unknown(worker))
         return Told(0, True, data=json.dumps([last, lines[-TAILS["log"] :]]))
 
     def _unknown(self, name: str) -> str:

@@ -159,6 +159,19 @@ def test_numbers_that_make_no_job_are_told(line, said):
     assert said in refusal(line)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stauts"], "no command and no program stauts; did you mean elasticrun status?"),
+        (["frobnicate", "x"], "no command and no program frobnicate; see elasticrun --help"),
+        (["sleep", "1"], "-np is missing"),
+    ],
+)
+def test_a_command_that_is_misspelt_is_no_program(words, said, capsys):
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_flag_after_the_program_is_noticed():
     assert "as in -np 4 before the program" in refusal("", "sleep -np 4")
 

@@ -13,6 +13,8 @@ from unittest.mock import create_autospec
 
 import pytest
 
+from elastic.driver.commandline.steering import job_commands
+from elastic.driver.discovery.static import OwnSlots
 from elastic.driver.events import (
     AnswerRequest,
     DrainRequested,
@@ -24,6 +26,8 @@ from elastic.driver.events import (
     ScaleRequested,
     StartWorker,
 )
+from elastic.driver.job.job import Job as DriverJob
+from elastic.driver.job.job import room_for
 from elastic.driver.job.steering import messages, steering
 from elastic.driver.job.steering.client import (
     JobAddress,
@@ -43,6 +47,7 @@ from elastic.driver.job.steering.steering import OperatorDesk, Steered, Steering
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place, Worker
 
@@ -122,6 +127,51 @@ def test_what_is_asked_becomes_an_event_and_its_answer_comes_back(tmp_path):
             RemoveRequested(3, B),
             RemoveRequested(4, A),
         ]
+
+    run(tmp_path, test)
+
+
+def test_a_digit_too_many_starts_nobody(tmp_path):
+    async def test(job: Job) -> None:
+        own = OwnSlots({"h": 4})
+        about = create_autospec(DriverJob, instance=True)
+        about.settings = Settings(np=4, workers_min=2, workers_max=4, elastic=True)
+        job.desk.serves(job.driver, room_for(about, own, cores=2))
+        hosts = own.watch()
+        assert await anext(hosts) == {"h": 4}
+        told = await job.ask(messages.AskScale, 100_000)
+        assert not told.done and "too many for this machine, which has 2 cores: 16" in told.text
+        assert not job.told and own.slots == 4
+        watching = asyncio.ensure_future(anext(hosts))
+        reading = asyncio.ensure_future(drained(hosts, watching))
+        assert (await job.ask(messages.AskScale, 16)).done
+        assert own.slots == 16 and job.told == [ScaleRequested(1, 16)]
+        reading.cancel()
+
+    run(tmp_path, test)
+
+
+async def drained(hosts: AsyncIterator[dict[str, int]], first: Awaitable[object]) -> None:
+    """Reads on, as a driver does."""
+    await first
+    async for _ in hosts:
+        pass
+
+
+@pytest.mark.parametrize("count", ["x", "0", "2.5"])
+def test_what_is_no_number_is_refused_as_wrong_usage(tmp_path, count):
+    async def test(job: Job) -> None:
+        with pytest.raises(Invalid, match=f"elasticrun scale: '{count}' must be a whole number"):
+            await asyncio.to_thread(job_commands.main, "scale", ["bert", count], job.environ)
+
+    run(tmp_path, test)
+
+
+def test_there_are_no_lines_of_who_was_never_there(tmp_path):
+    async def test(job: Job) -> None:
+        told = await job.ask(messages.AskLogs, "9")
+        assert not told.done and "9 is not a worker of this job" in told.text
+        assert (await job.ask(messages.AskLogs, "1")).done
 
     run(tmp_path, test)
 
