@@ -15,7 +15,10 @@ TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 # A test starts hundreds of processes: each would compile all that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
+# Nobody imports most of what is installed: what is imported is compiled then, and kept.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
+
+.PHONY: help install needs check-types check-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -53,8 +56,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt scikit-build-core
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP_INSTALL) scikit-build-core
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 # Without the library all works, slower. So nothing stops here, but a line says what is missing.
@@ -65,8 +68,7 @@ $(BUILT): $(STAMP) $(wildcard native/*)
 
 # TensorFlow, Keras and JAX: 1.5 GB that only tests of those doors need. tf-keras asks for tensorflow, which tensorflow-cpu is.
 $(FRAMEWORKS): $(STAMP)
-	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[frameworks]' && \
-	  $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-deps tf-keras && touch $@ || \
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[frameworks]' && $(PIP_INSTALL) --no-deps tf-keras && touch $@ || \
 	  echo "TensorFlow, Keras or JAX can't be installed: tests of horovod.tensorflow and horovod.keras will be skipped"
 
 STRICT ?= ON
@@ -93,14 +95,18 @@ train-keras: $(READY) $(FRAMEWORKS)
 	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/kill_workers.py --every 6 --workers 3 -- \
 	  $(BIN)/python examples/horovod/keras_elastic.py --epochs 20 --pause 0.05
 
-# Each starts two to four processes; most of the time they wait.
+# Processes of pytest, each of which starts two to four more: make test TESTS_AT_ONCE=3
 TESTS_AT_ONCE ?= 2
 # A run of the tests ends, whatever becomes of its processes.
 ENDS := timeout --foreground --kill-after=60
 
-test: $(READY) $(FRAMEWORKS)
-	@tests/needs.sh
+# What is installed and built does not depend on each other, once there is an environment.
+test:
+	@$(MAKE) --no-print-directory -j3 needs $(READY) $(FRAMEWORKS)
 	$(ENDS) 3600 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --budgets
+
+needs:
+	@tests/needs.sh
 
 # The same on other versions, which have to be there: make test-on-3.12, make test-on-torch-2.14.1 (a download of 3 GB each,
 # where the package index has CUDA builds only).
@@ -157,13 +163,19 @@ kubernetes: $(READY)
 
 # Twice, to compare them; the second time without anything of the first. podman runs it.
 images: $(READY)
-	-@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt podman-compose==1.6.0
+	-@$(PIP_INSTALL) podman-compose==1.6.0
 	$(ENDS) 3600 $(BIN)/python -m pytest -o faulthandler_timeout=900 --nightly tests/images
 
+# mypy has one process, and what it does cold takes half as long as the tests.
 check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	@$(MAKE) --no-print-directory --output-sync=target -j2 check-types check-tests
+
+check-types:
 	$(BIN)/mypy $(TYPED)
+
+check-tests:
 	$(ENDS) 1200 $(BIN)/python -m pytest --quiet -n $(TESTS_AT_ONCE) -m "not slow" tests/unit tests/simulation
 
 fix: $(STAMP)
@@ -172,7 +184,7 @@ fix: $(STAMP)
 
 # mkdocs and its theme: 40 MB that nothing else needs.
 $(SITE): $(STAMP)
-	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[docs]'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 docs: $(SITE)

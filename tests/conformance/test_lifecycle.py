@@ -172,6 +172,7 @@ def test_work_that_is_outstanding_at_shutdown_fails(world: World) -> None:
     world.run(lambda rank, size: works(size))
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize("workers", [3])
 def test_a_hundred_times_init_and_shutdown(job, workers):
     """As horovodrun starts it: no descriptor, thread or memory is left behind, and a pair takes less than 100 ms."""

@@ -1,6 +1,9 @@
 """Which folders of tests are said to take too long."""
 
-from harness.budgets import folder_of, too_dear
+import subprocess
+import sys
+
+from harness.budgets import folder_of, others, too_dear
 
 BUDGETS_S = {"a": 100.0, "b": 200.0, "c": 10.0}
 
@@ -33,3 +36,13 @@ def test_a_machine_that_makes_all_slower_is_no_fault_of_a_folder():
 def test_what_has_no_budget_and_what_did_not_run_count_for_nothing():
     assert too_dear({"d": 9999.0}, BUDGETS_S) == (1.0, [])
     assert too_dear({"a": 151.0}, BUDGETS_S)[0] == 1.51
+
+
+def test_who_runs_now_is_counted():
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        assert others() > 1.5
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()

@@ -194,6 +194,7 @@ PARTITION = '[[fault]]\nafter_commits = 3\nkind = "partition"\nfor_s = 60\nvicti
 
 
 @nft
+@pytest.mark.nightly  # the next one ends the tool by SIGKILL, and another one sends Ctrl-C
 def test_a_partition_is_there_and_is_gone_after_ctrl_c(chaos):
     run = chaos(PARTITION, f"-np 2 --min-np 1 {STAY_AWAY}", HOLD="5:file=never")
     pid = run.wait_for(r"partition for 60 s: .*\(process (\d+)\)")[1]

@@ -40,19 +40,18 @@ def let_end(training: Job) -> None:
     assert not [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
 
 
-@pytest.mark.parametrize("how", ["work", "write"])
-def test_who_computes_or_writes_is_not_idle(job, how):
-    """An evaluation that is not marked as long, and a checkpoint to a slow disk, on one rank."""
-    training = stalling(job, 3, f"slot=0,step=4,place=stepped,how={how},file=go", FLAGS)
-    until_watched(training, 0)
-    let_end(training)
-
-
-def test_what_is_marked_as_long_may_even_be_idle(job):
-    training = stalling(job, 3, "slot=0,step=4,place=stepped,how=evaluation,file=go", FLAGS)
+def test_who_computes_or_writes_or_has_marked_it_as_long_is_not_idle(job):
+    """An evaluation that is not marked as long on one rank, a checkpoint to a slow disk on another, and on the third
+    one that is marked: it may even be idle. The fourth waits for all of them.
+    """
+    doing = {0: "work", 1: "write", 2: "evaluation"}
+    stalls = (f"slot={slot},step=4,place=stepped,how={how},file=go" for slot, how in doing.items())
+    training = stalling(job, 4, ";".join(stalls), FLAGS)
     training.wait_for("keeps the others waiting .*in 'evaluation', which its code marks as long")
-    began = time.monotonic()
-    training.until(lambda: time.monotonic() - began > 2 * IDLE_S, "twice the patience")
+    marked_at = time.monotonic()
+    for slot in (0, 1):
+        until_watched(training, slot)
+    training.until(lambda: time.monotonic() - marked_at > 2 * IDLE_S, "twice the patience")
     let_end(training)
 
 

@@ -75,7 +75,7 @@ def test_who_never_returns_when_all_others_have_is_fenced(job):
 
 def test_without_a_check_everybody_is_awaited(job):
     """Nothing but the collective's own timeout ends it, if one is given."""
-    flags = "--no-stall-check --gloo-timeout-seconds 6"
+    flags = "--no-stall-check --gloo-timeout-seconds 3"
     training = stalling(job, 2, "slot=1,step=4,place=forward,how=sleep", flags)
     training.wait_for("a collective broke at localhost:0#1")
     assert training.fences() == {} and training.actions("DumpStacks") == []

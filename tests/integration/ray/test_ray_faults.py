@@ -14,7 +14,7 @@ from harness.ray_stepping import Stepping, committed_lost, repeated, runs
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NODES = 3
-KILLS = 4
+KILLS = 4  # at night; else each kind once
 # There are always some to be placed: a node that comes gets a worker at once, and not when Ray has given up another.
 PLACES = NODES + KILLS + 1
 DEADLINE_S = 60.0
@@ -65,8 +65,9 @@ def usable(cluster: RayCluster) -> list[str]:
     return [node["node"] for node in nodes if not node["draining"]]
 
 
-def test_nodes_die_and_others_come(cluster: RayCluster, training: Stepping):
-    for round_ in range(KILLS):
+@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.nightly)])
+def test_nodes_die_and_others_come(cluster: RayCluster, training: Stepping, kills: int):
+    for round_ in range(kills):
         places = full(training)
         victim = sorted(places)[round_ % len(places)]
         before = time.monotonic()
