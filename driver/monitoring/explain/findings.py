@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from elastic.driver.events import DrainRequested, Event, RemoveRequested, ScaleRequested
 from elastic.driver.monitoring.explain.causes import Cause, Death
 from elastic.driver.monitoring.explain.story import Incident, Story
 from elastic.driver.monitoring.time_spent import STRETCHES
@@ -56,6 +57,7 @@ class What(enum.Enum):
     NEVER_TRAINED = "never trained"
     INCIDENT = "incident"
     MORE_INCIDENTS = "more incidents"
+    REQUEST = "request"  # of an operator
     PLANNED = "planned changes"
     DRIVERS = "drivers"
     STORE_WAS_AWAY = "store was away"
@@ -334,12 +336,27 @@ def _course(story: Story) -> Iterator[JobFinding]:
         }
         yield JobFinding(What.MORE_INCIDENTS, facts)
         yield from (_incident(each, story) for each in story.incidents[-LAST:])
+    yield from (_request(*each, story) for each in story.requests)
     if story.planned.count:
         yield JobFinding(What.PLANNED, {**vars(story.planned)})
     if story.drivers > 1:
         yield JobFinding(What.DRIVERS, {"drivers": story.drivers})
     if story.store_silences and story.store_away is None:
         yield JobFinding(What.STORE_WAS_AWAY, {"times": story.store_silences})
+
+
+def _request(at: float, event: Event, done: bool, story: Story) -> JobFinding:
+    facts: dict[str, Any] = {"at_s": _since(story, at), "done": done}
+    match event:
+        case ScaleRequested(_, workers):
+            facts |= {"kind": "scale", "workers": workers}
+        case DrainRequested(_, host, off):
+            facts |= {"kind": "drain off" if off else "drain", "host": host}
+        case RemoveRequested(_, worker):
+            facts |= {"kind": "remove", "worker": str(worker)}
+        case _:
+            facts |= {"kind": ""}
+    return JobFinding(What.REQUEST, facts)
 
 
 def _kind(incident: Incident) -> str:

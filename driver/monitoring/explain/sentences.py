@@ -27,6 +27,7 @@ _SECTIONS = {
     What.NEVER_TRAINED: "course",
     What.INCIDENT: "course",
     What.MORE_INCIDENTS: "course",
+    What.REQUEST: "course",
     What.PLANNED: "course",
     What.DRIVERS: "course",
     What.STORE_WAS_AWAY: "course",
@@ -307,6 +308,23 @@ def _after(facts: Facts) -> str:
     return f"{who} trained on {milliseconds(facts['recovered_ms'])} later{held}{much}."
 
 
+def _request(facts: Facts) -> str:
+    match facts["kind"]:
+        case "scale":
+            wish = f"the job to have {counted(facts['workers'], 'worker')}"
+        case "drain":
+            wish = f"no worker on host {facts['host']}"
+        case "drain off":
+            wish = f"workers on host {facts['host']} again"
+        case "remove":
+            wish = f"worker {facts['worker']} to leave"
+        case _:
+            wish = "something that this version does not know"
+    return (
+        f"{_at(facts)} An operator wanted {wish}{'' if facts['done'] else ', which was refused'}."
+    )
+
+
 def _more_incidents(facts: Facts) -> str:
     causes = ", ".join(f"{count} x {cause}" for cause, count in list(facts["causes"].items())[:6])
     return f"... {facts['count']} more incidents in between" + (f": {causes}." if causes else ".")
@@ -519,6 +537,7 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
     ),
     What.INCIDENT: _incident,
     What.MORE_INCIDENTS: _more_incidents,
+    What.REQUEST: _request,
     What.PLANNED: _planned,
     What.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
     What.STORE_WAS_AWAY: lambda f: (

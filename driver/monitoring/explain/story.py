@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from elastic.driver.events import (
     Action,
+    AnswerRequest,
     BreakWorld,
     CheckpointMade,
     DriverRestarted,
@@ -35,6 +36,7 @@ from elastic.driver.events import (
     WorkerQuit,
     WorkerRaised,
     WorkerReady,
+    WorkerSpent,
 )
 from elastic.driver.monitoring.explain.causes import Cause, Death, of_exit, of_fence, of_raised
 from elastic.driver.monitoring.explain.reported_series import Series
@@ -43,6 +45,7 @@ from elastic.driver.reasons import Reason, Why
 from elastic.protocol.messages import Commit, Worker
 
 INCIDENTS = 5000  # of which all is kept; later ones are counted
+REQUESTS = 24  # of operators; later ones are left out
 TRACES = 20  # different ones
 TRACE = 20_000  # characters of one
 
@@ -93,6 +96,9 @@ class Story:
         self.end: EndJob | None = None
         self.end_at = 0.0
         self.stop: str | None = None  # somebody has asked for it
+        self.requests: list[
+            tuple[float, Event, bool]
+        ] = []  # of operators, and whether they were done
         self.largest = 0
         self.started = 0  # processes
         self.hosts: set[str] = set()
@@ -125,6 +131,8 @@ class Story:
         self._happened(event, now, fenced)
         for action in actions:
             self._decided(action, now)
+            if isinstance(action, AnswerRequest) and len(self.requests) < REQUESTS:
+                self.requests.append((now, event, action.done))
 
     def adopt(self, members: Iterable[tuple[Worker, int]], generation: int, now: float) -> None:
         """What stands here begins in the middle of a job, in this world."""
@@ -173,7 +181,7 @@ class Story:
                 self._running = self._running or running
             case WorkerPaced(commit=commit):
                 self._knows(commit)
-            case WorkerDigested(commit=commit):
+            case WorkerDigested(commit=commit) | WorkerSpent(commit=commit):
                 self._knows(commit)
             case WorkerRaised(commit=commit):
                 self._knows(commit)

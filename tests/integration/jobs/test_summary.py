@@ -95,7 +95,7 @@ def until_two_train(training: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "kills", [3, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])]
+    "kills", [3, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])]
 )
 def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, monkeypatch, kills):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

@@ -5,16 +5,21 @@ from __future__ import annotations
 import gzip
 
 from elastic.driver.events import (
+    AnswerRequest,
     BreakWorld,
     EndJob,
     Event,
     HostsChanged,
+    RemoveRequested,
     ReportRecovery,
+    ScaleRequested,
+    StopRequested,
     WorkerConnected,
     WorkerExited,
     WorkerFrozen,
     WorkerRaised,
     WorkerReady,
+    WorkerSpent,
     WorkerThawed,
 )
 from elastic.driver.journal.entries import Entry, decoded
@@ -22,10 +27,11 @@ from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.film import film
 from elastic.driver.monitoring.explain.findings import JobFinding, JournalState, What, findings
 from elastic.driver.monitoring.explain.journal_file import read_journal
+from elastic.driver.monitoring.explain.sentences import sentence
 from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
 from elastic.driver.reasons import Why, because
-from elastic.protocol.messages import Commit, Worker
+from elastic.protocol.messages import Commit, Times, Worker
 from unit.driver.monitoring.explain.test_explain import JOURNALS
 from unit.driver.monitoring.explain.test_page import SETTINGS, STORE, first_start, world
 
@@ -69,6 +75,23 @@ def test_who_complains_of_a_lost_peer_is_not_to_blame():
     told.at(5.1, WorkerExited(B, -11), EndJob(1, because(Why.ENDED, who="x", exit="y")))
     [cause] = told.found(What.CAUSE)
     assert (cause.facts["cause"], cause.facts["who"]) == ("signal", "rank 1 (h:1#1)")
+
+
+def test_what_operators_asked_for_is_told_and_the_newest_commit_that_anybody_spoke_of():
+    told = Told()
+    why = because(Why.REMOVES, worker=str(C))
+    told.at(4.0, RemoveRequested(1, C), AnswerRequest(1, True, why))
+    told.at(5.0, ScaleRequested(2, 9000), AnswerRequest(2, False, because(Why.FIXED_SIZE)))
+    told.at(6.0, WorkerSpent(A, 3, Times(), "training", Commit(3, 243)))
+    told.at(
+        7.0, StopRequested("x asks for it", 143), EndJob(143, because(Why.ENDED, who="x", exit="y"))
+    )
+    assert [sentence(each) for each in told.found(What.REQUEST)] == [
+        "+4.0 s: An operator wanted worker h:2#1 to leave.",
+        "+5.0 s: An operator wanted the job to have 9000 workers, which was refused.",
+    ]
+    [lost] = told.found(What.LOST_ALL)
+    assert lost.facts["commit"] == "3.243"
 
 
 def test_an_incident_is_over_when_all_have_resumed():
