@@ -52,7 +52,11 @@ class Sums(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: max(0.1, 1 - step / steps)
+        )
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def main() -> None:

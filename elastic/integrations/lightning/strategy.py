@@ -71,9 +71,10 @@ class ElasticStrategy(DDPStrategy):
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
+        # First: a schedule that asks for estimated_stepping_batches has the loop set up its data.
         if trainer.state.fn == TrainerFn.FITTING:
             trainer.fit_loop = ElasticFitLoop.in_place_of(trainer.fit_loop, self)
+        super().setup(trainer)
 
     def follow(self) -> None:
         """Takes over this worker's place in the present world. DDP is a part of the state, and follows with it."""

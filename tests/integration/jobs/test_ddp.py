@@ -97,6 +97,14 @@ def test_two_ranks_speak_while_a_third_computes_in_each_world(job: Any):
     assert training.succeed().count("] ended") == 3
 
 
+@pytest.mark.nightly
+def test_fully_sharded_layers_train_as_one_process_does(job: Any):
+    found = job("-np 2", ["python", SCRIPTS / "fully_sharded.py"]).succeed(120)
+    offs = [float(each) for each in re.findall(r"off by ([\d.]+)", found)]
+    assert len(offs) == 2
+    assert max(offs) < 1e-5
+
+
 def losses(output: str) -> list[str]:
     return re.findall(r"epoch \d+ loss [\d.]+", output)
 
