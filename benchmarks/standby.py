@@ -54,6 +54,18 @@ def full_after(job: Disturbed, generation: int) -> float | None:
     return None
 
 
+def spent(job: Disturbed, at: float, full_at: float) -> dict[str, float]:
+    """Milliseconds of the recovery from a kill at ``at``: until the driver knew, each phase of its slowest worker, and
+    from the first collective of the slowest until all had made a step.
+    """
+    records = [r for r in job.records() if r.get("at", 0.0) >= at]
+    kinds = [(r["at"], a) for r in records for a in r.get("actions") or []]
+    noticed = next(when for when, a in kinds if a["type"] == "BreakWorld")
+    resumed, report = next((when, a) for when, a in kinds if a["type"] == "ReportRecovery")
+    last = {"until all have made a step": (full_at - resumed) * 1e3}
+    return {"noticed": (noticed - at) * 1e3, **report["phases_ms"], **last}
+
+
 def turns(job: Disturbed, standby: int) -> list[tuple[float, float, bool]]:
     """Begin and end of each turn, and whether the standby was stopped."""
     found = []
@@ -79,6 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     lasted, watched = [], []
+    parts: dict[str, list[float]] = {}
     flags = ("--max-np", str(WORKERS), "--standbys", "1", "--blacklist-cooldown-range", "1", "2")
     with Disturbed(WORKERS, *flags, "--slot-attempts", "1000", width=options.width) as job:
         for _ in range(options.strikes):
@@ -89,13 +102,16 @@ def main() -> None:
             at = time.monotonic()
             os.kill(victim.pid, signal.SIGKILL)
             full = functools.partial(full_after, job, victim.generation)
-            lasted.append((job.wait("a full world", full, 60) - at) * 1e3)
+            full_at = job.wait("a full world", full, 60)
+            lasted.append((full_at - at) * 1e3)
+            for part, ms in spent(job, at, full_at).items():
+                parts.setdefault(part, []).append(ms)
         steps = job.steps()
     beside = [
         i for begin, end, stopped in watched if not stopped for i in intervals(steps, begin, end)
     ]
     alone = [i for begin, end, stopped in watched if stopped for i in intervals(steps, begin, end)]
-    rows = {"from the kill until a full world has made a step": lasted}
+    rows = {"from the kill until a full world has made a step": lasted, **parts}
     console = Console()
     console.print(table_of(f"{WORKERS} workers and one standby", "strikes", rows))
     ratio = statistics.median(beside) / statistics.median(alone)
@@ -103,7 +119,7 @@ def main() -> None:
         f"a step with the standby waiting: {statistics.median(beside):.2f} ms, with it stopped:"
         f" {statistics.median(alone):.2f} ms; ratio {ratio:.3f} ({len(beside)} and {len(alone)} steps)"
     )
-    write_json(options.json, {"full_ms": lasted, "step_ratio": ratio})
+    write_json(options.json, {"full_ms": lasted, "parts_ms": parts, "step_ratio": ratio})
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     text = "\n".join(filter(None, (state.layout(), others)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
     if rt.session.recovery.newcomer:
-        newcomer.make_memory(state)
+        newcomer.prepare(state, native=rt.env.native)
     world = rt.worlds.next(digest, text)
     durable.entered(rt, world)
     following_group.follow(rt.place.size)

@@ -45,6 +45,9 @@ ENDING = (KILL, SEGV, EXIT)
 BEFORE_INIT, RENDEZVOUS, FORWARD, BUCKET = "before init", "rendezvous", "forward", "bucket"
 STEP, BEFORE_COMMIT, SNAPSHOT, COPY = "optimizer step", "before commit", "snapshot", "state copy"
 RESET, EVALUATION, SHUTDOWN = "reset callback", "evaluation", "shutdown"
+WRITING, SHARES, MANIFEST = "share being written", "all shares written", "manifest written"
+RESUME, CHANGE = "resume", "planned change"
+STANDBY, PREPARED = "standby called", "prepared process"
 PHASES = {  # and the failpoint that hits each
     BEFORE_INIT: "before-init",
     RENDEZVOUS: "rendezvous",
@@ -57,6 +60,13 @@ PHASES = {  # and the failpoint that hits each
     RESET: "reset",
     EVALUATION: "evaluation",
     SHUTDOWN: "shutdown",
+    WRITING: "durable-file",
+    SHARES: "durable-manifest",
+    MANIFEST: "durable-sealed",
+    RESUME: "durable-load",
+    CHANGE: "hold",
+    STANDBY: "state-copy",
+    PREPARED: "before-init",
 }
 MEANINGS = {
     BEFORE_INIT: "the script has begun, and has not called init()",
@@ -70,7 +80,15 @@ MEANINGS = {
     RESET: "in a reset callback, after the world has changed",
     EVALUATION: "in a forward pass without gradients",
     SHUTDOWN: "training is over, the process is not",
+    WRITING: "its thread in the background has written half of its share of a durable commit",
+    SHARES: "the same thread of rank 0: all shares and the index are there, the manifest is not",
+    MANIFEST: "the manifest is there, and nobody has been told",
+    RESUME: "all members were killed; rank 0 of the new ones begins to read the newest checkpoint",
+    CHANGE: "rank 1 (or 3) leaves as at a notice; at the check where all hold or stop",
+    STANDBY: "a standby takes the place of rank 3, and has got the header of the state, not its tensors",
+    PREPARED: "a process that was prepared has become a worker, in which the script has begun",
 }
+IN_BACKGROUND = (WRITING, SHARES, MANIFEST)  # not in the thread that trains
 
 
 @dataclass(frozen=True, order=True)
@@ -105,6 +123,22 @@ def impossible(cell: Cell) -> str:
         return "before init() a worker has no connection"
     if fault == SHUT and phase in (RENDEZVOUS, RESET):
         return "the old world's connections are cut already, and the new world's not made yet"
+    return _impossible_phase(victim, fault, phase)
+
+
+def _impossible_phase(victim: str, fault: str, phase: str) -> str:
+    if phase in (SHARES, MANIFEST) and victim != RANK_0:
+        return "only rank 0 writes what makes shares a checkpoint"
+    if phase == RESUME and victim != RANK_0:
+        return "only rank 0 reads, and sends to the others: see state copy"
+    if phase == CHANGE and victim == JOINER:
+        return "who joins has no check to hold at"
+    if phase == CHANGE and fault == SHUT:
+        return "the world ends at this check: its connections are not used again"
+    if phase in (STANDBY, PREPARED) and victim != JOINER:
+        return "it is a joiner"
+    if phase == PREPARED and fault in (SHUT, DROP):
+        return "before init() a worker has no connection"
     return ""
 
 

@@ -214,7 +214,8 @@ def one_job(cells: Sequence[Cell], done: Progress) -> tuple[list[Result], Path |
     small = any(c.victim == faults.DRIVER and c.fault == faults.DISK for c in cells)
     folder = Path(tempfile.mkdtemp(prefix="elastic-matrix-"))
     shared = not any(map(expectations.shuts_connections, cells))
-    job = MatrixJob(folder, small_disk=small, shared_memory=shared)
+    kind = expectations.kind_of(cells[0])
+    job = MatrixJob(folder, kind=kind, small_disk=small, shared_memory=shared)
     results: list[Result] = []
     try:
         if not expectations.is_first(cells[0]):

@@ -84,8 +84,12 @@ def expected(cell: Cell) -> Expected:
         return _expected_of_driver(fault, phase)
     if phase == faults.SHUTDOWN:
         return _expected_at_shutdown(fault)
-    if phase == faults.BEFORE_INIT:
+    if phase in (faults.BEFORE_INIT, faults.PREPARED):
         return _expected_before_init(fault)
+    if phase in faults.IN_BACKGROUND and fault in faults.RAISING:
+        return Expected(End.GOES_ON, "what keeps a commit from the storage fails no step")
+    if phase == faults.RESUME and fault == faults.DISK:
+        return Expected(End.GOES_ON, "a storage that fails is tried again")
     several = victim in (faults.TWO, faults.ALL_BUT_ONE)
     if fault == faults.TERM:
         return Expected(End.LEAVES, "SIGTERM asks a worker to leave at its next commit")
@@ -173,7 +177,13 @@ def orders(
             for who in (f"worker={members[0]}", others)
         ]
         count = 2
-    if needs_joiner(cell):
+    if cell.phase == faults.RESUME:
+        apart = step + -step % EVALUATE_EVERY
+        rules.append(f"forward kill step={apart} victims={len(members)} id={name}-before")
+    elif cell.phase == faults.CHANGE:
+        leaver = members[3] if cell.victim == faults.ALL_BUT_ONE else members[1]
+        rules.append(f"forward term worker={leaver} id={name}-before")
+    elif needs_joiner(cell):
         rules.append(f"forward kill worker={members[-1]} id={name}-before")
     elif is_disturbed(cell):
         rules.append(f"forward shut worker={members[1]} id={name}-before")
@@ -182,6 +192,8 @@ def orders(
 
 def _picked(cell: Cell, members: Sequence[str], newest: str) -> tuple[list[str], int]:
     """Whom the rule names; nobody: whoever comes new."""
+    if cell.phase in (faults.RESUME, faults.STANDBY, faults.PREPARED):
+        return [], 1
     match cell.victim:
         case faults.RANK_0:
             return [members[0]], 1
@@ -203,17 +215,19 @@ def _picked(cell: Cell, members: Sequence[str], newest: str) -> tuple[list[str],
 def needs_joiner(cell: Cell) -> bool:
     """Whether a member has to die first, so that somebody joins."""
     joins = cell.victim == faults.JOINER and cell.phase != faults.SHUTDOWN
-    return joins or cell.phase == faults.COPY
+    return joins or cell.phase in (faults.COPY, faults.STANDBY, faults.PREPARED)
 
 
 def is_disturbed(cell: Cell) -> bool:
     """Whether something else has to happen first, without which nobody would come to this phase."""
-    return needs_joiner(cell) or cell.phase in (faults.RENDEZVOUS, faults.RESET)
+    alone = (faults.RENDEZVOUS, faults.RESET, faults.RESUME, faults.CHANGE)
+    return needs_joiner(cell) or cell.phase in alone
 
 
 def shuts_connections(cell: Cell) -> bool:
     """Whether connections between workers are shut, so that its workers must reduce by these: not in shared memory."""
-    return cell.fault == faults.SHUT or (is_disturbed(cell) and not needs_joiner(cell))
+    regroups = cell.phase in (faults.RENDEZVOUS, faults.RESET) and not needs_joiner(cell)
+    return cell.fault == faults.SHUT or regroups
 
 
 def action_of(cell: Cell, go: str) -> str:
@@ -244,6 +258,23 @@ def is_first(cell: Cell) -> bool:
     return cell.phase == faults.BEFORE_INIT and cell.victim != faults.JOINER
 
 
+class JobKind(enum.Enum):
+    """What the jobs of some cells need."""
+
+    PLAIN = "plain"
+    DURABLE = "with checkpoints"
+    STANDBYS = "with a standby"
+    PREPARED = "with a prepared process"
+
+
+def kind_of(cell: Cell) -> JobKind:
+    """Of the job in which it can be brought about."""
+    if cell.phase in (*faults.IN_BACKGROUND, faults.RESUME):
+        return JobKind.DURABLE
+    others = {faults.STANDBY: JobKind.STANDBYS, faults.PREPARED: JobKind.PREPARED}
+    return others.get(cell.phase, JobKind.PLAIN)
+
+
 def is_last(cell: Cell) -> bool:
     """Whether its job is over with it."""
     return cell.phase == faults.SHUTDOWN or expected(cell).end in LAST_OF_ITS_JOB
@@ -251,7 +282,7 @@ def is_last(cell: Cell) -> bool:
 
 @dataclass
 class Batch:
-    """Cells that one job goes through, in order: all shut connections between workers, or none does."""
+    """Cells that one job of a kind goes through, in order: all shut connections between workers, or none does."""
 
     cells: list[Cell] = field(default_factory=list)
 
@@ -263,8 +294,10 @@ class Batch:
 def batches(cells: Iterable[Cell], longest: int = 10) -> list[Batch]:
     """Few jobs, because starting one takes longer than most cells."""
     chosen = list(cells)
-    kinds = [[c for c in chosen if shuts_connections(c) is kind] for kind in (False, True)]
-    return [batch for kind in kinds for batch in _batches(kind, longest)]
+    kinds: dict[tuple[bool, str], list[Cell]] = {}
+    for cell in chosen:
+        kinds.setdefault((shuts_connections(cell), kind_of(cell).value), []).append(cell)
+    return [batch for kind in kinds.values() for batch in _batches(kind, longest)]
 
 
 def _batches(chosen: Sequence[Cell], longest: int) -> list[Batch]:
@@ -316,6 +349,7 @@ def cost(cell: Cell) -> float:
         seconds += 2.0 * {faults.TWO: 2, faults.ALL_BUT_ONE: 3}.get(cell.victim, 1)
     if needs_joiner(cell):
         seconds += 2.0
+    seconds += {JobKind.PLAIN: 0.0, JobKind.PREPARED: 5.0}.get(kind_of(cell), 2.0)
     if is_first(cell) or is_last(cell):
         seconds += 6.0  # a job of its own
     if cell.fault == faults.GIL and expected(cell).fenced:

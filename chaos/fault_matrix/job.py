@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from elastic.chaos.fault_matrix.expectations import GONE_S, WORKERS
+import psutil
+
+from elastic.chaos.fault_matrix.expectations import GONE_S, WORKERS, JobKind
 from elastic.chaos.fault_matrix.journal_facts import JournalFacts
 from elastic.chaos.harness.journal_tail import Follower, Json
 from elastic.chaos.harness.processes import clean_environment, kill_all, marked
@@ -28,6 +30,7 @@ END_S = 30.0  # for a job to end once it was told to
 LOOK_S = 0.01
 SLOTS = 64  # room for those that must not return to their slot
 SMALL_DISK_BYTES = 16 << 20
+IMPORTED_BYTES = 100 << 20  # of a process that has imported torch
 TRAINING = "elastic.chaos.fault_matrix.training"
 FLAGS = (
     *("-np", str(WORKERS), "--min-np", "1", "--max-np", str(WORKERS), "-H", f"localhost:{SLOTS}"),
@@ -35,6 +38,12 @@ FLAGS = (
     *("--elastic-timeout", "30", "--start-timeout", "60"),
     *("--blacklist-cooldown-range", "0.1", "1", "--slot-attempts", "20"),
 )
+MORE_FLAGS = {
+    JobKind.PLAIN: (),
+    JobKind.DURABLE: ("--checkpoint-dir", "checkpoints", "--checkpoint-every", "10commits"),
+    JobKind.STANDBYS: ("--standbys", "1"),
+    JobKind.PREPARED: ("--preload", "torch"),
+}
 
 
 class Unexpected(Exception):
@@ -60,8 +69,14 @@ class MatrixJob:
     """A job in a folder of its own, not started yet: its first workers may be told what to do before they start."""
 
     def __init__(
-        self, folder: Path, *, small_disk: bool = False, shared_memory: bool = True
+        self,
+        folder: Path,
+        *,
+        kind: JobKind = JobKind.PLAIN,
+        small_disk: bool = False,
+        shared_memory: bool = True,
     ) -> None:
+        self._kind = kind
         self.folder = folder
         self.over = folder / "over"  # its existence ends the training
         self._shared_memory = shared_memory
@@ -88,6 +103,7 @@ class MatrixJob:
                 [
                     str(Path(sys.executable).with_name("elasticrun")),
                     *FLAGS,
+                    *MORE_FLAGS[self._kind],
                     *("--journal", str(self.journal), sys.executable, "-m", TRAINING),
                     str(self.over),
                 ],
@@ -147,6 +163,21 @@ class MatrixJob:
     @property
     def output(self) -> str:
         return (self.folder / "output.txt").read_text(errors="replace")
+
+    def has_spare(self) -> bool:
+        """Whether the process that its cells need beside the members is there."""
+        if self._kind is JobKind.STANDBYS:
+            return self.story.stands_by
+        if self._kind is JobKind.PREPARED:
+            mine = marked(f"{MARK}={self._mark}")
+            waiting = [each.pid for each in mine if "prepared_process" in each.command]
+            with contextlib.suppress(psutil.Error):
+                sizes = [psutil.Process(pid).memory_info().rss for pid in waiting]
+                return any(size > IMPORTED_BYTES for size in sizes)
+            return False
+        if self._kind is JobKind.DURABLE:
+            return self.story.durable
+        return True
 
     def look(self) -> None:
         """Reads what the journal has more than before."""

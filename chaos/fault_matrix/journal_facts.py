@@ -28,6 +28,8 @@ class JournalFacts:
     commits: int = 0  # in that world
     order: list[str] = field(default_factory=list)  # in which workers connected
     exited: dict[str, int] = field(default_factory=dict)  # code
+    standbys: list[str] = field(default_factory=list)  # whoever was told to stand by
+    durable_in: int = 0  # the generation of the newest durable commit
 
     def hear(self, entry: Json) -> None:
         """The next line of the journal."""
@@ -38,6 +40,8 @@ class JournalFacts:
                 self.order.append(named(event["worker"]))
             case "WorkerExited":
                 self.exited[named(event["worker"])] = event["code"]
+            case "CheckpointMade":
+                self.durable_in = event["commit"][0]
             case "WorkerResumed" if event["generation"] == self.generation:
                 self.resumed.add(named(event["worker"]))
             case "WorkerDigested" if event["commit"][0] == self.generation:
@@ -49,6 +53,8 @@ class JournalFacts:
                     self.ever |= set(self.members)
                     self.generation = action["generation"]
                     self.resumed, self.commits, self.changing = set(), 0, False
+                case "TellStandby":
+                    self.standbys.append(named(action["worker"]))
                 case "BreakWorld" | "PrepareChange":
                     self.changing = True
                 case "CallOffChange":
@@ -64,6 +70,16 @@ class JournalFacts:
             and not self.changing
             and not self.exited.keys() & set(self.members)
         )
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether somebody waits for a place."""
+        return bool({*self.standbys} - {*self.exited} - {*self.members})
+
+    @property
+    def durable(self) -> bool:
+        """Whether this world has a durable commit."""
+        return bool(self.durable_in) and self.durable_in == self.generation
 
     @property
     def newest(self) -> str:

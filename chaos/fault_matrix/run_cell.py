@@ -34,7 +34,8 @@ def _run(job: MatrixJob, cell: Cell, name: str) -> Result:
     story = job.story
     members = [f"localhost:{slot}#1" for slot in range(WORKERS)]  # as they will be
     if job.started:
-        job.until(lambda: story.full, "all workers training before the fault", FULL_S)
+        all_there = "all workers training before the fault, and who waits beside them"
+        job.until(lambda: story.full and job.has_spare(), all_there, FULL_S)
         members = list(story.members)
     go = job.folder / f"{name}.go"
     asked = expectations.orders(cell, members, story.newest, name, str(go), step=job.step() + AHEAD)

@@ -41,10 +41,11 @@ class WatchedState(elastic.TorchState):
         if elastic.rank() == 0:
             os.pwrite(STEPS, f"{self.step:9}".encode(), 0)
         failpoint("before-commit")
-        super().commit()
-
-    def save(self) -> None:
-        super().save()
+        try:
+            super().commit()
+        except elastic.WorldChanging:  # after it
+            self.committed = self.step
+            raise
         self.committed = self.step
 
     def watch(self) -> None:

@@ -6,6 +6,7 @@ from math import inf
 
 from elastic.chaos.invariants.job_so_far import JobSoFar, Known
 from elastic.driver.events import (
+    CheckpointMade,
     DriverRestarted,
     Event,
     HostLeaving,
@@ -64,6 +65,8 @@ class WorkerRecords:
                         self._gone(worker)
             case DriverRestarted():
                 self._restarted()
+            case CheckpointMade(commit):
+                self.job.durable = commit
             case WorkerExited(worker, code):
                 self._was_started(worker)
                 gone = self.job.workers.get(worker)

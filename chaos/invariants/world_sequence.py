@@ -26,7 +26,8 @@ class WorldSequence:
         self._leaves_nobody_behind(set(workers), let_go)
         self._begins_from_the_newest(world, workers, let_go)
         self._keeps_the_order(world, workers)
-        wrong = self.job.samples.began(generation, size, world.commit)
+        # Where nobody holds a commit any more, they go on from the newest that is durable.
+        wrong = self.job.samples.began(generation, size, world.commit or self.job.durable)
         self.job.must(not wrong, "EACH SAMPLE ONCE", wrong)
         self._remember_digests(world)
         for rank, worker in enumerate(workers):

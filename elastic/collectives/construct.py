@@ -22,6 +22,14 @@ def meeting(purpose: str, device_type: str, size: int) -> str:
     return f"{purpose}/nccl/{size}" if device_type == "cuda" else f"{purpose}/{size}"
 
 
+def prepare(native: bool) -> None:
+    """Loads what groups on the CPU are made with. Their first one would, while the other ranks wait for this one."""
+    from elastic.collectives import cpu
+
+    if native:
+        cpu.native_library.load()
+
+
 class Abortable(Protocol):
     """What the link thread can cut, and a forked child must let go of."""
 

@@ -7,10 +7,10 @@ place costs one look at a global.
 A rule is a place, an action, and what must hold for it; rules are separated by ``;`` or by lines. A script may have
 places of its own: ``failpoint("evaluation")``. Those inside the library: rendezvous (said ready, waits for a world),
 bucket (about to send a gradient bucket), optimizer-step (gradients are averaged, parameters not changed yet), commit
-(about to be made), snapshot (half of it is saved), hold (at a check, for the driver's word where a planned change stops
-all), state-copy (between the header and the tensors), cut (told that the world is over, its collectives not ended yet),
-shutdown; of durable commits: durable-file (half of a share is written), durable-share, durable-manifest (before it),
-durable-sealed (after it), durable-load.
+(about to be made), snapshot (half of it is saved), hold (at the check where a planned change stops all, or where it is
+waited for the word which one that is), state-copy (between the header and the tensors), cut (told that the world is
+over, its collectives not ended yet), shutdown; of durable commits: durable-file (half of a share is written),
+durable-share, durable-manifest (before it), durable-sealed (after it), durable-load.
 
 Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,
 out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments or gradients); see

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic.errors import PeerLost, WorldChanging
+from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.protocol import messages
 from elastic.runtime.progress import ProgressCounter
@@ -113,14 +114,11 @@ class CommitLog:
         session = self._session
         if session.alone or not session.recovery.running:
             return
-        deadline = None
-        with session.changed:
+        with session.lock:
             verdict = session.recovery.arrive()
-            while verdict is Verdict.HOLD:
-                deadline = deadline or time.monotonic() + HOLD_S
-                if not session.changed.wait(deadline - time.monotonic()):
-                    session.recovery.release()
-                verdict = session.recovery.verdict()
+        if verdict in (Verdict.HOLD, Verdict.STOP):
+            failpoint("hold")
+            verdict = self._hold()
         if session.recovery.place.size == 1:
             session.resumed()
         match verdict:
@@ -131,6 +129,15 @@ class CommitLog:
                 raise PeerLost(session.recovery.reason)
             case Verdict.OVER:
                 session.raise_over()
+
+    def _hold(self) -> Verdict:
+        """Until the driver has said where to stop, or that all go on."""
+        session, deadline = self._session, time.monotonic() + HOLD_S
+        with session.changed:
+            while (verdict := session.recovery.verdict()) is Verdict.HOLD:
+                if not session.changed.wait(deadline - time.monotonic()):
+                    session.recovery.release()
+        return verdict
 
     # ---- between two worlds --------------------------------------------------------------------------------------
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from elastic.collectives import construct
 from elastic.collectives.shared_memory import arena
 from elastic.state.snapshots import memory_ahead
 from elastic.state.state import ObjectState, State, parts_of
 
 
-def make_memory(state: State) -> None:
-    """Touches the memory of what it will be sent, of its copies, and of its gradients; see `memory_ahead`.
+def prepare(state: State, *, native: bool) -> None:
+    """Loads what makes groups, where ``native`` with the C++ library, and touches the memory of what it will be sent,
+    of its copies, and of its gradients; see `memory_ahead`.
 
     To be followed by `memory_ahead.leave` once the state has been saved.
     """
+    construct.prepare(native)
     if not isinstance(state, ObjectState):
         return
     parts = parts_of(state).values()

@@ -23,7 +23,9 @@ from harness.forked import Forked
 AT_A_TIME = 2  # jobs: while one waits for its workers to start, another waits for a lease
 CHOSEN = expectations.pairwise(c for c in cells.all_cells() if not cells.impossible(c))
 HERE = [cell for cell in CHOSEN if not command.not_here(cell)]
-FEW = expectations.covering(HERE, 1)
+# Jobs with checkpoints, standbys or prepared processes take longer to start: they are left to the night.
+PLAIN = [cell for cell in HERE if expectations.kind_of(cell) is expectations.JobKind.PLAIN]
+FEW = expectations.covering(PLAIN, 1)
 
 
 def jobs(chosen: Sequence[Cell], *marks: pytest.MarkDecorator) -> list[ParameterSet]:

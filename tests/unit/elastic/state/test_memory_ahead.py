@@ -131,7 +131,7 @@ def test_a_newcomer_receives_and_commits_in_memory_made_ahead():
     trained, fresh = adam(0), adam(1)
     step_once(trained)
     trained.save()
-    newcomer.make_memory(fresh)
+    newcomer.prepare(fresh, native=True)
     ahead = memory_ahead._ahead
     assert ahead is not None
     groups = fake.world(2, timeout_s=5.0)
@@ -165,7 +165,7 @@ def test_gradients_of_a_distributed_optimizer_find_their_pages_in_the_arena(worl
     net = nn.Linear(WIDTH, WIDTH, bias=False)
     optimizer = elastic.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     lent = made.lent
-    newcomer.make_memory(TorchState(model=net, optimizer=optimizer))
+    newcomer.prepare(TorchState(model=net, optimizer=optimizer), native=True)
     assert made.lent == lent
     before = faults()
     arena.zeros(WIDTH * WIDTH, torch.float32).fill_(1.0)
@@ -194,5 +194,5 @@ def test_a_compression_halves_them_and_a_users_own_is_not_guessed(world):
 
 
 def test_any_other_state_is_left_alone():
-    newcomer.make_memory(ObjectState(step=0))
+    newcomer.prepare(ObjectState(step=0), native=True)
     assert memory_ahead._ahead is None
