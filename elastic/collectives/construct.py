@@ -24,10 +24,11 @@ def meeting(purpose: str, device_type: str, size: int) -> str:
 
 def prepare(native: bool) -> None:
     """Loads what groups on the CPU are made with. Their first one would, while the other ranks wait for this one."""
-    from elastic.collectives import cpu
+    from elastic.collectives import cpu  # noqa: F401
+    from elastic.collectives.shared_memory import native_library
 
     if native:
-        cpu.native_library.load()
+        native_library.load()
 
 
 class Abortable(Protocol):
