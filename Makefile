@@ -159,7 +159,8 @@ faults: $(READY)
 # Built into ~/.cache/hvd-elastic: nobody publishes these programs where all can get them. Tests skip without them.
 kubernetes: $(READY)
 	PYTHON=$(abspath $(BIN))/python tests/cluster/build_control_plane.sh
-	$(ENDS) 1800 $(BIN)/python -m pytest -o faulthandler_timeout=300 --nightly tests/cluster tests/charts
+	$(ENDS) 900 $(BIN)/python -m pytest -o faulthandler_timeout=300 --nightly --durations=10 tests/charts
+	$(ENDS) 1800 $(BIN)/python -m pytest -o faulthandler_timeout=300 --nightly --durations=10 tests/cluster
 
 # Twice, to compare them; the second time without anything of the first. podman runs it.
 images: $(READY)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "images"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd-elastic" / "images"
 PROGRAMS = ("podman", "buildah", "debootstrap", "runc")
-BUILD_S = 900
+BUILD_S = 1800
 # What works without rights that containers in containers lack, too.
 SETTINGS = """\
 [containers]

@@ -178,10 +178,11 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     try:
         release.install(options.values or [], values, options.settings or [])
     except KeyboardInterrupt:
-        release.uninstall(if_there=True)
+        _uninstall(release, if_there=True)
+        _say(f"interrupted: nothing of job {release.name} is left")
         return 130
     except Invalid:
-        release.uninstall(if_there=True)  # helm leaves what it has made
+        _uninstall(release, if_there=True)  # helm leaves what it has made
         raise
     _say(f"installed job {release.name} in namespace {release.namespace}")
     if options.detach:
@@ -196,12 +197,22 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     except Invalid:
         _say(f"the release is still there; remove it with `elasticrun k8s stop {where}`")
         raise
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the release goes now, however often it is pressed
-    release.uninstall()
+    _uninstall(release)
     _say(f"removed job {release.name}; exit code {code}")
     return code
+
+
+def _uninstall(release: ChartRelease, *, if_there: bool = False) -> None:
+    """It goes now, however often Ctrl-C is pressed; where it can't, a sentence says how to do it later."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        release.uninstall(if_there=if_there)
+    except Invalid as error:
+        again = f"elasticrun k8s stop -n {release.namespace} {release.name}"
+        _say(f"job {release.name} may still be there; remove it with `{again}`: {error}")
+        if not if_there:
+            raise
 
 
 def _interrupted(number: int, frame: object) -> NoReturn:

@@ -95,22 +95,19 @@ class ChartRelease:
     def follow(self, write: Callable[[bytes], object], say: Callable[[str], object]) -> int:
         """Writes what its drivers say until the job has ended; its exit code. Raises Invalid if it is removed."""
         followed: set[str] = set()
-        said, silent_since = "", time.monotonic()
+        said, silence = "", ApiSilence(say)
         while True:
             try:
                 step = next_step(self._job(), self._pods(), followed)
-                silent_since = time.monotonic()
+                silence.over()
             except ApiSilent as error:
-                if time.monotonic() - silent_since > AWAY_S:
-                    raise Invalid(
-                        f"{error}, for {AWAY_S:g} s; the job may go on without us"
-                    ) from None
+                silence.goes_on(error)
                 time.sleep(LOOK_S)
                 continue
             if isinstance(step, JobOver):
                 return step.code
             if isinstance(step, Follow):
-                self._copy_log(step.pod, write)
+                self._copy_log(step.pod, write, silence)
                 followed.add(step.pod)
                 said = ""
                 continue
@@ -121,21 +118,25 @@ class ChartRelease:
 
     # ---- one call --------------------------------------------------------------------------------------------------
 
-    def _copy_log(self, pod: str, write: Callable[[bytes], object]) -> None:
+    def _copy_log(self, pod: str, write: Callable[[bytes], object], silence: ApiSilence) -> None:
         """To its end, over connections that are lost on the way."""
         last = b""
         while True:
             try:
-                for line in self._log(pod):
+                lines = self._log(pod)
+                silence.over()
+                for line in lines:
                     found = STAMP.match(line)
                     stamp, text = found.groups() if found else (last, line)
                     if stamp > last or not found:
                         write(text)
                         last = stamp
-            except ApiSilent:
-                time.sleep(LOOK_S)
-            if self._has_ended(pod):
-                return
+                if self._has_ended(pod):
+                    return
+            except ApiSilent as error:
+                if not error.unasked:
+                    silence.goes_on(error)
+            time.sleep(LOOK_S)
 
     def _log(self, pod: str) -> Iterator[bytes]:
         """Its lines, each with a time before it."""
@@ -148,25 +149,24 @@ class ChartRelease:
             _preload_content=False,
             _request_timeout=(CONNECT_S, WATCH_S),
         )
+        return self._lines(response)
+
+    def _lines(self, response: Any) -> Iterator[bytes]:
         rest = b""
         try:
             for chunk in response.stream(amt=None, decode_content=False):
                 *lines, rest = (rest + chunk).split(b"\n")
                 yield from (line + b"\n" for line in lines)
-        except OSError as error:
-            raise ApiSilent(str(error)) from None
         except Exception as error:
-            if not type(error).__module__.startswith("urllib3"):
+            if not isinstance(error, OSError) and not type(error).__module__.startswith("urllib3"):
                 raise
-            raise ApiSilent(str(error)) from None
+            # A driver may say nothing for longer than we read: that it is there the next question shows.
+            raise ApiSilent(f"the log broke off ({type(error).__name__})", unasked=True) from None
         finally:
             response.close()
 
     def _has_ended(self, pod: str) -> bool:
-        try:
-            found = [each for each in self._pods() if each.name == pod]
-        except ApiSilent:
-            return False
+        found = [each for each in self._pods() if each.name == pod]
         return not found or found[0].code is not None
 
     def _job(self) -> Json:
@@ -225,9 +225,36 @@ class ChartRelease:
             raise Invalid(f"helm {words[0]} has not ended within {HELM_S:g} s") from None
         if done.returncode != 0:
             said = done.stderr.strip() or done.stdout.strip()
+            if f'namespaces "{self.namespace}" not found' in said:
+                said += f"; make it with `kubectl create namespace {self.namespace}`"
             raise Invalid(f"helm {words[0]} failed: {said.removeprefix('Error: ')}")
         return done.stdout
 
 
 class ApiSilent(Exception):
-    """The API server did not answer; it may later."""
+    """The API server did not answer; it may later. ``unasked``: an answer that had begun has broken off."""
+
+    def __init__(self, why: str, *, unasked: bool = False) -> None:
+        super().__init__(why)
+        self.unasked = unasked
+
+
+class ApiSilence:
+    """While a job is followed: says once that nothing is heard, and that it is over. Raises Invalid after AWAY_S."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._since: float | None = None
+
+    def goes_on(self, why: ApiSilent) -> None:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._say(f"{why}; the job goes on without us, and we try again for {AWAY_S:g} s")
+        elif now - self._since > AWAY_S:
+            raise Invalid(f"{why}, for {AWAY_S:g} s; the job may go on without us")
+
+    def over(self) -> None:
+        if self._since is not None:
+            self._since = None
+            self._say("the API server answers again")

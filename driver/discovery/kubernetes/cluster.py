@@ -86,10 +86,12 @@ def connection() -> tuple[Any, str]:
             config.load_kube_config(client_configuration=settings)
             _, active = config.list_kube_config_contexts()
             found = active["context"].get("namespace", "")
-        except config.ConfigException as error:
+        except Exception as error:  # of a file that may hold anything
+            why = " ".join(str(error).split())[:300]
             raise Invalid(
-                "there is no cluster: this is no pod with a service account, and there is no kubeconfig"
-                f" ({error})"
+                "there is no cluster: this is no pod with a service account, and no kubeconfig names one"
+                f" ({type(error).__name__}: {why}); see `kubectl config get-contexts`, and choose one with"
+                " `kubectl config use-context NAME`"
             ) from None
     settings.retries = False
     return client.ApiClient(settings), found or "default"

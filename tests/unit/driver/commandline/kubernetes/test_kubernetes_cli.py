@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from unittest.mock import create_autospec
 
 import pytest
@@ -14,7 +16,13 @@ from elastic.driver.commandline.kubernetes.kubernetes_cli import (
     main,
     values_of,
 )
-from elastic.driver.commandline.kubernetes.kubernetes_release import ChartRelease
+from elastic.driver.commandline.kubernetes.kubernetes_release import (
+    AWAY_S,
+    ApiSilence,
+    ApiSilent,
+    ChartRelease,
+)
+from elastic.driver.discovery.kubernetes.cluster import connection
 from elastic.errors import Invalid
 
 
@@ -86,6 +94,19 @@ def test_words_that_are_missing_or_too_many_are_told(words, said):
     assert said in str(raised.value)
 
 
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def handlers_put_back():
+    before = {number: signal.getsignal(number) for number in BOTH}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 RUN = ["run", "--image", "a", "--workers", "2", "--name", "bert", "--", "x"]
 
 
@@ -115,7 +136,7 @@ def test_a_job_that_is_there_already_is_left_alone(release):
 
 def test_what_helm_has_made_of_a_job_that_it_could_not_install_is_removed(release):
     release.install.side_effect = Invalid("helm install failed: too much")
-    with pytest.raises(Invalid, match="too much"):
+    with handlers_put_back(), pytest.raises(Invalid, match="too much"):
         main(RUN)
     release.uninstall.assert_called_once_with(if_there=True)
     release.follow.assert_not_called()
@@ -133,3 +154,71 @@ def test_flags_may_follow_the_name(monkeypatch):
         with pytest.raises(Invalid, match="enough"):
             main(words)
     assert asked == [("bert", "lab"), ("bert", "lab")]
+
+
+def test_ctrl_c_removes_it_and_another_one_does_not_stop_that(release):
+    handlers = {}
+
+    def uninstall(**_):
+        handlers.update({number: signal.getsignal(number) for number in BOTH})
+
+    release.follow.side_effect = release.install.side_effect = KeyboardInterrupt
+    release.uninstall.side_effect = uninstall
+    for told in ({"if_there": True}, {"if_there": False}):
+        with handlers_put_back():
+            assert main(RUN) == 130
+        release.uninstall.assert_called_once_with(**told)
+        assert handlers == dict.fromkeys(BOTH, signal.SIG_IGN)
+        release.uninstall.reset_mock()
+        release.install.side_effect = None
+
+
+def test_what_cannot_be_removed_is_told_with_the_command_for_later(release, capsys):
+    release.follow.side_effect = KeyboardInterrupt
+    release.uninstall.side_effect = Invalid("helm uninstall failed: no answer")
+    with handlers_put_back(), pytest.raises(Invalid, match="no answer"):
+        main(RUN)
+    assert "remove it with `elasticrun k8s stop -n lab bert`" in capsys.readouterr().err
+
+
+def test_a_failed_install_is_told_though_nothing_can_be_removed_either(release):
+    release.install.side_effect = Invalid("helm install failed: first")
+    release.uninstall.side_effect = Invalid("helm uninstall failed: second")
+    with handlers_put_back(), pytest.raises(Invalid, match="first"):
+        main(RUN)
+
+
+def test_a_silence_is_told_once_and_so_is_its_end(monkeypatch):
+    now = [0.0]
+    said: list[str] = []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    silence = ApiSilence(said.append)
+    silence.over()
+    for now[0] in (10.0, 20.0, 10.0 + AWAY_S):
+        silence.goes_on(ApiSilent("the API server does not answer (X)"))
+    silence.over()
+    silence.over()
+    assert said == [
+        "the API server does not answer (X); the job goes on without us, and we try again for 300 s",
+        "the API server answers again",
+    ]
+    silence.goes_on(ApiSilent("no answer"))
+    now[0] += AWAY_S + 1
+    with pytest.raises(Invalid, match="no answer, for 300 s; the job may go on without us"):
+        silence.goes_on(ApiSilent("no answer"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{{{", "[]", "", "kind: Config", "clusters: []\ncontexts: []\nusers: []\ncurrent-context: x"],
+)
+def test_a_kubeconfig_without_a_context_to_use_is_told(content, tmp_path, monkeypatch):
+    pytest.importorskip("kubernetes")
+    from kubernetes.config import kube_config
+
+    file = tmp_path / "config"
+    file.write_text(content)
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(Invalid, match="choose one with `kubectl config use-context NAME`"):
+        connection()

@@ -174,5 +174,5 @@ def test_a_namespace_of_ones_own_choice(ask):
 def test_without_a_cluster_it_says_what_it_looked_for(tmp_path, monkeypatch):
     missing = str(tmp_path / "none")
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", missing)
-    with pytest.raises(Invalid, match="no pod with a service account, and there is no kubeconfig"):
+    with pytest.raises(Invalid, match="no pod with a service account, and no kubeconfig names one"):
         ApiServer("app=w")
