@@ -297,8 +297,8 @@ class Invariants:
         self.job.workers[worker] = Known()
         here = [
             k
-            for w, k in self.job.workers.items()
-            if not (k.going or k.asked_to_leave or k.finished or w.host in self.job.going_hosts)
+            for k in self.job.workers.values()
+            if not (k.going or k.asked_to_leave or k.finished or k.noticed)
         ]
         settings = self.job.settings
         most = self.job.workers_max + settings.standbys

@@ -25,7 +25,8 @@ class Known:
     first: int = 0  # the first generation that it was given a place in
     placed: int = 0  # the newest one
     before: int = 0  # the one before that
-    said: int = 0  # the newest generation it spoke of
+    said: int = 0  # the newest generation it spoke of ...
+    said_at_first: int = 0  # ... on its first connection
     resumed: int = 0
     readies: int = 0  # the number of its latest Ready
     reconnected: bool = False  # so that it may repeat itself, and its words overtake each other
@@ -41,6 +42,7 @@ class Known:
     going: str = ""  # why it is in no later world
     stranded: bool = False  # its world broke outside elastic.run
     asked_to_leave: bool = False
+    noticed: bool = False  # its machine announced its end while it was there
 
 
 class JobSoFar:

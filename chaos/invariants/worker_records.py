@@ -47,11 +47,11 @@ class WorkerRecords:
             case HostsChanged(hosts):
                 self.job.hosts = hosts
                 for host in self.job.going_hosts.keys() - hosts.keys():
-                    del self.job.going_hosts[host]
+                    self._goes(host, None)
             case HostLeaving(host, notice):
                 self._goes(host, notice)
             case HostStaying(host):
-                self.job.going_hosts.pop(host, None)
+                self._goes(host, None)
             case HostLost(host) if not self._all_members_are_on(host):
                 for worker, known in self._on(host):
                     self.job.goes(worker, known, "was lost with its host")
@@ -85,6 +85,8 @@ class WorkerRecords:
 
     def _goes(self, host: str, notice: Notice | None) -> None:
         """Of two announcements the earlier end counts; none: it stays, or is another machine."""
+        for _, known in self._on(host):
+            known.noticed = notice is not None
         if notice is None:
             self.job.going_hosts.pop(host, None)
             return
@@ -142,6 +144,8 @@ class WorkerRecords:
         if isinstance(event, WorkerReady) and 0 < event.number < known.readies:
             return  # of a wait that is over
         generation: int | None = getattr(event, "generation", None)
+        if isinstance(event, WorkerReconnected) and not known.reconnected:
+            known.said_at_first = known.said
         if generation is not None:
             self._speaks_of(worker, known, generation)
         match event:
@@ -203,8 +207,8 @@ class WorkerRecords:
 
     def _speaks_of(self, worker: Worker, known: Known, generation: int) -> None:
         places = sorted({known.before, known.placed})
-        # Of a connection that was lost; 0: from before it had any world.
-        was_there = not generation or known.first <= generation
+        # Of a connection that was lost; 0: from before it had any world. Words of one connection come in their order.
+        was_there = known.first <= generation or not (generation or known.said_at_first)
         late = known.reconnected and was_there and generation < known.placed
         if generation not in places and not late:
             what = f"{worker} speaks of generation {generation}, expected one of {places}, its own"

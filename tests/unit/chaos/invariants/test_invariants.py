@@ -10,10 +10,13 @@ from elastic.driver.events import (
     DriverRestarted,
     EndJob,
     FinishWorld,
+    HostLeaving,
     HostLost,
     HostReported,
+    HostStaying,
     KillWorker,
     LetGo,
+    Notice,
     PrepareChange,
     Report,
     StopMembersAt,
@@ -271,6 +274,18 @@ def test_no_more_are_started_than_the_largest_world_and_the_standbys():
     assert "h:2#1 is started as number 3, expected at most 2" in said
 
 
+def test_who_is_started_where_a_machine_has_ended_counts():
+    """Only those that were there when it announced its end do not: they leave, and others take their places."""
+    told = Told(np=1, workers_min=1).line(hosts(h=2, g=2), started("h:0"))
+    told.line(HostLeaving("h", Notice("it goes", 5.0)), started("g:0"))
+    said = told.breaks("SIZE", TimePassed(), started("h:1"), after=6.0)
+    assert "h:1#1 is started as number 2, expected at most 1" in said
+    told = Told(np=1, workers_min=1).line(hosts(h=2, g=2), started("h:0"))
+    told.line(HostLeaving("h", Notice("it goes", 5.0)), started("g:0"))
+    told.line(HostStaying("h"))
+    told.breaks("SIZE", TimePassed(), started("g:1"))
+
+
 def test_who_waits_in_elastic_run_is_given_a_free_place():
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"), started("h:2#2"))
@@ -292,6 +307,14 @@ def test_a_worker_speaks_only_of_worlds_that_it_was_in():
     said = training().breaks("NO MIXING", resumed("h:0", 3))
     assert "h:0#1 speaks of generation 3, expected one of [1, 2], its own" in said
     assert "after 2" in training().breaks("NO MIXING", returned("h:0", 1))
+
+
+def test_after_it_spoke_of_a_world_nothing_is_from_before_it_had_any():
+    """Words of one connection come in their order, though those of a lost one may come late."""
+    told = training().lines_of(disconnected("h:1"))
+    told.line(WorkerReconnected(worker("h:1"), 2, True))
+    said = told.breaks("NO MIXING", ready("h:1", 0))
+    assert "h:1#1 speaks of generation 0, expected one of [1, 2], its own" in said
 
 
 def test_a_world_resumes_once():
