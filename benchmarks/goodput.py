@@ -55,14 +55,15 @@ def of_trace(lines: Iterable[str], compress: float, slots: int) -> list[Moment]:
 def drawn(seed: int, seconds: float, slots: int, all_gone: int) -> list[Moment]:
     """Slots come and go one or two at a time; at ``all_gone`` moments all go, and are back after 2 to 6 seconds."""
     rng = random.Random(seed)
-    gone = sorted(rng.uniform(0.15, 0.95) * seconds for _ in range(all_gone))
+    gone = sorted(rng.uniform(0.15, 0.8) * seconds for _ in range(all_gone))
     found, at, count = [(0.0, slots)], 0.0, slots
-    while (at := at + rng.expovariate(1 / 4.0)) < seconds:
-        if gone and gone[0] <= at:
-            gone.pop(0)
+    while (next_at := at + rng.expovariate(1 / 4.0)) < seconds or gone:
+        if gone and gone[0] <= next_at:
+            at = max(at, gone.pop(0))
             found += [(at, 0), (at + rng.uniform(2, 6), count)]
             at = found[-1][0] + 10.0
             continue
+        at = next_at
         count = min(slots, max(1, count + rng.choice((-2, -1, 1, 2))))
         found.append((at, count))
     return changes(found)

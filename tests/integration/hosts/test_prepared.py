@@ -179,6 +179,29 @@ def test_a_job_takes_its_next_worker_from_it(job, tmp_path):
     assert training.wait(60) == 0
 
 
+@pytest.mark.nightly
+def test_of_several_lost_at_once_one_comes_from_it_and_all_come_back(job, tmp_path):
+    flags = "-np 3 --min-np 1 --preload auto --blacklist-cooldown-range 0.1 0.2"
+    training = job(f"{flags} --checkpoint-dir {tmp_path}", ["python", str(SCRIPTS / "durable.py")])
+    training.wait_for("rank 0 begins at 0")
+
+    def ready() -> list[psutil.Process]:
+        children = psutil.Process(training.driver.pid).children()
+        return [each for each in children if "prepared_process" in " ".join(each.cmdline())]
+
+    training.until(lambda: any(waits_at_its_pipe(each.pid) for each in ready()), "one that waits")
+    [waiting] = ready()
+    lost = [training.pid(rank) for rank in (1, 2)]
+    for pid in lost:
+        os.kill(pid, signal.SIGKILL)
+    training.wait_for_world(1)
+    training.wait_for_world(3, timeout=60)
+    members = {training.pid(rank) for rank in range(3)}
+    assert waiting.pid in members and not members & {*lost}
+    (tmp_path / "enough").touch()
+    assert training.wait(60) == 0
+
+
 @conversation
 async def test_the_warden_forgets_one_that_was_not_needed(host):
     told: list[str] = []
