@@ -117,6 +117,7 @@ def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, b
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="needs tf-keras")
 def test_legacy_keras(job):
     script = Path(__file__).with_name("in_legacy_keras.py")
