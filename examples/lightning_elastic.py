@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
+import elastic
 from elastic.integrations.lightning import ElasticStrategy  # (*)
 
 
@@ -66,12 +67,16 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.05, help="seconds in each step")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--precision", default="32-true")
+    parser.add_argument(
+        "--shards", type=int, help="batches of a step, whatever the world: docs/exact.md"
+    )
     options = parser.parse_args()
+    shards = elastic.Shards(options.shards, seed=1) if options.shards else None
     seed_everything(1)
     inputs = torch.randn(options.samples, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     trainer = Trainer(
-        strategy=ElasticStrategy(),  # (*)
+        strategy=ElasticStrategy(shards=shards),  # (*)
         accelerator="cpu",
         max_epochs=options.epochs,
         accumulate_grad_batches=options.accumulate,

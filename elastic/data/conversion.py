@@ -40,6 +40,8 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
         given.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
         if not isinstance(loader.dataset, torch_data.IterableDataset):
             given.update(_order_of(loader.sampler))
+    if "global_batch_size" in changes and "batch_size" not in changes:
+        given["batch_size"] = 1  # one of the two says how large a step is
     given.update(changes)
     return DataLoader(loader.dataset, **given)
 

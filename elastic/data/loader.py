@@ -136,6 +136,11 @@ class DataLoader:
         return self._shards
 
     @property
+    def in_state(self) -> bool:
+        """Whether it is part of a state, whose commits have its position."""
+        return self._in_state
+
+    @property
     def ahead(self) -> int:
         """Batches that whoever iterates has taken beyond the one that it trains on."""
         return self._progress.ahead
@@ -382,6 +387,11 @@ class StepShards(Iterator[Any]):
         self._loader = loader
         self._left = len(self.held)
         self._loaded = chain((first,), rest)
+
+    @property
+    def in_state(self) -> bool:
+        """Whether commits have the loader's position."""
+        return self._loader.in_state
 
     def __next__(self) -> Any:
         if self._left == 0:

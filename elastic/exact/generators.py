@@ -1,11 +1,15 @@
-"""Sets the random generators of this process. What they are set to is decided elsewhere."""
+"""Sets the random generators of this process, and says where they are. What they are set to is decided elsewhere."""
 
 from __future__ import annotations
 
+import array
 import random
 import sys
+from typing import Any
 
 import torch
+
+WORD = "I"  # 32 bits, of which the Mersenne Twister has 624
 
 
 def set_seed(seed: int) -> None:
@@ -17,3 +21,35 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+def state() -> dict[str, Any]:
+    """Where they are: numbers and bytes, 10 KB. Of this process's GPUs the present one speaks for all."""
+    version, words, normal = random.getstate()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": (version, array.array(WORD, words).tobytes(), normal),
+    }
+    if "numpy" in sys.modules:
+        kind, key, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy"] = (kind, key.tobytes(), *rest)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return found
+
+
+def set_state(saved: dict[str, Any]) -> None:
+    """Sets those that this process has to what `state` has said, there or elsewhere."""
+    torch.set_rng_state(_tensor(saved["torch"]))
+    version, words, normal = saved["python"]
+    random.setstate((version, tuple(array.array(WORD, words)), normal))
+    if "numpy" in saved and "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        kind, key, *rest = saved["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(key, numpy.uint32), *rest))
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([_tensor(saved["cuda"])] * torch.cuda.device_count())
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

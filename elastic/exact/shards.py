@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic import context
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.context import Context
-from elastic.data.loader import DataLoader
 from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
-from elastic.exact import assignment, generators, probe, tree
+from elastic.exact import assignment, generators, given, probe, tree
 from elastic.exact.buffers import BufferKeeper
 from elastic.exact.step import ShardStep, StepListener
 from elastic.runtime import lifecycle
@@ -64,6 +63,7 @@ class Shards:
         # Digests of what this rank's shards of the last step gave, where they were asked for: by ``3 layer.weight``.
         self.gradients: dict[str, int] = {}
         self._listeners: list[weakref.ref[StepListener]] = []
+        self._served: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._keeper: BufferKeeper | None = None
         self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
         self._present: ShardStep | None = None  # while a step is under way
@@ -72,6 +72,7 @@ class Shards:
         self._thread_count: int | None = None  # in which this process computed its last step
         self._done = 0  # this rank's shards that have begun
         self._said: tuple[int, int] | None = None
+        self._committed = False  # a state has asked for what is to be kept
         _all.add(self)
 
     # ---- the step ------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class Shards:
         ``batches``: a step of an `elastic.data.DataLoader` with these shards, or anything that has a micro-batch for
         each of `held`. Raises Invalid where there are too few, and for what can't be meant.
         """
-        self._check_batches(batches)
+        given.check(batches, self.held, self.count, self._committed)
         coming = iter(batches)
         for shard in self:
             try:
@@ -100,31 +101,6 @@ class Shards:
                     f" shards, here {len(self.held)}; see Shards.held"
                 ) from None
             yield batch
-
-    def _check_batches(self, batches: object) -> None:
-        """What would train every rank on the same samples, or on a part of one."""
-        if isinstance(batches, DataLoader):
-            raise Invalid(
-                "over() takes one step of a loader: `for step in loader: for batch in shards.over(step): ...`, with"
-                " DataLoader(..., global_batch_size=64, shards=shards)"
-            )
-        if isinstance(batches, torch.utils.data.DataLoader):
-            raise Invalid(
-                "torch's DataLoader knows nothing of shards: each rank would train on the same batches, in each step"
-                " again. Give elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards) the dataset, or"
-                " elastic.data.from_torch(loader, batch_size=1, global_batch_size=64, shards=shards) the loader"
-            )
-        if isinstance(batches, torch.Tensor | Mapping):
-            raise Invalid(
-                f"over() was given a {type(batches).__name__}, which is one batch; give a micro-batch for each of this"
-                f" rank's shards, here {len(self.held)}, or a step of elastic.data.DataLoader(..., shards=shards)"
-            )
-        dealt = getattr(batches, "held", None)
-        if dealt is not None and tuple(dealt) != self.held:
-            raise Invalid(
-                f"the loader has dealt shards {list(dealt)} to this rank, which computes {list(self.held)}; give"
-                " DataLoader(..., shards=shards) the Shards themselves, and not their number"
-            )
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -184,6 +160,7 @@ class Shards:
         step = self._under_way()
         if self._done < len(step.merges):
             raise Invalid(f"step {step.number} ends before {len(step.merges) - self._done} shards")
+        self._check_threads()
         self._end_shard()
         for listener in self._all():
             listener.step_ends()
@@ -216,9 +193,9 @@ class Shards:
             self._thread_count = threads
         elif threads != self._thread_count and self.inexact_since is None:
             raise Invalid(
-                f"torch computes step {self.step} in {threads} threads, and computed the one before in"
-                f" {self._thread_count}: other threads give other last bits. Call torch.set_num_threads() once, before"
-                " training, on every worker, or give Shards exact=False"
+                f"torch computes in {threads} threads in step {self.step}, and computed in"
+                f" {self._thread_count} before: other threads give other last bits. Call torch.set_num_threads() once,"
+                " before training, on every worker, or give Shards exact=False"
             )
 
     def _between_steps(self) -> None:
@@ -275,9 +252,25 @@ class Shards:
 
     # ---- who takes part ------------------------------------------------------------------------------------------
 
-    def listen(self, listener: StepListener) -> None:
-        """Tell it of every step from now on, as long as it lives."""
+    def listen(
+        self, listener: StepListener, *, trains: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Tell it of every step from now on, as long as it lives. ``trains``: whose gradients it adds up."""
         self._listeners.append(weakref.ref(listener))
+        if trains is not None:
+            self._served.add(trains)
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether its gradients are added up over these shards."""
+        return optimizer in self._served
+
+    def check_workers(self, least: int) -> None:
+        """Raises Invalid where a world never has fewer workers, and some of them would never compute anything."""
+        if self.count < least:
+            raise Invalid(
+                f"{self.count} shards are fewer than --min-np {least}: {least - self.count} workers would never compute"
+                f" anything; give at least Shards({least}), or a lower --min-np"
+            )
 
     def watch(self, model: torch.nn.Module) -> None:
         """The buffers of ``model``, as running statistics of BatchNorm, are from now on those of shard 0 after a step.
@@ -293,8 +286,11 @@ class Shards:
                 )
             if isinstance(module, SyncBatchNorm | torch.nn.SyncBatchNorm):
                 raise Invalid(
-                    f"{name or 'the model'} is a SyncBatchNorm, whose statistics are those of whatever ranks there are;"
-                    " with Shards use torch's BatchNorm, which normalizes each shard by itself"
+                    f"{name or 'the model'} is a SyncBatchNorm, whose statistics are those of the whole batch: all"
+                    " shards of a step would have to be in this layer at once, and a worker has several, one after the"
+                    " other."
+                    " Use torch's BatchNorm, which normalizes each shard by itself, with fewer and larger shards where"
+                    " that is too few samples, or a GroupNorm, to which the batch is all the same"
                 )
         if self._keeper is None:
             self._keeper = BufferKeeper()
@@ -371,30 +367,36 @@ class Shards:
                 f"the state is saved in the middle of step {self.step}; call commit() and check_host_updates() after"
                 " the loop over its shards"
             )
-        return self._saved()
-
-    def _saved(self) -> dict[str, Any]:
+        if not self._committed:
+            # What is drawn before the first step belongs to the run, too, whatever this process has drawn before.
+            self._committed = True
+            self._between_steps()
         return {
             "count": self.count,
             "seed": self.seed,
             "exact": self.exact,
             "step": self.step,
             "inexact_since": self.inexact_since,
+            # What a script has drawn since the last step counts, too.
+            "generators": generators.state(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Goes to the step that was saved. Raises StateMismatch if the run was cut into other shards."""
-        own = self._saved()
         for name in ("count", "seed", "exact"):
-            if saved[name] != own[name]:
+            own = getattr(self, name)
+            if saved[name] != own:
                 raise StateMismatch(
                     f"the run that is resumed was made with Shards({name}={saved[name]!r}), this script says"
-                    f" {own[name]!r}; with another {name} it would be another run: change it back, or begin anew"
+                    f" {own!r}; with another {name} it would be another run: change it back, or begin anew"
                 )
         self.abandon()
         self.gradients = {}
         self.step, self.inexact_since = saved["step"], saved["inexact_since"]
-        self._between_steps()
+        if "generators" in saved:
+            generators.set_state(saved["generators"])
+        else:  # a checkpoint of an older version
+            self._between_steps()
 
 
 _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # of this process

@@ -192,12 +192,7 @@ def _check_shards(
     """What would make gradients depend on who holds which shard. Raises Invalid."""
     if not isinstance(shards, Shards):
         raise Invalid(f"shards is {shards!r}; give an elastic.Shards")
-    least = lifecycle.current().env.workers_min
-    if shards.count < least:
-        raise Invalid(
-            f"{shards.count} shards are fewer than --min-np {least}: {least - shards.count} workers would never compute"
-            f" anything; give at least Shards({least}), or a lower --min-np"
-        )
+    shards.check_workers(lifecycle.current().env.workers_min)
     refused = {
         f"op={reduction.name.title()}": reduction not in (Op.AVERAGE, Op.SUM),
         "a compression other than Compression.fp16 and bf16, which round each shard's gradient by itself": compression

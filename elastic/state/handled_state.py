@@ -13,7 +13,7 @@ from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
-from elastic.state import exchange
+from elastic.state import exchange, shard_checks
 from elastic.state.exchange import GroupOn
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
@@ -88,16 +88,20 @@ class HandledState(ObjectState):
     def _check_shards(self) -> None:
         """All that follows shards is in one state with them. Raises Invalid."""
         shards = self._shards()
+        shard_checks.check_schedules({name: each.value for name, each in self._handlers.items()})
         for name, handler in self._handlers.items():
             value = handler.value
             if isinstance(handler, OptimizerStateHandler):
                 own = getattr(getattr(value, "gradients_made", None), "shards", None)
+                own = next((each for each in shards if each.trains(value)), own)
                 if shards and own is None:
                     raise Invalid(
                         f"state.{name} knows nothing of the state's Shards, and would step with this worker's own"
                         " gradients; wrap it: elastic.DistributedOptimizer(optimizer, model.named_parameters(),"
                         " shards=shards)"
                     )
+                if own is not None:
+                    shard_checks.check_trained(name, value, self._referred())
             elif isinstance(handler, LoaderStateHandler):
                 own = value.shards
             else:
@@ -169,6 +173,7 @@ class HandledState(ObjectState):
     def save(self) -> None:
         """Copies what may have changed since the last save. Raises Invalid, DeviceLost."""
         # First what is likely to fail: then the last commit is still whole.
+        shard_checks.check_schedules({name: each.value for name, each in self._handlers.items()})
         values = self._copied(self._values())
         with self._saving():
             self._begun += 1

@@ -36,8 +36,9 @@ def refuse_shards(loader: Any) -> None:
     """Raises Invalid for a loader that cuts steps into shards."""
     if isinstance(loader, DataLoader) and loader.arguments.shards is not None:
         raise Invalid(
-            "this loader cuts a step into shards, and Lightning's loop trains one batch of each rank in a step, which"
-            " DDP averages; leave shards= out, or write the loop yourself, as docs/exact.md has it"
+            "this loader cuts a step into shards, and what trains with it has one batch of each rank in a step, which"
+            " DDP averages: give Trainer(strategy=ElasticStrategy(shards=shards)) the same shards, or leave shards="
+            " out; with Fabric write the loop as docs/exact.md has it"
         )
 
 

@@ -34,7 +34,10 @@ def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
                 values[f"callback_{number}{name}"] = value  # an average of weights
     values["progress"] = TrainerProgress(trainer)
     values["means"] = EpochMeans(trainer)
-    return TorchState(model=trainer.strategy.model, rng=True, **values)
+    shards = getattr(trainer.strategy, "shards", None)
+    if shards is not None:  # random generators are theirs then
+        values["shards"] = shards
+    return TorchState(model=trainer.strategy.model, rng=shards is None, **values)
 
 
 class TrainerProgress(Carried):

@@ -137,6 +137,11 @@ class ElasticFitLoop(Trained):
             )
         (self.loader,) = loaders
         if self._data_fetcher.length is None:
+            if self.loader.shards is not None:
+                raise Invalid(
+                    "Lightning looks whether another batch follows, and of a stream no second step can be begun while"
+                    " the shards of one are under way; give a dataset with a length"
+                )
             self.loader.ahead = 1  # Lightning looks whether another batch follows
 
     def deal(self) -> None:

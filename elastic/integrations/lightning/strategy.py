@@ -16,11 +16,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 from elastic.data import DataLoader, from_torch
+from elastic.data.loader import StepShards
 from elastic.errors import Invalid
+from elastic.exact.shards import Shards
 from elastic.integrations import versions
 from elastic.integrations.lightning import joining
 from elastic.integrations.lightning.environment import ElasticEnvironment
 from elastic.integrations.lightning.loops import ElasticFitLoop
+from elastic.integrations.lightning.sharded import ShardedSteps
 from elastic.runtime import lifecycle
 
 NAME = "elastic"
@@ -33,18 +36,27 @@ class ElasticStrategy(DDPStrategy):
     back to the last commit and training goes on there, in the middle of an epoch, with all that Lightning keeps:
     loops, optimizers, schedulers, callbacks, scaler, logged means, position in the data. ``kwargs`` are those of
     `DDPStrategy`, among them DDP's own. Raises Invalid outside a job of elasticrun.
+
+    ``shards=elastic.Shards(8)``: a step is 8 batches of the train dataloader, whatever the world, and weights are bit
+    by bit those of a run that nothing disturbed. The module is not wrapped in DDP then. See docs/exact.md.
     """
 
     strategy_name = NAME
 
-    def __init__(self, commit_every: int = 1, **kwargs: Any) -> None:
+    def __init__(
+        self, commit_every: int = 1, *, shards: Shards | None = None, **kwargs: Any
+    ) -> None:
         joining.refuse(kwargs)
         versions.check("lightning")
         if commit_every < 1:
             raise Invalid(
                 f"commit_every is {commit_every}; give a number of optimizer steps, at least 1"
             )
+        if shards is not None and not isinstance(shards, Shards):
+            raise Invalid(f"shards is {shards!r}; give an elastic.Shards")
         self.commit_every = commit_every
+        self.shards = shards
+        self._sharded = None if shards is None else ShardedSteps(shards)
         self._deals = False
         super().__init__(
             cluster_environment=ElasticEnvironment(), process_group_backend=NAME, **kwargs
@@ -75,6 +87,37 @@ class ElasticStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             trainer.fit_loop = ElasticFitLoop.in_place_of(trainer.fit_loop, self)
         super().setup(trainer)
+        if self._sharded is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._sharded.prepare(trainer)
+
+    def configure_ddp(self) -> None:
+        """With shards gradients are added up over those, and not over ranks."""
+        if self._sharded is None:
+            super().configure_ddp()
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """A step in shards stays where it is: its batches are moved one by one."""
+        if isinstance(batch, StepShards):
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's own, or all of this rank's shards; where the module optimizes by itself it is given the step."""
+        module = self.lightning_module
+        if self._sharded is None or not module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        (step, *rest), take_step = args, super().training_step
+
+        def forward(batch: Any) -> Any:
+            moved = self.batch_to_device(self.precision_plugin.convert_input(batch))
+            return take_step(moved, *rest, **kwargs)
+
+        def backward(loss: torch.Tensor) -> None:
+            self.backward(loss, self.optimizers[0])
+
+        return self._sharded.step(module.trainer, step, forward, backward)
 
     def follow(self) -> None:
         """Takes over this worker's place in the present world. DDP is a part of the state, and follows with it."""
@@ -93,7 +136,10 @@ class ElasticStrategy(DDPStrategy):
             connector.use_distributed_sampler = asked
 
     def process_dataloader(self, dataloader: object) -> object:
-        joining.refuse_shards(dataloader)
+        if self._sharded is None:
+            joining.refuse_shards(dataloader)
+        elif self._deals:
+            return self._sharded.loader_of(dataloader, joining.order_of(dataloader))
         if not self._deals or isinstance(dataloader, DataLoader):
             return dataloader
         return from_torch(dataloader, **joining.order_of(dataloader))

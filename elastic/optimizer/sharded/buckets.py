@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elastic.collectives.interface import Work
-from elastic.collectives.shared_memory import arena, host_copy
+from elastic.collectives.shared_memory import arena, host_copy, host_sum
 from elastic.errors import Invalid
 from elastic.exact import tree
 from elastic.optimizer.flat_buckets import LARGE_BYTES, SMALL_BYTES, gradient_strides, zeros
@@ -50,6 +50,8 @@ class ShardBucket:
         self._merge = tree.Merge(0, 0, 0)
         self._completes = False
         self._last = False
+        self._scale = 1.0
+        self._adds = host_sum.may(dtype, self.device)
         self._given: list[
             torch.Tensor
         ] = []  # what parameters have as gradients after the last shard
@@ -109,10 +111,15 @@ class ShardBucket:
         for held in self._held:
             held.clear()
 
-    def shard_begins(self, merge: tree.Merge, completes: bool, last: bool) -> None:
-        """``completes``: with it a partial is complete. ``last``: of this rank's shards."""
+    def shard_begins(
+        self, merge: tree.Merge, completes: bool, last: bool, scale: float = 1.0
+    ) -> None:
+        """``completes``: with it a partial is complete, which is multiplied by ``scale``. ``last``: of this rank's
+        shards.
+        """
         self.missing = len(self.parameters)
         self._merge, self._completes, self._last = merge, completes, last
+        self._scale = scale if completes else 1.0
         self._waiting.clear()
 
     def take(self, position: int) -> None:
@@ -132,23 +139,46 @@ class ShardBucket:
         if self._completes:
             place = self._merge.place - self._merge.merges
             views = [self._views[place][position] for position in positions]
-        for merge in range(self._merge.merges, 0, -1):
-            lower = [each.pop() for each in held]
-            if views is not None and merge == 1 and len(positions) == 1:
-                torch.add(lower[0], value[0], out=views[0])
-                views = None
+        if not self._add_up(value, held, views):
+            for merge in range(self._merge.merges, 0, -1):
+                lower = [each.pop() for each in held]
+                if views is not None and merge == 1 and len(positions) == 1:
+                    value = [torch.add(lower[0], value[0], out=views[0])]
+                else:
+                    torch._foreach_add_(lower, value)
+                    value = lower
+            if views is None:
+                for stack, each in zip(held, value, strict=True):
+                    stack.append(each)
             else:
-                torch._foreach_add_(lower, value)
-                value = lower
-        if views is not None:
-            self._write(positions, value, views)
-        elif not self._completes:
-            for stack, each in zip(held, value, strict=True):
-                stack.append(each)
+                self._write(positions, value, views)
         for position in positions:
             given = self._given[position]
             self.parameters[position].grad = given if self._last else None
             self._versions[position] = given._version
+
+    def _add_up(
+        self,
+        values: list[torch.Tensor],
+        held: list[list[torch.Tensor]],
+        views: list[torch.Tensor] | None,
+    ) -> bool:
+        """All merges of one gradient in one pass over memory, where that can be had: else nothing is done.
+
+        What it is merged with are the last of those that wait, from the last one down. So the tree's sum is that of a
+        row: ``a + (b + (c + d))`` is ``((d + c) + b) + a``, in the same bits.
+        """
+        merges = self._merge.merges
+        if not self._adds or merges == 0 or len(values) > 1:
+            return False
+        (value,), (stack,) = values, held
+        into = stack[-merges] if views is None else views[0]
+        if not host_sum.add_up([value, *stack[: -merges - 1 : -1]], into, self._scale):
+            return False
+        del stack[-merges:]
+        if views is None:
+            stack.append(into)
+        return True
 
     def _leaf(self, position: int) -> torch.Tensor:
         """Its gradient for the present shard, as it is added up; zeros where it has none."""
@@ -160,13 +190,23 @@ class ShardBucket:
     def _write(
         self, positions: list[int], value: list[torch.Tensor], views: list[torch.Tensor]
     ) -> None:
+        """A partial, to its place, times what it is to be scaled by."""
         copy = None
         if len(positions) == 1 and host_copy.bytewise(value[0], views[0]):
             copy = self._copies[self._merge.place - self._merge.merges].get(positions[0])
-        if copy is not None:
+        if value[0] is views[0]:
+            pass
+        elif copy is not None:
             copy.run(value, [value[0].data_ptr()])
         else:
             torch._foreach_copy_(views, value)
+        if self._scale != 1.0:
+            for view in views:  # torch._foreach_mul_ would round the factor to half precision first
+                view.mul_(self._scale)
+
+    def values(self, position: int) -> list[torch.Tensor]:
+        """Of a parameter, the partials that there is room for."""
+        return [views[position] for views in self._views]
 
     def give(self, scale: float) -> None:
         """The sum is there: the parameters' gradients are views of it, also on a spare. One that was compressed is

@@ -1,11 +1,13 @@
 """Decides when the gradients of a step's shards are summed: bucket by bucket while the last shard's backward runs.
 
 Gradients of a shard go into their buckets as they come (`buckets`), where they are added to those of the shards before,
-along the tree. In a rank's last shard a bucket that is full is launched, in the order of the plan, which is a function
-of the parameters alone. The loop over the shards ends when all have arrived: from there on every gradient is the mean
-over all shards, on every rank, and spares have it, too.
+along the tree. In a rank's last shard a bucket that is full is launched, in the order of the plan. The loop over the
+shards ends when all have arrived: from there on every gradient is the mean over all shards, on every rank, and spares
+have it, too.
 
-The first step of a world launches nothing before its loop ends: there the ranks compare their plans.
+The first step of a world launches nothing before its loop ends: there the ranks compare their plans, and take over the
+order in which rank 0 saw backward make gradients, in its last shard, or had learned before. Buckets are cut along it,
+so that the first ones are full early. Sums don't depend on that: each element is added up by itself.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Mapping
 
 import torch
 
+from elastic.api.compression import Compression
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory.process_group import SharedCollectives
@@ -29,23 +32,13 @@ from elastic.optimizer import bucket_plan, malloc_tuning
 from elastic.optimizer.flat_buckets import Compressor
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters
 from elastic.optimizer.sharded.buckets import ShardBucket
-from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
+from elastic.optimizer.sharded.exchange import PartialsExchange
+from elastic.optimizer.sharded.plan import ShardPlan, ShardSlot
 from elastic.protocol.messages import GRADIENTS
 from elastic.runtime import lifecycle
 from elastic.state.snapshots import digest
 
 PURPOSE = f"{GRADIENTS} of shards"
-
-
-class _Slot:
-    """A parameter's place, and what is left of its backward passes in the present shard."""
-
-    __slots__ = ("bucket", "passes_left", "position")
-
-    def __init__(self, bucket: ShardBucket, position: int) -> None:
-        self.bucket = bucket
-        self.position = position
-        self.passes_left = 0
 
 
 class ShardReducer:
@@ -67,14 +60,12 @@ class ShardReducer:
         self._parameters = OptimizerParameters(optimizer, names)
         self.shards = shards
         self._scale = 1.0 / shards.count if op is Op.AVERAGE else 1.0
-        self._compression = compression
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
         self._lock = threading.Lock()  # each device has its own backward thread
-        self._signature: list[tuple[object, ...]] = []
-        self._slots: dict[int, _Slot] = {}  # by id of the parameter
-        self._buckets: list[ShardBucket] = []
+        self._plan = ShardPlan(compression)
+        self._ready: list[int] = []  # what has a gradient in the last shard, in that order
         self._step: ShardStep | None = None
         self._program: tree.Program = ()
         self._complete: dict[int, bool] = {}  # shards of this rank: whether they complete a partial
@@ -87,13 +78,41 @@ class ShardReducer:
         self._keeps = False  # gradients of the present shard wait for others, as they are
         self._storages: set[int] = set()  # ... and have these
         self._noting = False  # digests of gradients are asked for
-        shards.listen(self)
+        shards.listen(self, trains=optimizer)
+
+    @classmethod
+    def of(
+        cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], shards: Shards
+    ) -> ShardReducer:
+        """For a loop that lets ``optimizer`` step as it is: averages, one backward pass a shard. Raises Invalid."""
+        shards.check_workers(lifecycle.current().env.workers_min)
+        made = cls(
+            optimizer,
+            names,
+            shards,
+            op=Op.AVERAGE,
+            compression=Compression.none,
+            passes=1,
+            sparse_as_dense=False,
+        )
+        made.install_hooks()
+        return made
 
     # ---- what an optimizer asks ----------------------------------------------------------------------------------
 
     @property
     def passes(self) -> int:
         return self._passes
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """Of the parameters that are trained, as ranks have agreed on it; None as long as they have not."""
+        return self._plan.order
+
+    @property
+    def launched(self) -> int:
+        """Buckets of the present step that travel."""
+        return self._launched
 
     @property
     def pending(self) -> bool:
@@ -117,20 +136,24 @@ class ShardReducer:
     def discard(self) -> None:
         """Abandon the present step."""
         self._forget()
-        for slot in self._slots.values():
+        for slot in self._plan.slots.values():
             slot.bucket.parameters[slot.position].grad = None
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
     def step_begins(self, step: ShardStep) -> None:
-        self._plan()
+        trained = [each for each in self._parameters.all() if each.requires_grad]
+        full = lifecycle.current().env.fusion_bytes or bucket_plan.FULL_BYTES
+        if self._plan.train(trained, full):
+            self.install_hooks()
+            self._agreed = None
         self._noting = lifecycle.current().env.digest_tensors
         if not all(work.done() for work in self._stale):
-            for bucket in self._buckets:
+            for bucket in self._plan.buckets:
                 bucket.make(bucket.depth)  # somebody may still write into the memory of before
         self._stale = []
         depth = max(1, len(step.partials[step.rank])) if self.shards.exact else 1
-        for bucket in self._buckets:
+        for bucket in self._plan.buckets:
             if bucket.depth < depth:
                 bucket.make(depth)
             bucket.step_begins()
@@ -141,22 +164,25 @@ class ShardReducer:
                 each.shard: done for each, done in zip(step.merges, complete, strict=True)
             }
         self._step, self._launched, self._shard, self._last = step, 0, None, False
+        self._ready.clear()
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
         if not self.shards.exact:  # one after the other, to what there is
-            merge = tree.Merge(merge.shard, self._taken(), self._taken())
+            before = int(self._shard is not None)
+            merge = tree.Merge(merge.shard, before, before)
         complete = self._complete[merge.shard] if self.shards.exact else last
         self._shard, self._last = merge, last
         self._keeps = merge.merges == 0 and not complete
         self._storages.clear()
-        for slot in self._slots.values():
+        for slot in self._plan.slots.values():
             slot.passes_left = self._passes
-        for bucket in self._buckets:
-            bucket.shard_begins(merge, complete, last)
+        for bucket in self._plan.buckets:
+            bucket.shard_begins(merge, complete, last, self._scale_of_root(bucket))
 
-    def _taken(self) -> int:
-        """Whether there is a shard before, 0 or 1."""
-        return int(self._shard is not None)
+    def _scale_of_root(self, bucket: ShardBucket) -> float:
+        """By which the partial is multiplied where it is made: on the only rank of a world it is the root."""
+        alone = self._step is not None and len(self._step.held) == 1
+        return self._scale if alone and self.shards.exact and not bucket.compressed else 1.0
 
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
@@ -165,7 +191,7 @@ class ShardReducer:
             self._receive(parameter)
 
     def _receive(self, parameter: torch.Tensor) -> None:
-        slot = self._slots.get(id(parameter))
+        slot = self._plan.slots.get(id(parameter))
         if slot is None or self._shard is None or not self.pending:
             raise Invalid(
                 f"{self._parameters.name(parameter)} got a gradient outside of the loop over the shards, where it"
@@ -180,10 +206,12 @@ class ShardReducer:
         slot.passes_left -= 1
         if slot.passes_left == 0:
             self._take(slot)
-            if self._last and slot.bucket.missing == 0:
-                self._launch_full()
+            if self._last:
+                self._ready.append(slot.number)
+                if slot.bucket.missing == 0:
+                    self._launch_full()
 
-    def _take(self, slot: _Slot) -> None:
+    def _take(self, slot: ShardSlot) -> None:
         parameter = slot.bucket.parameters[slot.position]
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
@@ -212,7 +240,7 @@ class ShardReducer:
     @torch.no_grad()
     def shard_ends(self, shard: int) -> None:
         """Parameters without a gradient, or with fewer passes than others, have what they have."""
-        for slot in self._slots.values():
+        for slot in self._plan.slots.values():
             if slot.passes_left:
                 slot.passes_left = 0
                 self._take(slot)
@@ -223,19 +251,19 @@ class ShardReducer:
         step, world = self._step, lifecycle.current()
         assert step is not None
         if step.merges:
-            for bucket in self._buckets:
+            for bucket in self._plan.buckets:
                 bucket.check_untouched(self._parameters.name)
         with world.guard(GRADIENTS):
-            if self._buckets:
+            if self._plan.buckets:
                 if self._agreed != world.generation:
                     self._agree(world)
-                while self._launched < len(self._buckets):
+                while self._launched < len(self._plan.buckets):
                     self._launch_next(world)
                 # Each waits for its first half, and starts the second, before any is waited for to its end.
-                for bucket in self._buckets:
+                for bucket in self._plan.buckets:
                     if isinstance(bucket.work, PartialsExchange):
                         bucket.work.advance()
-                for bucket in self._buckets:
+                for bucket in self._plan.buckets:
                     assert bucket.work is not None
                     bucket.work.wait()
                     bucket.work = None
@@ -247,7 +275,7 @@ class ShardReducer:
         self._forget()
 
     def _forget(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self._plan.buckets:
             bucket.drop()
             if bucket.work is not None:
                 self._stale.append(bucket.work)
@@ -259,7 +287,7 @@ class ShardReducer:
 
     @property
     def all_launched(self) -> bool:
-        return self._launched == len(self._buckets)
+        return self._launched == len(self._plan.buckets)
 
     def _launch_full(self) -> None:
         """In a hook, which never raises an interruption: `step_ends` does."""
@@ -272,13 +300,13 @@ class ShardReducer:
         ):
             return
         try:
-            while not self.all_launched and self._buckets[self._launched].missing == 0:
+            while not self.all_launched and self._plan.buckets[self._launched].missing == 0:
                 self._launch_next(world)
         except (CollectiveFailed, Interrupted) as failure:
             world.mark_broken(world.generation, str(failure))
 
     def _launch_next(self, world: Context) -> None:
-        bucket = self._buckets[self._launched]
+        bucket = self._plan.buckets[self._launched]
         failpoint("bucket")
         bucket.work = self._launch(world, bucket)
         self._launched += 1
@@ -286,7 +314,7 @@ class ShardReducer:
     def _launch(self, world: Context, bucket: ShardBucket) -> Work:
         step = self._step
         assert step is not None
-        group = self._group(world, bucket.device)
+        group = world.group(PURPOSE, bucket.device)
         target = bucket.flat[0]
         scale = 1.0 if bucket.compressed else self._scale
         if not self.shards.exact:
@@ -294,40 +322,51 @@ class ShardReducer:
                 target.zero_()
             return group.allreduce(target, Op.SUM, scale)
         if len(step.held) == 1:
-            evaluate(self._program, [bucket.flat], scale)
-            return group.barrier()
+            return group.barrier()  # the root is there; see `_scale_of_root`
         if self._in_memory and isinstance(group, SharedCollectives):
             return group.reduce_tree(bucket.places, bucket.elements, self._program, scale)
         counts = [len(nodes) for nodes in step.partials]
         return PartialsExchange(group, bucket.flat, bucket.elements, self._program, counts, scale)
 
-    def _group(self, world: Context, device: torch.device) -> Collectives:
-        return world.group(PURPOSE, device)
-
     def _agree(self, world: Context) -> None:
         """Compare plans, and where they lie. Collective. Raises StateMismatch."""
-        group = self._group(world, self._buckets[0].device)
+        group = world.group(PURPOSE, self._plan.buckets[0].device)
         if not isinstance(group, LocalCollectives):
-            shared = all(bucket.shared for bucket in self._buckets)
-            own = torch.tensor(
-                [_digest(self._lines()), int(shared), _digest(self.shards.arithmetic)],
-                dtype=torch.int64,
-                device=self._buckets[0].device,
-            )
-            rows = [torch.empty_like(own) for _ in range(group.size)]
-            group.allgather(rows, own).wait()
-            found = [row.tolist() for row in rows]
+            found = self._of_all(group, _digest(self._lines()), _digest(self.shards.arithmetic))
             differs = [rank for rank, row in enumerate(found) if row[0] != found[0][0]]
             if differs:
                 raise StateMismatch(
                     f"the optimizers of rank 0 and rank {differs[0]} have other parameters or Shards: give"
                     " DistributedOptimizer the same ones, in the same order, on every rank"
                 )
-            self._in_memory = all(row[1] for row in found)
-            others = [str(rank) for rank, row in enumerate(found) if row[2] != found[0][2]]
+            others = [str(rank) for rank, row in enumerate(found) if row[1] != found[0][1]]
             if others:
                 self._computes_differently(world, f"rank {', '.join(others)}")
+            self._share_order(group)
+            shared = all(bucket.shared for bucket in self._plan.buckets)
+            self._in_memory = all(row[0] for row in self._of_all(group, int(shared)))
         self._agreed = world.generation
+
+    def _lines(self) -> list[str]:
+        names = {id(each): self._parameters.name(each) for each in self._parameters.all()}
+        return [*self.shards.layout, f"scale {self._scale}", *self._plan.lines(names)]
+
+    def _of_all(self, group: Collectives, *own: int) -> list[list[int]]:
+        """These numbers of every rank."""
+        row = torch.tensor(own, dtype=torch.int64, device=self._plan.buckets[0].device)
+        rows = [torch.empty_like(row) for _ in range(group.size)]
+        group.allgather(rows, row).wait()
+        return [each.tolist() for each in rows]
+
+    def _share_order(self, group: Collectives) -> None:
+        """All take the order of rank 0, which always has a shard."""
+        order = torch.tensor(
+            self._plan.own_order(self._ready),
+            dtype=torch.int64,
+            device=self._plan.buckets[0].device,
+        )
+        group.broadcast(order, 0).wait()
+        self._plan.take_order(tuple(order.tolist()))
 
     def _computes_differently(self, world: Context, who: str) -> None:
         """Where a driver compares, only those come here that were let in."""
@@ -341,50 +380,6 @@ class ShardReducer:
             self.shards.computes_differently(differs)
         elif self.shards.inexact_since is None:
             self.shards.inexact_since = self.shards.step
-
-    # ---- the plan ------------------------------------------------------------------------------------------------
-
-    def _plan(self) -> None:
-        """Buckets for the parameters that are trained now."""
-        named = [each for each in self._parameters.all() if each.requires_grad]
-        signature: list[tuple[object, ...]] = [
-            (id(each), each.dtype, each.device, each.shape, each.stride()) for each in named
-        ]
-        if signature == self._signature:
-            return
-        self.install_hooks()
-        self._signature, self._agreed = signature, None
-        self._slots, self._buckets = {}, []
-        in_memory = [each.nbytes for each in named if each.device.type == "cpu"]
-        malloc_tuning.of_process().keep(max(in_memory, default=0))
-        sent = [self._sent_dtype(each) for each in named]
-        items = [
-            bucket_plan.Gradient(
-                f"{each.dtype} as {dtype} on {each.device}", each.numel(), dtype.itemsize
-            )
-            for each, dtype in zip(named, sent, strict=True)
-        ]
-        full = lifecycle.current().env.fusion_bytes or bucket_plan.FULL_BYTES
-        for planned in bucket_plan.plan(
-            items, first_bytes=min(bucket_plan.FIRST_BYTES, full), full_bytes=full
-        ):
-            parameters = [named[member] for member in planned.members]
-            dtype = sent[planned.members[0]]
-            bucket = ShardBucket(parameters, planned.offsets, planned.elements, dtype)
-            self._buckets.append(bucket)
-            for position, parameter in enumerate(parameters):
-                self._slots[id(parameter)] = _Slot(bucket, position)
-
-    def _sent_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        return self._compression.compress(parameter.new_empty(0))[0].dtype
-
-    def _lines(self) -> list[str]:
-        described = [
-            f"{self._parameters.name(parameter)} {parameter.dtype} as {bucket.dtype} {list(parameter.shape)}"
-            for bucket in self._buckets
-            for parameter in bucket.parameters
-        ]
-        return [*self.shards.layout, f"scale {self._scale}", *described]
 
 
 def _digest(lines: list[str]) -> int:

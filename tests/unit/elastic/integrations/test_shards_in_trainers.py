@@ -21,6 +21,6 @@ def loader(shards: Any) -> DataLoader:
 def test_lightning_refuses_shards(shards):
     from elastic.integrations.lightning import joining
 
-    with pytest.raises(Invalid, match="leave shards= out, or write the loop yourself"):
+    with pytest.raises(Invalid, match="or leave shards= out; with Fabric write the loop"):
         joining.refuse_shards(loader(shards))
     joining.refuse_shards(loader(None))

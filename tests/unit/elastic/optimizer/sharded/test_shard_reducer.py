@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from elastic.data import DataLoader
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact import tree
 from elastic.exact.shards import Shards
+from elastic.exact.step import StepListener
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.sharded.buckets import ShardBucket
+from elastic.optimizer.sharded.reducer import ShardReducer
 from elastic.protocol.messages import Place
 from elastic.runtime import lifecycle
 from elastic.state import TorchState
@@ -216,6 +219,61 @@ def test_the_mean_of_gradients_is_that_of_the_whole_batch(ranks):
             assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-5)
 
 
+class Backwards(torch.nn.Module):
+    """Declared in the order in which backward makes gradients, not in that of the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(20, 20, bias=False) for _ in range(5))
+        with torch.no_grad():
+            for number, each in enumerate(self.parameters()):
+                each.copy_(drawn(*each.shape, seed=number))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for each in reversed(self.layers):
+            inputs = torch.tanh(each(inputs))
+        return inputs
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_all_ranks_take_the_order_that_rank_0_has_seen(ranks, count):
+    """From the second step on all buckets but one travel before the last gradient comes; and whatever the buckets are,
+    sums have the same bits.
+    """
+
+    def steps(fusion_bytes):
+        world = lifecycle.current()
+        world.env = replace(world.env, fusion_bytes=fusion_bytes)
+        model, shards = Backwards(), Shards(count)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shards=shards
+        )
+        last = create_autospec(StepListener, instance=True)
+        shards.listen(last)
+        (reducer,) = shards.turn_of(last)
+        assert isinstance(reducer, ShardReducer)
+        launched = []
+
+        def note(parameter):
+            launched.append(reducer.launched)
+
+        for step in range(3):
+            for shard in shards:
+                if step == 2 and shard == shards.held[-1]:
+                    list(model.parameters())[3].register_post_accumulate_grad_hook(note)
+                model(drawn(4, 20, seed=10 * step + shard)).square().sum().backward()
+            optimizer.step()
+        weights = [each.detach().clone() for each in model.parameters()]
+        return reducer.order, launched, bool(shards.held), weights
+
+    ((_, _, _, alone),) = ranks(1, lambda rank: steps(None))
+    for fusion_bytes, early in ((1, 4), (None, 0)):
+        for order, launched, holds, weights in ranks(3, lambda rank, at=fusion_bytes: steps(at)):
+            assert order == (0, 1, 2, 3, 4)
+            assert launched == ([early] if holds else [])
+            assert all(map(torch.equal, alone, weights))
+
+
 def test_gradients_that_share_memory_are_added_up_apart(ranks):
     """Views of both are added up, so backward gives both the same gradient."""
 
@@ -356,7 +414,7 @@ def two_passes(model, shards, optimizer):
 
 
 def too_few_batches(model, shards, optimizer):
-    list(shards.over([1, 2]))
+    list(shards.over(iter([1, 2])))
 
 
 def commit_within(model, shards, optimizer):
@@ -458,12 +516,12 @@ def test_another_number_of_threads_in_the_middle_is_told(ranks, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
         run_step(model, shards)
 
-    with pytest.raises(Invalid, match="step 1 in 77 threads"):
+    with pytest.raises(Invalid, match="in 77 threads in step 1"):
         ranks(1, step)
 
 
 def test_statistics_of_all_ranks_are_refused():
-    with pytest.raises(Invalid, match="with Shards use torch's BatchNorm"):
+    with pytest.raises(Invalid, match="Use torch's BatchNorm, which normalizes each shard"):
         Shards(2).watch(torch.nn.Sequential(SyncBatchNorm(3)))
 
 
@@ -484,6 +542,11 @@ def loader_of(**options: Any) -> DataLoader:
     [
         (lambda shards: loader_of(shards=shards), "for step in loader"),
         (lambda shards: torch.utils.data.DataLoader(Augmented()), "knows nothing of shards"),
+        (lambda shards: iter(torch.utils.data.DataLoader(Augmented())), "knows nothing of shards"),
+        (
+            lambda shards: torch.ones(5, 2).unbind(),
+            r"5 micro-batches, and this rank has \d of the 5",
+        ),
         (lambda shards: torch.ones(4, 3), "given a Tensor, which is one batch"),
         (lambda shards: {"input_ids": torch.ones(4, 3)}, "given a dict, which is one batch"),
         (lambda shards: next(iter(loader_of(shards=4))), "give DataLoader"),
@@ -512,7 +575,13 @@ def test_what_follows_shards_is_in_one_state_with_them(ranks):
             TorchState(model, loader=loader_of(shards=shards))
         with pytest.raises(Invalid, match=r"state\.optimizer works in shards that are no part of"):
             TorchState(model, optimizer, shards=Shards(4))
+        with pytest.raises(Invalid, match="trains weight, which is in no model of the state"):
+            TorchState(torch.nn.Linear(3, 1), optimizer, shards=shards)
         TorchState(model, optimizer, shards=shards, loader=loader_of(shards=shards))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with pytest.raises(Invalid, match=r"learning rate of state\.optimizer and is in no state"):
+            TorchState(model, optimizer, shards=shards)
+        TorchState(model, optimizer, shards=shards, schedule=schedule)
 
     ranks(1, states)
 

@@ -1,0 +1,44 @@
+"""Adds up a row of tensors in host memory in one pass, by the C++ library's kernels for sums of ranks.
+
+torch reads and writes memory once for each addition. Gradients are larger than the caches, so that is what adding them
+up costs. Elements are combined in the order of the tensors, one rounding at a time, as torch does it: the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from elastic.collectives.shared_memory import host_copy, native_library
+from elastic.collectives.shared_memory.native_library import DType
+
+# Half precision would be rounded once for the whole row, and not at each addition.
+_DTYPES = {torch.float32: DType.FLOAT32, torch.float64: DType.FLOAT64}
+_SUM = 1  # as in native/kernels.h
+
+
+def may(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `add_up` can be had for tensors of this kind."""
+    return device.type == "cpu" and dtype in _DTYPES and native_library.load() is not None
+
+
+def add_up(sources: Sequence[torch.Tensor], into: torch.Tensor, scale: float) -> bool:
+    """``into`` becomes ``((sources[0] + sources[1]) + sources[2] + ...) * scale``; it may be one of them.
+
+    Tensors of one shape, of a kind that `may` has. Nothing is done, and False returned, where their bytes are not in
+    one order, or where torch computes in several threads, which have more memory bandwidth together.
+    """
+    library = native_library.load()
+    if library is None or torch.get_num_threads() > 1 or len(sources) > native_library.MAX_RANKS:
+        return False
+    if not all(host_copy.bytewise(each, into) for each in sources):
+        return False
+    count = len(sources)
+    pointers = (ctypes.c_void_p * count)(*[each.data_ptr() for each in sources])
+    target = (ctypes.c_void_p * 1)(into.data_ptr())
+    done: int = library.elastic_reduce(
+        None, _DTYPES[into.dtype], _SUM, target, 1, pointers, count, into.numel(), scale
+    )
+    return done == 0

@@ -1,0 +1,53 @@
+"""What `Shards.over` was given: whether it can be this rank's micro-batches of one step. Talks to nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+
+import torch
+
+from elastic.data.loader import DataLoader
+from elastic.errors import Invalid
+
+
+def check(batches: object, held: tuple[int, ...], count: int, committed: bool) -> None:
+    """Raises Invalid for what would train every rank on the same samples, or on a part of one.
+
+    ``held``: this rank's, of ``count`` shards. ``committed``: commits have the number of the step, so they need the
+    position in the data, too.
+    """
+    if isinstance(batches, DataLoader):
+        raise Invalid(
+            "over() takes one step of a loader: `for step in loader: for batch in shards.over(step): ...`, with"
+            " DataLoader(..., global_batch_size=64, shards=shards)"
+        )
+    if type(batches).__module__.startswith("torch.utils.data") or isinstance(
+        batches, torch.utils.data.DataLoader
+    ):  # or its iterator
+        raise Invalid(
+            "torch's DataLoader knows nothing of shards: each rank would train on the same batches, in each step"
+            " again. Give elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards) the dataset, or"
+            " elastic.data.from_torch(loader, batch_size=1, global_batch_size=64, shards=shards) the loader"
+        )
+    if isinstance(batches, torch.Tensor | Mapping):
+        raise Invalid(
+            f"over() was given a {type(batches).__name__}, which is one batch; give a micro-batch for each of this"
+            f" rank's shards, here {len(held)}, or a step of elastic.data.DataLoader(..., shards=shards)"
+        )
+    if isinstance(batches, Sized) and len(batches) != len(held):
+        raise Invalid(
+            f"over() was given {len(batches)} micro-batches, and this rank has {len(held)} of the"
+            f" {count} shards: give it those, [batches[shard] for shard in shards.held], or a step of"
+            " elastic.data.DataLoader(..., shards=shards)"
+        )
+    dealt = getattr(batches, "held", None)
+    if dealt is not None and tuple(dealt) != held:
+        raise Invalid(
+            f"the loader has dealt shards {list(dealt)} to this rank, which computes {list(held)}; give"
+            " DataLoader(..., shards=shards) the Shards themselves, and not their number"
+        )
+    if committed and not getattr(batches, "in_state", True):
+        raise Invalid(
+            "the loader is in no state, so a commit does not have its position, and after a failure other samples"
+            " would be trained on: add it, as in TorchState(..., shards=shards, loader=loader)"
+        )

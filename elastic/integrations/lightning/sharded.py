@@ -1,0 +1,102 @@
+"""A training step of Lightning's as shards: forward and backward of each, and then one step of the optimizer. Acts.
+
+Lightning gives ``training_step`` a batch, takes the loss, and has the optimizer step. Here what its loop takes for a
+batch is a step of the loader, which is cut into shards; ``training_step`` is called for each that this rank has, and
+its backward pass follows at once. Gradients are the mean over all shards when the loop over them ends, so the module is
+not wrapped in DDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+
+from elastic.data import DataLoader, from_torch
+from elastic.errors import Invalid
+from elastic.exact.shards import Shards
+from elastic.optimizer.sharded.reducer import ShardReducer
+
+Automatic: Any = (
+    _AutomaticOptimization  # private: there is no other way to the order of backward and zero_grad
+)
+Backward = Callable[[torch.Tensor], object]
+
+
+class ShardedOptimization(Automatic):
+    """Gradients are there when ``training_step`` returns: nothing sets them to zero, and no backward pass follows."""
+
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+    def _make_backward_fn(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+
+class ShardedSteps:
+    """What `ElasticStrategy` does with ``shards``."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self._reducers: list[ShardReducer] = []  # shards hold them weakly
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Adds up the gradients of the trainer's optimizers over shards. Raises Invalid for what can't be meant."""
+        if trainer.accumulate_grad_batches != 1:
+            raise Invalid(
+                "shards are what a step accumulates: leave accumulate_grad_batches out, and give more shards for a"
+                " larger batch"
+            )
+        module = trainer.lightning_module
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self._reducers = [
+            ShardReducer.of(optimizer, names, self.shards) for optimizer in trainer.optimizers
+        ]
+        loop = trainer.fit_loop.epoch_loop
+        made = ShardedOptimization.__new__(ShardedOptimization)
+        made.__dict__.update(loop.automatic_optimization.__dict__)
+        loop.automatic_optimization = made
+
+    def loader_of(self, dataloader: Any, order: Mapping[str, Any]) -> DataLoader:
+        """A shard has as many samples as a batch of ``dataloader``. Raises Invalid."""
+        if isinstance(dataloader, DataLoader):
+            if dataloader.shards is not self.shards:
+                raise Invalid(
+                    "the train dataloader is cut into other shards than ElasticStrategy(shards=...) was given, or into"
+                    " none; give elastic.data.DataLoader the same ones, or give a DataLoader of torch's"
+                )
+            return dataloader
+        size = getattr(dataloader, "batch_size", None)
+        if size is None:
+            raise Invalid(
+                "a shard has as many samples as a batch of the train dataloader, and this one has no batch_size; give"
+                " elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards)"
+            )
+        whole = size * self.shards.count
+        return from_torch(dataloader, global_batch_size=whole, shards=self.shards, **order)
+
+    def step(
+        self,
+        trainer: Trainer,
+        batches: Iterable[Any],
+        forward: Callable[[Any], Any],
+        backward: Backward,
+    ) -> torch.Tensor:
+        """All of this rank's shards. Returns the mean of all shards' losses. Raises Invalid, PeerLost."""
+        loader, losses = trainer.fit_loop.loader, []
+        for batch in self.shards.over(batches):
+            results = trainer.fit_loop.epoch_loop.logged
+            results.batch, results.batch_size = batch, None  # what a logged mean is weighted by
+            output = forward(batch)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if not isinstance(loss, torch.Tensor):
+                raise Invalid(
+                    f"training_step gave {type(loss).__name__} for shard {loader.shard}, and every shard of a step"
+                    " counts; return a loss, which may be zero"
+                )
+            losses.append(loss.detach() * loader.weight)
+            backward(loss * loader.weight)
+        return torch.tensor(self.shards.mean(losses))

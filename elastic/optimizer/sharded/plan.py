@@ -1,0 +1,105 @@
+"""Which of an optimizer's gradients travels in which bucket, where they are added up over shards. Decides nothing.
+
+`elastic.optimizer.bucket_plan` decides, from sizes and from the order in which gradients come; here it becomes buckets,
+and a place for every parameter that is trained. Sums don't depend on it: each element is added up by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic.optimizer import bucket_plan, malloc_tuning
+from elastic.optimizer.flat_buckets import Compressor
+from elastic.optimizer.sharded.buckets import ShardBucket
+
+
+class ShardSlot:
+    """A parameter's place, and what is left of its backward passes in the present shard."""
+
+    __slots__ = ("bucket", "number", "passes_left", "position")
+
+    def __init__(self, number: int, bucket: ShardBucket, position: int) -> None:
+        self.number = number  # of those that are trained
+        self.bucket = bucket
+        self.position = position
+        self.passes_left = 0
+
+
+class ShardPlan:
+    """``slots`` are by id of the parameter; ``order``: of the parameters, as ranks have agreed on it, or None."""
+
+    def __init__(self, compression: Compressor) -> None:
+        self.slots: dict[int, ShardSlot] = {}
+        self.buckets: list[ShardBucket] = []
+        self.order: tuple[int, ...] | None = None
+        self._compression = compression
+        self._trained: Sequence[torch.Tensor] = []
+        self._signature: list[tuple[object, ...]] = []
+        self._full_bytes = bucket_plan.FULL_BYTES
+
+    def train(self, parameters: Sequence[torch.Tensor], full_bytes: int) -> bool:
+        """Makes buckets for these. Whether others were trained before."""
+        signature: list[tuple[object, ...]] = [
+            (id(each), each.dtype, each.device, each.shape, each.stride()) for each in parameters
+        ]
+        if signature == self._signature:
+            return False
+        self._signature, self._trained = signature, parameters
+        self.order, self._full_bytes = None, full_bytes
+        in_memory = [each.nbytes for each in parameters if each.device.type == "cpu"]
+        malloc_tuning.of_process().keep(max(in_memory, default=0))
+        self._arrange()
+        return True
+
+    def own_order(self, ready: Sequence[int]) -> tuple[int, ...]:
+        """What was agreed before, else what this rank has seen."""
+        count = len(self._trained)
+        return (
+            self.order or bucket_plan.seen_order(ready, count) or bucket_plan.expected_order(count)
+        )
+
+    def take_order(self, order: tuple[int, ...]) -> None:
+        """The gradients of the present step move to other buckets where it is a new one."""
+        if order == self.order:
+            return
+        self.order, before = order, self.slots
+        self._arrange()
+        for key, slot in self.slots.items():
+            partials = before[key].bucket.values(before[key].position)
+            if slot.bucket.depth < len(partials):
+                slot.bucket.make(len(partials))
+            places = slot.bucket.values(slot.position)
+            torch._foreach_copy_(places[: len(partials)], partials)
+
+    def lines(self, name_of: dict[int, str]) -> list[str]:
+        """What must be the same on every rank. ``name_of``: by id."""
+        described = [
+            f"{name_of[id(each)]} {each.dtype} as {self._sent_dtype(each)} {list(each.shape)}"
+            for each in self._trained
+        ]
+        return [f"buckets of {self._full_bytes}", *described]
+
+    def _arrange(self) -> None:
+        self.slots, self.buckets = {}, []
+        sent = [self._sent_dtype(each) for each in self._trained]
+        items = [
+            bucket_plan.Gradient(
+                f"{each.dtype} as {dtype} on {each.device}", each.numel(), dtype.itemsize
+            )
+            for each, dtype in zip(self._trained, sent, strict=True)
+        ]
+        first = min(bucket_plan.FIRST_BYTES, self._full_bytes)
+        for planned in bucket_plan.plan(
+            items, order=self.order, first_bytes=first, full_bytes=self._full_bytes
+        ):
+            parameters = [self._trained[member] for member in planned.members]
+            dtype = sent[planned.members[0]]
+            bucket = ShardBucket(parameters, planned.offsets, planned.elements, dtype)
+            self.buckets.append(bucket)
+            for position, member in enumerate(planned.members):
+                self.slots[id(parameters[position])] = ShardSlot(member, bucket, position)
+
+    def _sent_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return self._compression.compress(parameter.new_empty(0))[0].dtype

@@ -1,0 +1,53 @@
+"""Sums of a row of tensors in one pass: the bits of torch's additions one after the other, or nothing is done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic.collectives.shared_memory import host_sum, native_library
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def drawn(count: int, elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    numbers = torch.Generator().manual_seed(elements)
+    return [torch.randn(elements, generator=numbers, dtype=dtype) * 3**n for n in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_row_has_the_bits_of_additions_one_after_the_other(dtype):
+    for count in (2, 3, 5):
+        for elements in (1, 63, 100_003):
+            for scale in (1.0, 1 / 3):
+                tensors = drawn(count, elements, dtype)
+                wanted = tensors[0].clone()
+                for each in tensors[1:]:
+                    wanted += each
+                wanted *= scale
+                for into in (torch.empty_like(wanted), tensors[-1]):
+                    assert host_sum.add_up(tensors, into, scale)
+                    assert torch.equal(wanted, into), (count, elements, scale)
+
+
+def test_what_has_another_order_in_memory_is_left_alone(monkeypatch):
+    square = drawn(1, 16, torch.float32)[0].view(4, 4)
+    into = torch.zeros(4, 4)
+    assert not host_sum.add_up([square, square.t()], into, 1.0)
+    assert not host_sum.add_up([square, square], into.t(), 1.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not host_sum.add_up([square, square], into, 1.0)
+    assert not into.any()
+
+
+def test_half_precision_is_rounded_at_each_addition_and_so_not_added_up_here():
+    assert host_sum.may(torch.float32, CPU)
+    assert not host_sum.may(torch.bfloat16, CPU)
+    assert not host_sum.may(torch.float32, torch.device("cuda"))
