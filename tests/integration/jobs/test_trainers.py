@@ -52,14 +52,17 @@ def kill_while_training(training: Any, rank: int) -> None:
     training.until(lambda: len(training.worlds()) > worlds, "a world without it")
 
 
-def judge(training: Any, samples: int) -> None:
-    """All that are left have the same bits. Replicas were equal, and samples counted once, at every commit."""
+def judge(training: Any, samples: int, of_a_step: int = 4) -> None:
+    """All that are left have the same bits. Replicas were equal, and samples counted once, at every commit.
+
+    ``of_a_step``: samples of a worker.
+    """
     found = ends(training)
     assert found and len(set(found)) == 1, found
     summary = training.check_invariants()
     assert summary.commits_compared > 10
     # What a killed worker has said of its last commit may not have arrived.
-    assert samples - 4 <= summary.samples_counted <= samples
+    assert samples - of_a_step <= summary.samples_counted <= samples
 
 
 @library
@@ -76,6 +79,26 @@ def test_rank_0_dies_in_the_middle_of_an_epoch(job: Any, library: str):
     training.succeed(START_S)
     judge(training, 480)
     assert training.worlds()[-1]["generation"] == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", ["lightning"])
+def test_shards_have_the_same_bits_whoever_dies(job: Any, library: str):
+    """One worker that nobody disturbs, and two of which rank 0 is killed: the same weights after as many steps."""
+    words, env = f"{SHORT} --shards 4", {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    alone = job("-np 1", script(library, words), env=env)
+    alone.succeed(START_S)
+    training = job(
+        "-np 2 --min-np 1 --blacklist-cooldown-range 60 60",
+        script(library, words.replace("0.01", "0.1")),
+        env={**env, "ELASTIC_DIGESTS": "1"},
+    )
+    training.wait_for(r"step 10 of 2", START_S)
+    kill_while_training(training, 0)
+    training.succeed(START_S)
+    judge(training, 480, of_a_step=8)
+    assert set(ends(training)) == set(ends(alone))
 
 
 @library
