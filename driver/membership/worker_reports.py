@@ -111,7 +111,7 @@ class WorkerReports(Part):
                 self.worlds.gather(Kind.START, because(why))
 
     def _newcomer_ready(self, standing: Standing) -> None:
-        if self.worlds.generation and not standing.running:
+        if self.worlds.members and not standing.running:
             self.staff.welcome(standing, self.worlds.members)  # too late for the world of init()
         elif (
             standing.layout

@@ -16,13 +16,13 @@ class Deadlines(Part):
     def all(self) -> Iterator[float]:
         """When to look again, if nothing happens."""
         starting = self.worlds.phase is not Phase.ENDING and self.worlds.inquest is None
-        yield from self.staff.deadlines(starting=starting, first=not self.worlds.generation)
+        yield from self.staff.deadlines(starting=starting, first=not self.worlds.members)
         if self.worlds.inquest is not None:
             yield self.worlds.inquest.by
         by: list[float | None] = []
         match self.worlds.phase:
             case Phase.GATHERING:
-                late = self.worlds.gathering.late or not self.worlds.generation
+                late = self.worlds.gathering.late or not self.worlds.members
                 by = [
                     None if late else self.worlds.gathering.late_at,
                     self.worlds.gathering.short_by,
@@ -64,7 +64,7 @@ class Deadlines(Part):
                     f"waited {self.settings.elastic_timeout_s:g} s for the others to return, and go on"
                 )
             case Phase.GATHERING:
-                if self.worlds.generation and not self.worlds.gathering.late:
+                if self.worlds.members and not self.worlds.gathering.late:
                     self._remind()
                     self._gathering_late()
                 if self.orders.due(self.worlds.gathering.short_by):

@@ -140,7 +140,7 @@ class Worlds:
 
     def _try_to_publish(self) -> None:
         awaited = self.staff.starting()
-        if self.generation and not self.gathering.anew:
+        if self.members and not self.gathering.anew:
             awaited = self.gathering.awaited(self.roster)
         if next(awaited, None) is not None:
             return
@@ -166,7 +166,7 @@ class Worlds:
         before, gathering, arranged = self.world, self.gathering, composition.arrangement
         source = self.roster[arranged.order[0]]
         assert source.store is not None
-        if before.generation:
+        if before.members:
             reason = because(
                 Why.NEXT_WORLD,
                 cause=gathering.reason,
@@ -333,7 +333,7 @@ class Worlds:
                 at_work = [s.worker for s in self.live() if s.stage is Stage.MEMBER]
                 if at_work:
                     self.orders.do(BreakWorld(self.generation, at_work, reason))
-            self.end_if(self.patience.all_lost(self.world, self.gathering))
+            self._all_lost()
             return
         live = self.live()
         returned = bool(live) and all(s.stage in (Stage.RETURNED, Stage.FINISHED) for s in live)
@@ -353,7 +353,15 @@ class Worlds:
         self.gathering.somebody_lost = lost
         self.orders.do(BreakWorld(self.generation, [s.worker for s in at_work], reason))
         if lost:
-            self.end_if(self.patience.all_lost(self.world, self.gathering))
+            self._all_lost()
+
+    def _all_lost(self) -> None:
+        """If nobody is left: the end, or, where nobody had come as far as elastic.run, a first world once more. Who
+        starts then waits for the others in init(), and does not act as a newcomer of a world that is gone.
+        """
+        self.end_if(self.patience.all_lost(self.world, self.gathering))
+        if not self.trained and not self.live():
+            self.world = World(self.generation)
 
     def gather(self, kind: Kind, reason: Reason) -> None:
         if kind is not Kind.CHANGE:
@@ -378,7 +386,7 @@ class Worlds:
 
     def awaited(self, standing: Standing) -> bool:
         """Whether the next world waits for it."""
-        if self.phase is not Phase.GATHERING or not self.generation:
+        if self.phase is not Phase.GATHERING or not self.members:
             return False
         at_work = standing.stage is not Stage.READY
         return at_work and (standing.running or not self.gathering.late)
@@ -409,7 +417,7 @@ class Worlds:
     def named(self, standing: Standing) -> str:
         worker = standing.worker
         place = self.world.places.get(worker)
-        if place is None and not self.generation:
+        if place is None and not self.members:
             place = standing.first_place
         who = "worker" if place is None else f"rank {place.rank}"
         return f"{who} ({worker} on {worker.host})"

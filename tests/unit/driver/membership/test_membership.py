@@ -234,6 +234,17 @@ def test_a_loss_while_some_have_entered_tells_those_that_have_not():
     assert order(the(PublishWorld, talk.ready("h:2"))) == ["h:0#1", "h:2#1"]
 
 
+def test_where_all_are_lost_before_elastic_run_the_next_world_is_a_first_one():
+    talk = started(2)
+    talk.tell(exited("h:0"), exited("h:1"))
+    assert names(talk.wait(1)) == ["h:0#2", "h:1#2"]
+    greeted = talk.tell(connected("h:0#2"), connected("h:1#2"))
+    assert [each.newcomer for each in greeted if isinstance(each, WelcomeWorker)] == [False] * 2
+    world = the(PublishWorld, talk.ready("h:0#2", "h:1#2", generation=0, running=False))
+    assert (world.generation, order(world)) == (2, ["h:0#2", "h:1#2"])
+    assert str(world.reason) == "first world: 2 workers ready"
+
+
 def test_a_collective_that_breaks_outside_elastic_run_ends_the_job_and_names_the_culprit():
     talk = started(3)
     assert talk.tell(stranded("h:0", 1)) == []  # a moment before the exit is known
