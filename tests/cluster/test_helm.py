@@ -70,6 +70,7 @@ def test_uninstall_leaves_nothing_of_it(release: Release, nodes: list[Node]) -> 
         node.wait_pids(0)
 
 
+@pytest.mark.timeout(600)
 def test_this_api_server_takes_every_combination(
     control_plane: ControlPlane, tmp_path: Path
 ) -> None:
