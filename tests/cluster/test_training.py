@@ -149,17 +149,19 @@ def test_without_rights_it_finds_its_workers_by_their_service(
     release.end()
 
 
+@pytest.mark.timeout(240)
 def test_elasticrun_k8s_run_shows_the_job_and_removes_it_at_its_end(
     release: Release, nodes: list[Node]
 ) -> None:
     running = release.k8s_run("python", str(SCRIPT), "/steps")
     release.until(2)
-    status = release.k8s_says("status", "job")
-    assert "job job runs; 2 of 2 worker pods serve it" in status and "job-worker-1" in status
+    serves = "job job runs; 2 of 2 worker pods serve it"
+    eventually(lambda: serves in release.k8s_says("status", "job"), "their probes say so", 60.0)
+    assert "job-worker-1" in release.k8s_says("status", "job")
     assert release.k8s_says("scale", "job", "1") == "job: 2 -> 1 worker pods\n"
     release.until(1)
     (release.folder / "stop").touch()
-    output, errors = running.communicate(timeout=60)
+    output, errors = running.communicate(timeout=110)
     assert running.returncode == 0, errors
     assert "generation 1 has 2 workers" in output and "training has ended" in output
     assert output.count("training has ended") == 1
