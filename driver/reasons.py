@@ -396,9 +396,7 @@ SENTENCES: dict[Why, Sentence] = {
     Why.STUCK_AGAIN: "in {worlds} worlds a worker was stuck, with no new commit between: {cause}",
     Why.IN_CIRCLES: "{worlds} worlds in a row broke with nobody lost and no new commit: {cause}",
     Why.LOST_PEER: "{who} lost a peer: {text}",
-    Why.LOST_PEER_OUTSIDE: "{who} lost a peer outside elastic.run and can't recover ({text}). If training had not"
-    " begun, as in the constructor of DistributedDataParallel, start the job again. Else put the training loop into a"
-    " function decorated with @elastic.run",
+    Why.LOST_PEER_OUTSIDE: f"{{who}} lost a peer outside elastic.run and can't recover ({{text}}). {ADVICE}",
     Why.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
     Why.ENDED: _ended,
     Why.SCRIPT_FAILS: "every worker ended before training began, the last with {exit}{killed_for:because}{wrote:wrote}",

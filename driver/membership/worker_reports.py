@@ -22,6 +22,7 @@ from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import Stage, Standing
 from elastic.driver.membership.worlds.gathering import Kind
+from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Why, because, in_words
 
@@ -68,6 +69,10 @@ class WorkerReports(Part):
             return  # a connection that outlived its process
         standing.pid = event.pid
         self.frozen.speaks(standing)
+        if self.worlds.members and not self.worlds.trained and not self.worlds.live():
+            # All are gone, and nobody had come as far as elastic.run. It would train alone if it were the newcomer of a
+            # world that is gone: the next world is a first one.
+            self.worlds.world = World(self.worlds.generation)
         self.staff.welcome(standing, self.worlds.members)
 
     def ready(self, event: WorkerReady) -> None:

@@ -333,7 +333,7 @@ class Worlds:
                 at_work = [s.worker for s in self.live() if s.stage is Stage.MEMBER]
                 if at_work:
                     self.orders.do(BreakWorld(self.generation, at_work, reason))
-            self._all_lost()
+            self.end_if(self.patience.all_lost(self.world, self.gathering))
             return
         live = self.live()
         returned = bool(live) and all(s.stage in (Stage.RETURNED, Stage.FINISHED) for s in live)
@@ -353,15 +353,7 @@ class Worlds:
         self.gathering.somebody_lost = lost
         self.orders.do(BreakWorld(self.generation, [s.worker for s in at_work], reason))
         if lost:
-            self._all_lost()
-
-    def _all_lost(self) -> None:
-        """If nobody is left: the end, or, where nobody had come as far as elastic.run, a first world once more. Who
-        starts then waits for the others in init(), and does not act as a newcomer of a world that is gone.
-        """
-        self.end_if(self.patience.all_lost(self.world, self.gathering))
-        if not self.trained and not self.live():
-            self.world = World(self.generation)
+            self.end_if(self.patience.all_lost(self.world, self.gathering))
 
     def gather(self, kind: Kind, reason: Reason) -> None:
         if kind is not Kind.CHANGE:
