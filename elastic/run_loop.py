@@ -42,6 +42,7 @@ from elastic.protocol.messages import COPY, World
 from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.failures import hardware_errors
 from elastic.runtime.lifecycle import Runtime
+from elastic.runtime.session import Session
 from elastic.state import bit_flips, newcomer
 from elastic.state.snapshots import memory_ahead
 from elastic.state.state import State, has_custom_sync
@@ -130,7 +131,7 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             _enter_world(rt, state, others, first=first)
             first = False
             rt.training.begins()
-            value = func(state, *args, **kwargs)
+            value = unwrapped(rt.session, lambda: func(state, *args, **kwargs))
             durable.finish(rt, state)
             rt.training.returned()
             return value
@@ -155,6 +156,17 @@ def _train(rt: Runtime, func: Callable[..., Value], state: State, args: Any, kwa
             rt.commits.step_back(state)
         if rt.alone and rt.place.size == 1:
             state.on_reset()
+
+
+def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
+    """What user code returns. torch makes a RuntimeError of whatever a callback of its futures raises, as in a
+    communication hook of DDP that reduces twice: where user code was told of a loss, that is raised in its place.
+    """
+    try:
+        return user_code()
+    except RuntimeError:
+        session.raise_if_told()
+        raise
 
 
 def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None:

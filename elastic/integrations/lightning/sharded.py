@@ -99,4 +99,4 @@ class ShardedSteps:
                 )
             losses.append(loss.detach() * loader.weight)
             backward(loss * loader.weight)
-        return torch.tensor(self.shards.mean(losses))
+        return torch.tensor(self.shards.mean(losses), dtype=torch.float32, device="cpu")
