@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import sys
 import threading
 from typing import Any
 
 import torch
 
-from elastic.collectives.construct import Connecting, Store, listen
+from elastic.collectives.construct import Connecting, Store
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.shared_memory import arena
 from elastic.protocol.messages import Address
+from elastic.rendezvous.store import StoreListener
 
 TIMEOUT_S = 20.0
 kept: list[Any] = []
 
 
-def join(rank: int, port: int) -> Collectives:
-    listener = listen("127.0.0.1", port) if rank == 0 else None
-    store = Store(Address("127.0.0.1", port), listener, TIMEOUT_S)
+def join(rank: int, port: int, listening: int) -> Collectives:
+    address = Address("127.0.0.1", port)
+    listener = StoreListener(socket.socket(fileno=listening), address) if rank == 0 else None
+    store = Store(address, listener, TIMEOUT_S)
     store.open()
     kept.append(store)
     connecting = Connecting(
@@ -104,12 +107,12 @@ def leave_first(group: Collectives) -> None:
 
 
 if __name__ == "__main__":
-    how, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    how, rank, port, listening = sys.argv[1], *map(int, sys.argv[2:])
     {
         "under way": leave_under_way,
         "under way in a cycle": leave_under_way_in_a_cycle,
         "daemon waits": leave_a_thread_waiting,
         "forked child": fork,
         "last": leave_first,
-    }[how](join(rank, port))
+    }[how](join(rank, port, listening))
     print("done", flush=True)

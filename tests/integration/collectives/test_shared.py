@@ -707,16 +707,18 @@ def test_an_abort_ends_the_wait_for_a_stopped_rank(mortal):
 def ended(how: str) -> list[tuple[int, str]]:
     """Exit code and all output of two ranks that end so."""
     listener = listen("127.0.0.1")
-    listener.close()
+    socket = listener.socket.fileno()  # rank 0 inherits it: nobody else can take the port
     programs = [
         subprocess.Popen(
-            [sys.executable, str(ENDS), how, str(rank), str(listener.address.port)],
+            [sys.executable, str(ENDS), how, str(rank), str(listener.address.port), str(socket)],
+            pass_fds=[socket] if rank == 0 else [],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(2)
     ]
+    listener.close()
     try:
         said = [program.communicate(timeout=ENDS_S)[0] for program in programs]
     finally:
