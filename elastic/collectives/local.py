@@ -32,14 +32,14 @@ class LocalCollectives:
 
     def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
         done = self._done()
-        outputs[0].copy_(tensor.view(outputs[0].shape))
+        outputs[0].copy_(tensor.reshape(outputs[0].shape))
         return done
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> Work:
         done = self._done()
-        output.copy_(tensor.view(output.shape))
+        output.copy_(tensor.reshape(output.shape))
         return done
 
     def barrier(self) -> Work:

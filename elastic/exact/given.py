@@ -27,7 +27,7 @@ def check(batches: object, held: tuple[int, ...], count: int, committed: bool) -
         raise Invalid(
             "torch's DataLoader knows nothing of shards: each rank would train on the same batches, in each step"
             " again. Give elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards) the dataset, or"
-            " elastic.data.from_torch(loader, batch_size=1, global_batch_size=64, shards=shards) the loader"
+            " elastic.data.from_torch(loader, global_batch_size=64, shards=shards) the loader"
         )
     if isinstance(batches, torch.Tensor | Mapping):
         raise Invalid(

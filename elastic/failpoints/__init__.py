@@ -29,7 +29,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from elastic.errors import Invalid
@@ -42,7 +41,6 @@ _rules: list[Rule] = []
 _read: object = None  # what the rules were read from; None: nothing yet
 _met: dict[Rule, int] = {}
 _step = ""
-flippers: dict[str, Callable[[int], str]] = {}  # a bit of what; says which one it was
 
 
 def failpoint(place: str) -> None:

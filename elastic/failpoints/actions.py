@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from elastic import failpoints
 from elastic.errors import Invalid
 from elastic.failpoints.rules import Rule
 from elastic.rendezvous import environment
@@ -154,10 +153,13 @@ def _wait(name: str) -> None:
         time.sleep(LOOK_S)
 
 
+flippers: dict[str, Callable[[int], str]] = {}  # a bit of what; says which one it was
+
+
 def _flip(argument: str) -> None:
     """A bit of the memory of the state in ``elastic.run``."""
     what, _, seed = argument.partition(":")
-    flipper = failpoints.flippers.get(what)
+    flipper = flippers.get(what)
     which = flipper(int(seed)) if flipper is not None else ""
     said = f"flipped {which}" if which else f"there are no {what} here"
     print(f"elastic: {said}", file=sys.stderr, flush=True)

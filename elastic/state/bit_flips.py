@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from elastic import failpoints
+from elastic.failpoints import actions
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.state import ObjectState, State, parts_of
 
@@ -19,7 +19,7 @@ def offer(state: State) -> None:
     """From here on the action ``flip`` finds the memory of this state."""
     if isinstance(state, ObjectState):
         for kind, find in FINDERS.items():
-            failpoints.flippers[kind] = functools.partial(flip, state, find)
+            actions.flippers[kind] = functools.partial(flip, state, find)
 
 
 def flip(state: ObjectState, find: Callable[[ObjectState], Found], seed: int) -> str:

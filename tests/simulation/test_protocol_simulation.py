@@ -17,6 +17,7 @@ from elastic.chaos.simulator.simulated_faults import (
     ON_GPUS,
     STEERED,
     WITH_NOTICE,
+    Fault,
     Weather,
     hang_the_network,
     kill_one,
@@ -264,16 +265,21 @@ def test_a_notice_ahead_of_time_costs_no_step_and_breaks_no_world():
     assert "KillWorker" not in sim.story()
 
 
-@pytest.mark.parametrize("first", some(range(0, 200, 5), 8))
-@pytest.mark.slow
-def test_machines_that_announce_their_end_never_cost_the_job(first):
-    """They go, stay, or nothing happens, while others die and drivers are replaced; nobody is started on them."""
+def succeed_under(faults: list[Fault], first: int) -> None:
+    """Five jobs, each with these faults."""
     for seed in range(first, first + 5):
-        weather = Weather(faults=WITH_NOTICE)
+        weather = Weather(faults=faults)
         outcome = Simulation(
             seed, workers=WORKERS, steps=150, faults=12, mild=True, weather=weather
         ).run()
         assert outcome.code == 0, f"seed {seed}: {outcome}"
+
+
+@pytest.mark.parametrize("first", some(range(0, 200, 5), 8))
+@pytest.mark.slow
+def test_machines_that_announce_their_end_never_cost_the_job(first):
+    """They go, stay, or nothing happens, while others die and drivers are replaced; nobody is started on them."""
+    succeed_under(WITH_NOTICE, first)
 
 
 def test_a_machine_that_stands_still_costs_the_others_a_lease():
@@ -309,12 +315,7 @@ def test_a_machine_that_stands_still_costs_the_others_a_lease():
 @pytest.mark.slow
 def test_machines_that_stand_still_never_cost_the_job(first):
     """For a moment, or for long enough to be given up, while others die and drivers are replaced."""
-    for seed in range(first, first + 5):
-        weather = Weather(faults=FROZEN)
-        outcome = Simulation(
-            seed, workers=WORKERS, steps=150, faults=12, mild=True, weather=weather
-        ).run()
-        assert outcome.code == 0, f"seed {seed}: {outcome}"
+    succeed_under(FROZEN, first)
 
 
 def test_what_an_operator_wants_costs_no_step_and_breaks_no_world():

@@ -160,10 +160,8 @@ def test_what_a_script_does_before_an_import_may_decide_what_that_does():
     assert [*leading_imports("from . import x\nimport y\nif True:\n    import z\n")] == ["y"]
 
 
-def test_a_job_takes_its_next_worker_from_it(job, tmp_path):
-    flags = f"-np 2 --min-np 1 --preload auto --checkpoint-dir {tmp_path}"
-    training = job(flags, ["python", str(SCRIPTS / "durable.py")])
-    training.wait_for("rank 0 begins at 0")
+def one_that_waits(training) -> psutil.Process:
+    """The job's, once it waits to become a worker."""
 
     def ready() -> list[psutil.Process]:
         children = psutil.Process(training.driver.pid).children()
@@ -171,6 +169,15 @@ def test_a_job_takes_its_next_worker_from_it(job, tmp_path):
 
     training.until(lambda: any(waits_at_its_pipe(each.pid) for each in ready()), "one that waits")
     [waiting] = ready()
+    return waiting
+
+
+def test_a_job_takes_its_next_worker_from_it(job, tmp_path):
+    flags = f"-np 2 --min-np 1 --preload auto --checkpoint-dir {tmp_path}"
+    training = job(flags, ["python", str(SCRIPTS / "durable.py")])
+    training.wait_for("rank 0 begins at 0")
+
+    waiting = one_that_waits(training)
     training.kill(1)
     training.wait_for_world(1)
     training.wait_for_world(2)
@@ -185,12 +192,7 @@ def test_of_several_lost_at_once_one_comes_from_it_and_all_come_back(job, tmp_pa
     training = job(f"{flags} --checkpoint-dir {tmp_path}", ["python", str(SCRIPTS / "durable.py")])
     training.wait_for("rank 0 begins at 0")
 
-    def ready() -> list[psutil.Process]:
-        children = psutil.Process(training.driver.pid).children()
-        return [each for each in children if "prepared_process" in " ".join(each.cmdline())]
-
-    training.until(lambda: any(waits_at_its_pipe(each.pid) for each in ready()), "one that waits")
-    [waiting] = ready()
+    waiting = one_that_waits(training)
     lost = [training.pid(rank) for rank in (1, 2)]
     for pid in lost:
         os.kill(pid, signal.SIGKILL)

@@ -122,6 +122,20 @@ def test_keys_that_torch_would_take_for_the_same_are_kept(tmp_path):
     assert torch.load(tmp_path / "all.pt", weights_only=False)["best"] == state.best
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_parameters_that_are_not_finite_are_found(dtype, odd):
+    model = torch.nn.Linear(2, 2)
+    for name, last in (("sound", 1.0), ("spoilt", odd)):
+        numbers = torch.tensor([0.5, last]).to(dtype)
+        model.register_parameter(name, torch.nn.Parameter(numbers, requires_grad=False))
+    state = TorchState(model=model)
+    state.commit()
+    held = hold(state)
+    assert writing.not_finite(held) == {"model.spoilt"}
+    held.release()
+
+
 def test_what_is_held_stays_as_it_is_while_commits_go_on(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     before = state.model[0].weight.detach().clone()
