@@ -50,6 +50,7 @@ def test_all_workers_are_killed_and_it_goes_on_from_the_newest_checkpoint(job, t
     storage = Storage(str(folder))
     last = catalog.read(storage, catalog.names(storage)[-1])
     assert last.values["step"] == int(ended)
+    assert f"commit {last.name.commit} is durable" in training.output, "an operator is told so"
 
 
 def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
