@@ -55,18 +55,26 @@ class Strike:
 
 
 class Disturbed:
-    """A running job. Use as a context manager; it leaves no process behind."""
+    """A running job. Use as a context manager; it leaves no process behind.
 
-    def __init__(self, workers: int, *flags: str, width: int = 128, ddp: bool = False) -> None:
+    It trains an MLP of this width, or with ``gpt`` it is examples/gpt.py.
+    """
+
+    def __init__(
+        self, workers: int, *flags: str, width: int = 128, ddp: bool = False, gpt: bool = False
+    ) -> None:
         self.workers = workers
         self.directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
         self.journal = self.directory / "journal.jsonl"
-        program = [sys.executable, str(HERE / "stepper.py"), str(self.directory), "1000000"]
+        script = HERE / ("stepped_example.py" if gpt else "stepper.py")
+        program = [sys.executable, str(script), str(self.directory), "1000000"]
+        if not gpt:
+            program += [str(width), *(["ddp"] if ddp else [])]
         command = [sys.executable, "-m", "elastic.driver.commandline.cli", "-np", str(workers)]
         command += ["--min-np", "1", "--journal", str(self.journal), *flags]
         self.log = open(self.directory / "log", "wb")  # noqa: SIM115 -- lives as long as the job
         self.driver = subprocess.Popen(
-            [*command, *program, str(width), *(["ddp"] if ddp else [])],
+            [*command, *program],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -84,10 +92,10 @@ class Disturbed:
             os.killpg(self.driver.pid, signal.SIGKILL)
         self.log.close()
 
-    def steps(self) -> list[Step]:
-        """All steps so far, by time."""
+    def steps(self, kind: str = "steps") -> list[Step]:
+        """All steps so far, by time. ``entries``: all calls of the training function."""
         found = []
-        for path in self.directory.glob("*.steps"):
+        for path in self.directory.glob(f"*.{kind}"):
             for line in path.read_text().splitlines():
                 parts = line.split()
                 if len(parts) == 5:

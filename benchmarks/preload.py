@@ -1,6 +1,6 @@
 """How long does a worker take that replaces a lost one, with and without a prepared process?
 
-From its start to its being ready to join. Two jobs run at the same time, of two workers each, and are struck by turns.
+From its start to its being ready to join. One job after the other, of two workers each, of which one trains on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from rich.console import Console
 
 from disturbed import Disturbed, options_of, table_of, write_json
 
-REST_S = 8.0  # after a strike: for a process to be prepared; the other job is struck meanwhile
+REST_S = 10.0  # after a strike: for a process to be prepared
+
+
+OFTEN = ("--slot-attempts", "1000", "--blacklist-cooldown-range", "1", "2")  # the same slots
 
 
 def came(job: Disturbed, incarnations: int) -> list[float] | None:
@@ -36,19 +39,20 @@ def came(job: Disturbed, incarnations: int) -> list[float] | None:
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--strikes", type=int, default=10)
+    parser.add_argument("--gpt", action="store_true", help="examples/gpt.py instead of an MLP")
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    with Disturbed(2) as plain, Disturbed(2, "--preload", "auto") as prepared:
-        jobs = {"started anew": plain, "from a prepared process": prepared}
-        for strike in range(options.strikes):
-            for job in jobs.values():
-                time.sleep(REST_S / 2)
+    rows = {}
+    for name, flags in (("started anew", ()), ("from a prepared process", ("--preload", "auto"))):
+        with Disturbed(2, *flags, *OFTEN, gpt=options.gpt) as job:
+            for strike in range(options.strikes):
+                time.sleep(REST_S)
                 job.strike(signal.SIGKILL, rng)
-                job.wait("a newcomer", functools.partial(came, job, strike + 1), 60)
-        rows = {name: came(job, options.strikes) or [] for name, job in jobs.items()}
+                newcomers = functools.partial(came, job, strike + 1)
+                rows[name] = job.wait("a newcomer", newcomers, 60)
     title = "from the start of a worker until it is ready to join"
     Console().print(table_of(title, "strikes", rows))
-    write_json(options.json, dict(rows))
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What does a standby bring, and what does it cost while it waits?
 
-A job of two workers and one standby. A random worker is killed, again and again: until the world is full again, every
-member has made a step in it. Between the strikes the standby is stopped for a second and let run for a second, by
+A job of two workers and one standby. A random worker is killed, again and again. The world is full again when every
+member of a world of two has the state and is in its training function; the step that it makes then is told apart,
+beside the usual one. Between the strikes the standby is stopped for a second and let run for a second, by
 turns: the ratio of the medians of a member's steps says what its presence costs.
 """
 
@@ -21,7 +22,6 @@ from disturbed import Disturbed, Step, options_of, table_of, write_json
 
 WORKERS = 2
 TURN_S = 1.0  # shorter than a lease
-TURNS = 10  # before each strike
 
 
 def stands_by(job: Disturbed) -> int | None:
@@ -41,35 +41,37 @@ def stands_by(job: Disturbed) -> int | None:
     return found[-1] if found else None
 
 
-def full_after(job: Disturbed, generation: int) -> float | None:
-    """When the last member made its first step in the first full world after this one."""
-    first: dict[tuple[int, int], float] = {}
+def full_after(job: Disturbed, generation: int) -> tuple[float, float] | None:
+    """In the first full world after this one: when the last member was in its training function, and when the last one
+    had made its first step.
+    """
+    made: dict[tuple[int, int], float] = {}
     for step in job.steps():
         if step.generation > generation and step.size == WORKERS:
-            first.setdefault((step.generation, step.rank), step.at)
-    for number in sorted({number for number, _ in first}):
-        came = [at for (of, _), at in first.items() if of == number]
-        if len(came) == WORKERS:
-            return max(came)
+            made.setdefault((step.generation, step.rank), step.at)
+    entered = {(each.generation, each.rank): each.at for each in job.steps("entries")}
+    for number in sorted({number for number, _ in made}):
+        who = [key for key in made if key[0] == number]
+        if len(who) == WORKERS:
+            return max(entered[key] for key in who), max(made[key] for key in who)
     return None
 
 
-def spent(job: Disturbed, at: float, full_at: float) -> dict[str, float]:
-    """Milliseconds of the recovery from a kill at ``at``: until the driver knew, each phase of its slowest worker, and
-    from the first collective of the slowest until all had made a step.
+def spent(job: Disturbed, at: float) -> dict[str, float]:
+    """Milliseconds of the recovery from a kill at ``at``: until the driver knew, and each phase of its slowest worker,
+    the last of which, until its first collective, has most of a step in it.
     """
     records = [r for r in job.records() if r.get("at", 0.0) >= at]
     kinds = [(r["at"], a) for r in records for a in r.get("actions") or []]
     noticed = next(when for when, a in kinds if a["type"] == "BreakWorld")
-    resumed, report = next((when, a) for when, a in kinds if a["type"] == "ReportRecovery")
-    last = {"until all have made a step": (full_at - resumed) * 1e3}
-    return {"noticed": (noticed - at) * 1e3, **report["phases_ms"], **last}
+    report = next(a for _, a in kinds if a["type"] == "ReportRecovery")
+    return {"noticed": (noticed - at) * 1e3, **report["phases_ms"]}
 
 
-def turns(job: Disturbed, standby: int) -> list[tuple[float, float, bool]]:
+def turns(job: Disturbed, standby: int, number: int) -> list[tuple[float, float, bool]]:
     """Begin and end of each turn, and whether the standby was stopped."""
     found = []
-    for _ in range(TURNS):
+    for _ in range(number):
         for stopped in (True, False):
             os.kill(standby, signal.SIGSTOP if stopped else signal.SIGCONT)
             begin = time.monotonic()
@@ -87,31 +89,41 @@ def intervals(steps: list[Step], begin: float, end: float) -> list[float]:
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--strikes", type=int, default=10)
-    parser.add_argument("--width", type=int, default=512, help="of the layers")
+    parser.add_argument("--turns", type=int, default=10, help="of both kinds before each strike")
+    parser.add_argument("--width", type=int, default=512, help="of the layers of an MLP")
+    parser.add_argument("--gpt", action="store_true", help="examples/gpt.py instead of an MLP")
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    lasted, watched = [], []
+    lasted, stepped, watched = [], [], []
     parts: dict[str, list[float]] = {}
-    flags = ("--max-np", str(WORKERS), "--standbys", "1", "--blacklist-cooldown-range", "1", "2")
-    with Disturbed(WORKERS, *flags, "--slot-attempts", "1000", width=options.width) as job:
+    flags = ["--max-np", str(WORKERS), "--standbys", "1", "--blacklist-cooldown-range", "1", "2"]
+    flags += ["--slot-attempts", "1000"]
+    with Disturbed(WORKERS, *flags, width=options.width, gpt=options.gpt) as job:
         for _ in range(options.strikes):
             standby = job.wait("a standby", functools.partial(stands_by, job), 90)
-            watched += turns(job, standby)
+            watched += turns(job, standby, options.turns)
             last = job.wait("a full world", lambda: job.full(20), 60)
             victim = rng.choice(last)
             at = time.monotonic()
             os.kill(victim.pid, signal.SIGKILL)
             full = functools.partial(full_after, job, victim.generation)
-            full_at = job.wait("a full world", full, 60)
+            full_at, stepped_at = job.wait("a full world", full, 60)
             lasted.append((full_at - at) * 1e3)
-            for part, ms in spent(job, at, full_at).items():
+            stepped.append((stepped_at - at) * 1e3)
+            for part, ms in spent(job, at).items():
                 parts.setdefault(part, []).append(ms)
         steps = job.steps()
     beside = [
         i for begin, end, stopped in watched if not stopped for i in intervals(steps, begin, end)
     ]
     alone = [i for begin, end, stopped in watched if stopped for i in intervals(steps, begin, end)]
-    rows = {"from the kill until a full world has made a step": lasted, **parts}
+    usual = intervals(steps, steps[0].at, steps[-1].at)
+    rows = {
+        "from the kill until a full world trains": lasted,
+        "until it has made a step": stepped,
+        "a usual step": [statistics.median(usual)],
+        **parts,
+    }
     console = Console()
     console.print(table_of(f"{WORKERS} workers and one standby", "strikes", rows))
     ratio = statistics.median(beside) / statistics.median(alone)
@@ -119,7 +131,10 @@ def main() -> None:
         f"a step with the standby waiting: {statistics.median(beside):.2f} ms, with it stopped:"
         f" {statistics.median(alone):.2f} ms; ratio {ratio:.3f} ({len(beside)} and {len(alone)} steps)"
     )
-    write_json(options.json, {"full_ms": lasted, "parts_ms": parts, "step_ratio": ratio})
+    write_json(
+        options.json,
+        {"full_ms": lasted, "stepped_ms": stepped, "parts_ms": parts, "step_ratio": ratio},
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The job that the recovery and join benchmarks disturb: small steps, a commit after each, one line
 per step. It ends at the step whose number stands in ``DIR/stop``, which all ranks have to see before they come to it.
 
-Each worker appends ``time generation size rank step`` to ``DIR/<pid>.steps``; the time is
-CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
+Each worker appends ``time generation size rank step`` to ``DIR/<pid>.steps``, and to ``DIR/<pid>.entries`` when its
+training function is called; the time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,28 @@ from pathlib import Path
 import torch
 
 import elastic
+from elastic.runtime import lifecycle
+
+
+class StepLog:
+    """Of this process."""
+
+    def __init__(self, directory: str) -> None:
+        self._steps, self._entries = (
+            os.open(f"{directory}/{os.getpid()}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for kind in ("steps", "entries")
+        )
+
+    def entered(self, step: int) -> None:
+        self._write(self._entries, step)
+
+    def made(self, step: int) -> None:
+        self._write(self._steps, step)
+
+    def _write(self, file: int, step: int) -> None:
+        rt = lifecycle.current()
+        line = f"{time.monotonic():.6f} {rt.generation} {rt.place.size} {rt.place.rank} {step}\n"
+        os.write(file, line.encode())
 
 
 def main(directory: str, steps: int, width: int, ddp: bool) -> None:
@@ -34,13 +56,11 @@ def main(directory: str, steps: int, width: int, ddp: bool) -> None:
         )
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
     stop = Path(directory, "stop")
-    log = os.open(f"{directory}/{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = StepLog(directory)
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:
-        from elastic.runtime import lifecycle
-
-        rt = lifecycle.current()
+        log.entered(state.step)
         last = steps
         while state.step < last:
             if last == steps and stop.exists():
@@ -52,8 +72,7 @@ def main(directory: str, steps: int, width: int, ddp: bool) -> None:
             model(inputs).square().mean().backward()
             optimizer.step()
             state.step += 1
-            line = f"{time.monotonic():.6f} {rt.generation} {rt.place.size} {rt.place.rank} {state.step}\n"
-            os.write(log, line.encode())
+            log.made(state.step)
             state.commit()
 
     train(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 VOCABULARY = 256  # bytes
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
 class Attention(nn.Module):
@@ -115,12 +117,18 @@ class Windows(Dataset[Tensor]):
 
 def standard_library(limit: int) -> tuple[bytes, bytes]:
     """Python's own source in the order of its paths, at most ``limit`` bytes; every 20th file is for validation."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
     training, validation = bytearray(), bytearray()
-    for index, file in enumerate(sorted(root.rglob("*.py"))):
-        if not skipped & set(file.relative_to(root).parts):
-            (validation if index % 20 == 0 else training).extend(file.read_bytes())
+    for index, file in enumerate(sources(Path(sysconfig.get_path("stdlib")))):
+        (validation if index % 20 == 0 else training).extend(file.read_bytes())
         if len(training) >= limit:
             break
     return bytes(training[:limit]), bytes(validation)
+
+
+def sources(folder: Path) -> Iterator[Path]:
+    """What is in no folder that is skipped: that may have tens of thousands of files."""
+    for entry in sorted(folder.iterdir()):
+        if entry.suffix == ".py":
+            yield entry
+        elif entry.is_dir() and entry.name not in SKIPPED:
+            yield from sources(entry)

@@ -248,5 +248,5 @@ def read(path: Path) -> dict[Cell, Result]:
             if line.strip():
                 said = json.loads(line)
                 cell = Cell(said["victim"], said["fault"], said["phase"])
-                results[cell] = Result(cell, said["passed"], said["ms"], said["said"])
+                results[cell] = Result(cell, said["passed"], said["ms"], said["said"], said["date"])
     return results

@@ -66,6 +66,7 @@ class Result:
     passed: bool
     ms: float | None = None
     said: str = ""  # what was wrong
+    date: str = ""  # when it ran; empty: just now
 
 
 @dataclass(frozen=True)

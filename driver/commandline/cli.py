@@ -33,6 +33,7 @@ from elastic.driver.launch.environment import threads_per_worker
 from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost, parse_hosts, read_hostfile, show
 from elastic.driver.network.interfaces import alone_address, free_port, worker_network
 from elastic.driver.preemption import watch
+from elastic.driver.processes import prepared
 from elastic.driver.processes.console import stand_in_for_closed
 from elastic.driver.reasons import counted
 from elastic.driver.settings import UNBOUNDED, Settings
@@ -319,11 +320,14 @@ def _preemption(options: Options) -> str:
 
 def _preload(options: Options) -> str:
     """Raises Invalid."""
-    names = [name.strip() for name in (options.preload or "").split(",") if name.strip()]
-    wrong = [name for name in names if not all(map(str.isidentifier, name.split(".")))]
-    if wrong:
-        raise Invalid(f"--preload {wrong[0]} is not a name of a module; give names, or auto")
-    return ",".join(names)
+    wanted = options.preload or ""
+    try:
+        names, count = prepared.read(wanted)
+    except ValueError as error:
+        raise Invalid(f"--preload {wanted}: {error}") from error
+    if not wanted.strip(", "):
+        return ""
+    return ",".join([*names, str(count)])
 
 
 def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:

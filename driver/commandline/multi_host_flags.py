@@ -169,8 +169,8 @@ def add_preemption(add: Group) -> None:
         "MODULES",
         str,
         "Keep on each host one process that has imported torch, and these modules, and start the next worker there from"
-        " it, in place of a lost one; auto: those that the script imports first (default: ELASTIC_PRELOAD, or no such"
-        " process).",
+        " it, in place of a lost one; auto: those that the script imports first; auto,2: two such processes (default:"
+        " ELASTIC_PRELOAD, or none).",
         variable="ELASTIC_PRELOAD",
         keys=("preload.modules",),
     )

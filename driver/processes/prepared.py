@@ -1,7 +1,7 @@
-"""Keeps a Python process that has imported what the next worker needs, so that it need not be waited for.
+"""Keeps Python processes that have imported what the next workers need, so that these need not be waited for.
 
-It is started some time after workers were, with their interpreter and environment, and becomes one when it is told what
-to run; until then it has one pipe and no thread of ours. Nothing is forked. See `prepared_process`.
+One is started some time after workers were, with their interpreter and environment, and becomes one when it is told
+what to run; until then it has one pipe and no thread of ours. Nothing is forked. See `prepared_process`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ PROGRAM = (
     " from elastic.driver.processes.prepared_process import main; main()"
 )
 PREPARED = "ELASTIC_PREPARED"  # in the environment of one, as the kernel shows it to others: it names no worker
+MOST = 64  # processes
 QUIET_S = 3.0  # after the last start: workers that are starting need the processors themselves
 ROOM = "." * 4096  # bytes for the command line of what is run later
 # Variables that say who a worker is: init() and scripts read them, and no import.
@@ -75,10 +76,25 @@ class _Kept:
     environ: dict[str, str]
 
 
-class Prepared:
-    """Of one host, at most one at a time. ``modules``: see `prepared_process`; empty: none is kept.
+def read(wanted: str) -> tuple[list[str], int]:
+    """Of ``auto,transformers,2``: the modules, and how many processes are kept, 1 by default. Raises ValueError."""
+    words = [word.strip() for word in wanted.split(",") if word.strip()]
+    names = [word for word in words if not word.isdecimal()]
+    for name in names:
+        if not all(map(str.isidentifier, name.split("."))):
+            raise ValueError(
+                f"{name} is not a name of a module; give names, or auto, and a number for more than one process"
+            )
+    counts = [int(word) for word in words if word.isdecimal()]
+    if counts and (len(counts) > 1 or not 1 <= counts[0] <= MOST):
+        raise ValueError(f"{', '.join(map(str, counts))} processes; give one number, 1 to {MOST}")
+    return names, counts[0] if counts else 1
 
-    ``spawn`` starts it as workers are started; ``gone`` is told the number of one that is not needed and has ended.
+
+class Prepared:
+    """Of one host. ``modules``: see `read` and `prepared_process`; empty: none is kept.
+
+    ``spawn`` starts them as workers are started; ``gone`` is told the number of one that is not needed and has ended.
     """
 
     def __init__(
@@ -88,21 +104,21 @@ class Prepared:
         self._spawn = spawn
         self._gone = gone
         self._log = log
-        self._kept: _Kept | None = None
+        self._kept: list[_Kept] = []  # the one that has had most time first
         self._next: asyncio.TimerHandle | None = None
         self._said: set[str] = set()
 
     def take(
         self, command: Sequence[str], environ: Mapping[str, str], folder: str | None
     ) -> subprocess.Popen[bytes] | None:
-        """The process that becomes this worker; None: none can, and it is to be started. Keeps another afterwards."""
+        """The process that becomes this worker; None: none can, and it is to be started. Makes up for it afterwards."""
         if not self.modules:
             return None
-        kept, self._kept = self._kept, None
         wanted = plain(command)
         self._later(command, environ, folder)
-        if kept is None:
+        if not self._kept:
             return None
+        kept = self._kept.pop(0)
         why = self._unfit(kept, wanted, environ)
         if why:
             if why not in self._said:
@@ -137,7 +153,8 @@ class Prepared:
     def _prepare(self, command: list[str], environ: dict[str, str], folder: str | None) -> None:
         self._next = None
         found = plain(command)
-        if found is None or self._kept is not None:
+        modules, count = read(self.modules)
+        if found is None or len(self._kept) >= count:
             return
         interpreter, unbuffered, words = found
         here = os.path.abspath(folder or os.curdir)
@@ -146,7 +163,7 @@ class Prepared:
         hears, told = os.pipe()
         what = os.memfd_create("told")
         program = [interpreter, *["-u"][: int(unbuffered)], "-c", PROGRAM]
-        arguments = [first, str(hears), str(what), self.modules, script, ROOM]
+        arguments = [first, str(hears), str(what), ",".join(modules), script, ROOM]
         try:
             marked = {**environ, PREPARED: "1"}
             process = self._spawn([*program, *arguments], marked, folder, (hears, what))
@@ -155,7 +172,9 @@ class Prepared:
             os.close(told)
             os.close(what)
         else:
-            self._kept = _Kept(process, told, what, found, shared(environ))
+            self._kept.append(_Kept(process, told, what, found, shared(environ)))
+            if len(self._kept) < count:
+                self._later(command, environ, folder)
         finally:
             os.close(hears)
 
@@ -178,9 +197,8 @@ class Prepared:
         self._gone(kept.process.pid)
 
     def close(self) -> None:
-        """Ends the one that waits."""
+        """Ends those that wait."""
         if self._next is not None:
             self._next.cancel()
-        if self._kept is not None:
-            self._end(self._kept)
-            self._kept = None
+        while self._kept:
+            self._end(self._kept.pop())

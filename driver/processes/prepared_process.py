@@ -28,7 +28,14 @@ from pathlib import Path
 from types import ModuleType
 
 AUTO = "auto"
-OURS = ("torch", "elastic", "elastic.optimizer", "elastic.run_loop", "elastic.state.torch_state")
+OURS = (
+    "torch",
+    "torch._dynamo",  # which the first optimizer imports, and torch does not
+    *("elastic.data.loader", "elastic.run_loop", "elastic.runtime.basics"),
+    *("elastic.optimizer.distributed_optimizer", "elastic.optimizer.adasum_optimizer"),
+    *("elastic.state.torch_state", "elastic.state.newcomer"),
+    *("elastic.collectives.cpu", "elastic.collectives.shared_memory.process_group"),
+)
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 
 

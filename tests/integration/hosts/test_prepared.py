@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -22,26 +23,35 @@ SPARE = {"HOME": "/nowhere", "ELASTIC_PREEMPTION": "off"}
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
+    """Each imports what it is told to, and not torch too."""
     monkeypatch.setattr(prepared, "QUIET_S", 0.0)
+    only = prepared.PROGRAM.replace("main;", "main; main.__globals__['OURS'] = ();", 1)
+    monkeypatch.setattr(prepared, "PROGRAM", only)
+
+
+async def all_wait(host, count: int = 1) -> list[int]:
+    """The numbers of the processes that have imported everything, and wait."""
+    kept = host.launcher.agent.prepared._kept
+    await until(lambda: len(kept) == count, "processes")
+    pids = [each.process.pid for each in kept]
+    for pid in pids:
+        await until(functools.partial(waits_at_its_pipe, pid), f"{pid} to wait")
+    return pids
 
 
 async def waits(host) -> int:
-    """The number of the process that has imported everything, and waits."""
-    kept = host.launcher.agent.prepared
-    await until(lambda: kept._kept is not None, "a process")
-    pid: int = kept._kept.process.pid
-    await until(lambda: waits_at_its_pipe(pid), f"{pid} to wait")
+    [pid] = await all_wait(host)
     return pid
 
 
-async def prepared_for_an_empty_script(host) -> tuple[int, Path]:
-    """One worker has run it, and a process for the next one waits. Its number, and the script."""
-    host.launcher.agent.prepared.modules = "auto"
-    script = host.folder / "script.py"
+async def has_run_an_empty_script(host, modules: str = "auto") -> Path:
+    """One worker has run it. The script."""
+    host.launcher.agent.prepared.modules = modules
+    script: Path = host.folder / "script.py"
     script.write_text("")
     host.start(A, [sys.executable, str(script)])
     await host.exit()
-    return await waits(host), script
+    return script
 
 
 def waits_at_its_pipe(pid: int) -> bool:
@@ -67,7 +77,7 @@ async def facts_of(host, worker, name: str) -> tuple[int, Path]:
 
 @conversation
 async def test_it_finds_in_its_process_what_a_started_one_finds(host):
-    host.launcher.agent.prepared.modules = "numpy"
+    host.launcher.agent.prepared.modules = "torch"
     found: list[dict[str, object]] = []
     for worker, name in ((A, "first"), (B, "second")):
         ready = await waits(host) if found else None
@@ -110,7 +120,7 @@ async def test_one_with_another_environment_is_started_anew_and_the_log_says_why
     command = [sys.executable, "-c", "pass"]
     host.launcher.start(A, command, {"PATH": os.environ["PATH"]})
     await host.exit()
-    assert host.launcher.agent.prepared._kept is None  # nobody can tell what that imports
+    assert not host.launcher.agent.prepared._kept  # nobody can tell what that imports
     script = host.folder / "script.py"
     script.write_text("")
     host.start(A, [sys.executable, str(script)])
@@ -128,7 +138,8 @@ async def test_one_with_another_environment_is_started_anew_and_the_log_says_why
 
 @conversation
 async def test_one_that_has_died_is_no_loss(host):
-    ready, script = await prepared_for_an_empty_script(host)
+    script = await has_run_an_empty_script(host)
+    ready = await waits(host)
     os.kill(ready, signal.SIGKILL)
     os.waitid(os.P_PID, ready, os.WEXITED | os.WNOWAIT)
     host.start(B, [sys.executable, str(script)])
@@ -167,7 +178,10 @@ def one_that_waits(training) -> psutil.Process:
         children = psutil.Process(training.driver.pid).children()
         return [each for each in children if "prepared_process" in " ".join(each.cmdline())]
 
-    training.until(lambda: any(waits_at_its_pipe(each.pid) for each in ready()), "one that waits")
+    def waits() -> bool:
+        return any(waits_at_its_pipe(each.pid) for each in ready())
+
+    training.until(waits, "one that waits", 60)
     [waiting] = ready()
     return waiting
 
@@ -205,7 +219,7 @@ def test_of_several_lost_at_once_one_comes_from_it_and_all_come_back(job, tmp_pa
 
 
 @conversation
-async def test_the_warden_forgets_one_that_was_not_needed(host):
+async def test_as_many_are_kept_as_were_asked_for_and_the_warden_forgets_those_not_needed(host):
     told: list[str] = []
     warden = host.launcher.agent._warden
     tell = warden.tell
@@ -215,6 +229,10 @@ async def test_the_warden_forgets_one_that_was_not_needed(host):
         tell(line)
 
     warden.tell = heard
-    ready, _ = await prepared_for_an_empty_script(host)
+    script = await has_run_an_empty_script(host, "auto,2")
+    first, second = await all_wait(host, 2)
+    host.start(B, [sys.executable, str(script)])
+    assert host.launcher.agent.pid(B) == first
     host.launcher.agent.prepared.close()
-    assert f"-{ready}\n" in told and not psutil.pid_exists(ready)
+    assert f"-{second}\n" in told and not psutil.pid_exists(second)
+    assert (await host.exit()).code == 0

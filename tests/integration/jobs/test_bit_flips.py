@@ -1,7 +1,7 @@
 """One bit of one of three replicas becomes another one, in a job that runs, again and again: found, and the culprit
 named, before anything of it is durable. Against an account of each commit that the script keeps itself.
 
-`FLIPS` says how many.
+`FLIPS` says how many, `SEED` which.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from harness.history import SCRIPTS
 from harness.job import Job
 
 FLIPS = int(os.environ.get("FLIPS", "60"))
+SEED = int(os.environ.get("SEED", "11"))
 WORN = 50  # flips in one job, each of which takes a worker
 FLAGS = (
     "-np 3 --min-np 1 --blacklist-cooldown-range 0.05 0.1 --slot-attempts 100000"
@@ -119,7 +120,7 @@ class FlippedJob:
 
 
 def test_bits_that_flip_in_a_running_job(job, tmp_path, capsys):
-    dice = random.Random(11)
+    dice = random.Random(SEED)
     verdicts: Counter[str] = Counter()
     number = itertools.count()
     training = FlippedJob(job, tmp_path / f"job-{next(number)}", dice)
@@ -136,7 +137,7 @@ def test_bits_that_flip_in_a_running_job(job, tmp_path, capsys):
     (training.folder / "enough").touch()
     assert training.job.wait(60) == 0
     with capsys.disabled():
-        print(f"\n{FLIPS} flips: {dict(sorted(verdicts.items()))}")
+        print(f"\n{FLIPS} flips of seed {SEED}: {dict(sorted(verdicts.items()))}")
     bad = {v: n for v, n in verdicts.items() if not v.endswith(("found", "left no trace"))}
     assert sum(bad.values()) <= FLIPS // 100, bad
     assert not any(verdict.endswith("made durable") for verdict in bad), bad

@@ -254,8 +254,12 @@ def test_the_page_shows_what_passed_what_failed_and_what_has_not_run():
     done = Cell(faults.LAST, faults.STOP, faults.FORWARD)
     failed = Cell(faults.LAST, faults.KILL, faults.FORWARD)
     text = page.page(
-        {done: Result(done, True, 612.4), failed: Result(failed, False, said="4 exits, not 1")}
+        {
+            done: Result(done, True, 612.4, date="2026-11-21"),
+            failed: Result(failed, False, said="4 exits, not 1", date="2026-11-25"),
+        }
     )
+    assert "They ran: 1 on 2026-11-21, 1 on 2026-11-25." in text
     assert "fenced, recovers 612" in text
     assert "- last | SIGKILL | forward: 4 exits, not 1" in text
     assert f"{len(POSSIBLE) - 2} have not run" in text

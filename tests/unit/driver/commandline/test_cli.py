@@ -138,6 +138,8 @@ def test_how_many_workers(line, expected):
         ("-np 9 --max-np 8", "--min-np 9 is greater than --max-np 8"),
         ("-np 9 --min-np 2 --max-np 8", "-np 9 is greater than --max-np 8"),
         ("-np 2 --standbys 1", "give --max-np"),
+        ("-np 2 --preload auto,my-module", "my-module is not a name of a module"),
+        ("-np 2 --preload auto,0", "give one number, 1 to 64"),
         ("-np 2 --min-np 1 --standbys -1", "--standbys"),
         (
             "-np 2 --max-np 4 -H localhost:4 --standbys 1",

@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,11 +79,28 @@ def test_it_is_dealt_out_once_and_large_tensors_only():
 
 
 def test_its_pages_are_there():
+    torch.empty_like(torch.empty(1, device="meta"))  # the first imports half of torch
     memory_ahead.make(64 << 20)
     before = faults()
     made = memory_ahead.empty_like(torch.empty(16 << 20, device="meta"))
     made.fill_(1.0)
     assert faults() - before < 1000  # of 16,384 pages
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
+def test_what_is_not_made_ahead_is_asked_for_in_huge_pages():
+    made = memory_ahead.empty_like(torch.empty(64 << 20, dtype=torch.uint8))
+    middle, inside, flags = made.data_ptr() + made.nbytes // 2, False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *words = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(each, 16) for each in name.split("-"))
+            inside = begin <= middle < end
+        elif inside and name == "VmFlags:":
+            flags = " ".join(words)
+    assert "hg" in flags.split()
 
 
 def test_what_was_dealt_out_outlives_the_rest():

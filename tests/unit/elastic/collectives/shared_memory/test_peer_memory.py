@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -83,6 +85,10 @@ def test_a_mapping_whose_process_has_gone_is_swept(me, offered, monkeypatch):
     monkeypatch.setattr(peer_memory._Mapped, "gone", lambda self: True)
     peer_memory.sweep()
     assert not peer_memory._open
+    deadline = time.monotonic() + 10
+    while "memfd:offered" in Path("/proc/self/maps").read_text():  # another thread unmaps it
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_a_release_in_the_middle_of_another_call_waits_for_its_end(me, offered):
