@@ -50,6 +50,7 @@ class Settings:
     gpu_limit_s: float = 180.0  # a collective that all have launched, where it is not clear why
     dump_s: float = 0.5  # for the stacks of a stuck worker to be written before it is killed
     kill_s: float = 1.0  # from a kill to the exit; who lives longer can't be killed
+    starting_max: int | None = None  # newcomers that start at once beside a world that trains
     restarts: int | None = (
         None  # from a checkpoint, with no newer one between; None: there are no checkpoints
     )
@@ -102,6 +103,8 @@ class Settings:
             raise Invalid(f"--reset-limit is {self.reset_limit}; give 0 or more")
         if self.restarts is not None and self.restarts < 0:
             raise Invalid(f"--restarts is {self.restarts}; give 0 or more")
+        if self.starting_max is not None and self.starting_max < 1:
+            raise Invalid(f"starting_max is {self.starting_max}; give 1 or more")
         if self.slot_attempts < 1:
             raise Invalid(f"--slot-attempts is {self.slot_attempts}; give 1 or more")
         if self.host_attempts is not None and self.host_attempts < 1:

@@ -53,7 +53,11 @@ class Violation(AssertionError):
 
 
 def settings_for(
-    workers: int, standbys: int = 0, *, silence_s: float = Settings.lease_s
+    workers: int,
+    standbys: int = 0,
+    *,
+    silence_s: float = Settings.lease_s,
+    starting_max: int | None = None,
 ) -> Settings:
     """Short enough for what is stuck to be found while a run lasts."""
     return Settings(
@@ -61,6 +65,7 @@ def settings_for(
         workers_min=min(2, workers),
         workers_max=workers,
         standbys=standbys,
+        starting_max=starting_max,
         elastic=True,
         start_timeout_s=30.0,
         elastic_timeout_s=60.0,
@@ -93,6 +98,7 @@ class Simulation:
         faults_s: float = FAULTS_S,
         keep_journal: bool = True,
         silence_s: float = Settings.lease_s,
+        starting_max: int | None = None,
     ) -> None:
         self.seed = seed
         self.workers = workers
@@ -104,7 +110,9 @@ class Simulation:
         self.weather = weather or Weather.drawn(seed, mild=mild)
         # The one report that is not repeated on a new connection.
         self.reports_samples = not self.weather.loses_messages
-        self.settings = settings_for(workers, standbys, silence_s=silence_s)
+        self.settings = settings_for(
+            workers, standbys, silence_s=silence_s, starting_max=starting_max
+        )
         self.clock = Clock(seed)
         self.network = SimulatedNetwork(self.clock, self.weather.network)
         self.network.conditions.lease_s = self.settings.lease_s

@@ -26,11 +26,11 @@ from elastic.driver.commandline.config_file import read_config
 from elastic.driver.commandline.flags import Options
 from elastic.driver.commandline.multi_host_options import fleet_plan
 from elastic.driver.discovery.script import find_script
-from elastic.driver.job.job import Job
+from elastic.driver.job.job import Job, most_workers
 from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
 from elastic.driver.launch.environment import threads_per_worker
-from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost, parse_hosts, read_hostfile, show
+from elastic.driver.network.hosts import ThisHost, parse_hosts, read_hostfile, show
 from elastic.driver.network.interfaces import alone_address, free_port, worker_network
 from elastic.driver.preemption import watch
 from elastic.driver.processes import prepared
@@ -215,7 +215,8 @@ def make_job(
     np, workers_min, workers_max, elastic = _workers(options)
     this_host = this_host or ThisHost()
     standbys = _given(options.standbys, 0)
-    hosts = _hosts(options, workers_max, standbys) if provider is None else None
+    hosts = _hosts(options, workers_max, standbys, cores) if provider is None else None
+    own_slots = hosts is not None and options.hosts is None and options.hostfile is None
     elsewhere = {host for host in hosts or () if this_host.elsewhere(host) is not None}
     fleet = fleet_plan(options, environ, elsewhere=bool(elsewhere))
     if provider is not None:
@@ -280,11 +281,12 @@ def make_job(
             gpu_hang_s=patience.gpu_hang_s,
             gpu_limit_s=_own_timeout_s(options, environ) or Settings.gpu_limit_s,
             restarts=checkpoints.restarts,
+            starting_max=cores if own_slots else None,
             timeline=timeline,
             env=env,
         ),
         hosts=hosts,
-        own_slots=hosts is not None and options.hosts is None and options.hostfile is None,
+        own_slots=own_slots,
         script=script,
         fleet=fleet,
         slots_per_host=_given(options.slots_per_host, 1),
@@ -495,8 +497,8 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     return np, least, most, True
 
 
-def _hosts(options: Options, workers_max: int, standbys: int) -> dict[str, int] | None:
-    """The list that never changes, or None where hosts come and go."""
+def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dict[str, int] | None:
+    """The list that never changes, or None where hosts come and go. Raises Invalid."""
     sources = {
         "-H": options.hosts,
         "--hostfile": options.hostfile,
@@ -513,12 +515,14 @@ def _hosts(options: Options, workers_max: int, standbys: int) -> dict[str, int] 
         hosts = read_hostfile(options.hostfile, default_slots=slots)
     elif given or options.etcd is not None:
         return None
-    elif workers_max + standbys > SLOTS_LIMIT:
-        raise Invalid(
-            f"{workers_max + standbys} workers are too many for one machine; it has {SLOTS_LIMIT} slots"
-        )
     else:
-        return {"localhost": workers_max + standbys}
+        workers, most = workers_max + standbys, most_workers(cores)
+        if workers > most:
+            raise Invalid(
+                f"{workers} workers are too many for this machine, which has {counted(cores, 'core')}: {most} at most."
+                f" If that is meant, give it so many slots: -H localhost:{workers}"
+            )
+        return {"localhost": workers}
     return hosts
 
 

@@ -190,7 +190,7 @@ def build_parser() -> Parser:
         parser.group(
             "hosts",
             "At most one of the first three; without any and without --etcd, this machine has as many"
-            " slots as it needs.",
+            " slots as it needs,\n  up to 8 a core.",
         )
     )
     add_several_hosts(

@@ -17,7 +17,7 @@ from elastic.driver.processes.console import Write
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.protocol.report_values import Report
 
-WORKERS_PER_CORE = 8  # that an operator may ask for, on one machine whose slots nobody has counted
+WORKERS_PER_CORE = 8  # at most, on one machine whose slots nobody has counted
 
 
 class Stoppable(Protocol):
@@ -96,6 +96,11 @@ def script_discovery(
     return script if only is None else LocalDiscovery(script, only.elsewhere, log)
 
 
+def most_workers(cores: int) -> int:
+    """Of this machine, where nobody has counted its slots: a digit too many would leave one that answers nobody."""
+    return min(SLOTS_LIMIT, WORKERS_PER_CORE * cores)
+
+
 def listed_hosts(job: Job, workers_max: int) -> Discovery:
     """Hosts that were given, or this machine, with room for all workers that an operator has wanted before."""
     assert job.hosts is not None
@@ -110,13 +115,13 @@ def room_for(
     job: Job, discovery: Discovery, cores: int | None = None
 ) -> Callable[[int], Awaitable[str]] | None:
     """How this machine gets more slots for so many workers, if nobody has said how many it has; returns why not, or
-    nothing. A digit too many would start processes until the machine answers nobody: there is a limit, unless the
-    command that began the job went beyond. ``cores``: None: as many as this process may use.
+    nothing. No more than `most_workers`, unless the job had more before. ``cores``: None: as many as this process may
+    use.
     """
     if not isinstance(discovery, OwnSlots):
         return None
     own, cores = discovery, cores or len(os.sched_getaffinity(0))
-    most = max(WORKERS_PER_CORE * cores, own.slots)
+    most = max(most_workers(cores), own.slots)
 
     async def grow(workers: int) -> str:
         if workers > most:

@@ -98,6 +98,8 @@ def differences(past: Past, command: Sequence[str], settings: Settings) -> list[
     if list(command) != past.command:
         found.append(f"the command is {_line(command)}, the job began with {_line(past.command)}")
     for field in fields(Settings):
+        if field.name == "starting_max":
+            continue  # the machine's, and nobody's wish
         now, then = getattr(settings, field.name), getattr(past.settings, field.name)
         if field.name == "env":
             found += [f"workers are given {name} in addition" for name in now if name not in then]

@@ -191,6 +191,10 @@ class Roster(dict[Worker, Standing]):
         """In the order in which they came there."""
         return [standing for stage in stages for standing in self._stages[stage].values()]
 
+    def count(self, stage: Stage) -> int:
+        """How many are there."""
+        return len(self._stages[stage])
+
     def any_at(self, *stages: Stage) -> bool:
         return any(self._stages[stage] for stage in stages)
 

@@ -31,7 +31,9 @@ from elastic.driver.events import (
     Notice,
     PublishWorld,
     ScaleRequested,
+    StartWorker,
     TellStandby,
+    WorkerConnected,
 )
 from elastic.driver.reasons import Why
 from elastic.protocol.messages import Worker
@@ -336,6 +338,25 @@ def test_what_an_operator_wants_costs_no_step_and_breaks_no_world():
     assert "BreakWorld" not in sim.story() and "KillWorker" not in sim.story()
 
 
+def test_a_larger_job_starts_no_more_newcomers_at_once_than_the_machine_has_cores():
+    sim = Simulation(
+        3, workers=8, steps=1500, faults=0, mild=True, weather=Weather(), starting_max=2
+    )
+    sim.clock.at(10.0, sim.driver.hear, ScaleRequested(1, 2))
+    sim.clock.at(20.0, sim.driver.hear, ScaleRequested(2, 8))
+    outcome = sim.run()
+    assert outcome.code == 0
+    starting, most = set(), 0
+    for entry in sim.driver.entries:
+        if isinstance(entry.event, WorkerConnected):
+            starting.discard(entry.event.worker)
+        starting |= {a.worker for a in entry.actions if isinstance(a, StartWorker)}
+        most = max(most, len(starting) if entry.at > 10.0 else 0)
+    assert most == 2
+    actions = [action for entry in sim.driver.entries for action in entry.actions]
+    assert len([a for a in actions if isinstance(a, PublishWorld)][-1].members) == 8
+
+
 @pytest.mark.parametrize("first", some(range(0, 200, 5), 4))
 def test_operators_never_cost_the_job(first):
     """They scale, drain and remove as they like, while workers, hosts and drivers are lost."""
@@ -348,6 +369,7 @@ def test_operators_never_cost_the_job(first):
             mild=True,
             standbys=seed % 2,
             weather=Weather(faults=STEERED),
+            starting_max=[None, 1, 2][seed % 3],
         )
         outcome = sim.run()
         assert outcome.code == 0, f"seed {seed}: {outcome}"

@@ -90,7 +90,7 @@ def as_text(reading: JournalReading) -> list[str]:
             lines += ["", f"{HEADINGS[name]}{_dated(reading) if name == 'course' else ''}"]
         for finding, text in told:
             if finding.what is What.TIME:
-                lines += [f"  {line}" for line in summary(reading.story.spent)]
+                lines += [f"  {line}" for line in summary(reading.story.spent, zeros=False)]
                 continue
             head, *more = text.splitlines() or [""]
             lines.append(f"{'  ' if HEADINGS[name] else ''}{head}")

@@ -45,18 +45,26 @@ class Workforce:
     # ---- coming ----------------------------------------------------------------------------------------------------
 
     def start(self, members: Sequence[Worker]) -> None:
-        """Fills free slots, up to the largest allowed world and the standbys. A static job starts its workers once."""
+        """Fills free slots, up to the largest allowed world and the standbys. A static job starts its workers once.
+
+        Beside members only a few at a time, where that is bounded: imports of many take the processor from who trains.
+        """
         wanted = self._wanted()
         if wanted <= 0 or (not self.settings.elastic and self.slots.started):
             return
+        room = wanted
+        if members and self.settings.starting_max is not None and not self._short():
+            room = self.settings.starting_max - self.roster.count(Stage.STARTING)
+            if room <= 0:
+                return  # looked at again when one of them has called init(), or is gone
         # Looking at every slot after each of many events would take too long where nothing has changed.
         most = self.workers_max + self.spare
-        state = (self.roster.version, self.slots.version, self.roster.staying(), most)
+        state = (self.roster.version, self.slots.version, self.roster.staying(), most, room)
         if state == self._looked_at and self.orders.now < self._look_again_at:
             return
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
         free = self.slots.free(self._taken(), self.orders.now, short=self._short())
-        started = [self.slots.start(slot) for slot in free[:wanted]]
+        started = [self.slots.start(slot) for slot in free[: min(wanted, room)]]
         needed = max(0, wanted - self.spare)  # those after them will stand by
         order = [*members, *started]  # never rank 0: somebody trains already
         if not members:

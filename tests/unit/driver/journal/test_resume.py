@@ -76,10 +76,10 @@ def test_it_is_refused_with_all_of_them_and_what_to_do():
 
 
 def test_no_setting_is_forgotten():
-    """Each that differs is named: by its flag, or by its name."""
+    """Each that differs is named: by its flag, or by its name. How many may start at once is the machine's."""
     other = {"elastic": False, "timeline": "/t", "reset_limit": 1, "host_attempts": 9}
     for name, value in vars(settings()).items():
-        if name in ("np", "workers_min", "workers_max", "env"):
+        if name in ("np", "workers_min", "workers_max", "starting_max", "env"):
             continue
         changed = settings(**{name: other.get(name, value + 1 if value is not None else 1)})
         assert len(differences(past(), COMMAND, changed)) == 1, name

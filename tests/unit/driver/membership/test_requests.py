@@ -68,6 +68,22 @@ def test_a_larger_job_starts_more_and_nobody_is_disturbed_before_they_are_there(
     assert len(world.members) == 8
 
 
+def test_of_many_newcomers_a_few_start_at_once_and_none_that_hangs_keeps_the_others_out():
+    talk = running(4, starting_max=2, start_timeout_s=50.0)
+    talk.tell(hosts(h=8))
+    assert names(scale(talk, 8)) == ["h:4#1", "h:5#1"]
+    assert names(talk.connect("h:4")) == ["h:6#1"]
+    assert names(talk.tell(exited("h:6", 1))) == ["h:7#1"]
+    assert names(talk.wait(50.0), KillWorker) == ["h:5#1", "h:7#1"]
+    assert names(talk.tell(exited("h:5"))) == ["h:6#2"]
+
+
+def test_where_too_few_train_all_that_are_needed_start_at_once():
+    talk = running(4, workers_min=4, starting_max=1)
+    talk.tell(exited("h:1"), exited("h:2"), exited("h:3"))
+    assert names(talk.wait(2.0)) == ["h:1#2", "h:2#2", "h:3#2"]
+
+
 def test_a_smaller_job_lets_the_last_ranks_go_at_an_agreed_check():
     talk = running(4)
     actions = scale(talk, 2)
