@@ -34,6 +34,7 @@ from elastic.protocol.messages import Part, Times, Worker
 Stretch = Literal["starting", "training", "recovering", "changing", "ending"]
 STRETCHES: tuple[Stretch, ...] = ("starting", "training", "recovering", "changing", "ending")
 SHOWN = 32  # workers in a summary
+LEAST_S = 0.005  # less is shown as 0.00
 KEPT = 100  # workers that are gone, one by one, and up to as many more; older ones are added up
 
 
@@ -235,25 +236,26 @@ WORDS: dict[Stretch, str] = {
 }
 
 
-def summary(spent: TimeSpent) -> list[str]:
-    """As lines of a table, with SHOWN of the workers."""
+def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
+    """As lines of a table, with SHOWN of the workers. ``zeros``: also stretches and parts that nobody had."""
     job, total = spent.stretches(), spent.total()
     rows = [(str(each.worker), times) for each, times in spent.workers()]
     count = len(rows) + spent.older_count
     parts = [
         f"{WORDS[stretch]} {_seconds(job[stretch])} s{_often(spent.count[stretch], stretch)}"
         for stretch in STRETCHES
+        if zeros or job[stretch] >= LEAST_S
     ]
     width = max([len("all workers"), *(len(name) for name, _ in rows[:SHOWN])])
-    names = ("total", *Times.__struct_fields__)
+    had = [name for name in Times.__struct_fields__ if zeros or getattr(total, name) >= LEAST_S]
     lines = [
         f"how the time went, {sum(job.values()):.1f} s: {', '.join(parts)}",
-        f"  {'seconds':<{width}}" + "".join(f"{name:>11}" for name in names),
-        *(_row(name, width, times) for name, times in rows[:SHOWN]),
+        f"  {'seconds':<{width}}" + "".join(f"{name:>11}" for name in ("total", *had)),
+        *(_row(name, width, times, had) for name, times in rows[:SHOWN]),
     ]
     if count > SHOWN:
         lines.append(f"  ... and {count - SHOWN} more")
-    lines.append(_row("all workers", width, total))
+    lines.append(_row("all workers", width, total, had))
     worked = sum(msgspec.structs.astuple(total))
     if worked:
         lines.append(
@@ -273,6 +275,6 @@ def _often(count: int, stretch: Stretch) -> str:
     return f" ({count} time{'' if count == 1 else 's'})"
 
 
-def _row(name: str, width: int, times: Times) -> str:
-    values = msgspec.structs.astuple(times)
-    return f"  {name:<{width}}" + "".join(f"{value:>11.2f}" for value in (sum(values), *values))
+def _row(name: str, width: int, times: Times, parts: Sequence[str]) -> str:
+    values = [sum(msgspec.structs.astuple(times)), *(getattr(times, part) for part in parts)]
+    return f"  {name:<{width}}" + "".join(f"{value:>11.2f}" for value in values)

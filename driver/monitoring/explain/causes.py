@@ -83,6 +83,7 @@ FENCES = {
 @dataclass(frozen=True)
 class Death:
     """``at``: seconds on the journal's clock, of the first sign. ``rank``: in its last world, if it was in any.
+    ``size``: of the world that has lost it; 0: it was no member.
 
     ``what``: an exception's last line, why it was fenced or could not start, the kernel's words. ``trace``: of an
     exception, or the end of what it wrote.
@@ -96,6 +97,7 @@ class Death:
     what: str = ""
     trace: str = ""
     trained: bool = True  # it was in a world
+    size: int = 0
     facts: dict[str, str] = field(default_factory=dict)  # of a fence
 
     @property

@@ -14,7 +14,7 @@ import msgspec
 
 from elastic.driver.events import DrainRequested, Event, RemoveRequested, ScaleRequested
 from elastic.driver.monitoring.explain.causes import Cause, Death
-from elastic.driver.monitoring.explain.story import Incident, Story
+from elastic.driver.monitoring.explain.story import Incident, StoreSilence, Story
 from elastic.driver.monitoring.time_spent import STRETCHES
 from elastic.driver.reasons import Reason, Why
 from elastic.driver.settings import Settings
@@ -60,7 +60,8 @@ class What(enum.Enum):
     REQUEST = "request"  # of an operator
     PLANNED = "planned changes"
     DRIVERS = "drivers"
-    STORE_WAS_AWAY = "store was away"
+    STORE_SILENT = "store silent"
+    MORE_SILENCES = "more silences"
     # What was lost.
     LOST_NOTHING = "lost nothing"
     LOST_STEPS = "lost steps"
@@ -209,9 +210,7 @@ def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[Jo
         yield JobFinding(What.DRIVER_BUG, {"error": story.torn_driver})
         return
     if story.store_away is not None:
-        at, reason = story.store_away
-        facts = {"at_s": _since(story, at)}
-        yield JobFinding(What.STORE_AWAY, {**reason.facts, **facts})
+        yield JobFinding(What.STORE_AWAY, _silence(story.store_away, story))
     if story.stop is not None:
         return
     if cause is not None:
@@ -236,9 +235,9 @@ def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[Jo
 
 def _since_the_store(story: Story, at: float) -> dict[str, float]:
     """Where etcd was gone, and the job came to no end: what came later is what followed, and not why."""
-    if story.store_away is None or story.end is not None or at < story.store_away[0]:
+    if story.store_away is None or story.end is not None or at < story.store_away.at:
         return {}
-    return {"after_store_s": at - story.store_away[0]}
+    return {"after_store_s": at - story.store_away.at}
 
 
 _SAID_BY_THE_CAUSE = {Why.ENDED, Why.SCRIPT_RAISED, Why.ALL_RETURNED, Why.ALL_EXITED}
@@ -284,10 +283,11 @@ def one_line(reason: Reason) -> str:
 
 
 def named(death: Death) -> str:
-    """``rank 1 (h:1#1)``, or ``worker h:1#1`` of one that has never been in a world."""
+    """``rank 1 of 4 (h:1#1)``: another worker has rank 1 in the next world. ``worker h:1#1``: it was never in any."""
     if death.rank is None:
         return f"worker {death.worker}"
-    return f"rank {death.rank} ({death.worker})"
+    of = f" of {death.size}" if death.size else ""
+    return f"rank {death.rank}{of} ({death.worker})"
 
 
 def death_facts(death: Death, story: Story) -> dict[str, Any]:
@@ -313,36 +313,47 @@ def _course(story: Story) -> Iterator[JobFinding]:
         return
     if story.trained_at is None:
         yield JobFinding(What.NEVER_TRAINED, {"started": story.started})
-    else:
-        yield JobFinding(
-            What.TRAINING_BEGAN,
-            {
-                "at_s": _since(story, story.trained_at),
-                "largest": story.largest,
-                "hosts": len(story.hosts),
-                "started": story.started,
-            },
-        )
-    told = story.incidents
-    between: list[Incident] = []
-    if len(told) > FIRST + LAST:
-        told, between = told[:FIRST], told[FIRST:-LAST]
-    yield from (_incident(each, story) for each in told)
-    if between or story.more_incidents:
-        causes = Counter(_kind(each) for each in between)
-        facts: dict[str, Any] = {
-            "count": len(between) + story.more_incidents,
-            "causes": dict(causes.most_common()),
-        }
-        yield JobFinding(What.MORE_INCIDENTS, facts)
-        yield from (_incident(each, story) for each in story.incidents[-LAST:])
-    yield from (_request(*each, story) for each in story.requests)
+    yield from (finding for _, finding in sorted(_in_time(story), key=lambda each: each[0]))
     if story.planned.count:
         yield JobFinding(What.PLANNED, {**vars(story.planned)})
     if story.drivers > 1:
         yield JobFinding(What.DRIVERS, {"drivers": story.drivers})
-    if story.store_silences and story.store_away is None:
-        yield JobFinding(What.STORE_WAS_AWAY, {"times": story.store_silences})
+    if story.more_silences:
+        yield JobFinding(What.MORE_SILENCES, {"times": story.more_silences})
+
+
+def _in_time(story: Story) -> Iterator[tuple[float, JobFinding]]:
+    """What has a time, with it."""
+    if story.trained_at is not None:
+        facts: dict[str, Any] = {
+            "at_s": _since(story, story.trained_at),
+            "largest": story.largest,
+            "hosts": len(story.hosts),
+            "started": story.started,
+        }
+        yield story.trained_at, JobFinding(What.TRAINING_BEGAN, facts)
+    told = story.incidents
+    between: list[Incident] = []
+    if len(told) > FIRST + LAST:
+        told, between = [*told[:FIRST], *told[-LAST:]], told[FIRST:-LAST]
+    for each in told:
+        yield each.at, _incident(each, story)
+    if between:
+        causes = Counter(_kind(each) for each in between)
+        facts = {
+            "count": len(between) + story.more_incidents,
+            "causes": dict(causes.most_common()),
+        }
+        yield between[0].at, JobFinding(What.MORE_INCIDENTS, facts)
+    for at, event, done in story.requests:
+        yield at, _request(at, event, done, story)
+    for silence in story.silences:
+        yield silence.at, JobFinding(What.STORE_SILENT, _silence(silence, story))
+
+
+def _silence(silence: StoreSilence, story: Story) -> dict[str, Any]:
+    back = None if silence.back_at is None else silence.back_at - silence.at
+    return {**silence.reason.facts, "at_s": _since(story, silence.at), "back_after_s": back}
 
 
 def _request(at: float, event: Event, done: bool, story: Story) -> JobFinding:
@@ -468,7 +479,7 @@ def _advices(
     if story.torn_driver:
         yield Advice.REPORT_BUG, {}
     if story.store_away is not None:
-        yield Advice.ETCD, {"store": story.store_away[1].facts.get("store", "")}
+        yield Advice.ETCD, {"store": story.store_away.reason.facts.get("store", "")}
     settings, end = source.settings, story.end
     failed = end is not None and end.code != 0 and story.stop is None
     if cause is not None:

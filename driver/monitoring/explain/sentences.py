@@ -30,7 +30,8 @@ _SECTIONS = {
     What.REQUEST: "course",
     What.PLANNED: "course",
     What.DRIVERS: "course",
-    What.STORE_WAS_AWAY: "course",
+    What.STORE_SILENT: "course",
+    What.MORE_SILENCES: "course",
     What.LOST_NOTHING: "lost",
     What.LOST_STEPS: "lost",
     What.LOST_COMMITS: "lost",
@@ -281,7 +282,7 @@ def _others(facts: Facts) -> str:
     count = len(others) + facts["more"]
     alike = {each["cause"] for each in others} == {facts["first"]["cause"]}
     if alike:
-        names = ", ".join(each["who"] for each in others)
+        names = ", ".join(each["who"].removeprefix("worker ") for each in others)
         return f" The same became of {names}{' and others' if facts['more'] else ''}."
     told = "; ".join(_death(each) for each in others[:3])
     more = f"; and {count - 3} more" if count > 3 else ""
@@ -323,6 +324,12 @@ def _request(facts: Facts) -> str:
     return (
         f"{_at(facts)} An operator wanted {wish}{'' if facts['done'] else ', which was refused'}."
     )
+
+
+def _store_silent(facts: Facts) -> str:
+    back = facts["back_after_s"]
+    then = "did not come back" if back is None else f"answered again {duration(back)} later"
+    return f"{_at(facts)} etcd at {facts['store']} stopped answering ({shown(facts['text'])}), and {then}."
 
 
 def _more_incidents(facts: Facts) -> str:
@@ -540,9 +547,8 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
     What.REQUEST: _request,
     What.PLANNED: _planned,
     What.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
-    What.STORE_WAS_AWAY: lambda f: (
-        f"etcd did not answer for a while, {f['times']} x; it came back."
-    ),
+    What.STORE_SILENT: _store_silent,
+    What.MORE_SILENCES: lambda f: f"Later etcd did not answer for a while {f['times']} times more.",
     What.LOST_NOTHING: lambda f: "Nothing: no commit, and no time worth a word.",
     What.LOST_STEPS: _lost_steps,
     What.LOST_COMMITS: _lost_commits,

@@ -10,7 +10,7 @@ world breaks too, or with the job. Who is lost within it belongs to it; the firs
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.driver.events import (
     Action,
@@ -46,6 +46,7 @@ from elastic.protocol.messages import Commit, Worker
 
 INCIDENTS = 5000  # of which all is kept; later ones are counted
 REQUESTS = 24  # of operators; later ones are left out
+SILENCES = 24  # of etcd; later ones are counted
 TRACES = 20  # different ones
 TRACE = 20_000  # characters of one
 
@@ -72,6 +73,15 @@ class Incident:
         """Who was lost first, and not because of another."""
         own = [death for death in self.deaths if death.cause is not Cause.LOST_PEER]
         return min(own or self.deaths, key=lambda death: death.at, default=None)
+
+
+@dataclass
+class StoreSilence:
+    """etcd did not answer the driver, from ``at`` on. ``back_at``: it did again; None: not as far as is known."""
+
+    at: float
+    reason: Reason
+    back_at: float | None = None
 
 
 @dataclass
@@ -105,8 +115,9 @@ class Story:
         self.checkpoints = 0
         self.drivers = 1
         self.torn_driver: str = ""  # a bug of it, as it was raised
-        self.store_away: tuple[float, Reason] | None = None
-        self.store_silences = 0
+        self.store_away: StoreSilence | None = None
+        self.silences: list[StoreSilence] = []
+        self.more_silences = 0
         self.members: dict[Worker, int] = {}  # of the present world: their ranks
         self.generation = 0
         self.newest: Commit | None = None
@@ -146,9 +157,13 @@ class Story:
     def trouble(self, reason: Reason, now: float) -> None:
         """Around the driver."""
         if reason.kind is Why.STORE_SILENT:
-            self.store_away = (now, reason)
-            self.store_silences += 1
-        elif reason.kind is Why.STORE_BACK:
+            self.store_away = StoreSilence(now, reason)
+            if len(self.silences) < SILENCES:
+                self.silences.append(self.store_away)
+            else:
+                self.more_silences += 1
+        elif reason.kind is Why.STORE_BACK and self.store_away is not None:
+            self.store_away.back_at = now
             self.store_away = None
 
     def bug(self, error: str) -> None:
@@ -227,8 +242,7 @@ class Story:
             return
         for index, death in enumerate(self._open.deaths):
             if death.worker == event.worker and death.code is None:
-                changed = {**vars(death), "code": event.code}
-                self._open.deaths[index] = Death(**changed)
+                self._open.deaths[index] = replace(death, code=event.code)
 
     def _decided(self, action: Action, now: float) -> None:
         match action:
@@ -297,9 +311,11 @@ class Story:
         if self.end is not None or death.worker in self._dead:
             return
         self._dead.add(death.worker)
+        if death.worker in self.members:
+            death = replace(death, size=len(self.members))
         trace = death.trace[-TRACE:]
         if trace in self._traces or len(self._traces) >= TRACES:
-            death = Death(**{**vars(death), "trace": ""})
+            death = replace(death, trace="")
         elif trace:
             self._traces.add(trace)
         aside = self._open is None and bool(self.members) and death.worker not in self.members

@@ -13,7 +13,7 @@ import pytest
 from elastic.driver.commandline.afterwards import explain_cli
 from elastic.driver.commandline.afterwards.explain_cli import as_json, as_text
 from elastic.driver.events import HostsChanged
-from elastic.driver.journal.entries import ABANDONED, TroubleLine, encoded
+from elastic.driver.journal.entries import ABANDONED, TroubleLine, decoded, encoded
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import read
 from elastic.driver.monitoring.explain.causes import Cause, kind_of, last_exception
@@ -91,6 +91,12 @@ def test_its_numbers_are_those_of_the_summary_and_add_up(name, tmp_path):
         reading.story.last - (reading.story.began or 0.0), rel=1e-3
     )
     assert facts["workers"] == msgspec.structs.asdict(spent.total())
+
+
+def test_two_ranks_of_one_number_and_parts_that_nobody_had_confuse_nobody(tmp_path):
+    text = "\n".join(as_text(job("exception", tmp_path)))
+    assert "Rank 1 of 3 (localhost:1#1)" in text and "Rank 1 of 2 (localhost:2#1)" in text
+    assert "idle" in text and "storage" not in text and "(0 times)" not in text
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -208,10 +214,18 @@ def test_a_file_journal_says_that_etcd_was_away(tmp_path):
 
 def test_an_etcd_that_came_back_is_no_cause(tmp_path):
     file = unpacked(HERE / "jobs" / "etcd-gone.jsonl.xz", tmp_path)
-    back = TroubleLine(because(Why.STORE_BACK, store="127.0.0.1:24790", silent_s=3.5), 1e9)
+    silent = next(
+        line
+        for line in map(decoded, file.read_bytes().splitlines()[1:])
+        if isinstance(line, TroubleLine)
+    )
+    back = TroubleLine(
+        because(Why.STORE_BACK, store="127.0.0.1:24790", silent_s=5.5), silent.at + 5.5
+    )
     file.write_bytes(file.read_bytes() + encoded(back))
     text = "\n".join(as_text(read_journal(file)))
-    assert "control plane" not in text and "etcd did not answer for a while" in text
+    assert "control plane" not in text
+    assert "stopped answering (connection refused), and answered again 5.5 s later." in text
 
 
 @pytest.mark.parametrize(

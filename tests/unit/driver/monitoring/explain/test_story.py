@@ -74,7 +74,7 @@ def test_who_complains_of_a_lost_peer_is_not_to_blame():
     told.at(5.0, WorkerRaised(A, 2, None, said, f"Traceback\n{said}"))
     told.at(5.1, WorkerExited(B, -11), EndJob(1, because(Why.ENDED, who="x", exit="y")))
     [cause] = told.found(What.CAUSE)
-    assert (cause.facts["cause"], cause.facts["who"]) == ("signal", "rank 1 (h:1#1)")
+    assert (cause.facts["cause"], cause.facts["who"]) == ("signal", "rank 1 of 3 (h:1#1)")
 
 
 def test_what_operators_asked_for_is_told_and_the_newest_commit_that_anybody_spoke_of():
