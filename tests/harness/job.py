@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,7 @@ class Job(Program):
     ) -> None:
         self.folder = folder
         self.journal = folder / "journal.jsonl"
-        self._inode, self._told = 0, 0
-        self._records: list[Json] = []
+        self._forget()
         self.unchecked = ""  # why its journal may break an invariant; empty: it must not
         super().__init__(
             [elasticrun(), *split(flags), "--journal", str(self.journal), *split(command)],
@@ -61,38 +61,43 @@ class Job(Program):
     # ---- what it decided
 
     def records(self) -> list[Json]:
-        """The journal so far: ``{"at": ..., "event": {...}, "actions": [...]}``, without a line still being written.
-
-        Waits ask again and again: what was read before is not read again, unless it is another file by now.
-        """
-        if not self.journal.exists():
-            return []
-        with open(self.journal, "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._inode or found.st_size < self._told:
-                self._inode, self._told, self._records = found.st_ino, 0, []
-            file.seek(self._told)
-            whole, end, _ = file.read().rpartition(b"\n")
-        self._told += len(whole) + len(end)
-        self._records += [json.loads(line) for line in whole.split(b"\n") if line]
+        """The journal so far: ``{"at": ..., "event": {...}, "actions": [...]}``, without a line still being written."""
+        self._read_on()
         return list(self._records)
 
     def events(self, kind: str) -> list[Json]:
         """The events of a type so far, e.g. ``WorkerConnected``."""
-        return [
-            record["event"]
-            for record in self.records()
-            if record.get("event") and record["event"]["type"] == kind
-        ]
+        self._read_on()
+        return list(self._events[kind])
 
     def actions(self, kind: str) -> list[Json]:
         """The actions of a type so far, e.g. ``PublishWorld``."""
-        return [
-            action
-            for record in self.records()
-            for action in record.get("actions") or []
-            if action["type"] == kind
-        ]
+        self._read_on()
+        return list(self._actions[kind])
+
+    def _forget(self, inode: int = 0) -> None:
+        self._inode, self._told = inode, 0
+        self._records: list[Json] = []
+        self._events: dict[str, list[Json]] = defaultdict(list)
+        self._actions: dict[str, list[Json]] = defaultdict(list)
+
+    def _read_on(self) -> None:
+        """Waits ask again and again: what was read before is not looked at again, unless it is another file by now."""
+        if not self.journal.exists():
+            return self._forget()
+        with open(self.journal, "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._told:
+                self._forget(found.st_ino)
+            file.seek(self._told)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._told += len(whole) + len(end)
+        for record in [json.loads(line) for line in whole.split(b"\n") if line]:
+            self._records.append(record)
+            if event := record.get("event"):
+                self._events[event["type"]].append(event)
+            for action in record.get("actions") or []:
+                self._actions[action["type"]].append(action)
 
     def fences(self) -> dict[int, Reason]:
         """Why the worker of a slot was killed, by slot."""

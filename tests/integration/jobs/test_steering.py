@@ -133,6 +133,7 @@ def go_through(training: Job, other: str, steered: elastic.Job) -> None:
     def becomes(size: int) -> set[str]:
         training.wait_for_world(size, 60)
         took = effective_within(training, size)
+        print(f"{size} workers after {took:.3f} s")  # pytest -rP shows it
         assert took < WITHIN_S, (size, took)
         return {member["worker"][0] for member in training.worlds()[-1]["members"]}
 

@@ -18,6 +18,7 @@ from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from elastic.protocol.messages import Worker
 from harness.etcd import free_ports
+from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import Job
 
@@ -95,15 +96,13 @@ def until_two_train(training: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "kills", [3, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])]
+    "kills", [3, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.timeout(450)])]
 )
 def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, monkeypatch, kills):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     env = {"ELASTIC_TEST_FOLDER": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
-    flags = f"{FLAGS} --metrics-port {free_ports(1)[0]}"
-    if kills > 10:
-        flags += " --preload auto"  # else most of it would be imports of newcomers
-    training = job(flags, TRAINING, env=env)
+    env[SPARE_WORKERS] = str(kills)  # else most of it would be imports of newcomers
+    training = job(f"{FLAGS} --metrics-port {free_ports(1)[0]}", TRAINING, env=env)
     for _ in range(kills):
         until_two_train(training)
         (tmp_path / "die").touch()

@@ -56,6 +56,7 @@ class Steered:
         old = {step.pid for step in training.steps() if step.generation < generation}
         ready = [self.ready_at(step.pid) for step in world if step.pid not in old]
         took = first - max([asked_at, *ready])
+        print(f"{size} workers after {took:.3f} s")  # pytest -rP shows it
         assert took < WITHIN_S, (size, took)
         return world
 
