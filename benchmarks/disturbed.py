@@ -57,17 +57,23 @@ class Strike:
 class Disturbed:
     """A running job. Use as a context manager; it leaves no process behind.
 
-    It trains an MLP of this width, or with ``gpt`` it is examples/gpt.py.
+    It trains an MLP of this width, by ``script``, or with ``gpt`` it is examples/gpt.py.
     """
 
     def __init__(
-        self, workers: int, *flags: str, width: int = 128, ddp: bool = False, gpt: bool = False
+        self,
+        workers: int,
+        *flags: str,
+        width: int = 128,
+        ddp: bool = False,
+        gpt: bool = False,
+        script: str = "stepper.py",
     ) -> None:
         self.workers = workers
         self.directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
         self.journal = self.directory / "journal.jsonl"
-        script = HERE / ("stepped_example.py" if gpt else "stepper.py")
-        program = [sys.executable, str(script), str(self.directory), "1000000"]
+        path = HERE / ("stepped_example.py" if gpt else script)
+        program = [sys.executable, str(path), str(self.directory), "1000000"]
         if not gpt:
             program += [str(width), *(["ddp"] if ddp else [])]
         command = [sys.executable, "-m", "elastic.driver.commandline.cli", "-np", str(workers)]
@@ -202,6 +208,14 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument(
+        "--keras",
+        dest="script",
+        action="store_const",
+        const="keras_stepper.py",
+        default="stepper.py",
+        help="a small Keras model under fit, instead of a loop with torch",
+    )
     return parser
 
 

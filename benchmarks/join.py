@@ -21,7 +21,7 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     agreed, whole, steady = [], [], []
-    with Disturbed(options.workers) as job:
+    with Disturbed(options.workers, script=options.script) as job:
         for _ in range(options.joins):
             job.strike(signal.SIGKILL, rng)
             recovered = job.steps()

@@ -130,7 +130,7 @@ def main() -> None:
 
     bare = bare_gloo(options.workers, options.reference_kills, rng)
     times, ranks = [], []
-    with Disturbed(options.workers, ddp=options.ddp) as job:
+    with Disturbed(options.workers, ddp=options.ddp, script=options.script) as job:
         for _ in range(options.kills):
             strike = job.strike(signal.SIGKILL, rng)
             times.append(strike.lasted_ms)

@@ -181,7 +181,8 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     text = "\n".join(filter(None, (state.layout(), others)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
     if rt.session.recovery.newcomer:
-        newcomer.prepare(state, native=rt.env.native)
+        step_input = rt.session.recovery.step_input
+        newcomer.prepare(state, native=rt.env.native, step_input=step_input)
     world = rt.worlds.next(digest, text)
     durable.entered(rt, world)
     following_group.follow(rt.place.size)

@@ -214,6 +214,7 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._address = Address("", 0)
         self._layouts: dict[str, str] = {}  # text by digest
+        self._step_input = b""  # the last that was said
         self._partings = Partings(server, self._post)
         self._stop_code: int | None = None  # of the first request to stop that was heard
         self._hurried = False  # a second one was heard: nothing waits for the journal any more
@@ -333,6 +334,8 @@ class Driver:
         match message:
             case protocol.Layout(digest, text):
                 self._layouts[digest] = text
+            case protocol.StepInput(kind):
+                self._step_input = kind
             case protocol.SendResult(blob):
                 self.results[worker] = blob
             case _:
@@ -521,7 +524,7 @@ class Driver:
                 word = protocol.World(generation, member.place, store, holders, commit, text, run)
                 send(member.worker, word)
             case WelcomeWorker(worker, place, newcomer, elastic):
-                send(worker, protocol.Welcome(place, newcomer, elastic))
+                send(worker, protocol.Welcome(place, newcomer, elastic, self._step_input))
             case PrepareChange(generation, change, members, reason):
                 broadcast(members, protocol.Prepare(generation, change))
                 return self._news(f"generation {generation} is to change: {reason}")

@@ -27,7 +27,7 @@ from elastic.protocol.messages import Worker
 
 
 def event_of(worker: Worker, message: Any) -> Event:
-    """What a worker said, word for word as an event. Layout, Result and Reported are none."""
+    """What a worker said, word for word as an event. Layout, StepInput, Result and Reported are none."""
     match message:
         case messages.Hello(_, pid, torch_version):
             return WorkerConnected(worker, pid, torch_version)

@@ -245,6 +245,10 @@ class _Position(keras.callbacks.Callback):
     def batch_ended(self, batch: int) -> None:
         """May be called twice."""
 
+    def was_last_batch(self) -> bool:
+        """Of an epoch, as far as this knows."""
+        return False
+
     def epoch_ended(self, epoch: int) -> None:
         """May be called twice."""
 
@@ -264,7 +268,8 @@ def _kept_with(state: ObjectState) -> list[_Position]:
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits the state each ``batches_per_commit`` batches, and at the end of each epoch.
+    """Commits the state each ``batches_per_commit`` batches, and at the end of each epoch: after the last batch of one
+    only there, so that nobody goes on in an epoch of which no batch is left.
 
     Raises Invalid for a ``batches_per_commit`` below 1.
     """
@@ -279,14 +284,25 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.batches_remaining = self.batches_per_commit
+        others = getattr(_of_fit("callbacks"), "callbacks", ())
+        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in others):
+            raise Invalid(
+                "BackupAndRestore would put an older epoch in the place of the committed state whenever fit begins"
+                " again; leave it out, and start the job with --checkpoint-dir"
+            )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batches_remaining -= 1
         if self.batches_remaining <= 0:
             self.batches_remaining = self.batches_per_commit
-            for each in _kept_with(self.state):
+            kept = _kept_with(self.state)
+            for each in kept:
                 each.batch_ended(batch)
-            self.state.commit()
+            steps = (self.params or {}).get("steps")
+            if not (steps and batch + 1 >= steps) and not any(
+                each.was_last_batch() for each in kept
+            ):
+                self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for each in _kept_with(self.state):
@@ -316,13 +332,11 @@ class UpdateBatchStateCallback(_Position):
 
     def batch_ended(self, batch: int) -> None:
         self.state.batch = self._begun_at + batch + 1
-        if (
-            self._begun_at
-            and self.steps_per_epoch
-            and self.state.batch >= self.steps_per_epoch
-            and not self.model.stop_training
-        ):
+        if self._begun_at and self.was_last_batch() and not self.model.stop_training:
             self.model.stop_training = _EndOfEpoch()
+
+    def was_last_batch(self) -> bool:
+        return bool(self.steps_per_epoch) and self.state.batch >= self.steps_per_epoch
 
     def epoch_ended(self, epoch: int) -> None:
         self.state.batch = 0
@@ -356,20 +370,28 @@ def _end_epoch_of_data() -> None:
     """Keras 3 takes it that an epoch which was stopped is the last one, and leaves its data in the middle: a
     ``PyDataset`` would refuse to begin the next. What reads the data is known to ``fit`` alone, which is calling us.
     """
+    iterator = _of_fit("epoch_iterator")
+    if iterator is None:
+        return
+    adapter = iterator.data_adapter
+    if getattr(adapter, "_within_epoch", False):
+        adapter.on_epoch_end()
+    if tensors.backend() == "tensorflow":
+        from elastic.tensorflow import left_behind
+
+        left_behind.destroy(left_behind.iterator_of(iterator))
+        iterator._epoch_iterator = iterator._current_iterator = None
+
+
+def _of_fit(name: str) -> Any:
+    """A local variable of the ``fit`` that is calling us; None where there is none."""
     frame = inspect.currentframe()
     while frame is not None:
-        iterator = frame.f_locals.get("epoch_iterator") if frame.f_code.co_name == "fit" else None
-        if iterator is not None:
-            adapter = iterator.data_adapter
-            if getattr(adapter, "_within_epoch", False):
-                adapter.on_epoch_end()
-            if tensors.backend() == "tensorflow":
-                from elastic.tensorflow import left_behind
-
-                left_behind.destroy(left_behind.iterator_of(iterator))
-                iterator._epoch_iterator = iterator._current_iterator = None
-            return
+        found = frame.f_locals.get(name) if frame.f_code.co_name == "fit" else None
+        if found is not None:
+            return found
         frame = frame.f_back
+    return None
 
 
 def _learning_rate(optimizer: Any) -> float:

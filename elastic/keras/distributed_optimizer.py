@@ -78,13 +78,14 @@ def DistributedOptimizer(
         return legacy_optimizer.distribute(
             optimizer, options, backward_passes_per_step, average_aggregated_gradients
         )
-    if backward_passes_per_step > 1 and optimizer.built:
+    inner = reducing.inside(optimizer)
+    if backward_passes_per_step > 1 and inner.built:
         raise Invalid(
             "backward_passes_per_step is for an optimizer that has not worked yet; wrap a new one"
         )
     factor = 1
     if backward_passes_per_step > 1:
-        optimizer.gradient_accumulation_steps = backward_passes_per_step
+        inner.gradient_accumulation_steps = backward_passes_per_step
         factor = 1 if average_aggregated_gradients else backward_passes_per_step
     return reducing.distribute(optimizer, options, factor)
 

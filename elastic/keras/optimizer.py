@@ -27,6 +27,7 @@ class ReducesGradients:
 
     _elastic: GradientOptions
     _elastic_local: set[int]  # ids of variables
+    _elastic_outer: bool  # a loss scale around it reduces
     _elastic_factor: float  # of what was accumulated, which Keras averages
     _elastic_applied: list[bool]  # which of the gradients that are applied are local ones
     gradient_accumulation_steps: int | None  # Keras's own
@@ -44,11 +45,14 @@ class ReducesGradients:
             if trainable_variables is None
             else list(trainable_variables)
         )
-        if not self.gradient_accumulation_steps:
-            local = self._which_are_local(known)
-            local += [False] * (len(grads) - len(local))
-            grads = _reduced(grads, local, self._elastic)
+        if not self.gradient_accumulation_steps and not self._elastic_outer:
+            grads = self._reduced_of(grads, known)
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _reduced_of(self, grads: list[Any], variables: Iterable[Any]) -> list[Any]:
+        local = self._which_are_local(variables)
+        local += [False] * (len(grads) - len(local))
+        return _reduced(grads, local, self._elastic)
 
     def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> None:
         """Keras's own, after it has left out variables without a gradient."""
@@ -58,19 +62,39 @@ class ReducesGradients:
     def _clip_gradients(self, grads: list[Any]) -> list[Any]:
         """Keras's own, which it calls with what is to be applied."""
         steps = self.gradient_accumulation_steps
-        if steps:
+        if steps and not self._elastic_outer:
             grads = tensors.where(
                 tensors.backend() != "jax" or (self._iterations + 1) % steps == 0,
                 lambda: _reduced(list(grads), self._elastic_applied, self._elastic),
                 lambda: list(grads),
             )
-            if self._elastic_factor != 1:
-                grads = [each * self._elastic_factor for each in grads]
+        if steps and self._elastic_factor != 1:
+            grads = [each * self._elastic_factor for each in grads]
         clipped: list[Any] = super()._clip_gradients(grads)  # type: ignore[misc]
         return clipped
 
     def _which_are_local(self, variables: Iterable[Any]) -> list[bool]:
         return [id(variable) in self._elastic_local for variable in variables]
+
+
+class ReducesScaledGradients(ReducesGradients):
+    """A loss scale, which leaves a step out whose gradients are not finite: all ranks do, or none, because it looks at
+    the reduced ones. It reduces in each backward pass, also where the optimizer in it accumulates.
+    """
+
+    _trainable_variables: list[Any]  # Keras's own
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
+    ) -> Any:
+        """As Keras's, which JAX calls in place of ``apply``."""
+        grads = self._reduced_of(list(grads), self._trainable_variables)
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+
+
+def inside(optimizer: Any) -> Any:
+    """The optimizer in a loss scale of Keras 3; any other is returned as it is."""
+    return optimizer if LEGACY else getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def kinds() -> list[type]:
@@ -108,6 +132,7 @@ def variables_of(optimizer: Any) -> list[Any]:
 
 def accumulated(optimizer: Any) -> list[Any]:
     """What a distributed optimizer has accumulated of a step."""
+    optimizer = inside(optimizer)
     passes = getattr(optimizer, "_elastic_passes", None)
     return list(
         getattr(optimizer, "_accumulated_gradients", ()) if passes is None else passes.variables()
@@ -121,26 +146,44 @@ def check(optimizer: object) -> None:
             f"{type(optimizer).__name__} is not an optimizer of {_THIS}; wrap one: the variable TF_USE_LEGACY_KERAS"
             " says whether a process has legacy Keras or Keras 3"
         )
-    if hasattr(optimizer, "_elastic"):
+    if hasattr(inside(optimizer), "_elastic"):
         raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
 
 
 def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> Any:
     """The same optimizer, which reduces from now on. `check` it first. ``factor``: of what it accumulates."""
+    inner = inside(optimizer)
+    _mark(inner, options, set(), factor)
+    if inner is not optimizer:
+        _reduce_around(optimizer)
+    leave_xla_out()
+    reduce_in_loss_scales()
+    return optimizer
+
+
+def _mark(optimizer: Any, options: GradientOptions, local: set[int], factor: float) -> None:
+    kind: Any = type(optimizer)
     # Not tracked by Keras: it is no part of what is saved.
     object.__setattr__(optimizer, "_elastic", options)
-    object.__setattr__(optimizer, "_elastic_local", set())
+    object.__setattr__(optimizer, "_elastic_local", local)
     object.__setattr__(optimizer, "_elastic_factor", factor)
-    kind: Any = type(optimizer)
+    object.__setattr__(optimizer, "_elastic_outer", False)
     optimizer.__class__ = _subclass(kind)
-    leave_xla_out()
-    return optimizer
+
+
+def _reduce_around(scale: Any) -> None:
+    """A loss scale reduces in the place of the distributed optimizer in it."""
+    inner = scale.inner_optimizer
+    _mark(scale, inner._elastic, inner._elastic_local, 1)
+    object.__setattr__(inner, "_elastic_outer", True)
 
 
 @functools.cache
 def _subclass(kind: type) -> type:
+    scales = not LEGACY and issubclass(kind, keras.optimizers.LossScaleOptimizer)
+    reduces = ReducesScaledGradients if scales else ReducesGradients
     # Of the same name and module, so that a saved model is one of Keras's own.
-    return type(kind.__name__, (ReducesGradients, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (reduces, kind), {"__module__": kind.__module__})
 
 
 def _reduced(grads: list[Any], local: Sequence[bool], options: GradientOptions) -> list[Any]:
@@ -181,6 +224,23 @@ def _as_shares(found: list[torch.Tensor], options: GradientOptions) -> list[torc
     """Local gradients, divided as the average of the others is."""
     size = submission.group_size(torch.device("cpu"), resolve_or_alone(options.process_set))
     return [tensor / size for tensor in found]
+
+
+@functools.cache
+def reduce_in_loss_scales() -> None:
+    """``compile`` puts a loss scale around an optimizer where a model's policy is mixed_float16."""
+    if LEGACY:
+        return
+    kind: Any = keras.optimizers.LossScaleOptimizer
+    begin = kind.__init__
+
+    @functools.wraps(begin)
+    def begun(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, inner_optimizer, *args, **kwargs)
+        if hasattr(inner_optimizer, "_elastic"):
+            _reduce_around(self)
+
+    kind.__init__ = begun
 
 
 @functools.cache

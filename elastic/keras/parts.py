@@ -10,6 +10,7 @@ import torch
 from elastic.api import arrays
 from elastic.api.which_keras import keras
 from elastic.errors import Invalid
+from elastic.keras import first_step
 from elastic.keras import optimizer as reducing
 from elastic.state.handlers import registry
 from elastic.state.handlers.variables import VariablesPart, values_of
@@ -26,6 +27,10 @@ class ModelPart(VariablesPart):
             raise Invalid(
                 f"{self.what} has no weights yet; give it an Input, or call it once, before you hand it to a state"
             )
+        first_step.watch(self.value)
+
+    def build_step(self, step_input: bytes) -> None:
+        first_step.prepare(self.value, step_input)
 
     def variables(self) -> Sequence[Any]:
         _settle(self.value)

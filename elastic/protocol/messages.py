@@ -27,6 +27,7 @@ TRACES_LIMIT = 100_000
 TENSORS_LIMIT = 100_000
 LAUNCHES_LIMIT = 64  # groups on one GPU
 REPORT_LIMIT = 64 * 1024  # bytes of what a script reports at once
+STEP_INPUT_LIMIT = 16 * 1024  # bytes
 COPY = "copy of the state"  # by this name a worker waits in one
 GRADIENTS = "gradients"  # and by this one in a step of a DistributedOptimizer
 STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal at which a worker writes its stacks
@@ -192,6 +193,12 @@ class Layout(Message):
 
     digest: str
     text: str
+
+
+class StepInput(Message):
+    """Of what this worker's batches consist, in its framework's words: for those who join, see `Welcome`."""
+
+    kind: Annotated[bytes, Meta(max_length=STEP_INPUT_LIMIT)]
 
 
 class Ready(Message):
@@ -421,11 +428,14 @@ class CheckpointWritten(Message):
 
 
 class Welcome(Message):
-    """Answer to Hello: a provisional place. ``newcomer``: a world is already training."""
+    """Answer to Hello: a provisional place. ``newcomer``: a world is already training, on such batches as the last
+    `StepInput` said; empty if nobody did.
+    """
 
     place: Place
     newcomer: bool
     elastic: bool
+    step_input: Annotated[bytes, Meta(max_length=STEP_INPUT_LIMIT)] = b""
 
 
 class World(Message):
@@ -594,6 +604,7 @@ FromWorker = (
     | Hello
     | Reconnected
     | Layout
+    | StepInput
     | Ready
     | Failed
     | Stranded

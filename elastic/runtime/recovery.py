@@ -78,6 +78,7 @@ class Recovery:
     place: Place = field(default_factory=lambda: Place(0, 1, 0, 1, 0, 1))
     provisional: bool = True  # no world yet: the place is only a promise
     newcomer: bool = False
+    step_input: bytes = b""  # of the world that was training when this worker came
     world: messages.World | None = None
     running: bool = False  # inside elastic.run
     stands_by: bool = False  # there is no place for it now, and it waits for one
@@ -110,6 +111,7 @@ class Recovery:
         match message:
             case messages.Welcome():
                 self._welcomed = True
+                self.step_input = message.step_input
                 if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # a late one is no news
                     self.place, self.newcomer = message.place, message.newcomer
                 if message.newcomer and self.phase is Phase.WAITING and not self.running:

@@ -21,6 +21,7 @@ class DriverWorlds:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._layout: messages.Layout | None = None  # the last one sent
+        self._step_input: messages.StepInput | None = None  # likewise
 
     def first(self) -> None:
         """Waits for the first world, unless one trains already: then the place stays provisional."""
@@ -37,9 +38,16 @@ class DriverWorlds:
         return self._wait(layout)
 
     def restate(self) -> None:
-        """In the link thread: another driver, or another connection, knows of no layout."""
-        if self._layout is not None:
-            self._session.send(self._layout)
+        """In the link thread: another driver, or another connection, knows of no layout and no batches."""
+        for said in (self._layout, self._step_input):
+            if said is not None:
+                self._session.send(said)
+
+    def tell_step_input(self, kind: bytes) -> None:
+        """Of what this worker's batches consist, for those who join."""
+        if kind and kind != self._session.recovery.step_input:
+            self._step_input = messages.StepInput(kind)
+            self._session.send(self._step_input)
 
     def _wait(self, layout: str) -> messages.World:
         """Says ready, waits for a world and takes its place. Raises what ends the wait otherwise."""

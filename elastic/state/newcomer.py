@@ -8,9 +8,10 @@ from elastic.state.snapshots import memory_ahead
 from elastic.state.state import ObjectState, State, parts_of
 
 
-def prepare(state: State, *, native: bool) -> None:
+def prepare(state: State, *, native: bool, step_input: bytes = b"") -> None:
     """Loads what makes groups, where ``native`` with the C++ library, and touches the memory of what it will be sent,
-    of its copies, and of its gradients; see `memory_ahead`.
+    of its copies, and of its gradients; see `memory_ahead`. Builds the first step, where ``step_input`` says of what a
+    batch consists and the framework can.
 
     To be followed by `memory_ahead.leave` once the state has been saved.
     """
@@ -18,6 +19,8 @@ def prepare(state: State, *, native: bool) -> None:
     if not isinstance(state, ObjectState):
         return
     parts = parts_of(state).values()
+    for part in parts:
+        part.build_step(step_input)
     # What is sent is copied at once, as the commit from which this worker goes on.
     memory_ahead.make(2 * sum(part.bytes_to_come() for part in parts))
     gradients = sum(part.bytes_of_gradients() for part in parts)

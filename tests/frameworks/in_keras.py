@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
 import os
@@ -18,7 +19,10 @@ import tensorflow as tf
 import horovod.keras as hvd
 import horovod.tensorflow as of_tensorflow
 import horovod.tensorflow.keras as other_door
+from elastic.errors import WorldChanging
+from elastic.keras import first_step
 from elastic.negotiation import submission
+from frameworks import in_other_backends
 
 
 def data(rank, size, rows=24):
@@ -333,6 +337,81 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
         assert int(made.optimizer.iterations) == 3 * steps
 
 
+def test_a_world_that_changes_after_the_last_batch_of_an_epoch_repeats_none(rank, size):
+    x, y, *_ = data(rank, size)
+    steps = -(-len(x) // 2)
+    elastic = hvd.elastic
+    made = model()
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    state = elastic.KerasState(made, batch=0, epoch=0)
+    commit, done = state.commit, []
+
+    def changes():
+        done.append((state.epoch, state.batch))
+        commit()
+        if len(done) in (
+            steps,
+            steps + 2,
+        ):  # the last commit of the first epoch, and one in the second
+            raise WorldChanging("a worker joins")
+
+    object.__setattr__(state, "commit", changes)
+    while state.epoch < 3:
+        callbacks = [
+            elastic.CommitStateCallback(state),
+            elastic.UpdateBatchStateCallback(state),
+            elastic.UpdateEpochStateCallback(state),
+        ]
+        with contextlib.suppress(WorldChanging):
+            made.fit(x, y, batch_size=2, epochs=3 - state.epoch, callbacks=callbacks, verbose=0)
+    backup = keras.callbacks.BackupAndRestore("unused")
+    with pytest.raises(ValueError, match="--checkpoint-dir"):
+        made.fit(x, y, callbacks=[backup, elastic.CommitStateCallback(state)], verbose=0)
+    assert done == [(e + (b == steps), b % steps) for e in range(3) for b in range(1, steps + 1)]
+    assert int(made.optimizer.iterations) == 3 * steps
+
+
+def test_a_first_step_that_was_built_ahead_changes_nothing_and_is_not_traced_again(rank, size):
+    x, y, *_ = data(rank, size)
+    traced: list[object] = []
+    traces: list[int] = []
+
+    class Counted(keras.Sequential):
+        def train_step(self, data):
+            traced.append(data)
+            return super().train_step(data)
+
+    def fitted(kind, ahead):
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        made = kind(
+            [keras.Input((4,)), layers.Dense(3), layers.Dropout(0.5, seed=1), layers.Dense(1)]
+        )
+        kinds = keras.optimizers
+        made.compile(
+            optimizer=hvd.DistributedOptimizer(kinds.Adam(0.1, weight_decay=0.1)),
+            loss="mse",
+            metrics=["mae"],
+        )
+        part = hvd.elastic.KerasState(made)._parts()["model"]
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(3)
+        if ahead:
+            part.build_step(b"no such thing")
+            assert not traced
+            part.build_step(first_step._step_input(iter(batches)))
+            traces.append(len(traced))
+            assert int(made.optimizer.iterations) == 0
+        return made.fit(batches, epochs=2, verbose=0).history, flat(made.weights)
+
+    (wanted, weights), (history, others) = fitted(keras.Sequential, False), fitted(Counted, True)
+    assert traces[0] > 0 and len(traced) == traces[0] and history == wanted
+    np.testing.assert_array_equal(weights, others)
+
+
+def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
+    in_other_backends.test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size)
+
+
 def test_every_name_is_what_the_page_says(rank, size):
     page = pathlib.Path(__file__).parents[2] / "docs" / "horovod.md"
     found = {}
@@ -357,5 +436,7 @@ def test_every_name_is_what_the_page_says(rank, size):
     for door in (of_tensorflow, of_tensorflow.elastic):
         missing = {f"{door.__name__}.{name}" for name in door.__all__ if name not in modules}
         assert not missing - found.keys()
+    with pytest.raises(ImportError, match=r"tf\.data\.experimental\.service"):
+        importlib.import_module("horovod.tensorflow.data.compute_service")
     known = {name.rpartition(".")[2] for name in found}
     assert not {name for name in other_door.__all__ if name not in modules} - known

@@ -105,6 +105,9 @@ class Part(StateHandler):
         """Of those on the CPU that this value will have the ranks of a host reduce."""
         return 0
 
+    def build_step(self, step_input: bytes) -> None:
+        """Before a newcomer is ready: what its first step would take time for, on batches of this kind."""
+
     def digested(self) -> dict[str, torch.Tensor]:
         """The committed tensors that must be equal on all workers."""
         return {}

@@ -19,6 +19,7 @@ from elastic.driver.events import (
     ReportRecovery,
     StartWorker,
     StopRequested,
+    WelcomeWorker,
     WorkerExited,
     WorkerFrozen,
 )
@@ -33,7 +34,7 @@ from elastic.driver.monitoring.recovery_line import recovery_line
 from elastic.driver.reasons import Why, because, in_words
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol
-from elastic.protocol.messages import Address, Commit, Worker
+from elastic.protocol.messages import Address, Commit, Place, Worker
 
 A, B, C = (Worker("localhost", n) for n in range(3))
 DEADLINE_S = 10.0
@@ -412,6 +413,16 @@ async def test_a_worker_with_another_state_is_told_what_differs(s):
     s.driver._perform([RejectWorker(B, "e", "d")])
     [rejected] = s.server.to(B, protocol.Rejected)
     assert rejected.reason == "w: float32 [2] here, float32 [1] in the world"
+
+
+@story()
+async def test_a_newcomer_is_told_of_what_the_others_batches_consist(s):
+    await s.train(A, B)
+    await s.say(A, protocol.StepInput(b"float32 [16, 4]"))
+    for worker, newcomer in ((A, False), (B, True)):
+        s.driver._perform([WelcomeWorker(worker, Place(1, 2, 1, 2, 0, 1), newcomer, True)])
+    assert [w.step_input for w in s.server.to(A, protocol.Welcome)] == [b"", b"float32 [16, 4]"]
+    assert s.server.to(B, protocol.Welcome)[-1].step_input == b"float32 [16, 4]"
 
 
 @story()

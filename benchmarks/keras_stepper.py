@@ -1,0 +1,74 @@
+"""What `stepper` is, with Keras: a small model under ``fit``, with Horovod's callbacks, a commit after each batch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+
+import horovod.keras as hvd
+from elastic.runtime import lifecycle
+
+BATCH, BATCHES = 16, 1000  # samples; batches of an epoch
+
+
+class Steps(keras.callbacks.Callback):
+    """Writes down each step, and ends the training at the one whose number stands in ``stop``."""
+
+    def __init__(self, directory: str, state: Any) -> None:
+        super().__init__()
+        self._state = state
+        self._stop = Path(directory, "stop")
+        name = f"{directory}/{os.getpid()}.steps"
+        self._log = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        rt = lifecycle.current()
+        step = self._state.epoch * BATCHES + self._state.batch
+        line = f"{time.monotonic():.6f} {rt.generation} {rt.place.size} {rt.place.rank} {step}\n"
+        os.write(self._log, line.encode())
+        if self._stop.exists() and step >= int(self._stop.read_text()):
+            self.model.stop_training = True
+
+
+def main(directory: str, steps: int, width: int) -> None:
+    hvd.init()
+    keras.utils.set_random_seed(0)
+    drawn = np.random.RandomState(0)
+    x = drawn.randn(BATCH * BATCHES, 64).astype("float32")
+    y = drawn.randint(0, 10, BATCH * BATCHES)
+    model = keras.Sequential(
+        [keras.Input((64,)), keras.layers.Dense(width, "relu"), keras.layers.Dense(10, "softmax")]
+    )
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        model.fit(
+            x,
+            y,
+            BATCH,
+            epochs=max(1, steps // BATCHES - state.epoch),
+            callbacks=[
+                hvd.elastic.UpdateBatchStateCallback(state),
+                hvd.elastic.UpdateEpochStateCallback(state),
+                Steps(directory, state),
+                hvd.elastic.CommitStateCallback(state),
+            ],
+            verbose=0,
+        )
+
+    train(state)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,81 @@
+"""What `horovod.keras` does on Keras's torch and JAX backends, on every rank of a job with KERAS_BACKEND."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import keras
+import numpy as np
+
+import horovod.keras as hvd
+from elastic.negotiation import submission
+
+
+def model():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]
+    )
+
+
+def flat(weights):
+    return np.concatenate([np.ravel(keras.ops.convert_to_numpy(each)) for each in weights])
+
+
+def test_gradients_of_several_passes(rank, size):
+    drawn = np.random.RandomState(3)
+    x, y = drawn.rand(24, 4).astype("float32"), drawn.rand(24, 1).astype("float32")
+    for average, rate in ((True, 0.1), (False, 0.05)):
+        alone, together = model(), model()
+        alone.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+        alone.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(rate, momentum=0.9),
+            backward_passes_per_step=2,
+            average_aggregated_gradients=average,
+        )
+        together.compile(optimizer=optimizer, loss="mse")
+        with mock.patch.object(
+            submission, "start_allreduce", wraps=submission.start_allreduce
+        ) as started:
+            # Each of four batches of 6 is cut between the ranks.
+            together.fit(
+                x[rank::size],
+                y[rank::size],
+                batch_size=6 // size,
+                epochs=2,
+                shuffle=False,
+                verbose=0,
+            )
+        assert started.call_count == 4
+        np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
+
+
+def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
+    drawn = np.random.RandomState(3)
+    x, y = drawn.rand(12, 4).astype("float32"), drawn.rand(12, 1).astype("float32")
+    own, wrong = x[rank::size], x[rank::size].copy()
+    wrong[0, 0] = np.inf if rank == 0 else 1
+    kinds = keras.optimizers
+    for distributed in (
+        lambda: kinds.LossScaleOptimizer(hvd.DistributedOptimizer(kinds.SGD(0.1)), 4.0),
+        lambda: hvd.DistributedOptimizer(kinds.LossScaleOptimizer(kinds.SGD(0.1), 4.0)),
+    ):
+        alone, together = model(), model()
+        alone.compile(optimizer=kinds.SGD(0.1), loss="mse")
+        alone.fit(x, y, batch_size=12, epochs=2, verbose=0)
+        together.compile(optimizer=distributed(), loss="mse")
+        together.fit(own, y[rank::size], batch_size=12, epochs=1, verbose=0)
+        together.fit(wrong, y[rank::size], batch_size=12, epochs=1, verbose=0)
+        together.fit(own, y[rank::size], batch_size=12, epochs=1, verbose=0)
+        scale = keras.ops.convert_to_numpy(together.optimizer.dynamic_scale)
+        np.testing.assert_array_equal(scale, 2.0)
+        np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
+
+
+if __name__ == "__main__":
+    hvd.init()
+    for name, function in list(globals().items()):
+        if name.startswith("test_"):
+            function(hvd.rank(), hvd.size())
+            print(f"passed {name}", flush=True)
