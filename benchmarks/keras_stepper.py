@@ -19,7 +19,7 @@ from elastic.runtime import lifecycle
 BATCH, BATCHES = 16, 1000  # samples; batches of an epoch
 
 
-class Steps(keras.callbacks.Callback):
+class Steps(keras.callbacks.Callback):  # type: ignore[misc]
     """Writes down each step, and ends the training at the one whose number stands in ``stop``."""
 
     def __init__(self, directory: str, state: Any) -> None:
