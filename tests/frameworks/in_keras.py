@@ -22,7 +22,6 @@ import horovod.tensorflow.keras as other_door
 from elastic.errors import WorldChanging
 from elastic.keras import first_step
 from elastic.negotiation import submission
-from frameworks import in_other_backends
 
 
 def data(rank, size, rows=24):
@@ -406,10 +405,6 @@ def test_a_first_step_that_was_built_ahead_changes_nothing_and_is_not_traced_aga
     (wanted, weights), (history, others) = fitted(keras.Sequential, False), fitted(Counted, True)
     assert traces[0] > 0 and len(traced) == traces[0] and history == wanted
     np.testing.assert_array_equal(weights, others)
-
-
-def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
-    in_other_backends.test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size)
 
 
 def test_every_name_is_what_the_page_says(rank, size):

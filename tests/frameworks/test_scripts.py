@@ -119,13 +119,13 @@ def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, b
 
 @pytest.mark.nightly
 @pytest.mark.timeout(PATIENCE_S + 60)
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_other_backends(job, backend):
-    script = Path(__file__).with_name("in_other_backends.py")
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_each_backend(job, backend):
+    script = Path(__file__).with_name("in_each_backend.py")
     running = job("-np 2", ["python", script], env={**ENV, "KERAS_BACKEND": backend})
     running.succeed(PATIENCE_S)
     passed = {m[1] for line in running.lines if (m := re.search(r"passed (test_\w+)", line))}
-    assert passed == set(behaviours.of("in_other_backends"))
+    assert passed == set(behaviours.of("in_each_backend"))
 
 
 @pytest.mark.nightly

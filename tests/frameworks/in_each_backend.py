@@ -1,4 +1,4 @@
-"""What `horovod.keras` does on Keras's torch and JAX backends, on every rank of a job with KERAS_BACKEND."""
+"""What `horovod.keras` does on each of Keras's backends, on every rank of a job with KERAS_BACKEND."""
 
 from __future__ import annotations
 
