@@ -75,10 +75,16 @@ def connection() -> tuple[Any, str]:
             "Kubernetes is asked by its client for Python: pip install 'hvd-elastic[kubernetes]'"
         ) from None
     config: Any = untyped
-    settings = client.Configuration()
+    settings: Any = client.Configuration()
     found = ""
+
+    def of_pod(settings: Any) -> None:
+        config.load_incluster_config(client_configuration=settings, try_refresh_token=False)
+
     try:
-        config.load_incluster_config(client_configuration=settings)
+        of_pod(settings)
+        # The client would keep a token for a minute, even one that is refused.
+        settings.refresh_api_key_hook = of_pod
         with contextlib.suppress(OSError), open(NAMESPACE_FILE) as file:
             found = file.read().strip()
     except config.ConfigException:
@@ -188,11 +194,14 @@ def _decoded(text: bytes) -> dict[str, Any]:
 def _answering(refused: type[Exception]) -> Iterator[None]:
     """Whatever goes wrong in the client or on the way is ApiTrouble."""
     import urllib3
+    from kubernetes.config import ConfigException
 
     try:
         yield
     except refused as error:
         raise _refusal(int(getattr(error, "status", 0) or 0), error) from None
+    except ConfigException as error:  # while the token's file is missing or empty
+        raise ApiTrouble(Refusal.UNAUTHORIZED, _short(error)) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise ApiTrouble(Refusal.UNREACHABLE, _short(error)) from None
     except msgspec.DecodeError as error:

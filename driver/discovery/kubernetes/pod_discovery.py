@@ -27,6 +27,10 @@ from elastic.driver.network.hosts import show
 
 ROLE = "list and watch of pods"
 NODES_ROLE = "list and watch of nodes (a ClusterRole)"
+NEEDED = {
+    Refusal.FORBIDDEN: f"; give it {ROLE}",
+    Refusal.UNAUTHORIZED: "; each try reads it anew: is its service account still there?",
+}
 SAID = 8  # hosts of one line
 DELETE_AGAIN_S = 30.0  # between two tries to delete one pod by force
 
@@ -124,11 +128,11 @@ class PodDiscovery:
         elif error is None:
             self._log("info", f"the Kubernetes API answers again about pods {where}")
         else:
-            needs = f"; give it {ROLE}" if error.why is Refusal.FORBIDDEN else ""
-            self._refused = bool(needs) and self._fallback is not None and not self._listed
+            forbidden = error.why is Refusal.FORBIDDEN
+            self._refused = forbidden and self._fallback is not None and not self._listed
             kept = f"keeping {show(self._hosts)}" if self._hosts else "waiting for hosts"
             then = "asking the name server instead" if self._refused else kept
-            text = f"pods {where} can't be watched: {error}{needs}; {then}"
+            text = f"pods {where} can't be watched: {error}{NEEDED.get(error.why, '')}; {then}"
             self._log("warning", text)
 
     # ---- what follows ----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from elastic.driver.discovery.kubernetes.cluster import (
     KubernetesApi,
     Refusal,
     Resource,
+    connection,
 )
 from elastic.errors import Invalid
 
@@ -138,6 +139,28 @@ def test_refusals_say_what_the_server_said(ask, answer, why, said):
     with pytest.raises(ApiTrouble, match=said) as raised:
         api.all(Resource.PODS)
     assert raised.value.why is why and "secret" not in str(raised.value)
+
+
+def test_a_pod_reads_its_token_anew_for_each_question_and_one_that_is_missing_is_a_refusal(
+    tmp_path, monkeypatch
+):
+    token, authority = tmp_path / "token", tmp_path / "ca.crt"
+    authority.write_text("read when somebody connects")
+    where = "kubernetes.config.incluster_config"
+    monkeypatch.setattr(f"{where}.SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(f"{where}.SERVICE_CERT_FILENAME", str(authority))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
+    token.write_text("first")
+    client, _ = connection()
+    for text in ("first", "second"):
+        token.write_text(text)
+        assert client.configuration.auth_settings()["BearerToken"]["value"] == f"bearer {text}"
+    api = ApiServer("app=w")
+    token.write_text("")
+    with pytest.raises(ApiTrouble, match="Token file exists but empty") as raised:
+        api.all(Resource.PODS)
+    assert raised.value.why is Refusal.UNAUTHORIZED
 
 
 def test_nodes_have_no_namespace_and_a_watch_is_refused_at_once(ask):
