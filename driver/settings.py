@@ -31,7 +31,7 @@ class Settings:
         5  # incarnations in a row that die without training before the slot is given up
     )
     host_attempts: int | None = None  # slots given up before their whole host is; None: never
-    settle_s: float = 1.0  # how long one ready newcomer waits for others that are starting
+    settle_s: float = 0.3  # how long one ready newcomer waits for others that are starting
     prepare_s: float = 5.0  # for all members to answer a planned change
     leave_s: float = 30.0  # from being told to leave to the exit
     disconnect_s: float = 2.0  # from a lost connection to the fence, if no exit is seen
