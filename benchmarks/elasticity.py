@@ -34,6 +34,7 @@ from rich.table import Table
 import elastic
 import groups
 import models
+from elastic.chaos.harness.ports import free_port
 from figures import Mark, Spread, ratio, spread
 
 RATIO, MESSAGES = 1.02, 0.01  # the marks; messages are for each step
@@ -199,7 +200,7 @@ class Jobs:
             "1",
         ]
         self._start([*led, *script, "elastic", model], {})
-        port = groups.free_port()
+        port = free_port()
         for rank in range(workers):
             world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

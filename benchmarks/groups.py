@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from rich.console import Console
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
+from elastic.chaos.harness.ports import free_ports
 from elastic.collectives.interface import Collectives, Op
 from elastic.protocol.messages import Address
 from elastic.runtime import lifecycle
@@ -46,15 +46,10 @@ class Meeting:
     torchs: int
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def ask(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
     """Runs ``work(*arguments)`` in so many ranks. Returns what rank 0's has returned, by way of JSON."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what torchft asks it for
-    meeting = Meeting("127.0.0.1", free_port(), free_port())
+    meeting = Meeting("127.0.0.1", *free_ports(2))
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         out = Path(folder) / "answer.json"
         spawn(_rank, (work, ranks, meeting, str(out), arguments), nprocs=ranks)

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
 import tempfile
 import time
@@ -33,6 +32,7 @@ from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
 import horovod.torch as hvd
+from elastic.chaos.harness.ports import free_port
 from elastic.protocol.messages import Address
 from elastic.runtime import lifecycle
 
@@ -134,11 +134,6 @@ def rounds_of(count: int, each: int, rounds: int) -> int:
     if count == 1:
         return rounds * SINGLE_SHARE
     return max(8, rounds // LARGE_SHARE) if count * each > 8 * MB else rounds
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def missed(answers: list[Answer]) -> list[str]:

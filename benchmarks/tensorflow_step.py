@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from elastic.chaos.harness.ports import free_ports
 
 WIDTH, LAYERS = 2880, 3  # 25M parameters
 BATCH = 16
@@ -149,12 +150,7 @@ def answers(command: list[str], environ: dict[str, str]) -> dict[str, float]:
 
 
 def beside(steps: int, environ: dict[str, str]) -> dict[str, float]:
-    ports = []
-    for _ in range(2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
-    workers = [f"127.0.0.1:{port}" for port in ports]
+    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
     command = [sys.executable, __file__, "--steps", str(steps), "--as", "strategy"]
     tasks = [
         environ

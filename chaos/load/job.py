@@ -7,7 +7,6 @@ import os
 import re
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from elastic.chaos.harness.ports import free_port
 from elastic.chaos.load.agents import Begin, Order, answers
 
 PATIENCE_S = 120.0
@@ -155,8 +155,3 @@ def hosts_of(workers: int, slots: int) -> dict[str, int]:
     full, rest = divmod(workers, slots)
     hosts = {f"h{number}": slots for number in range(full)}
     return {**hosts, f"h{full}": rest} if rest else hosts
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -23,8 +23,8 @@ from pathlib import Path
 import yaml
 
 from cluster.api import BROKEN, PATHS, Api, Namespace, Object, Refused, ready
+from elastic.chaos.harness.ports import free_ports
 from elastic.chaos.harness.processes import clean_environment, kill_all, marked
-from harness.etcd import free_ports
 
 SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CLIENTS = ("helm", "kubectl")

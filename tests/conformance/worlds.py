@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from harness.ranks import Ranks
+from harness.ranks import Ranks, store_to_be
 
 SIZES = (2, 3, 4)
 DEVICE = os.environ.get(
@@ -98,11 +98,7 @@ def shared_worlds(folder: Path) -> tuple[Any, Callable[..., None]]:
 
 def form(world: World) -> None:
     """Every rank enters a new world, as after ``hvd.init()``."""
-    from elastic.rendezvous.store import listen
-
-    listener = listen("127.0.0.1")
-    listener.close()
-    world.run(_enter, listener.address, timeout_s=FORM_S)
+    world.run(_enter, store_to_be(), timeout_s=FORM_S)
 
 
 def _enter(rank: int, size: int, address: Any) -> None:

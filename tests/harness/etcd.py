@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from elastic.chaos.harness.ports import free_ports
 from elastic.driver.etcd.client import Etcd
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
@@ -159,14 +159,6 @@ async def compact(access: EtcdAccess, revision: int) -> None:
     async with _channel(access, access.endpoints[0]) as channel:
         request = rpc.CompactionRequest(revision=revision, physical=True)
         await rpc.KVStub(channel).Compact(request, timeout=5)
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 async def _leader(members: list[Member], access: EtcdAccess) -> Member:

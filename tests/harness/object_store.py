@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.etcd import free_ports
+from elastic.chaos.harness.ports import free_port
 
 START_S = 60.0
 UNAVAILABLE = (
@@ -128,7 +128,7 @@ def one_store(folder: Path, bucket: str) -> Iterator[tuple[Door, dict[str, str]]
     """The door, and the environment in which s3:// leads to it."""
     program = moto_server()
     assert program is not None
-    [port] = free_ports(1)
+    port = free_port()
     with open(folder / "moto.log", "wb") as log:
         command = [program, "-H", "127.0.0.1", "-p", str(port)]
         process = subprocess.Popen(command, stdout=log, stderr=log)

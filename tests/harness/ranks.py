@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from elastic.chaos.harness.ports import free_port
 from elastic.protocol.messages import Address
 from elastic.rendezvous.store import Store, listen
 
@@ -95,11 +96,14 @@ class Ranks:
 def in_a_world(size: int) -> Iterator[Ranks]:
     """Ranks that have formed a world of a fixed size: what a module's fixture yields."""
     ranks = Ranks(size)
-    listener = listen("127.0.0.1")
-    listener.close()
-    ranks.run(_join, listener.address)
+    ranks.run(_join, store_to_be())
     yield ranks
     ranks.close()
+
+
+def store_to_be() -> Address:
+    """Where rank 0 of a world may serve its store: nobody else takes the port before."""
+    return Address("127.0.0.1", free_port())
 
 
 def on_all(test: Callable[[int, int], None]) -> Callable[[Ranks], None]:

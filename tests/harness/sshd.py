@@ -11,13 +11,14 @@ import getpass
 import os
 import re
 import shutil
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
+
+from elastic.chaos.harness.ports import free_port
 
 DEADLINE_S = 20.0
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
@@ -47,7 +48,7 @@ class Sshd:
         folder.mkdir()
         self.folder = folder
         self.address = address
-        self.port = port or free_port(address)
+        self.port = port or free_port()
         self.host_key = make_key(folder / "host_key")
         self._authorized = authorized
         self._within = within
@@ -195,14 +196,6 @@ def make_key(path: Path) -> Path:
         timeout=DEADLINE_S,
     )
     return path
-
-
-def free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def ssh_version() -> tuple[int, int]:

@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic.chaos.harness.ports import free_port
+
 NODE_MARK = "TEST_RAY_NODE"
 STORE_BYTES = 80_000_000
 REDIS_START_S = 10.0
@@ -292,12 +294,6 @@ class Bench:
             else:
                 break
         return {"external_addresses": [f"127.0.0.1:{port}"] * 2, "redis_password": password}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def marked(*entries: str) -> set[int]:

@@ -13,7 +13,7 @@ from elastic.collectives.construct import Connecting, Store, listen
 from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
-from harness.ranks import Ranks
+from harness.ranks import Ranks, store_to_be
 
 pytestmark = pytest.mark.gpu
 WAKE_S = 5.0
@@ -78,8 +78,6 @@ def live_and_be_aborted(rank: int, size: int, address: Address) -> float:
 
 def test_a_group_lives_and_a_second_one_follows_its_abort(ranks):
     for _ in range(2):
-        listener = listen("127.0.0.1")
-        listener.close()
-        for raised_s in ranks.run(live_and_be_aborted, listener.address):
+        for raised_s in ranks.run(live_and_be_aborted, store_to_be()):
             print(f"raised after {raised_s * 1e3:.1f} ms")
             assert raised_s < WAKE_S

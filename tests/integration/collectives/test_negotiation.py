@@ -28,7 +28,7 @@ from elastic.negotiation.transport import Hub, Peer, rules_of
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import listen
 from elastic.runtime import lifecycle
-from harness.ranks import Died, Ranks
+from harness.ranks import Died, Ranks, store_to_be
 
 SOON_S = 5.0  # far below every timeout of a collective
 
@@ -36,9 +36,7 @@ SOON_S = 5.0  # far below every timeout of a collective
 @pytest.fixture
 def ranks(request: Any) -> Iterator[Ranks]:
     ranks = Ranks(3)
-    listener = listen("127.0.0.1")
-    listener.close()
-    ranks.run(start, listener.address, getattr(request, "param", {}))
+    ranks.run(start, store_to_be(), getattr(request, "param", {}))
     yield ranks
     ranks.close()
 

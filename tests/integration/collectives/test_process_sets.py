@@ -11,12 +11,11 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from elastic.rendezvous.store import listen
 from elastic.runtime import lifecycle
 from harness import ranks as processes
 from harness.history import RETURN, SCRIPTS
 from harness.job import Job
-from harness.ranks import Ranks
+from harness.ranks import Ranks, store_to_be
 from horovod.common.process_sets import get_process_set_ids_and_ranks
 
 SIZE = 3
@@ -36,9 +35,7 @@ def begin(rank: int, size: int, address: Any) -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     ranks = Ranks(SIZE)
-    listener = listen("127.0.0.1")
-    listener.close()
-    ranks.run(begin, listener.address)
+    ranks.run(begin, store_to_be())
     yield ranks
     ranks.close()
 

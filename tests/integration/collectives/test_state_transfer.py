@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from elastic.chaos.harness.ports import free_port
 from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
-from elastic.rendezvous.store import listen
 from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
 from elastic.state.snapshots.snapshot import same_bits
@@ -37,9 +37,7 @@ def together(body: Callable[..., Any], size: int) -> list[Any]:
     """Runs ``body(rank)`` in a world of processes; their answers, by rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])  # as `harness.ranks`
-    probe = listen("127.0.0.1")
-    port = probe.address.port
-    probe.close()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()

@@ -16,9 +16,8 @@ from elastic.api.compression import Compression
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
-from elastic.rendezvous.store import listen
 from elastic.runtime import lifecycle
-from harness.ranks import Ranks
+from harness.ranks import Ranks, store_to_be
 
 SIZE = 3
 
@@ -33,9 +32,7 @@ def enter(rank: int, size: int, address: Any) -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     ranks = Ranks(SIZE)
-    listener = listen("127.0.0.1")
-    listener.close()
-    ranks.run(enter, listener.address)
+    ranks.run(enter, store_to_be())
     yield ranks
     ranks.close()
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import urllib.request
 
 import pytest
 
+from elastic.chaos.harness.ports import free_port
 from elastic.driver.reasons import Why, because
 from harness.history import RETURN, History, pid_of, sizes, started
 from harness.job import Job
@@ -62,12 +62,6 @@ def test_a_stopped_worker_is_replaced_and_the_metrics_tell_it(job):
     assert "elastic_lost_workers_total 1.0" in told and "elastic_world_size 3.0" in told
     assert 'elastic_recovery_seconds_count{kind="recovery"} 1.0' in told
     let_end(training)
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def metrics(port: int) -> list[str]:

@@ -12,12 +12,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import elastic
+from elastic.chaos.harness.ports import free_port
 from elastic.driver.commandline.afterwards.explain_cli import as_json
 from elastic.driver.commandline.afterwards.replay_cli import play
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from elastic.protocol.messages import Worker
-from harness.etcd import free_ports
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import Job
@@ -102,7 +102,7 @@ def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, monkeypatch,
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     env = {"ELASTIC_TEST_FOLDER": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
     env[SPARE_WORKERS] = str(kills)  # else most of it would be imports of newcomers
-    training = job(f"{FLAGS} --metrics-port {free_ports(1)[0]}", TRAINING, env=env)
+    training = job(f"{FLAGS} --metrics-port {free_port()}", TRAINING, env=env)
     for _ in range(kills):
         until_two_train(training)
         (tmp_path / "die").touch()

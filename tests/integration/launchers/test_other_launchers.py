@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from elastic.chaos.harness.ports import free_port
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment, find_rank0
 from elastic.rendezvous.find_rank0 import Left, meet
@@ -70,11 +71,6 @@ def said(output: str) -> list[dict[str, Any]]:
     # Not by lines: what several processes write into one pipe may stand on one.
     parts = output.split("said {")[1:]
     return [json.JSONDecoder().raw_decode("{" + part)[0] for part in parts]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def by_hand(size: int, **more: str) -> list[dict[str, str]]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from elastic.chaos.harness.ports import free_port
 from harness.history import SCRIPTS
 from harness.otlp_collector import otlp_collector
 from harness.ray_cluster import RayCluster, RayJob, ray_environment, ray_nodes
-from harness.scripts.ray_nodes import free_port
 
 pytestmark = pytest.mark.ray
 

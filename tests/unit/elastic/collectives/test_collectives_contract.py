@@ -9,8 +9,8 @@ from elastic.collectives import construct, fake
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed
-from elastic.rendezvous.store import listen
 from harness.collectives_contract import CollectivesContract
+from harness.ranks import store_to_be
 
 
 class TestFake(CollectivesContract):
@@ -32,9 +32,7 @@ class TestLocal(CollectivesContract):
 
 
 def connecting(size: int, device_type: str) -> construct.Connecting:
-    listener = listen("127.0.0.1")
-    listener.close()
-    store = construct.Store(listener.address, None, timeout_s=1.0)
+    store = construct.Store(store_to_be(), None, timeout_s=1.0)
     return construct.Connecting(
         store,
         purpose="named",
