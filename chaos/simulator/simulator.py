@@ -129,7 +129,6 @@ class Simulation:
         self.places: Counter[str] = Counter()
         self.aimed = 0  # kills that wait for a commit
         self.going_on = True
-        self._faulty = True
         self._decisions = 0
         at = self.clock.at
         for agent in self.agents.values():
@@ -230,7 +229,6 @@ class Simulation:
 
     def calm(self) -> None:
         """Faults are over; what they did to processes that were fenced for it is not."""
-        self._faulty = False
         self.weather.struck = 0.0
         self.aimed = 0
         self.network.slow.clear()

@@ -40,7 +40,6 @@ from elastic.protocol.tls import explained
 
 CONNECT_S = 5.0  # to one address, and to prove who we are
 RETRY_S = (0.05, 1.0)  # between two tries: the first, the longest
-SAID_S = 30.0  # between two log lines about a driver that can't be found
 BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a driver that reads nothing is lost
 
 

@@ -65,7 +65,6 @@ class Watch:
         self._log = log
         self._environ = environ
         self._standing: dict[str, Ends] = {}  # by source
-        self._sources: list[Source] = []
         self._over = threading.Event()
         self._released = threading.Event()
         self._loop = asyncio.get_running_loop()

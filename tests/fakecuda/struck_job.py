@@ -39,10 +39,6 @@ class Cost:
     lost_too: int
     load: float
 
-    @property
-    def ours_s(self) -> float:
-        return self.seconds - self.nccl_s
-
 
 class StruckJob:
     """Two hosts with two GPUs each; who is lost comes back. Every wait has a deadline, and says what was awaited."""

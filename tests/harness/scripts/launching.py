@@ -8,8 +8,6 @@ import sys
 
 import elastic
 
-SILENT = {"HOROVOD_LOG_LEVEL": "ERROR"}
-
 
 def place(word: str, mark: str = "") -> tuple[str, int, int]:
     import light  # type: ignore[import-not-found]  # noqa: F401
