@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Nobody imports most of what is installed: what is imported is compiled then, and kept.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help install needs check-types check-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
+.PHONY: help install needs check-types check-worker-tests check-other-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -167,17 +167,23 @@ images: $(READY)
 	-@$(PIP_INSTALL) podman-compose==1.6.0
 	$(ENDS) 3600 $(BIN)/python -m pytest -o faulthandler_timeout=900 --nightly tests/images
 
-# mypy has one process, and what it does cold takes half as long as the tests.
+# mypy has one process, and what it does cold takes half as long as the tests. These have two, without pytest-xdist, with
+# which each would import and collect all of them.
 check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	@$(MAKE) --no-print-directory --output-sync=target -j2 check-types check-tests
+	@$(MAKE) --no-print-directory --output-sync=target -j3 check-types check-worker-tests check-other-tests
 
 check-types:
 	$(BIN)/mypy $(TYPED)
 
-check-tests:
-	$(ENDS) 1200 $(BIN)/python -m pytest --quiet -n $(TESTS_AT_ONCE) -m "not slow" tests/unit tests/simulation
+QUICK = $(ENDS) 1200 $(BIN)/python -m pytest --quiet -m "not slow"
+
+check-worker-tests:
+	$(QUICK) tests/unit/elastic
+
+check-other-tests:
+	$(QUICK) --ignore tests/unit/elastic tests/unit tests/simulation
 
 fix: $(STAMP)
 	$(BIN)/ruff format

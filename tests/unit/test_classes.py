@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,89 +22,94 @@ SPREAD = (
     "elastic/mxnet/optimizer.py",  # of Gluon's trainer
     "elastic/integrations/",  # of trainers, whose loops are private
 )
+SELF = ("self", "cls", "super()")
 FOREIGN = (torch.Tensor, torch.nn.Module(), os)  # have private names that others may use
 
 
+Names = set[str]
+
+
+class Use(NamedTuple):
+    """Of a private attribute that the file itself does not give."""
+
+    line: int
+    name: str
+    of_self: bool
+    text: str
+
+
+class Facts(NamedTuple):
+    """Of one file: its classes with how many methods each has of its own, and the names that it gives to functions,
+    classes and variables, and to the attributes of its own objects. Trees are not kept: they are half a gigabyte.
+    """
+
+    methods: list[tuple[str, int]]
+    given: Names
+    uses: list[Use]
+
+
 @functools.cache
-def trees() -> dict[Path, ast.Module]:
+def facts() -> dict[Path, Facts]:
     files = sources("elastic", "driver", "chaos", "horovod")
-    return {file: ast.parse(file.read_text()) for file in files}
+    return {file: facts_of(file.read_text()) for file in files}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forgets_the_trees() -> Iterator[None]:
-    """Half a gigabyte, through which the collector would go for each test that comes after."""
-    yield
-    for kept in (trees, made, private):
-        kept.cache_clear()
-
-
-def methods(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Each class, and how many methods it has of its own."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            kinds = ast.FunctionDef | ast.AsyncFunctionDef
-            yield node.name, sum(isinstance(each, kinds) for each in node.body)
-
-
-@functools.cache
-def made(tree: ast.Module) -> set[str]:
-    """The names that a file gives: to functions, classes and variables, and to the attributes of its own objects."""
-    names = set()
-    for node in ast.walk(tree):
+def facts_of(source: str) -> Facts:
+    methods, given, private = [], set(), []
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                names.add(name)
-            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
-                names.add(name)
-            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
-                names.add(name)
-    return names
-
-
-@functools.cache
-def private(tree: ast.Module) -> list[tuple[ast.Attribute, bool]]:
-    """Each use of a private attribute that the file itself does not give, and whether it is one of ``self``."""
-    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    used = [node for node in used if node.attr[0] == "_" and node.attr[:2] != "__"]
-    given = made(tree) if used else set()
-    return [
-        (node, ast.unparse(node.value) in ("self", "cls", "super()"))
-        for node in used
+                given.add(name)
+            case ast.ClassDef(name=name):
+                given.add(name)
+                kinds = ast.FunctionDef | ast.AsyncFunctionDef
+                methods.append((name, sum(isinstance(each, kinds) for each in node.body)))
+            case ast.Name(id=name, ctx=ast.Store()):
+                given.add(name)
+            case ast.Attribute(value=value, attr=name):
+                match value, node.ctx:
+                    case ast.Name(id="self" | "cls"), ast.Store():
+                        given.add(name)
+                if name[0] == "_" and name[:2] != "__":
+                    private.append(node)
+    uses = [
+        Use(node.lineno, node.attr, ast.unparse(node.value) in SELF, ast.unparse(node))
+        for node in private
         if node.attr not in given
     ]
+    return Facts(methods, given, uses)
 
 
-def reaches(tree: ast.Module, names: set[str]) -> list[str]:
+def reaches(uses: list[Use], names: Names) -> list[str]:
     """Uses of private ``names`` on what is another file's object."""
     return [
-        f"line {node.lineno}: {ast.unparse(node)}"
-        for node, own in private(tree)
-        if not own and node.attr in names and not any(hasattr(each, node.attr) for each in FOREIGN)
+        f"line {use.line}: {use.text}"
+        for use in uses
+        if not use.of_self and use.name in names and not any(hasattr(f, use.name) for f in FOREIGN)
     ]
 
 
 def test_no_class_does_everything():
-    sizes = [(name, count) for tree in trees().values() for name, count in methods(tree)]
+    sizes = [each for found in facts().values() for each in found.methods]
     assert max(count for _, count in sizes) > 20, "methods are counted"
     large = {name: count for name, count in sizes if count > METHODS}
     assert not large
 
 
 def test_nobody_uses_private_names_of_another_files_objects():
-    names = set().union(*(made(tree) for tree in trees().values()))
-    found = {str(file): lines for file, tree in trees().items() if (lines := reaches(tree, names))}
+    names = set().union(*(each.given for each in facts().values()))
+    found = {str(f): lines for f, each in facts().items() if (lines := reaches(each.uses, names))}
     assert not found
 
 
 def test_a_class_has_its_private_names_to_itself():
     """One that inherits from another file's uses what is public there."""
     found = {
-        f"{file}:{node.lineno}: {ast.unparse(node)}"
-        for file, tree in trees().items()
+        f"{file}:{use.line}: {use.text}"
+        for file, each in facts().items()
         if not str(file.relative_to(ROOT)).startswith(SPREAD)
-        for node, own in private(tree)
-        if own
+        for use in each.uses
+        if use.of_self
     }
     assert not found, "\n".join(sorted(found))
 
@@ -120,4 +125,4 @@ def test_a_class_has_its_private_names_to_itself():
     ],
 )
 def test_what_is_taken_for_another_files_object(line, heard):
-    assert reaches(ast.parse(line), {"_link", "_version"}) == heard
+    assert reaches(facts_of(line).uses, {"_link", "_version"}) == heard

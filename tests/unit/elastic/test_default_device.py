@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 # Those that look at torch's default device, and whether they look at its default dtype.
 FACTORIES = {
@@ -32,8 +30,7 @@ FACTORIES = {
 
 def sources() -> list[Path]:
     folders = [ROOT / "elastic", ROOT / "horovod"]
-    files = [file for folder in folders for file in folder.rglob("*.py")]
-    return sorted(f for f in files if (ROOT / "elastic" / "chaos") not in f.parents)
+    return [file for folder in folders for file in folder.rglob("*.py")]
 
 
 def unsaid(source: str) -> list[str]:
@@ -59,6 +56,7 @@ def test_a_factory_that_leaves_it_to_the_defaults_is_found():
     assert unsaid("torch.zeros(3, dtype=d, device=e)\ntorch.Generator(device='cpu')") == []
 
 
-@pytest.mark.parametrize("file", sources(), ids=lambda file: str(file.relative_to(ROOT)))
-def test_every_tensor_of_ours_names_its_device_and_its_dtype(file):
-    assert unsaid(file.read_text()) == []
+def test_every_tensor_of_ours_names_its_device_and_its_dtype():
+    sources_of_torch = {file: text for file in sources() if "torch." in (text := file.read_text())}
+    found = {str(file): lines for file, text in sources_of_torch.items() if (lines := unsaid(text))}
+    assert len(sources_of_torch) > 50 and found == {}

@@ -10,17 +10,17 @@ from elastic.data import DataLoader
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 
-pytest.importorskip("lightning", reason="pip install hvd-elastic[lightning]")
-
 
 def loader(shards: Any) -> DataLoader:
     return DataLoader(range(16), global_batch_size=8, shards=shards)
 
 
-@pytest.mark.parametrize("shards", [Shards(4), 4], ids=["Shards", "a number"])
-def test_lightning_refuses_shards(shards):
+@pytest.mark.slow  # to import Lightning takes longer than all of this folder's tests: so not while they are collected
+def test_lightning_refuses_shards():
+    pytest.importorskip("lightning", reason="pip install hvd-elastic[lightning]")
     from elastic.integrations.lightning import joining
 
-    with pytest.raises(Invalid, match="or leave shards= out; with Fabric write the loop"):
-        joining.refuse_shards(loader(shards))
+    for shards in (Shards(4), 4):
+        with pytest.raises(Invalid, match="or leave shards= out; with Fabric write the loop"):
+            joining.refuse_shards(loader(shards))
     joining.refuse_shards(loader(None))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -47,17 +49,17 @@ def assert_copied(tensors: list[torch.Tensor]) -> None:
         assert same_bits(tensor, buffer)
 
 
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1023, 1024, 1025, 1151, 100_003])
-@pytest.mark.parametrize("shift", [0, 1, 17])
-def test_any_number_of_bytes_at_any_alignment(way, size, shift):
-    whole = torch.arange(size + 2 * shift, dtype=torch.int64).to(torch.uint8)
-    source = whole[shift : shift + size]
-    room = torch.full((size + 64,), 7, dtype=torch.uint8)
-    buffer = room[33 - shift : 33 - shift + size]
-    HostCopy([source], [buffer]).run([source], [source.data_ptr()])
-    assert torch.equal(buffer, source)
-    assert (room[: 33 - shift] == 7).all()  # and nothing beside it
-    assert (room[33 - shift + size :] == 7).all()
+def test_any_number_of_bytes_at_any_alignment(way):
+    sizes = (0, 1, 63, 64, 65, 1023, 1024, 1025, 1151, 100_003)
+    for size, shift in itertools.product(sizes, (0, 1, 17)):
+        whole = torch.arange(size + 2 * shift, dtype=torch.int64).to(torch.uint8)
+        source = whole[shift : shift + size]
+        room = torch.full((size + 64,), 7, dtype=torch.uint8)
+        buffer = room[33 - shift : 33 - shift + size]
+        HostCopy([source], [buffer]).run([source], [source.data_ptr()])
+        assert torch.equal(buffer, source), (size, shift)
+        assert (room[: 33 - shift] == 7).all(), (size, shift)  # and nothing beside it
+        assert (room[33 - shift + size :] == 7).all(), (size, shift)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
