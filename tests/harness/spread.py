@@ -24,6 +24,13 @@ SPREAD = {
     "test_stuck",
     "test_traps",
 }
+# Modules that share a Ray cluster: tests/integration/ray/conftest.py.
+TOGETHER = {
+    "test_horovod_ray": "two Ray nodes",
+    "test_ray_agents": "two Ray nodes",
+    "test_ray_discovery": "Ray with Redis",
+    "test_ray_journal": "Ray with Redis",
+}
 
 
 def scope(nodeid: str) -> str:
@@ -37,6 +44,8 @@ def scope(nodeid: str) -> str:
     for folder in ("cluster", "conformance", "frameworks"):
         if f"/{folder}/" in module and (size or folder != "frameworks"):
             return f"{folder} {size[0]}" if size else folder
+    if module.startswith("tests/integration/ray/"):
+        return TOGETHER.get(Path(module).stem, module)
     return nodeid if Path(module).stem in SPREAD else module
 
 

@@ -30,7 +30,7 @@ DTYPES = [
 MOVED = [*DTYPES, torch.bool]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Ranks]:
     for started in in_a_world(request.param):
         started.run(enter, str(tmp_path_factory.mktemp("store") / "store"))

@@ -24,7 +24,7 @@ ELEMENTS = [1, 1000, 131_075]
 SHARDS = [3, 5, 8]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     made = World(request.param)
     yield made

@@ -67,6 +67,7 @@ def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
     (folder / "enough").touch()
     assert again.wait(60) == 0
     assert begun(again.output)[0] >= 5
+    a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder)
 
 
 def test_a_folder_that_can_not_be_written_is_refused_before_anything_starts(job, tmp_path):
@@ -97,12 +98,7 @@ def test_a_bit_that_flips_in_one_replica_costs_that_worker_and_no_checkpoint_hol
     )
 
 
-def test_a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, tmp_path):
-    folder = tmp_path / "checkpoints"
-    first = job(f"{FLAGS} {folder}", TRAINING)
-    first.wait_for(r"commit \S+ is durable")
-    (folder / "enough").touch()
-    assert first.wait(60) == 0
+def a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder):
     files = {path: path.read_bytes() for path in folder.rglob("*.distcp")}
     other = job(f"{FLAGS} {folder}", TRAINING, env={"WIDTH": "40"})
     assert other.wait(60) == 1

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.forked
     ("flags", "env"),
     [
         (STAY_AWAY, {"LOADER_WORKERS": "2"}),
-        (RETURN, {"FULL": "3"}),
+        pytest.param(RETURN, {"FULL": "3"}, marks=pytest.mark.nightly),
         pytest.param(RETURN, {"FULL": "3", "STREAM": "1"}, marks=pytest.mark.nightly),
         pytest.param(
             RETURN, {"FULL": "3", "STREAM": "1", "LOADER_WORKERS": "1"}, marks=pytest.mark.nightly

@@ -71,6 +71,7 @@ def test_imagenet_goes_on_after_its_last_checkpoint(job, tmp_path):
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.forked
 def test_synthetic_benchmark(job):
     flags = "--batch-size 4 --width 8 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"

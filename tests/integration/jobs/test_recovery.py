@@ -72,7 +72,11 @@ def test_a_kill_from_outside_at_any_moment(job):
     History(training).check(steps=400)
 
 
-@pytest.mark.parametrize(("flags", "full"), [(STAY_AWAY, 0), (RETURN, 3)], ids=["kills", "joins"])
+@pytest.mark.parametrize(
+    ("flags", "full"),
+    [pytest.param(STAY_AWAY, 0, marks=pytest.mark.nightly), (RETURN, 3)],
+    ids=["kills", "joins"],
+)
 def test_a_script_of_horovod_counts_every_sample_once(job, flags, full):
     """Defects F and G: in the committed history, but for what fills the last round of an epoch."""
     training = job(
@@ -97,16 +101,19 @@ def test_a_script_of_horovod_counts_every_sample_once(job, flags, full):
 # ---- errors of user code -------------------------------------------------------------------------
 
 
-def test_an_exception_of_one_worker_is_its_own_trouble(job):
-    """Its traceback is shown, its slot cools down and returns, the others go on at once."""
-    training = started(
-        job, 3, RETURN, RAISE="slot=1,step=4,place=stepped,error=value", HOLD="7:size=3"
-    )
+def test_an_exception_of_one_worker_is_its_own_trouble_and_horovods_is_a_recovery(job):
+    """After its own one, its traceback is shown, its slot cools down and returns, the others go on at once. Raised by
+    the script, `HorovodInternalError` costs nobody.
+    """
+    raising = "step=2,place=stepped,error=horovod,generation=2;step=4,place=stepped,error=value"
+    raising = ";".join(f"slot=1,{each}" for each in raising.split(";"))
+    training = started(job, 3, RETURN, RAISE=raising, HOLD="7:size=3")
     training.succeed()
-    training.wait_for(r"^\[(1|localhost:1)\] ValueError: this sample is damaged")
-    training.wait_for(r"rank 1 \(localhost:1#1 on localhost\) raised ValueError: this sample is")
+    training.wait_for(r"^\[(\d|localhost:1)\] ValueError: this sample is damaged")
+    training.wait_for(r"rank \d \(localhost:1#1 on localhost\) raised ValueError: this sample is")
     training.wait_for(r"localhost:1#1 ended with exit code 1; its slot may return in 0.1 s")
-    assert sizes(training)[-3:] == [3, 2, 3]
+    assert sizes(training)[-4:] == [3, 3, 2, 3]
+    assert len(training.events("WorkerRaised")) == 1
     History(training).check()
 
 
@@ -140,7 +147,11 @@ def test_the_same_exception_after_a_regroup_at_the_same_commit_ends_the_job(job)
     assert sizes(training)[-1] == 2
 
 
-@pytest.mark.parametrize("when", ["shape", "late"], ids=["at once", "after the world broke of it"])
+@pytest.mark.parametrize(
+    "when",
+    ["shape", pytest.param("late", marks=pytest.mark.nightly)],
+    ids=["at once", "after the world broke of it"],
+)
 def test_a_mismatch_of_shapes_is_an_error_of_the_script(job, when):
     """Defect M: it looks like a failed collective, but trying again would only repeat it."""
     training = started(job, 2, RAISE=f"step=4,place=stepped,error={when}")
@@ -155,14 +166,6 @@ def test_worlds_that_break_again_and_again_end_the_job(job):
     training = started(job, 2, RAISE="step=4,place=stepped,error=horovod")
     assert training.wait() == 1
     training.wait_for("3 worlds in a row broke with nobody lost and no new commit")
-
-
-def test_horovod_internal_error_of_a_script_is_recovered(job):
-    training = started(job, 3, RAISE="slot=1,step=4,place=stepped,error=horovod,generation=2")
-    training.succeed()
-    assert sizes(training)[-2:] == [3, 3]
-    assert not training.events("WorkerRaised")
-    History(training).check()
 
 
 def test_user_code_that_catches_every_exception_does_not_swallow_a_loss(job):
@@ -198,17 +201,6 @@ def test_below_min_np_the_job_waits_says_so_and_gives_up(job):
     training.wait_for("waiting for 1 more worker: 1 ready, 2 needed; giving up in 2 s")
     assert training.wait(20) == 1
     training.wait_for(r"only 1 of 2 workers ready after 2 s: .*--min-np.*--elastic-timeout")
-
-
-def test_below_min_np_the_job_goes_on_when_a_slot_returns(job):
-    training = job(
-        f"-np 2 --min-np 2 {RETURN}",
-        TRAINING,
-        env={"ELASTIC_DIGESTS": "1", "DIE": "slot=0,step=3,place=forward"},
-    )
-    training.succeed()
-    assert sizes(training)[-2:] == [2, 2]
-    History(training).check()
 
 
 def test_a_slot_whose_workers_crash_again_and_again_is_given_up(job):
@@ -254,7 +246,7 @@ def test_sigterm_lets_a_worker_leave_at_its_next_commit(job):
 
 
 def test_a_second_worker_is_killed_while_too_few_are_left(job):
-    """Defect Y, below --min-np: both slots return, and the one that survived has kept the commit."""
+    """Defect Y: below --min-np the job goes on when slots return. The one that survived has kept the commit."""
     training = job(
         f"-np 3 --min-np 3 {RETURN}",
         TRAINING,

@@ -53,24 +53,21 @@ def test_a_busy_worker_is_named_and_later_fenced(job):
     History(training).check()
 
 
-def test_who_does_not_come_to_a_recovery_is_fenced(job):
-    """One died, all others gather: the one that hangs before it has said ready holds them up."""
+def test_who_does_not_come_to_a_recovery_or_never_returns_is_fenced(job):
+    """One died, all others gather: the one that hangs before it has said ready holds them up. At the end one does not
+    return when all others have.
+    """
     training = stalling(
         job,
         4,
-        "slot=1,generation=2,place=restore,how=sleep",
+        "slot=1,generation=2,place=restore,how=sleep;slot=2,place=end,how=sleep",
         DIE="slot=3,step=4,place=forward",
     )
-    training.succeed()
-    assert list(training.fences()) == [1] and sizes(training)[-1] == 2
-    History(training).check()
-
-
-def test_who_never_returns_when_all_others_have_is_fenced(job):
-    training = stalling(job, 3, "slot=2,place=end,how=sleep")
-    training.until(lambda: list(training.fences()) == [2], "a fence")
+    training.until(lambda: list(training.fences()) == [1, 2], "two fences", 60)
     training.wait()
-    assert training.fences()[2].kind is Why.IDLE
+    assert [reason.kind for reason in training.fences().values()] == [Why.IDLE, Why.IDLE]
+    assert [len(world["members"]) for world in training.worlds() if world["generation"] == 3] == [2]
+    History(training).check()
 
 
 def test_without_a_check_everybody_is_awaited(job):

@@ -57,7 +57,7 @@ def test_the_exact_one_has_the_same_weights_though_workers_are_killed(job, tmp_p
     training.wait_for(undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.forked
 def test_the_digits_are_learnt_though_a_worker_is_killed(job):
     learning = job(

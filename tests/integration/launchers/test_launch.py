@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from harness.history import SCRIPTS
 
 
@@ -36,6 +38,7 @@ def test_values_of_a_function_that_never_calls_init():
     assert result == [5_000_000, 5_000_000]
 
 
+@pytest.mark.nightly  # the elastic function below is called by it too
 def test_horovod_run():
     result, printed = launched("horovod", HOROVOD_LOG_LEVEL="ERROR")
     assert result == [["hello!", rank, 2] for rank in range(2)]

@@ -17,6 +17,7 @@ def places(running) -> list[dict]:
     return sorted((json.loads(text) for text in said), key=lambda place: place["seen"]["rank"])
 
 
+@pytest.mark.forked
 def test_every_rank_knows_its_place(job):
     running = job("-np 3", PLACES)
     running.succeed()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from harness.history import SCRIPTS
-from harness.ray_cluster import RayCluster, RayJob, ray_nodes
+from harness.ray_cluster import RayCluster, RayJob
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -17,10 +16,9 @@ SCRIPT = SCRIPTS / "horovod_ray_calls.py"
 LONG_S = 110.0
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    with ray_nodes(tmp_path_factory.mktemp("ray"), [{"num_cpus": 1}, {"num_cpus": 2}]) as running:
-        yield running
+@pytest.fixture
+def cluster(two_nodes: RayCluster) -> RayCluster:
+    return two_nodes
 
 
 def told(cluster: RayCluster, *arguments: str, **settings: Any) -> dict[str, list[Any]]:

@@ -12,24 +12,17 @@ from typing import Any
 import pytest
 
 from harness.history import SCRIPTS
-from harness.ray_cluster import RayCluster, RayJob, ray_nodes
+from harness.ray_cluster import RayCluster, RayJob
 
 pytestmark = pytest.mark.ray
 
 SCRIPT = SCRIPTS / "ray_hosts.py"
-# Ray takes a node for dead after 15 s otherwise.
-SOON = {"health_check_period_ms": 200, "health_check_failure_threshold": 3}
 ONE = {"CPU": 1}
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    """Two nodes with two CPUs; the second, which has two GPUs as well, is there in every test."""
-    redis = shutil.which("redis-server") is not None
-    folder = tmp_path_factory.mktemp("ray")
-    nodes = [{"num_cpus": 2}, {"num_cpus": 2, "num_gpus": 2}]
-    with ray_nodes(folder, nodes, redis=redis, system=SOON) as running:
-        yield running
+@pytest.fixture
+def cluster(with_redis: RayCluster) -> RayCluster:
+    return with_redis
 
 
 class Watched(RayJob):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from harness.history import SCRIPTS
-from harness.ray_cluster import RayCluster, RayJob, ray_nodes
+from harness.ray_cluster import RayCluster, RayJob
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
@@ -21,10 +21,9 @@ FOUND = r"^found (\d+) term (\d+) digest (\d+)$"
 REDIS = shutil.which("redis-server") is not None
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Iterator[RayCluster]:
-    with ray_nodes(tmp_path_factory.mktemp("ray"), redis=REDIS) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(with_redis: RayCluster) -> RayCluster:
+    return with_redis
 
 
 @contextlib.contextmanager
