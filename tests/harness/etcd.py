@@ -16,7 +16,7 @@ from elastic.driver.etcd.client import Etcd
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
 
-START_S = 20.0
+START_S = 60.0
 STOP_S = 10.0
 
 

@@ -20,7 +20,7 @@ import psutil
 
 from elastic.chaos.harness.ports import free_port
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 SEPARATION = Path("/run/sshd")  # an sshd of root insists on this empty folder
 

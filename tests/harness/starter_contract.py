@@ -24,7 +24,7 @@ import pytest
 from elastic.driver.launch.starter import READY, RUN_MODULE, Bootstrap, Starter, StartFailed
 from elastic.version import __version__
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SECRET = "5ec2e7" * 10 + "5ec2"
 Log = list[tuple[str, str]]
 

@@ -36,7 +36,7 @@ from elastic.chaos.harness.ports import free_port
 
 NODE_MARK = "TEST_RAY_NODE"
 STORE_BYTES = 80_000_000
-REDIS_START_S = 10.0
+REDIS_START_S = 60.0
 QUIET = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",

@@ -345,23 +345,24 @@ def lose_a_peer(rank: int, size: int, address: Address, end: int, child: bool) -
             time.sleep(5)
             os._exit(0)
         os.kill(os.getpid(), end)
-    times = {}
-    if end == signal.SIGSTOP:
+    times = {"began": time.monotonic()}
 
-        def cut() -> None:
-            times["began"] = time.monotonic()
-            group.abort()
-            times["abort"] = time.monotonic() - times["began"]
-
-        threading.Timer(0.3, cut).start()
-    else:
+    def cut() -> None:
         times["began"] = time.monotonic()
+        group.abort()
+        times["abort"] = time.monotonic() - times["began"]
+
+    cutter = threading.Timer(0.3, cut)
+    if end == signal.SIGSTOP:
+        cutter.start()
     try:
         for _ in range(1000):
             group.allreduce(tensor, Op.SUM).wait()
         raise AssertionError("nothing failed")
     except CollectiveFailed:
         times["raised"] = time.monotonic() - times["began"]
+    if end == signal.SIGSTOP:
+        cutter.join()
     group.abort()
     began = time.monotonic()
     assert group.drain(WAKE_S)

@@ -85,7 +85,7 @@ def refusal(hosts: SshHosts, folder: Path, *, host: str = "alpha", job: str = "t
         finally:
             await starter.close()
 
-    return asyncio.run(asyncio.wait_for(talk(), 60.0))
+    return asyncio.run(asyncio.wait_for(talk(), 100.0))
 
 
 def succeeds(hosts: SshHosts, folder: Path, *, host: str = "alpha", **options) -> None:
@@ -96,7 +96,7 @@ def succeeds(hosts: SshHosts, folder: Path, *, host: str = "alpha", **options) -
             await starter.start(bootstrap(host))
             assert bench.runs(host)
 
-    asyncio.run(asyncio.wait_for(talk(), 60.0))
+    asyncio.run(asyncio.wait_for(talk(), 100.0))
 
 
 def clients_of(pid: int) -> list[psutil.Process]:
@@ -325,7 +325,7 @@ def test_a_connection_that_breaks_too_early(hosts, tmp_path):
         finally:
             await starter.close()
 
-    text = asyncio.run(asyncio.wait_for(talk(), 60.0))
+    text = asyncio.run(asyncio.wait_for(talk(), 100.0))
     assert text.startswith("ssh to alpha failed: ")
 
 

@@ -10,7 +10,7 @@ import pytest
 from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 from horovod.data.data_loader_base import AsyncDataLoaderMixin as UnderItsPath
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Numbers(BaseDataLoader):

@@ -34,7 +34,7 @@ from elastic.protocol.messages import Worker
 
 SECRET = b"s" * 32
 A, B = Worker("here", 0), Worker("there", 0)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Screen:

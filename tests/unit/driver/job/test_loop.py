@@ -37,7 +37,7 @@ from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Commit, Place, Worker
 
 A, B, C = (Worker("localhost", n) for n in range(3))
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class FakeServer:

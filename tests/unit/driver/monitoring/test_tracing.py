@@ -18,7 +18,7 @@ from elastic.protocol.trace_file import TraceFile
 from elastic.rendezvous import environment
 
 A, B = Worker("h", 0), Worker("h", 1)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Talk:

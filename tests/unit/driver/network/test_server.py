@@ -20,7 +20,7 @@ from elastic.protocol.messages import Address, Commit, Worker
 
 SECRET = b"s" * 32
 A, B = Worker("localhost", 0), Worker("localhost", 1)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Peer:

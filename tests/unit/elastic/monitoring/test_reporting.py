@@ -26,7 +26,7 @@ from elastic.runtime import lifecycle
 from elastic.runtime.lifecycle import Runtime
 from unit.driver.job.test_loop import A, B, Story
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 PLACE = Place(1, 2, 0, 1, 0, 1)
 
 

@@ -19,7 +19,7 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.runtime import lifecycle
 from harness.small_worlds import backward, net, ranks_as_threads, sgd
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Attendance:
