@@ -18,7 +18,6 @@ from elastic.chaos.fault_matrix.expectations import (
     is_first,
     is_last,
     orders,
-    pairwise,
     shuts_connections,
 )
 from elastic.chaos.fault_matrix.journal_facts import JournalFacts
@@ -160,7 +159,9 @@ def test_what_comes_from_outside_waits_for_it():
 # ---- few that cover much -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("together", "at_most"), [(1, 30), (2, 250)])
+@pytest.mark.parametrize(
+    ("together", "at_most"), [(1, 30), pytest.param(2, 250, marks=pytest.mark.slow)]
+)
 def test_all_values_that_can_be_together_are_in_a_few_cells(together, at_most):
     def values(cells) -> set[tuple[str, ...]]:
         triples = ((cell.victim, cell.fault, cell.phase) for cell in cells)
@@ -172,8 +173,9 @@ def test_all_values_that_can_be_together_are_in_a_few_cells(together, at_most):
     assert chosen == expectations.covering(reversed(POSSIBLE), together)
 
 
-def test_jobs_hold_every_cell_once_and_in_an_order_that_can_be():
-    chosen = pairwise(POSSIBLE)
+@pytest.mark.parametrize("together", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_jobs_hold_every_cell_once_and_in_an_order_that_can_be(together):
+    chosen = expectations.covering(POSSIBLE, together)
     jobs = batches(chosen)
     assert sorted(cell for job in jobs for cell in job.cells) == sorted(chosen)
     for job in jobs:
