@@ -59,7 +59,7 @@ def page(
 def _dates(results: Iterable[Result]) -> str:
     counts = Counter(result.date for result in results if result.date)
     days = (f"{count} on {day}" for day, count in sorted(counts.items()))
-    return f" They ran: {', '.join(days)}." if counts else ""
+    return f"\nThey ran: {', '.join(days)}." if counts else ""
 
 
 def _list(texts: Mapping[str, str]) -> str:

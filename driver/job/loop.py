@@ -93,7 +93,7 @@ from elastic.protocol.report_values import Report as WorkerReport
 AT_ONCE = 1000  # events that are decided and written together
 WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only when the driver has long done so
 Line = tuple[str, str]  # level and text for the log
-STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class WorkerConnections(Protocol):
@@ -377,7 +377,9 @@ class Driver:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM stop the job, or SIGTERM this driver alone. Only a main thread may handle signals."""
+        """SIGHUP, SIGINT and SIGTERM stop the job, or all but SIGINT this driver alone. SIGHUP stays ignored where it
+        is, as under nohup. Only a main thread may handle signals.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -387,14 +389,16 @@ class Driver:
         def heard(number: int, _: object) -> None:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             code = STOP_CODES[signal.Signals(number)]
-            if number == signal.SIGTERM and self._leaves is not None:
+            if number != signal.SIGINT and self._leaves is not None:
                 loop.call_soon_threadsafe(self._leaves)
                 return
             self._signalled = code
             loop.call_soon_threadsafe(self._stop, f"{name} at the driver", code)
 
         before = {number: signal.getsignal(number) for number in STOP_CODES}
-        for number in STOP_CODES:
+        if before[signal.SIGHUP] == signal.SIG_IGN:
+            del before[signal.SIGHUP]
+        for number in before:
             signal.signal(number, heard)
         try:
             yield
