@@ -7,6 +7,7 @@ EVENTS   ``7:kill:1:backward 9:hold:3 12:leave:0``: at this step the worker with
          world, is killed after the backward pass of its first shard, asked to leave, or frozen; or all wait until the
          world has this size. Each happens once, whatever is done again. Who is asked to leave does not come back.
 THREADS  of workers that are started again; step 4 then waits for a file ``go`` where nobody is to hold.
+HOLD_S   how long to wait for that, in seconds.
 STEPS, SHARDS, EXACT=0, PLANT (a bug, see `planted`), OWN_DIGESTS (a file for them, where there is no driver).
 """
 
@@ -29,7 +30,7 @@ import elastic
 
 STEPS, SHARDS = int(os.environ.get("STEPS", "12")), int(os.environ.get("SHARDS", "8"))
 PLANT = os.environ.get("PLANT", "").split(",")
-DEADLINE_S = 60.0
+DEADLINE_S = float(os.environ.get("HOLD_S", "60"))
 WIDTH, CONTEXT, WORDS = 16, 8, 31
 
 
