@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Union
+from typing import Any, List, Union  # noqa: UP035
 
 import msgspec
 
@@ -136,7 +136,8 @@ class Why(enum.Enum):
     DRIVER_BUG = "driver bug"
 
 
-Fact = Union[str, bool, int, float, None, "Reason", list["Reason"]]
+# typing.List: Python 3.10 does not look into list["Reason"].
+Fact = Union[str, bool, int, float, None, "Reason", List["Reason"]]  # noqa: UP006
 
 
 class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
