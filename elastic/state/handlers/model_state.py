@@ -1,28 +1,29 @@
 """Takes a model apart: parameters, buffers, extra state. Works on the modules themselves, not on ``state_dict()``.
 
 Committed, restored and sent: every parameter, frozen ones too, and which ones are (``requires_grad``), every buffer,
-``get_extra_state()``. Buffers registered with ``persistent=False`` are committed and restored, and sent to a worker
-that has the same buffer in the same shape; they are neither part of the layout nor of a digest, because models make
-them when they first need them. Meta tensors have no values and are left alone. A buffer's shape may change (observers
-do that), a parameter's may not differ from the world's.
+``get_extra_state()``, and what a ``state_dict()`` of a module's own adds. Buffers registered with ``persistent=False``
+are committed and restored, and sent to a worker that has the same buffer in the same shape; they are neither part of
+the layout nor of a digest, because models make them when they first need them. Meta tensors have no values and are left
+alone. A buffer's shape may change (observers do that), a parameter's may not differ from the world's.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 
 from elastic.errors import Invalid, StateMismatch
+from elastic.state.handlers.own_entries import EXTRA, OwnEntries
 from elastic.state.handlers.part import Part
 from elastic.state.handlers.python_values import Index
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots.snapshot import dense, same_bits
 from elastic.state.snapshots.tensor_index import Anatomy, Skeleton, dissect, plain
-
-EXTRA = "_extra_state"  # torch's key for it in a state dict
 
 
 class ModelStateHandler(Part):
@@ -42,6 +43,7 @@ class ModelStateHandler(Part):
                     f"{self._full(name)} has no shape yet; run one forward pass before you hand the model to a state"
                 )
         self._gradients: list[tuple[int, int, int]] = []
+        self._own_entries = OwnEntries(self.model)
         self._dissect()
 
     def _dissect(self) -> Anatomy:
@@ -105,6 +107,7 @@ class ModelStateHandler(Part):
             ),
             "opaque": Opaque(opaque),
             "extra": {path: module.get_extra_state() for path, module in extra.items()},
+            "own": Opaque(self._own_entries.present()),
         }
         return structure, tensors
 
@@ -173,6 +176,8 @@ class ModelStateHandler(Part):
         for path, state in structure["extra"].items():
             if path in anatomy.extra:
                 anatomy.extra[path].set_extra_state(state)
+        if "own" in structure:  # not in checkpoints of older versions
+            self._own_entries.load(structure["own"].tensors)
         frozen = {*structure["frozen"]}
         for name in structure["names"]["parameters"]:
             live = anatomy.parameters.get(name)
@@ -188,6 +193,9 @@ class ModelStateHandler(Part):
         found |= {alias: here[name] for alias, name in names["aliases"].items() if name in here}
         for path, extra in structure["extra"].items():
             found[f"{path}.{EXTRA}" if path else EXTRA] = extra
+        if "own" in structure:
+            for path, added in structure["own"].tensors.items():
+                found |= {f"{path}.{key}" if path else key: value for key, value in added.items()}
         return found
 
     def _device(self) -> torch.device:
@@ -223,10 +231,14 @@ class ModelStateHandler(Part):
 
 
 class Opaque:
-    """Tensors that are no plain bytes; copied by cloning, because not every layout has a deep copy."""
+    """Tensors that are no plain bytes, and values that hold such; cloned, because not every layout has a deep copy."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Opaque:
-        return Opaque({name: tensor.clone() for name, tensor in self.tensors.items()})
+        return Opaque(tree_map(lambda each: _clone(each, memo), self.tensors))
+
+
+def _clone(value: Any, memo: dict[int, Any]) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value, memo)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from elastic.errors import Invalid, StateMismatch
 from elastic.state import TorchState
+from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.snapshots.snapshot import same_bits
 
 
@@ -131,3 +134,71 @@ def test_a_module_without_its_committed_parameter_is_refused():
 def test_a_lazy_module_is_refused_before_its_first_forward_pass():
     with pytest.raises(Invalid, match=r"model\.weight has no shape yet"):
         TorchState(model=nn.LazyLinear(3))
+
+
+class Counting(nn.Module):
+    """Keeps a number in its state dict, as scripts do that know of no extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen = 10
+
+    def state_dict(self, *args, **kwargs):
+        return {**super().state_dict(*args, **kwargs), "seen": self.seen}
+
+    def load_state_dict(self, found, **kwargs):
+        found = dict(found)
+        self.seen = found.pop("seen")
+        return super().load_state_dict(found, **kwargs)
+
+
+class Remembering(nn.Module):
+    """The same one level down, where torch calls it for a module within a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 10
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "seen"] = self.seen
+
+    def _load_from_state_dict(self, found, prefix, *others):
+        self.seen = found.pop(prefix + "seen")
+        super()._load_from_state_dict(found, prefix, *others)
+
+
+@pytest.mark.parametrize("model", [Counting(), nn.Sequential(nn.Linear(2, 2), Remembering())])
+def test_what_a_state_dict_of_the_models_own_adds_goes_back_to_the_commit(model):
+    seen = model if isinstance(model, Counting) else model[1]
+    state = TorchState(model=model)
+    state.save()
+    seen.seen = 99
+    for parameter in model.parameters():
+        parameter.data += 1
+    other = copy.deepcopy(model)
+    state.restore()
+    assert seen.seen == 10
+    assert next(model.parameters()).max() <= 1
+
+    receiver = ModelStateHandler(other)
+    structure, tensors = ModelStateHandler(model).pack()
+    receiver.place(structure, tensors, None, restoring=False)
+    assert repr(other.state_dict()) == repr(model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*")
+def test_a_quantized_model_goes_back_to_the_commit():
+    model = torch.ao.quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(4, 4)), {nn.Linear}, dtype=torch.qint8
+    )
+    ones = torch.ones(1, 4)
+    before = model(ones)
+    state = TorchState(model=model)
+    state.save()
+    other = torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8)
+    model[0].set_weight_bias(other, torch.zeros(4))
+    assert not torch.equal(model(ones), before)
+    state.restore()
+    assert torch.equal(model(ones), before)
