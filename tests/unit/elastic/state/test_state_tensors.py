@@ -147,7 +147,7 @@ class Counting(nn.Module):
     def state_dict(self, *args, **kwargs):
         return {**super().state_dict(*args, **kwargs), "seen": self.seen}
 
-    def load_state_dict(self, found, **kwargs):
+    def load_state_dict(self, found, **kwargs):  # type: ignore[override]
         found = dict(found)
         self.seen = found.pop("seen")
         return super().load_state_dict(found, **kwargs)
