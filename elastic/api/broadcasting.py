@@ -315,7 +315,7 @@ def _broadcast_chunk(tensors: list[torch.Tensor], root_rank: int, process_set: P
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _describe(name: str, tensor: torch.Tensor) -> str:

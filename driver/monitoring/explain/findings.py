@@ -48,6 +48,7 @@ class What(enum.Enum):
     CAUSE_UNKNOWN = "cause unknown"
     DRIVER_BUG = "driver bug"
     STORE_AWAY = "store away"
+    AFTER_TRAINING = "after training"
     THEN = "then"  # the driver's own reason for the end
     NOT_ELASTIC = "not elastic"
     REPEATED = "repeated"  # the same cause, again and again
@@ -169,6 +170,8 @@ def findings(story: Story, source: JournalState) -> list[JobFinding]:
 
 def root_cause(story: Story) -> Death | None:
     """Who was lost first in what has ended the job, or is not over; None where nobody's loss did."""
+    if story.after is not None:
+        return story.after
     incident = story.last_incident
     over = story.end is not None and not (incident is not None and incident.ended)
     if incident is None or over or not (story.end or story.in_trouble()):
@@ -193,18 +196,18 @@ def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
     facts |= _since_the_store(story, story.last)
     if end is None:
         yield JobFinding(What.RUNS if source.runs else What.CUT_OFF, facts)
-    elif end.code == 0:
+    elif story.code == 0:
         yield JobFinding(What.DONE, facts)
     elif story.stop is not None:
         yield JobFinding(What.STOPPED, {**facts, "by": story.stop})
     else:
-        yield JobFinding(What.FAILED, {**facts, "code": end.code})
+        yield JobFinding(What.FAILED, {**facts, "code": story.code})
 
 
 def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[JobFinding]:
     """Where it did not end well."""
     end = story.end
-    if story.began is None or (end is not None and end.code == 0):
+    if story.began is None or story.code == 0:
         return
     if story.torn_driver:
         yield JobFinding(What.DRIVER_BUG, {"error": story.torn_driver})
@@ -218,11 +221,14 @@ def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[Jo
         yield JobFinding(What.CAUSE, facts)
     elif end is not None:
         yield JobFinding(What.CAUSE_UNKNOWN, {"reason": one_line(end.reason)})
-    if end is not None:
+    if story.after is not None:
+        yield JobFinding(What.AFTER_TRAINING)
+    elif end is not None:
         yield from _then(end.reason, cause)
     if cause is not None and end is not None:
         settings = source.settings
-        if settings is not None and not settings.elastic and story.trained_at is not None:
+        elastic = settings is None or settings.elastic or story.after is not None
+        if not elastic and story.trained_at is not None:
             yield JobFinding(What.NOT_ELASTIC)
         alike = sum(
             each.cause is cause.cause and each.what == cause.what for each in story.losses()

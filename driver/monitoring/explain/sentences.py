@@ -535,6 +535,9 @@ _SENTENCES: dict[What, Callable[[Facts], str]] = {
     What.DRIVER_BUG: lambda f: f"A bug in the driver ended it: {shown(f['error'])}.",
     What.STORE_AWAY: _store_away,
     What.THEN: _then,
+    What.AFTER_TRAINING: lambda f: (
+        "Training had succeeded by then: this came in the code that runs after it, which no commit protects."
+    ),
     What.NOT_ELASTIC: lambda f: "The job was not elastic: the first worker that is lost ends it.",
     What.REPEATED: lambda f: f"{f['times']} workers were lost in this way.",
     What.TRACE: _trace,

@@ -105,6 +105,7 @@ class Story:
         self.trained_at: float | None = None  # the first world in elastic.run began
         self.end: EndJob | None = None
         self.end_at = 0.0
+        self.after: Death | None = None  # training had succeeded, and its process failed later
         self.stop: str | None = None  # somebody has asked for it
         self.requests: list[
             tuple[float, Event, bool]
@@ -173,6 +174,13 @@ class Story:
     # ---- asked -----------------------------------------------------------------------------------------------------
 
     @property
+    def code(self) -> int | None:
+        """The job's exit code; None: it has not ended."""
+        if self.end is None:
+            return None
+        return 1 if self.after is not None else self.end.code
+
+    @property
     def last_incident(self) -> Incident | None:
         """The one that the job has ended in, or is in."""
         return self._open or (self.incidents[-1] if self.incidents else None)
@@ -229,7 +237,7 @@ class Story:
         worker = event.worker
         if worker in self._dead:
             self._complete(event)
-        elif self.end is None and worker not in self._going:
+        elif worker not in self._going:
             rank, connected = self._ranks.get(worker), worker in self._connected
             death = of_exit(event, now, rank, connected=connected)
             if death is not None:
@@ -308,7 +316,11 @@ class Story:
             self.commits.add(self.last, (self.commits.last if self.commits.count else 0.0) + more)
 
     def _lost(self, death: Death, now: float) -> None:
-        if self.end is not None or death.worker in self._dead:
+        if death.worker in self._dead:
+            return
+        if self.end is not None:
+            if self.end.code == 0 and self.after is None and death.worker in self.members:
+                self.after = replace(death, size=len(self.members), trace=death.trace[-TRACE:])
             return
         self._dead.add(death.worker)
         if death.worker in self.members:

@@ -20,11 +20,9 @@ _PAD_BYTES = (
 
 def broadcast(group: Collectives, tensor: torch.Tensor, root: int, in_place: bool) -> Started:
     """Rank ``root``'s tensor, in a new one or in place. Every rank's has one shape and dtype."""
-    data = tensor.detach()
+    data = _as_stored(tensor)
     if not in_place:
         data = data.clone(memory_format=torch.contiguous_format)
-    elif not data.is_contiguous():
-        data = data.contiguous()
     work = group.broadcast(data, root)
 
     def finish() -> torch.Tensor:
@@ -46,7 +44,7 @@ def allgather(
     """
     counts = [list(each) for each in zip(*rows, strict=True)]
     started = [
-        _allgather_one(group, tensor.detach().contiguous(), each)
+        _allgather_one(group, _as_stored(tensor), each)
         for tensor, each in zip(tensors, counts, strict=True)
     ]
     works = [work for each, _ in started for work in each]
@@ -83,7 +81,12 @@ def alltoall(group: Collectives, tensor: torch.Tensor, splits: Sequence[Sequence
     """(Rows received in rank order, int32 rows per rank). ``splits[r]``: how many rows rank r sends to each rank."""
     sent = list(splits[group.rank])
     received = [each[group.rank] for each in splits]
-    tensor = tensor.detach().contiguous()[: sum(sent)]
+    tensor = _as_stored(tensor)[: sum(sent)]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
     work = group.alltoall(output, tensor, received=received, sent=sent)
     return [work], lambda: (output, torch.tensor(received, dtype=torch.int32, device="cpu"))
+
+
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """With its values as its bytes, in order: the same memory where it is so. torch conjugates and negates lazily."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

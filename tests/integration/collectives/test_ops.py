@@ -90,6 +90,19 @@ def test_what_is_refused_is_refused_before_anything_is_sent(rank, size):
 
 
 @on_all
+def test_a_lazily_conjugated_tensor_travels_with_its_values(rank, size):
+    mine = torch.full((size,), complex(rank, 1)).conj()
+    assert mine.is_conj()
+    expected = [complex(each, -1) for each in range(size)]
+    assert allgather(mine[:1]).tolist() == expected
+    assert alltoall(mine).tolist() == expected
+    assert broadcast(mine, 1).tolist() == [1 - 1j] * size
+    assert broadcast_(mine if rank else torch.zeros(size) + 0j, 1).tolist() == [1 - 1j] * size
+    received = torch.zeros(size, dtype=torch.complex64).conj()
+    assert broadcast_(received + 5j if rank == 1 else received, 1).tolist() == [5j] * size
+
+
+@on_all
 def test_handles_of_a_lost_world_raise(rank, size):
     kept = allreduce_async(torch.ones(1), name="kept", op=Sum)
     barrier()

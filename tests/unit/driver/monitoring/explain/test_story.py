@@ -77,6 +77,23 @@ def test_who_complains_of_a_lost_peer_is_not_to_blame():
     assert (cause.facts["cause"], cause.facts["who"]) == ("signal", "rank 1 of 3 (h:1#1)")
 
 
+def test_an_error_in_the_code_after_training_fails_the_job():
+    told = Told()
+    told.at(5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)))
+    told.at(6.0, WorkerExited(A, 0))
+    trace = 'Traceback (most recent call last):\n  File "s.py", line 9\nOSError: disk is gone'
+    told.at(7.0, WorkerExited(B, 1, output=trace))
+    [ended] = told.found(What.FAILED)
+    [cause] = told.found(What.CAUSE)
+    assert ended.facts["code"] == 1
+    assert (cause.facts["who"], cause.facts["what"]) == (
+        "rank 1 of 3 (h:1#1)",
+        "OSError: disk is gone",
+    )
+    assert told.found(What.AFTER_TRAINING) and told.found(What.TRACE)
+    assert not told.found(What.DONE) and not told.found(What.LOST_ALL)
+
+
 def test_what_operators_asked_for_is_told_and_the_newest_commit_that_anybody_spoke_of():
     told = Told()
     why = because(Why.REMOVES, worker=str(C))
