@@ -95,7 +95,9 @@ def test_a_lazily_conjugated_tensor_travels_with_its_values(rank, size):
     assert mine.is_conj()
     expected = [complex(each, -1) for each in range(size)]
     assert allgather(mine[:1]).tolist() == expected
-    assert alltoall(mine).tolist() == expected
+    exchanged = alltoall(mine)
+    assert isinstance(exchanged, torch.Tensor)
+    assert exchanged.tolist() == expected
     assert broadcast(mine, 1).tolist() == [1 - 1j] * size
     assert broadcast_(mine if rank else torch.zeros(size) + 0j, 1).tolist() == [1 - 1j] * size
     received = torch.zeros(size, dtype=torch.complex64).conj()
