@@ -30,7 +30,8 @@ class Training:
         if not self._session.alone and self._session.recovery.phase is Phase.FINISHED:
             raise JobFailed(
                 "every worker has returned from elastic.run, and with that the job ends: put all"
-                " training into one function under elastic.run"
+                " training into one function under elastic.run; a second fit() or train() of a"
+                " trainer needs a job of its own"
             )
         with self._session.lock:
             self._session.recovery.enter()

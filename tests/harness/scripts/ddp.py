@@ -50,7 +50,8 @@ class Network(nn.Module):
         hidden = self.first(points + self.table(words))
         if hidden.requires_grad and self.step in dying:
             hidden.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        hidden = self.norm(hidden).relu()
+        # Smooth: where a sum of other order moves one sample over a kink, the loss is another one some hundred steps later.
+        hidden = self.norm(hidden).tanh()
         used = self.feature != "unused" or self.step % 2
         found: torch.Tensor = self.second(hidden)
         return found + self.sometimes(hidden) if used else found
