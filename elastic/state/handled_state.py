@@ -20,7 +20,7 @@ from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import Part, SamplerStateHandler
 from elastic.state.handlers.random_state import RandomState
-from elastic.state.handlers.registry import StateHandler, handler_for
+from elastic.state.handlers.registry import StateHandler, handler_for, refuse_hidden
 from elastic.state.held import Held, HeldPart
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
@@ -43,6 +43,9 @@ class HandledState(ObjectState):
             if handler is not None:
                 self._handlers[name] = handler
                 object.__setattr__(self, name, value)
+        for name, value in values.items():
+            if name not in self._handlers:
+                refuse_hidden(name, value, self._referred())
         self._watch_buffers()
         self._check_shards()
         self._random = RandomState() if rng is True else None
@@ -71,8 +74,10 @@ class HandledState(ObjectState):
         handler = None
         if present is None or not isinstance(value, type(present.value)):
             handler = handler_for(name, value)
-            if present is None and handler is None:
-                return
+            if handler is None:
+                refuse_hidden(name, value, self._referred())
+                if present is None:
+                    return
         if handler is not None:
             self._handlers[name] = handler
             self._saved_state.pop(name, None)

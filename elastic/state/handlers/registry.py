@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.data.loader import DataLoader
 from elastic.data.sampler import ElasticSampler
+from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.state.handlers.data_parallel import DataParallelHandler, as_written, refuse_sharded
 from elastic.state.handlers.loader_state import LoaderStateHandler
@@ -62,6 +65,38 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
                 made.name = name
             return made
     return None
+
+
+_TRAINED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer)
+_LOOKED_AT = 64  # entries of a list
+
+
+def refuse_hidden(name: str, value: Any, handled: Iterable[object]) -> None:
+    """Raises Invalid for what a restore would replace by a copy that nobody trains: parameters, and lists of models.
+
+    ``handled``: values that the state handles by themselves, which others may refer to.
+    """
+    inside: Iterable[Any] = ()
+    if isinstance(value, torch.nn.Parameter):
+        inside = [value]
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, list | tuple):
+        inside = value
+    known = {id(each) for each in handled}
+    for each in itertools.islice(inside, _LOOKED_AT):
+        if isinstance(each, _TRAINED) and id(each) not in known:
+            what = "is" if each is value else f"is a {type(value).__name__} that holds"
+            remedy = (
+                "an optimizer by a keyword of its own"
+                if isinstance(each, torch.optim.Optimizer)
+                else "models by keywords of their own or in a torch.nn.ModuleList, parameters in a"
+                " torch.nn.ParameterList"
+            )
+            raise Invalid(
+                f"state.{name} {what} a {type(each).__name__}: a restore would put a copy there that nothing trains;"
+                f" give the state {remedy}"
+            )
 
 
 __all__ = [

@@ -508,6 +508,23 @@ def test_what_is_no_model_or_optimizer_is_refused(arguments, expected):
         TorchState(**arguments(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
+@pytest.mark.parametrize(
+    ("hidden", "expected"),
+    [
+        (nn.Parameter(torch.ones(2)), "state.x is a Parameter: .* in a torch.nn.ParameterList"),
+        ([nn.Linear(1, 1)], "state.x is a list that holds a Linear: .* in a torch.nn.ModuleList"),
+        ({"a": torch.optim.SGD([torch.ones(1)])}, "a dict that holds a SGD: .* keyword of its own"),
+    ],
+)
+def test_what_a_restore_would_replace_by_a_copy_that_nothing_trains_is_refused(hidden, expected):
+    with pytest.raises(Invalid, match=expected):
+        TorchState(x=hidden)
+    state = TorchState(model=nn.Linear(1, 1), x=None, step=0)
+    with pytest.raises(Invalid, match=expected):
+        state.x = hidden
+    state.x = [state.model]  # goes on pointing to it
+
+
 def test_a_save_that_fails_half_way_leaves_no_whole_commit(caplog):
     class Moody(torch.optim.SGD):
         broken = False
