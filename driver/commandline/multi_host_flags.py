@@ -141,7 +141,8 @@ def add_checkpoints(add: Group) -> None:
         "--from",
         "DIR@COMMIT",
         str,
-        "Begin from this commit of that folder; `elasticrun checkpoints DIR` lists them.",
+        "Begin from this commit of that folder; new ones go to --checkpoint-dir."
+        " `elasticrun checkpoints DIR` lists them.",
         dest="begin_from",
     )
     add(
