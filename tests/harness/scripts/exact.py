@@ -142,7 +142,7 @@ def planted(state: Any, step: int) -> None:
 
         def add(gradient: torch.Tensor) -> torch.Tensor:
             gradient = gradient.clone()
-            gradient.view(torch.int32)[0, 0] += 1
+            gradient.view(torch.int32).add_(1)  # a single one may be lost where shards are added up
             return gradient
 
         state.models["gpt"].places.weight.register_hook(add)
