@@ -50,7 +50,7 @@ class Network(nn.Module):
         hidden = self.first(points + self.table(words))
         if hidden.requires_grad and self.step in dying:
             hidden.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        # Smooth: where a sum of other order moves one sample over a kink, the loss is another one some hundred steps later.
+        # Smooth: where a sum in another order moves a sample over a kink, the loss drifts away.
         hidden = self.norm(hidden).tanh()
         used = self.feature != "unused" or self.step % 2
         found: torch.Tensor = self.second(hidden)
