@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -68,8 +69,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Invalid as error:
         print(f"python -m elastic.chaos {name}: {error}", file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        return 128 + stopped.number
     except KeyboardInterrupt:
         return 130
+
+
+class Stopped(KeyboardInterrupt):
+    """By a signal that asks for the end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped(number)
+
+
+def heed_signals() -> None:
+    """What a command has started ends with it."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _stop)
 
 
 def parse(name: str, module: ModuleType, words: Sequence[str]) -> argparse.Namespace:
@@ -120,4 +142,5 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 if __name__ == "__main__":
+    heed_signals()
     sys.exit(main())

@@ -6,14 +6,15 @@ Results are appended to a file, so that it can be interrupted: cells that have p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -163,12 +164,20 @@ def _no_partition() -> str:
 
 
 def run(choice: Choice) -> None:
-    """Every cell, in jobs that go through several each; results are in the file as soon as they are known."""
+    """Every cell, in jobs that go through several each; results are in the file as soon as they are known.
+
+    Interrupted, it ends the jobs under way, and what they say from then on counts for nothing.
+    """
     jobs = expectations.batches(choice.cells)
     done = Progress(len(choice.cells), choice.results)
     with ThreadPoolExecutor(choice.jobs) as pool:
-        for each in [pool.submit(run_batch, batch, done) for batch in jobs]:
-            each.result()
+        try:
+            for each in [pool.submit(run_batch, batch, done) for batch in jobs]:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            done.stop()
+            raise
 
 
 class Progress:
@@ -179,9 +188,38 @@ class Progress:
         self._done = 0
         self._began = time.monotonic()
         self._lock = threading.Lock()
+        self._jobs: set[MatrixJob] = set()
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def under_way(self, job: MatrixJob) -> Iterator[None]:
+        """Ends the job in any case."""
+        with self._lock:
+            self._jobs.add(job)
+        try:
+            self.go_on()
+            yield
+        finally:
+            job.close()
+            with self._lock:
+                self._jobs.discard(job)
+
+    def stop(self) -> None:
+        """Ends all jobs: whoever waits for one of their processes finds it gone."""
+        with self._lock:
+            self._stopped = True
+            jobs = list(self._jobs)
+        for job in jobs:
+            job.close()
+
+    def go_on(self) -> None:
+        """Raises CancelledError after `stop`."""
+        if self._stopped:
+            raise CancelledError
 
     def show(self, result: Result) -> None:
         """A cell is done; what it is worth is known when its job is."""
+        self.go_on()
         with self._lock:
             self._done += 1
             what = "ok" if result.passed else "FAILED"
@@ -191,6 +229,7 @@ class Progress:
             print(f"         {result.said}\n" * bool(result.said), end="", flush=True)
 
     def write(self, results: Sequence[Result]) -> None:
+        self.go_on()
         with self._lock, self._path.open("a") as file:
             for result in results:
                 said = {**asdict(result.cell), "passed": result.passed, "ms": result.ms}
@@ -217,7 +256,7 @@ def one_job(cells: Sequence[Cell], done: Progress) -> tuple[list[Result], Path |
     kind = expectations.kind_of(cells[0])
     job = MatrixJob(folder, kind=kind, small_disk=small, shared_memory=shared)
     results: list[Result] = []
-    try:
+    with done.under_way(job):
         if not expectations.is_first(cells[0]):
             job.start()
         for cell in cells:
@@ -232,8 +271,6 @@ def one_job(cells: Sequence[Cell], done: Progress) -> tuple[list[Result], Path |
                 names = "; ".join(str(r.cell) for r in results)
                 said = f"in a job of {names}: {trouble}"
                 results = [Result(r.cell, False, r.ms, said) for r in results]
-    finally:
-        job.close()
     if all(result.passed for result in results):
         shutil.rmtree(folder)
         return results, None

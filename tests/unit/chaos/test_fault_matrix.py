@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
+import threading
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -20,6 +23,7 @@ from elastic.chaos.fault_matrix.expectations import (
     orders,
     shuts_connections,
 )
+from elastic.chaos.fault_matrix.job import MatrixJob
 from elastic.chaos.fault_matrix.journal_facts import JournalFacts
 from elastic.driver.reasons import Why
 from elastic.errors import Invalid
@@ -265,3 +269,28 @@ def test_the_page_shows_what_passed_what_failed_and_what_has_not_run():
     assert "fenced, recovers 612" in text
     assert "- last | SIGKILL | forward: 4 exits, not 1" in text
     assert f"{len(POSSIBLE) - 2} have not run" in text
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_interrupted_ends_its_jobs_and_writes_nothing_of_them(monkeypatch, tmp_path):
+    ended, here = threading.Event(), threading.get_ident()
+
+    def start() -> None:
+        signal.pthread_kill(here, signal.SIGINT)
+        assert ended.wait(60)
+
+    job = create_autospec(MatrixJob, instance=True)
+    job.start.side_effect = start
+    job.close.side_effect = ended.set
+    monkeypatch.setattr(command, "MatrixJob", create_autospec(MatrixJob, return_value=job))
+    cells = [cell for cell in POSSIBLE if not is_first(cell)][:1]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command.run(command.Choice(cells, 1, tmp_path / "results"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.is_set()
+    assert not (tmp_path / "results").exists()
