@@ -66,8 +66,7 @@ def test_an_elastic_loop_loses_rank_0_in_a_graph_and_gets_another_worker(job):
     )
     running.wait_for(r"Step #20\b.*of 2", START_S)
     running.kill(0)
-    running.wait_for_world(1)
-    running.wait_for_world(2, START_S)
+    running.wait_for("recovered in", START_S)  # alone, or with the new one at once
     running.succeed(START_S)
     ends = [
         m[1] for line in running.lines if (m := re.search(r"ended after 400 steps with (.*)", line))
