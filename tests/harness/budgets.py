@@ -32,11 +32,11 @@ BUDGETS_S = {
     "tests/integration/jobs": 370.0,
     "tests/integration/launchers": 85.0,
     "tests/integration/ray": 170.0,
-    "tests/simulation": 50.0,
+    "tests/simulation": 75.0,  # computes only, so a slow processor shows here most
     "tests/unit": 30.0,
     "tests/unit/chaos": 10.0,
     "tests/unit/driver": 45.0,
-    "tests/unit/elastic": 80.0,
+    "tests/unit/elastic": 100.0,
     "tests/unit/horovod": 10.0,
 }
 TOO_MUCH = 1.5  # times the budget
