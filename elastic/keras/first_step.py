@@ -84,9 +84,8 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         nonlocal told
         rt = lifecycle.active()
         if not told and rt is not None and rt.session.recovery.running:
-            said = _step_input(iterator)
-            rt.worlds.tell_step_input(said)
-            told = bool(said)
+            told = True  # once, also where it can't be said: this is called at every step
+            rt.worlds.tell_step_input(_step_input(iterator))
         return step(iterator)
 
     return telling

@@ -45,7 +45,7 @@ class HandledState(ObjectState):
                 object.__setattr__(self, name, value)
         for name, value in values.items():
             if name not in self._handlers:
-                refuse_hidden(name, value, self._referred())
+                refuse_hidden(name, value, self._handlers.values())
         self._watch_buffers()
         self._check_shards()
         self._random = RandomState() if rng is True else None
@@ -75,7 +75,7 @@ class HandledState(ObjectState):
         if present is None or not isinstance(value, type(present.value)):
             handler = handler_for(name, value)
             if handler is None:
-                refuse_hidden(name, value, self._referred())
+                refuse_hidden(name, value, self._handlers.values())
                 if present is None:
                     return
         if handler is not None:

@@ -11,8 +11,8 @@ import horovod.keras as hvd
 from elastic.negotiation import submission
 
 
-def model():
-    keras.utils.set_random_seed(1)
+def model(seed=1):
+    keras.utils.set_random_seed(seed)
     return keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]
     )
@@ -22,6 +22,14 @@ def flat(weights):
     return np.concatenate([np.ravel(keras.ops.convert_to_numpy(each)) for each in weights])
 
 
+def accumulating(rate, average, **options):
+    return hvd.DistributedOptimizer(
+        keras.optimizers.SGD(rate, **options),
+        backward_passes_per_step=2,
+        average_aggregated_gradients=average,
+    )
+
+
 def test_gradients_of_several_passes(rank, size):
     drawn = np.random.RandomState(3)
     x, y = drawn.rand(24, 4).astype("float32"), drawn.rand(24, 1).astype("float32")
@@ -29,12 +37,7 @@ def test_gradients_of_several_passes(rank, size):
         alone, together = model(), model()
         alone.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
         alone.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
-        optimizer = hvd.DistributedOptimizer(
-            keras.optimizers.SGD(rate, momentum=0.9),
-            backward_passes_per_step=2,
-            average_aggregated_gradients=average,
-        )
-        together.compile(optimizer=optimizer, loss="mse")
+        together.compile(optimizer=accumulating(rate, average, momentum=0.9), loss="mse")
         with mock.patch.object(
             submission, "start_allreduce", wraps=submission.start_allreduce
         ) as started:

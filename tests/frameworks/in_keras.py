@@ -22,23 +22,13 @@ import horovod.tensorflow.keras as other_door
 from elastic.errors import WorldChanging
 from elastic.keras import first_step
 from elastic.negotiation import submission
+from frameworks.in_each_backend import accumulating, flat, model
 
 
 def data(rank, size, rows=24):
     drawn = np.random.RandomState(3)
     x, y = drawn.rand(rows, 4).astype("float32"), drawn.rand(rows, 1).astype("float32")
     return x[rank::size], y[rank::size], x, y
-
-
-def model(seed=1, **layers):
-    keras.utils.set_random_seed(seed)
-    return keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]
-    )
-
-
-def flat(weights):
-    return np.concatenate([np.ravel(keras.ops.convert_to_numpy(each)) for each in weights])
 
 
 def test_fit_on_parts_of_a_batch_is_fit_on_the_whole(rank, size):
@@ -123,12 +113,7 @@ def test_gradients_of_several_passes(rank, size):
         alone.train_on_batch(
             np.concatenate([rows[0], later[0]]), np.concatenate([rows[1], later[1]])
         )
-        optimizer = hvd.DistributedOptimizer(
-            keras.optimizers.SGD(rate),
-            backward_passes_per_step=2,
-            average_aggregated_gradients=average,
-        )
-        together.compile(optimizer=optimizer, loss="mse")
+        together.compile(optimizer=accumulating(rate, average), loss="mse")
         with mock.patch.object(
             submission, "start_allreduce", wraps=submission.start_allreduce
         ) as started:

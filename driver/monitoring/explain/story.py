@@ -219,6 +219,7 @@ class Story:
                     rank, facts = self.members[worker], {"host": host}
                     death = Death(worker, now, Cause.HOST_LOST, rank, what=reason, facts=facts)
                     self._lost(death, now)
+                    self._failed_after(death)
             case HostReported(host, alive, ordered) if ordered is not None:
                 for worker in [each for each in self.members if each.host == host]:
                     if worker in ordered and worker not in alive and worker not in fenced:
@@ -242,6 +243,7 @@ class Story:
             death = of_exit(event, now, rank, connected=connected)
             if death is not None:
                 self._lost(death, now)
+                self._failed_after(death)
         self._connected.discard(worker)
 
     def _complete(self, event: WorkerExited) -> None:
@@ -316,11 +318,7 @@ class Story:
             self.commits.add(self.last, (self.commits.last if self.commits.count else 0.0) + more)
 
     def _lost(self, death: Death, now: float) -> None:
-        if death.worker in self._dead:
-            return
-        if self.end is not None:
-            if self.end.code == 0 and self.after is None and death.worker in self.members:
-                self.after = replace(death, size=len(self.members), trace=death.trace[-TRACE:])
+        if self.end is not None or death.worker in self._dead:
             return
         self._dead.add(death.worker)
         if death.worker in self.members:
@@ -334,6 +332,13 @@ class Story:
         self._incident(now).deaths.append(death)
         if aside:  # nobody trains with it, and nobody waits
             self._open = None
+
+    def _failed_after(self, death: Death) -> None:
+        """The driver fails the job for a member whose process had not ended well once training had; see `Ending`."""
+        succeeded = self.end is not None and self.end.code == 0 and self.stop is None
+        runs = death.worker in self.members and death.worker in self._connected
+        if succeeded and runs and self.after is None:
+            self.after = replace(death, size=len(self.members), trace=death.trace[-TRACE:])
 
     def _incident(self, now: float) -> Incident:
         if self._open is None or self._open.size_after is not None:

@@ -71,10 +71,10 @@ _TRAINED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer)
 _LOOKED_AT = 64  # entries of a list
 
 
-def refuse_hidden(name: str, value: Any, handled: Iterable[object]) -> None:
+def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> None:
     """Raises Invalid for what a restore would replace by a copy that nobody trains: parameters, and lists of models.
 
-    ``handled``: values that the state handles by themselves, which others may refer to.
+    ``handlers``: of the values that the state handles by themselves, which others may refer to.
     """
     inside: Iterable[Any] = ()
     if isinstance(value, torch.nn.Parameter):
@@ -83,7 +83,9 @@ def refuse_hidden(name: str, value: Any, handled: Iterable[object]) -> None:
         inside = value.values()
     elif isinstance(value, list | tuple):
         inside = value
-    known = {id(each) for each in handled}
+    else:  # a number, mostly: this is asked at each assignment
+        return
+    known = {id(handler.value) for handler in handlers}
     for each in itertools.islice(inside, _LOOKED_AT):
         if isinstance(each, _TRAINED) and id(each) not in known:
             what = "is" if each is value else f"is a {type(value).__name__} that holds"

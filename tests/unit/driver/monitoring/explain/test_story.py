@@ -9,6 +9,7 @@ from elastic.driver.events import (
     BreakWorld,
     EndJob,
     Event,
+    HostLost,
     HostsChanged,
     RemoveRequested,
     ReportRecovery,
@@ -92,6 +93,23 @@ def test_an_error_in_the_code_after_training_fails_the_job():
     )
     assert told.found(What.AFTER_TRAINING) and told.found(What.TRACE)
     assert not told.found(What.DONE) and not told.found(What.LOST_ALL)
+
+
+def test_who_has_ended_well_after_training_is_not_lost_with_its_host():
+    told = Told()
+    told.at(5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)))
+    told.at(6.0, WorkerExited(A, 0))
+    told.at(6.0, WorkerExited(B, 0))
+    told.at(7.0, HostLost("h", "its connection is gone"))
+    assert told.found(What.DONE) and not told.found(What.CAUSE)
+
+
+def test_a_host_that_is_lost_while_code_after_training_runs_fails_the_job():
+    told = Told()
+    told.at(5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)))
+    told.at(7.0, HostLost("h", "its connection is gone"))
+    [cause] = told.found(What.CAUSE)
+    assert cause.facts["who"] == "rank 0 of 3 (h:0#1)"
 
 
 def test_what_operators_asked_for_is_told_and_the_newest_commit_that_anybody_spoke_of():
